@@ -61,6 +61,10 @@ class EngineLost(EngineError):
     """An engine that is unreachable: it died, was killed, or its connection broke."""
 
 
+class EngineNodeLost(EngineError):
+    """An engine on several nodes, of which one cannot run its processes; it can be started on other nodes."""
+
+
 class WeightSyncError(SlimeLikeError, RuntimeError):
     """Weights that did not arrive completely in every engine."""
 

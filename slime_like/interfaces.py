@@ -259,6 +259,7 @@ class EngineAddress:
     url: str
     admin_key: str
     tp: int
+    num_nodes: int = 1
 
 
 class WeightReceiver(Protocol):
@@ -271,7 +272,7 @@ class WeightReceiver(Protocol):
 
     @property
     def host(self) -> str:
-        """Address of the engine's node."""
+        """Address of the engine's node; empty for an engine on several nodes, which share no memory."""
         ...
 
     async def update_from_tensors(self, payload: bytes) -> None:

@@ -57,6 +57,9 @@ def load_all() -> None:
 def run_worker(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the main function of an SGLang worker process. A worker that was not forked loads the plugins itself."""
     load_all()
+    from slime_like.distributed.rendezvous import register_scheme  # imports torch
+
+    register_scheme()
     return run(*args, **kwargs)
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterator
+from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
 from slime_like.util.ports import RendezvousAddress, interface_environment, listen
+
+SCHEME = "slime-like-store"
+"""Scheme of the URLs (``slime-like-store://host:port``) that ``register_scheme`` adds to ``init_process_group``."""
 
 
 def join_store(
@@ -30,6 +35,28 @@ def join_store(
         wait_for_workers=False,
         master_listen_fd=fd,
     )
+
+
+def register_scheme() -> None:
+    """Let ``torch.distributed.init_process_group`` of this process join a store by a URL of ``SCHEME``. Idempotent.
+
+    With a URL of ``tcp://``, torch's master listens at every address of the machine.
+    """
+    if not _registered:
+        dist.register_rendezvous_handler(SCHEME, _meet)
+        _registered.append(SCHEME)
+
+
+_registered: list[str] = []
+
+
+def _meet(url: str, timeout: datetime.timedelta, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
+    """Yield store, rank and number of ranks. torch appends the last two to the URL."""
+    parts = urlsplit(url)
+    query = parse_qs(parts.query)
+    rank, world_size = int(query["rank"][0]), int(query["world_size"][0])
+    address = RendezvousAddress(str(parts.hostname), int(parts.port or 0))
+    yield join_store(address, world_size, is_master=rank == 0, timeout=timeout), rank, world_size
 
 
 def keep_to_interface(host: str) -> None:

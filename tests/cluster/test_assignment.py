@@ -15,7 +15,7 @@ from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
 from slime_like.cluster.start import local_ray, placement
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.root import TrainConfig
-from slime_like.errors import MissingResources
+from slime_like.errors import ConfigError, MissingResources
 
 GIB = 2**30
 RECIPE = (
@@ -53,15 +53,92 @@ def test_ranks_fill_nodes_in_numerical_order_of_their_addresses() -> None:
     assert assign(cfg, plan, nodes).summary == "4 GPUs on 10.0.0.9, 4 GPUs on 10.0.0.10"
 
 
-def test_an_engine_is_never_spread_over_nodes() -> None:
+def engine_nodes(cfg: TrainConfig, plan: Plan, nodes: list[ClusterNode], first: int) -> list[list[int]]:
+    """Return the node of each GPU of each engine; their GPUs begin with ``first``."""
+    gpus, tp = nodes_of_gpus(cfg, plan, nodes), cfg.rollout.tp
+    return [gpus[begin : begin + tp] for begin in range(first, len(gpus), tp)]
+
+
+def test_an_engine_is_on_one_node_if_it_fits_and_else_in_equal_parts_on_several() -> None:
     """Four trainer GPUs and two engines of six would cross the boundary of an 8-GPU node if filled in order."""
     split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
     cfg, plan = planned(*split)
     nodes = [gpu_node(1, 6), gpu_node(2, 6), gpu_node(3, 4)]
-    with pytest.raises(MissingResources, match=r"rollout\.tp=4: an engine .* no node .* has 4 free GPUs"):
-        assign(cfg, plan, nodes)
+    assert engine_nodes(cfg, plan, nodes, 4) == [[2, 2, 3, 3], [2, 2, 1, 1], [2, 2, 3, 3]]
+    assert assign(cfg, plan, nodes).nodes_per_engine == 2
+    with pytest.raises(MissingResources, match=r"rollout\.tp=4: the Ray cluster has no free GPUs .* in equal parts"):
+        assign(cfg, plan, [gpu_node(1, 6), gpu_node(2, 7), gpu_node(3, 3)])
+    with pytest.raises(MissingResources, match=r"rollout\.num_engines=3 on 4 nodes each \(10\.0"):
+        assign(*planned(*split, "rollout.engine_num_nodes=4"), [*nodes])
     result = nodes_of_gpus(cfg, plan, [*nodes, gpu_node(4, 5)])
     assert [set(result[i : i + 4]) for i in range(0, 16, 4)] == [{1}, {3}, {4}, {2}], "best fit first"
+
+
+WIDE = ("placement.actor_num_nodes=4", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=2")
+
+
+def test_a_colocated_engine_has_all_gpus_of_several_nodes() -> None:
+    nodes = [gpu_node(number, 4) for number in (1, 2, 3, 4)]
+    cfg, plan = planned(*WIDE, "rollout.tp=8", "parallel.tp=4")
+    assert assign(cfg, plan, nodes).nodes_per_engine == 2
+    assert engine_nodes(cfg, plan, nodes, 0) == [[1] * 4 + [2] * 4, [3] * 4 + [4] * 4]
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine_num_nodes=4, but .* are on 2 nodes .* remove rollout\.engine"
+    ):
+        assign(*planned(*WIDE, "rollout.tp=8", "parallel.tp=4", "rollout.engine_num_nodes=4"), nodes)
+    three = (
+        "placement.actor_num_nodes=2",
+        "placement.actor_num_gpus_per_node=3",
+        "rollout.tp=2",
+        "rollout.num_engines=3",
+    )
+    with pytest.raises(ConfigError, match=r"would have 1 \+ 1 GPUs on 2 nodes, and the first engine 2; .*equal parts"):
+        assign(*planned(*three, "parallel.tp=2"), [gpu_node(1, 3), gpu_node(2, 3)])
+
+
+def test_on_cpus_the_parts_of_an_engine_are_on_different_nodes() -> None:
+    parts = (
+        "placement.device=cpu",
+        "rollout.tp=2",
+        "rollout.num_engines=2",
+        "rollout.engine_num_nodes=2",
+        "parallel.tp=1",
+    )
+    nodes = [cpu_node(number) for number in (1, 2, 3)]
+    assignment = assign(*planned(*parts, "placement.mode=split"), nodes)
+    assert assignment.processes is not None and assignment.nodes_per_engine == 2
+    assert [node.address[-1] for node in assignment.processes["engine"]] == list("2323")
+    assert "2 engine parts on 10.0.0.2" in assignment.summary
+    one_other = assign(*planned(*parts, "placement.mode=split"), nodes[:2]).processes
+    assert one_other is not None and [node.address[-1] for node in one_other["engine"]] == list("1212")
+    with pytest.raises(MissingResources, match=r"rollout\.engine_num_nodes=2, but the Ray cluster has 1 nodes"):
+        assign(*planned(*parts), nodes[:1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.engine_num_nodes=3",), r"engine_num_nodes=3 with rollout\.tp=2: every node .* set a divisor"),
+        (("rollout.engine_num_nodes=2", "placement.ray_address=null"), r"needs a running Ray cluster"),
+        (("rollout.engine_num_nodes=2", "rollout.symmetric_memory=true"), r"set rollout\.symmetric_memory=false"),
+        (
+            ("rollout.engine_num_nodes=2", "rollout.remote_experts.count=1"),
+            r"remote_experts: workers of .* not been tested",
+        ),
+        (
+            (
+                "rollout.engine_num_nodes=2",
+                "rollout.dp_attention=2",
+                "rollout.flow_mla.enabled=true",
+                "rollout.flow_mla.transport=p2p",
+            ),
+            r"transport=p2p: a rank cannot read the memory of another node",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_engines_on_several_nodes_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned("rollout.tp=2", *overrides)
 
 
 def test_gpus_of_other_jobs_are_not_assigned() -> None:

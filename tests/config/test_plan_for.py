@@ -47,19 +47,19 @@ def test_a_plan_for_several_nodes_names_the_cluster_that_the_run_joins() -> None
 @pytest.mark.parametrize("address", ["placement.ray_address=auto", "placement.ray_address=null"])
 def test_an_engine_over_a_part_of_described_nodes_is_refused(address: str) -> None:
     wide = ("rollout.tp=8", "rollout.num_engines=1", address)
-    with pytest.raises(ConfigError, match=r"rollout\.tp=8: .* nodes of --plan-for have at most 6 .*rollout\.tp=6"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.tp=8 on 1 nodes: .* nodes of --plan-for have 6: set rollout\.tp=6"
+    ):
         plan("qwen3_4b_gsm8k", *wide, machine=described_machine("2x6xH100"))
 
 
 def test_an_engine_over_whole_nodes_is_planned_as_on_one_node() -> None:
-    """Only the advice tells that a run refuses it."""
     wide = ("rollout.tp=8", "rollout.num_engines=1", "placement.ray_address=auto")
     one, two = (plan("qwen3_4b_gsm8k", *wide, machine=described_machine(text)) for text in ("8xH100", "2x4xH100"))
-    assert two.memory.tables == one.memory.tables and two.roles == one.roles and one.advice == ()
-    (advice,) = two.advice
-    assert re.search(
-        r"rollout\.tp=8: .* spans 2 nodes, but a run starts each engine on one node: set rollout\.tp=4 or less", advice
-    )
+    assert two.memory.tables == one.memory.tables and two.roles == one.roles and one.advice == two.advice == ()
+    assert (one.engines[0].num_nodes, two.engines[0].num_nodes) == (1, 2)
+    (decision,) = [decision for decision in two.decisions if decision.key == "rollout.engine_num_nodes"]
+    assert (decision.value, decision.reason) == ("2", "rollout.tp=8 and 4 GPUs on each node")
 
 
 def test_the_largest_machine_that_can_be_described_is_planned() -> None:

@@ -70,11 +70,6 @@ def test_a_run_that_fits_the_nodes_is_accepted() -> None:
         ((), [ClusterNode("a", 8, 64, 100 * GIB, "H100")], r"GiB of main memory on a node .*has 100\.0 GiB"),
         ((), [H100, ClusterNode("b", 8, 64, 100 * GIB, "H100")], r"GiB of main memory on a node .*has 100\.0 GiB"),
         (
-            ("rollout.tp=4", "rollout.num_engines=2"),
-            [ClusterNode(name, 2, 64, 512 * GIB, "H100") for name in "abcd"],
-            r"rollout\.tp=4: an engine runs on one node, .* at most 2 GPUs: set rollout\.tp=2",
-        ),
-        (
             ("optim.cpu_offload=true",),
             [ClusterNode("a", 8, 64, 190 * GIB, "H100")],
             r"checkpoint 55\.7 GiB.*set optim\.cpu_offload_fraction=0\.\d+",

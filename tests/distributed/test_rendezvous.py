@@ -6,9 +6,11 @@ import os
 from datetime import timedelta
 
 import pytest
+from torch.distributed.rendezvous import rendezvous
 
-from slime_like.distributed.rendezvous import join_store, keep_to_interface
-from slime_like.util.ports import RendezvousAddress, open_rendezvous
+from slime_like.distributed.rendezvous import SCHEME, join_store, keep_to_interface, register_scheme
+from slime_like.rollout.engine.node import RENDEZVOUS_SCHEME
+from slime_like.util.ports import PortLease, RendezvousAddress, open_rendezvous
 from tests.e2e.leftovers import listened_on
 
 HOST = "127.0.0.1"
@@ -32,6 +34,21 @@ def test_the_store_listens_at_its_address_only(with_listener: bool) -> None:
     assert list(new_sockets.values()) == [f"{HOST}:{rendezvous.port}"]
     del master, guest
     assert not listened_on([os.getpid()]).keys() - sockets_before.keys(), "the socket is closed with the store"
+
+
+def test_ranks_that_meet_by_url_listen_at_its_address_only() -> None:
+    """SGLang passes a URL to ``init_process_group``. For ``tcp://``, torch's store listens at all addresses."""
+    register_scheme()
+    register_scheme()
+    sockets_before = listened_on([os.getpid()])
+    with PortLease(HOST) as port:
+        url = f"{RENDEZVOUS_SCHEME}://{HOST}:{port}"
+        (store, *first), (other, *second) = (next(rendezvous(url, rank, 2, timeout=TIMEOUT)) for rank in range(2))
+    assert (first, second, SCHEME) == ([0, 2], [1, 2], RENDEZVOUS_SCHEME)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    new_sockets = listened_on([os.getpid()])
+    assert [new_sockets[inode] for inode in new_sockets.keys() - sockets_before.keys()] == [f"{HOST}:{port}"]
 
 
 def test_an_interface_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

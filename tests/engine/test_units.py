@@ -16,6 +16,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine import main, processes
+from slime_like.rollout.engine.node import DATA_PARALLEL_PORTS
 from slime_like.rollout.engine.server import derived_ports
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
 from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
@@ -150,6 +151,7 @@ def test_the_ports_of_data_parallel_attention_are_reserved() -> None:
 
     assert derived_ports(2)[0] == server_args.ZMQ_TCP_PORT_DELTA
     assert len(derived_ports(2)) == 9 and not derived_ports(1)
+    assert DATA_PARALLEL_PORTS[-1] == server_args.DP_ATTENTION_HANDSHAKE_PORT_DELTA
 
 
 def test_the_headline_is_the_last_exception_of_the_log(tmp_path: Path) -> None:

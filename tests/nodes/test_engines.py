@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from slime_like.data.dump import load_groups, rollout_path
 from tests.e2e.runs import last_step, metrics
 from tests.nodes.cluster import RayNodes, addresses_of_engines, start_run
 from tests.nodes.job import SmallJob
+from tests.nodes.machine import NamespaceNode
 
 pytestmark = pytest.mark.e2e
 
@@ -42,3 +44,44 @@ def test_an_engine_is_added_moves_to_another_node_and_is_removed_and_no_group_is
     assert max(row["probe/logprob_abs_diff_max"] for row in rows[1:]) < 1e-4
     groups = [group for i in range(len(rows) - 1) for group in load_groups(rollout_path(run.run_dir / "rollouts", i))]
     assert [group.group_id for group in groups] == list(range(8 * len(rows) - 8)), "each group is trained on once"
+
+
+def test_an_engine_over_two_nodes_gets_weights_by_both_transports_and_replaces_a_lost_node(
+    all_nodes: RayNodes, job: SmallJob, tmp_path: Path
+) -> None:
+    """Its first rank is on node two and the second on node three, which is killed. The engine continues on nodes two and one.
+
+    The second run, with data-parallel attention, pushes by ``tensor``.
+    """
+    one, two, three = all_nodes.nodes
+    wide = ("rollout.tp=2", "rollout.engine_num_nodes=2")
+    split = (*wide, "placement.mode=split", "weights.transport=broadcast", "loop.num_rollout=10000")
+    run = start_run(all_nodes, one, tmp_path / "run", *job.overrides(*split))
+    run.wait_until(lambda: last_step(run.run_dir) >= 1)
+    assert f"1 engine part on {two.address}, 1 engine part on {three.address}" in run.output()
+    three.kill()
+    run.wait_until(lambda: any(recovery.joined for recovery in faults.read(run.run_dir)[1]))
+    (recovery,) = faults.read(run.run_dir)[1]
+    assert f"its part on node {three.address} was lost" in recovery.cause
+    trained = last_step(run.run_dir)
+    run.wait_until(lambda: last_step(run.run_dir) > trained)
+    assert addresses_of_engines(run.run_dir, 1) == [two.address]
+    send_request(run.run_dir, Request.STOP)
+    code, output = run.wait()
+    assert code == 130, output
+    assert engine_processes(one) == engine_processes(two) == [], "no process remains on any node"
+    requests = ("weights.transport=tensor", "rollout.dp_attention=2", "loop.num_rollout=1")
+    colocated = start_run(all_nodes, one, tmp_path / "colocated", *job.overrides(*wide, *requests))
+    code, output = colocated.wait()
+    assert code == 0, output
+    for run_dir in (run.run_dir, colocated.run_dir):
+        rows = metrics(run_dir)
+        assert [row["step"] for row in rows] == list(range(len(rows)))
+        assert max(row["probe/logprob_abs_diff_max"] for row in rows[1:]) < 1e-4
+        assert (run_dir / "logs" / "engine_0_node1.log").exists()
+
+
+def engine_processes(node: NamespaceNode) -> list[str]:
+    """Return the titles of the node's processes of engines."""
+    listing = subprocess.run(node.enter("ps", "-eo", "args"), capture_output=True, text=True, timeout=20, check=True)
+    return [line for line in listing.stdout.splitlines() if "sglang::" in line or "rollout.engine.main" in line]

@@ -18,13 +18,7 @@ def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: 
 
 
 def _nodes(cfg: TrainConfig, machine: Machine) -> Iterator[str]:
-    """Report a plan for several nodes whose run would use only one, or whose engines would span nodes."""
-    gpus_per_node, tp = machine.num_gpus // machine.nodes, cfg.rollout.tp
-    if machine.nodes > 1 and 0 < gpus_per_node < tp:
-        yield (
-            f"rollout.tp={tp}: each engine of the plan spans {tp // gpus_per_node} nodes, but a run starts each engine on "
-            f"one node: set rollout.tp={gpus_per_node} or less to run it"
-        )
+    """Report a plan for several nodes whose run would use only one."""
     if machine.nodes > 1 and cfg.placement.ray_address is None:
         yield (
             f"placement.ray_address=null starts Ray on one machine, but the plan is for {machine.nodes} nodes: start Ray on "

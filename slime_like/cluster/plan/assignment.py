@@ -1,9 +1,9 @@
 """Assignment of a run's processes to the nodes of a joined Ray cluster.
 
 Trainer ranks fill ``placement.actor_num_nodes`` nodes in the order of the nodes' addresses, the same number on each. An engine
-is on one node: with ``placement.mode=colocated`` on the trainer's, otherwise on the node with the fewest free GPUs that suffice;
-on CPUs, engines take turns on the nodes without ranks. With separate GPUs for another role, each of its tensor parallel groups
-is on one node.
+is on one node if it fits, otherwise on several with equal parts: with ``placement.mode=colocated`` on the trainer's, otherwise each
+part on the node with the fewest free GPUs that suffice; on CPUs, engines take turns on the nodes without ranks. With separate GPUs
+for another role, each of its tensor parallel groups is on one node.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from itertools import groupby
 
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.cluster.plan.types import Role
+from slime_like.config.rules.engine_nodes import KEY, check_engine_nodes
 from slime_like.config.schema.root import TrainConfig
-from slime_like.errors import MissingResources
+from slime_like.errors import ConfigError, MissingResources
 
 TRAINER, ENGINE = "trainer", "engine"
 
@@ -28,6 +30,7 @@ class Assignment:
 
     gpus: tuple[ClusterNode, ...] = ()  # node of each GPU of the run, by run-local index
     processes: Mapping[str, tuple[ClusterNode, ...]] | None = None  # on a CPU: role -> node of each process
+    nodes_per_engine: int = 1  # with more than 1, ``processes`` has the nodes of engine 0, then those of engine 1, ...
 
     @property
     def summary(self) -> str:
@@ -37,8 +40,9 @@ class Assignment:
             return ", ".join(f"{number} GPUs on {address}" for address, number in counts.items())
         parts: list[str] = []
         for role, nodes in self.processes.items():
+            name = "engine part" if role == ENGINE and self.nodes_per_engine > 1 else role
             counts = Counter(node.address for node in nodes)
-            parts += [f"{number} {role}{'s' * (number > 1)} on {address}" for address, number in counts.items()]
+            parts += [f"{number} {name}{'s' * (number > 1)} on {address}" for address, number in counts.items()]
         return ", ".join(parts)
 
 
@@ -48,14 +52,17 @@ class _Block:
 
     role: str
     indices: tuple[int, ...]
+    engine: int = -1  # index of the engine of which these are a part; parts of an engine are on different nodes
 
 
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
     """Return the node of each process. Raises ``MissingResources`` naming the missing nodes or GPUs."""
     ordered = sorted(nodes, key=_order)
     if plan.device == "cpu":
-        return Assignment(processes=_on_cpu(cfg, plan, ordered))
-    return Assignment(gpus=_on_gpus(cfg, plan, ordered))
+        num_nodes = plan.engines[0].num_nodes if plan.engines else 1
+        return Assignment(processes=_on_cpu(cfg, plan, ordered, num_nodes), nodes_per_engine=num_nodes)
+    gpus = _on_gpus(cfg, plan, ordered)
+    return Assignment(gpus=gpus, nodes_per_engine=_nodes_per_engine(cfg, plan, gpus))
 
 
 def _order(node: ClusterNode) -> tuple[int, str]:
@@ -65,7 +72,9 @@ def _order(node: ClusterNode) -> tuple[int, str]:
         return 0, node.address
 
 
-def _on_cpu(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> dict[str, tuple[ClusterNode, ...]]:
+def _on_cpu(
+    cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], nodes_per_engine: int
+) -> dict[str, tuple[ClusterNode, ...]]:
     usable = [node for node in nodes if node.num_cpus]
     needed = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
     if len(usable) < needed:
@@ -73,55 +82,116 @@ def _on_cpu(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> dict[
             f"placement.actor_num_nodes={needed}, but the Ray cluster has {len(usable)} nodes with CPUs{_describe_free_gpus(nodes)}: add "
             f"nodes, or lower placement.actor_num_nodes"
         )
+    if len(usable) < nodes_per_engine:
+        raise MissingResources(
+            f"{KEY}={nodes_per_engine}, but the Ray cluster has {len(usable)} nodes with CPUs: add nodes, or lower {KEY}"
+        )
     trainers = usable[:needed] if plan.needs_trainer else usable
     others = trainers if plan.colocated else usable[needed:] or trainers
+    if len(others) < nodes_per_engine:
+        others = usable
     return {
-        role.name: tuple(
-            others[i % len(others)] if role.name == ENGINE else trainers[i * len(trainers) // len(role.devices)]
-            for i in range(len(role.devices))
-        )
+        role.name: tuple(others[i % len(others)] for i in range(len(role.devices) * nodes_per_engine))
+        if role.name == ENGINE
+        else tuple(trainers[i * len(trainers) // len(role.devices)] for i in range(len(role.devices)))
         for role in plan.roles
     }
 
 
 def _on_gpus(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tuple[ClusterNode, ...]:
-    free = {node.node_id: node.free_gpus for node in nodes}
-    if sum(free.values()) < plan.num_gpus:
+    """Return the node of each GPU, with engines on as few nodes as possible, or on ``rollout.engine_num_nodes``."""
+    tp, num_nodes = cfg.rollout.tp, cfg.rollout.engine_num_nodes
+    num_free = sum(node.free_gpus for node in nodes)
+    if num_free < plan.num_gpus:
         roles = ", ".join(f"{role.name}s {sum(map(len, role.devices))}" for role in plan.roles)
         raise MissingResources(
             f"the run needs {plan.num_gpus} GPUs ({roles}; placement.mode={cfg.placement.mode}), but the nodes have "
-            f"{sum(free.values())}{_describe_free_gpus(nodes)}: add nodes, lower parallel.*, placement.actor_num_nodes, "
+            f"{num_free}{_describe_free_gpus(nodes)}: add nodes, lower parallel.*, placement.actor_num_nodes, "
             "placement.actor_num_gpus_per_node or rollout.num_engines"
         )
+    sizes = [num_nodes] if num_nodes else [n for n in range(1, min(tp, len(nodes)) + 1) if tp % n == 0]
+    errors: list[MissingResources] = []
+    for size in sizes:
+        try:
+            return _with_engine_parts(cfg, plan, nodes, size)
+        except MissingResources as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _with_engine_parts(
+    cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], nodes_per_engine: int
+) -> tuple[ClusterNode, ...]:
+    """Return the node of each GPU, with engines that do not share the trainer's GPUs on ``nodes_per_engine`` nodes each."""
+    free = {node.node_id: node.free_gpus for node in nodes}
     node_of_gpu: dict[int, ClusterNode] = {}
-    trainer_nodes: set[str] = set()
-    for block in sorted(_blocks(cfg, plan), key=lambda block: (block.role != TRAINER, -len(block.indices))):
+    taken: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> nodes on which another block of it cannot be
+    for block in sorted(
+        _blocks(cfg, plan, nodes_per_engine), key=lambda block: (block.role != TRAINER, -len(block.indices))
+    ):
         fitting = [node for node in nodes if free[node.node_id] >= len(block.indices)]
-        if block.role == TRAINER:
-            fitting = [node for node in fitting if node.node_id not in trainer_nodes]
-        else:
-            fitting.sort(key=lambda node: free[node.node_id])
+        excluded = taken.setdefault((block.role, block.engine), set())
+        if block.role == TRAINER or block.engine >= 0:
+            fitting = [node for node in fitting if node.node_id not in excluded]
+        if (
+            block.role != TRAINER
+        ):  # parts of an engine on the nodes with the most free GPUs, so that more engines find different nodes
+            fitting.sort(key=lambda node: free[node.node_id] * (-1 if block.engine >= 0 else 1))
         if not fitting:
-            raise MissingResources(_no_node(cfg, block, nodes))
-        if block.role == TRAINER:
-            trainer_nodes.add(fitting[0].node_id)
+            raise MissingResources(_no_node(cfg, block, nodes, nodes_per_engine))
+        excluded.add(fitting[0].node_id)
         free[fitting[0].node_id] -= len(block.indices)
         node_of_gpu |= dict.fromkeys(block.indices, fitting[0])
     return tuple(node_of_gpu[index] for index in range(plan.num_gpus))
 
 
-def _blocks(cfg: TrainConfig, plan: Plan) -> Iterator[_Block]:
+def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode]) -> int:
+    """Return the number of nodes of each engine. Raises ``ConfigError`` unless it is the same for all, with equal parts.
+
+    Engines that share the GPUs of the trainer are where these are.
+    """
+    engines = [devices for role in plan.roles if role.name == ENGINE for devices in role.devices]
+    parts = [[len(list(part)) for _, part in groupby(gpus[i].node_id for i in devices)] for devices in engines]
+    if not parts:
+        return 1
+    num_nodes = len(parts[0])
+    if any(len(set(part)) > 1 or len(part) != num_nodes for part in parts):
+        uneven = next(part for part in parts if len(set(part)) > 1 or len(part) != num_nodes)
+        raise ConfigError(
+            f"rollout.tp={cfg.rollout.tp}: an engine would have {' + '.join(map(str, uneven))} GPUs on {len(uneven)} nodes, and the first "
+            f"engine {' + '.join(map(str, parts[0]))}; every engine needs equal parts: set rollout.tp to a divisor or a multiple of "
+            "placement.actor_num_gpus_per_node"
+        )
+    if num_nodes != (cfg.rollout.engine_num_nodes or num_nodes):
+        raise ConfigError(
+            f"{KEY}={cfg.rollout.engine_num_nodes}, but the GPUs of the trainer, which each engine shares, are on {num_nodes} nodes for "
+            f"rollout.tp={cfg.rollout.tp}: remove {KEY}, or set placement.mode=split"
+        )
+    check_engine_nodes(cfg, num_nodes)
+    return num_nodes
+
+
+def _blocks(cfg: TrainConfig, plan: Plan, nodes_per_engine: int) -> Iterator[_Block]:
     """Yield disjoint blocks that cover all GPUs of the run; processes on the GPUs of an earlier role add none."""
     covered: set[int] = set()
     for role in plan.roles:
         for indices in _groups_of_role(cfg, role):
             if rest := tuple(index for index in indices if index not in covered):
-                yield _Block(role.name, rest)
+                yield from (
+                    _parts(role.name, rest, nodes_per_engine) if role.name == ENGINE else (_Block(role.name, rest),)
+                )
             covered.update(indices)
 
 
+def _parts(role: str, indices: tuple[int, ...], count: int) -> Iterator[_Block]:
+    """Yield the blocks of an engine on ``count`` nodes."""
+    size = -(-len(indices) // count)
+    for begin in range(0, len(indices), size):
+        yield _Block(role, indices[begin : begin + size], indices[0] if count > 1 else -1)
+
+
 def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
-    """Return the GPUs of a role that have to be on one node each."""
+    """Return the GPUs of a role that have to be on one node each; those of an engine may be divided into parts."""
     if role.name == ENGINE:
         return list(role.devices)
     indices = tuple(index for devices in role.devices for index in devices)
@@ -131,7 +201,7 @@ def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
-def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode]) -> str:
+def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], nodes_per_engine: int) -> str:
     size, max_free = len(block.indices), max((node.free_gpus for node in nodes), default=0)
     if block.role == TRAINER:
         num_nodes = cfg.placement.actor_num_nodes
@@ -146,9 +216,18 @@ def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode]) -> s
             f"placement.actor_num_nodes={num_nodes} with {size} trainer ranks on each needs {num_nodes} nodes with {size} free "
             f"GPUs, which the Ray cluster does not have{_describe_free_gpus(nodes)}: add nodes, or set {fix}"
         )
-    key = f"rollout.tp={size}" if block.role == ENGINE else f"{block.role}.tp={size}"
+    if block.role == ENGINE:
+        where = (
+            f"{nodes_per_engine} nodes each"
+            if cfg.rollout.engine_num_nodes
+            else "one node each, or on several in equal parts"
+        )
+        return (
+            f"rollout.tp={cfg.rollout.tp}: the Ray cluster has no free GPUs for rollout.num_engines={cfg.rollout.num_engines} on {where}"
+            f"{_describe_free_gpus(nodes)}: add nodes, or lower rollout.tp or rollout.num_engines"
+        )
     return (
-        f"{key}: {'an engine' if block.role == ENGINE else f'a tensor parallel group of the {block.role}'} runs on one node, and no "
+        f"{block.role}.tp={size}: a tensor parallel group of the {block.role} runs on one node, and no "
         f"node of the Ray cluster has {size} free GPUs{_describe_free_gpus(nodes)}: add nodes, or lower it to {max_free} or less"
     )
 

@@ -104,15 +104,6 @@ def check_fits(
         )
 
 
-def check_one_node(tp: int, num_gpus: int, where: str) -> None:
-    """Raise ``ConfigError`` if an engine of ``tp`` GPUs does not fit the largest node, which has ``num_gpus``."""
-    if tp > num_gpus:
-        raise ConfigError(
-            f"rollout.tp={tp}: an engine runs on one node, and the nodes {where} have at most {num_gpus} GPUs: set "
-            f"rollout.tp={num_gpus} or less"
-        )
-
-
 def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
     """Return a lower bound of the run's memory on a CPU: processes, trainer state in float32, engine weights."""
     is_written = model is not None and Path(model.folder).exists()

@@ -11,7 +11,8 @@ from slime_like.cluster.plan.advice import advice
 from slime_like.cluster.plan.dcp import DcpPlan, is_undecided, plan_dcp
 from slime_like.cluster.plan.demand import MemoryPlan
 from slime_like.cluster.plan.device import resolve_device
-from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, check_one_node, rank_roles
+from slime_like.cluster.plan.engine_nodes import engine_nodes, on_nodes
+from slime_like.cluster.plan.fit import PROCESS_BYTES, add_roles, check_fits, rank_roles
 from slime_like.cluster.plan.gdn import resolve_gdn
 from slime_like.cluster.plan.machine import Machine, probe_machine
 from slime_like.cluster.plan.memory import plan_memory
@@ -102,7 +103,9 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     critic = critic_spec(cfg, actor, decisions.add) if needs_trainer else None
     teacher = teacher_spec(cfg, actor) if needs_trainer else None
     needs_engines = cfg.run.mode != "train_only" and not supervised
-    engines = _engines(cfg, machine, model, device, dtype, context) if needs_engines else ()
+    engines = _engines(cfg, model, device, dtype, context) if needs_engines else ()
+    if engines:
+        engines = on_nodes(engines, engine_nodes(cfg, machine, device, decisions))
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
@@ -162,16 +165,8 @@ def _context(cfg: TrainConfig, model: HfConfig | None, decisions: PlanDecisions)
     return model.max_positions
 
 
-def _engines(
-    cfg: TrainConfig, machine: Machine, model: HfConfig | None, device: str, dtype: str, context: int
-) -> tuple[EngineSpec, ...]:
-    """Return the engines before decode context parallelism is planned from their memory.
-
-    Raises ``ConfigError`` if an engine neither fits one of several described nodes nor has all GPUs of its nodes.
-    """
-    gpus_per_node = machine.num_gpus // machine.nodes
-    if device == "cuda" and machine.nodes > 1 and cfg.rollout.tp % gpus_per_node:
-        check_one_node(cfg.rollout.tp, gpus_per_node, "of --plan-for")
+def _engines(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:
+    """Return the engines before decode context parallelism is planned from their memory."""
     rollout, logs = cfg.rollout, Path(cfg.run.dir).resolve() / "logs"
     max_running = fixed_limit(rollout)
     return tuple(

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_like.cluster.plan.admission import add_admission_decision
 from slime_like.cluster.plan.dcp import plan_dcp
-from slime_like.cluster.plan.fit import PROCESS_BYTES, check_fits, check_one_node
+from slime_like.cluster.plan.fit import PROCESS_BYTES, check_fits
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.memory import plan_memory
 from slime_like.cluster.plan.planner import Plan
@@ -117,11 +117,7 @@ def _with_dcp(
 
 
 def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], where: str) -> None:
-    """Raise ``ConfigError`` if an engine does not fit a node, or if Ray cannot reserve a CPU with each GPU."""
-    largest = max((node.num_gpus for node in nodes), default=0)
-    sizes = {engine.tp for engine in plan.engines}
-    if largest and sizes:
-        check_one_node(max(sizes), largest, f"of {where}")
+    """Raise ``ConfigError`` if Ray cannot reserve a CPU with each GPU."""
     pairs = sum(min(node.num_gpus, node.num_cpus) for node in nodes)
     if pairs < plan.num_gpus <= sum(node.num_gpus for node in nodes):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,17 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.cluster.plan.assignment import Assignment, assign
+from slime_like.cluster.plan.engine_nodes import on_nodes
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.ray_cluster import ClusterPlan, plan_on_nodes
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one
-from slime_like.cluster.workers.engine_actor import VISIBLE_DEVICES, EngineActor
-from slime_like.cluster.workers.engine_starter import EngineTemplate, GpuProbe, gpu_order, on_node
+from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.engine_parts import NodeSlot
+from slime_like.cluster.workers.engine_process import VISIBLE_DEVICES
+from slime_like.cluster.workers.engine_starter import EngineTemplate, GpuProbe, gpu_order
+from slime_like.cluster.workers.node_affinity import on_node
 from slime_like.cluster.workers.role_group import RoleWorker
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_worker import TrainerWorker
@@ -107,7 +112,8 @@ class Placement:
             with driver_link.bounded_call(Deadline("driver", "placement", 2 * POLL_S), "its Ray cluster", at_once=True):
                 time.sleep(POLL_S)
         self._say(f"nodes: {assignment.summary}")
-        return plan_on_nodes(cfg, self._plan, nodes), assignment
+        plan = replace(self._plan, engines=on_nodes(self._plan.engines, assignment.nodes_per_engine))
+        return plan_on_nodes(cfg, plan, nodes), assignment
 
     @property
     def log_dir(self) -> Path | None:
@@ -179,13 +185,34 @@ class Placement:
             restarts=self._cfg.health.on_dead_engine == "restart",
             wait_s=self._cfg.placement.wait_deadline_s,
             trainer_nodes=frozenset(node.address for node in trainers),
+            reserved=self._engine_slots() if self._assignment.nodes_per_engine > 1 else (),
         )
+
+    def _engine_slots(self) -> tuple[tuple[NodeSlot, ...], ...]:
+        """Return the nodes of each engine, and the GPUs of its part on each."""
+        num_nodes, assigned = self._assignment.nodes_per_engine, self._assignment
+        if assigned.processes is not None:
+            slots = [NodeSlot(node.node_id, node.address) for node in assigned.processes["engine"]]
+        else:
+            size = self._plan.engines[0].tp // num_nodes
+            devices = [gpus for role in self._plan.roles if role.name == "engine" for gpus in role.devices]
+            parts = [gpus[begin : begin + size] for gpus in devices for begin in range(0, len(gpus), size)]
+            slots = [
+                NodeSlot(
+                    self._gpus[part[0]][0], assigned.gpus[part[0]].address, ",".join(self._gpus[i][1] for i in part)
+                )
+                for part in parts
+            ]
+        return tuple(tuple(slots[begin : begin + num_nodes]) for begin in range(0, len(slots), num_nodes))
 
     def start_engines(self, template: EngineTemplate) -> list[ActorHandle[EngineActor]]:
         """Start one actor per engine; its child, the SGLang server, sees the engine's GPUs."""
         first = 0 if self._plan.colocated else self._plan.actor.layout.world_size
         actors: list[ActorHandle[EngineActor]] = []
         for index, spec in enumerate(self._plan.engines):
+            if template.reserved:
+                actors.append(template.start_on(index, template.reserved[index]))
+                continue
             gpus = range(first + index * spec.tp, first + (index + 1) * spec.tp)
             options, visible = self._shared_options(tuple(gpus), "engine", index)
             actors.append(template.start(index, options, visible.get(VISIBLE_DEVICES, "")))
@@ -221,7 +248,7 @@ class Placement:
             nodes = {self._gpus[i][0] for i in bundles}
             if len(nodes) > 1:
                 raise ConfigError(
-                    f"{role} {index} would be spread over {len(nodes)} nodes: lower {'rollout' if role == 'engine' else role}.tp to at most the GPUs of one node"
+                    f"{role} {index} would be spread over {len(nodes)} nodes: lower {role}.tp to at most the GPUs of one node"
                 )
             env = {VISIBLE_DEVICES: ",".join(self._gpus[i][1] for i in bundles)}
             options["scheduling_strategy"] = on_node(nodes.pop())

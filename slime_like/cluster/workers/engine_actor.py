@@ -1,4 +1,7 @@
-"""One SGLang engine as a Ray actor, which owns the server process, reports why it died, and restarts it."""
+"""One SGLang engine as a Ray actor, which owns the server process, reports why it died, and restarts it.
+
+An engine on several nodes has this actor on its first node; the actor starts and ends those of the other nodes (``EngineParts``).
+"""
 
 from __future__ import annotations
 
@@ -6,75 +9,105 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from ray.util import get_node_ip_address
 
-from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
-from slime_like.config.rules.trained_sampling import changing_variables
+from slime_like.cluster.workers.engine_parts import EngineParts, NodeSlot, PartSettings
+from slime_like.cluster.workers.engine_process import prepare_process
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine import processes
+from slime_like.rollout.engine.node import SINGLE_NODE, EngineNode
 from slime_like.rollout.engine.server import EngineServer
-from slime_like.util.caches import keep_caches_private
-
-VISIBLE_DEVICES = "SLIME_LIKE_ENGINE_GPUS"  # set by the placement for an engine's actor
 
 
 class EngineActor:
     """Actor that starts the server at construction; ``ready`` waits for it. Methods may run concurrently."""
 
-    def __init__(self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        spec: EngineSpec,
+        admin_key: str,
+        stacks_dir: str,
+        env: Mapping[str, str],
+        other_nodes: Sequence[NodeSlot] = (),
+    ) -> None:
         """Start the server at Ray's address: loopback in a single-machine cluster, else the node's address."""
-        os.environ.update(env)  # the server inherits it
-        for variable in (
-            changing_variables(os.environ) if spec.feeds_training else ()
-        ):  # set on this node: the driver has rejected its own
-            del os.environ[variable]
-        keep_caches_private()
-        dump_stacks_on_signal(Path(stacks_dir), name.replace(" ", "_"))
+        prepare_process(name, spec, stacks_dir, env)
         self._name = name
         self._spec = spec
         self._admin_key = admin_key
-        if VISIBLE_DEVICES in os.environ:  # Ray hides every GPU from an actor that requests none
-            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_DEVICES]
+        self._other_nodes = tuple(other_nodes)
+        self._settings = PartSettings(name, spec, admin_key, stacks_dir, env)
         self._closing = False
         self._server_lock = threading.Lock()  # guards _server: a stop may arrive during a restart
+        self._parts: EngineParts | None = None
         self._server = self._start()
         self._exit_summary: str | None = None  # summary of a server that ``stop_server`` has stopped
 
     def _start(self) -> EngineServer:
         if self._closing:
             raise EngineError(f"{self._name} is not restarted: the run is shutting down")
-        server = EngineServer(self._spec, admin_key=self._admin_key, host=str(get_node_ip_address()))
+        host = str(get_node_ip_address())
+        hosts = (host, *(slot.address for slot in self._other_nodes)) if self._other_nodes else ()
+        node = EngineNode(0, hosts) if hosts else SINGLE_NODE
+        server = EngineServer(self._spec, admin_key=self._admin_key, host=host, node=node)
         server.start()
+        if hosts:
+            node = EngineNode(0, hosts, server.rendezvous)
+            self._parts = EngineParts(self._settings, self._other_nodes, node, server.kill)
         return server
 
+    def _stop(self) -> None:
+        """Stop the servers on all nodes, with ``_server_lock`` held."""
+        self._server.stop()
+        if self._parts is not None:
+            self._parts.stop()
+
     def ready(self) -> EngineAddress:
-        """Wait until the engine responds and return its address."""
-        self._server.wait_ready()
-        return EngineAddress(self._name, self._server.url, self._admin_key, self._spec.tp)
+        """Wait until the engine responds on all nodes and return its address."""
+        parts = self._parts
+        try:
+            self._server.wait_ready()
+        except EngineError:
+            if parts is not None:
+                parts.raise_loss()
+            raise
+        if parts is not None:
+            parts.wait_ready(self._spec.start_deadline_s)
+        return EngineAddress(self._name, self._server.url, self._admin_key, self._spec.tp, self._spec.num_nodes)
+
+    def _describe_exit(self) -> str:
+        """Return one line on how the engine ended: its server here, and the part on another node that ended first."""
+        cause = "" if self._parts is None else self._parts.cause_of_loss
+        return "; ".join(filter(None, (self._server.exit_summary(), *cause.splitlines()[:1])))
 
     def stop_server(self) -> None:
         """Stop the server, whatever its state; ``restart`` starts another one."""
-        self._exit_summary = self._server.exit_summary()
+        self._exit_summary = self._describe_exit()
         with self._server_lock:
-            self._server.stop()
+            self._stop()
 
     def restart(self) -> tuple[EngineAddress, str]:
-        """Replace the server, whatever its state; return the new address and how the old server ended."""
-        exit_summary = self._server.exit_summary() if self._exit_summary is None else self._exit_summary
+        """Replace the server, whatever its state; return the new address and how the old server ended.
+
+        Raises ``EngineNodeLost`` if another node of the engine cannot run its processes.
+        """
+        exit_summary = self._describe_exit() if self._exit_summary is None else self._exit_summary
         self._exit_summary = None
         with self._server_lock:
-            self._server.stop()
+            self._stop()
             self._server = self._start()
         return self.ready(), exit_summary
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the processes of the server that are stopped, as by SIGSTOP."""
-        return processes.stopped_pids(self._server.pid) if self._server.alive() else ()
+        """Return the processes of the engine that are stopped, as by SIGSTOP."""
+        if not self._server.alive():
+            return ()
+        return processes.stopped_pids(self._server.pid) + (() if self._parts is None else self._parts.stopped_pids())
 
     def inject_fault(self, signal_name: str, part: str = "") -> None:
         """Inject a fault of ``chaos.*``: signal one ``part`` of the server, or all of it, if it is running."""
@@ -88,10 +121,12 @@ class EngineActor:
     def cause_of_death(self, suspected: bool) -> str:
         """Return exit code and last log lines of a dead server, empty if alive; if ``suspected``, wait for it to die."""
         cause = self._server.cause_of_death() if suspected or not self._server.alive() else ""
-        return "" if self._server.alive() else cause
+        if self._server.alive():
+            return ""
+        return "\n".join(filter(None, ("" if self._parts is None else self._parts.cause_of_loss, cause)))
 
     def stop(self) -> None:
-        """Stop the server and everything it started."""
+        """Stop the engine and everything it started, on all nodes."""
         with self._server_lock:
             self._closing = True
-            self._server.stop()
+            self._stop()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,14 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
+from slime_like.cluster.plan.ray_cluster import cluster_nodes
 from slime_like.cluster.workers.calls import call, start_actor
-from slime_like.cluster.workers.engine_actor import VISIBLE_DEVICES, EngineActor
+from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.engine_parts import NodeSlot
+from slime_like.cluster.workers.engine_process import VISIBLE_DEVICES
+from slime_like.cluster.workers.node_affinity import on_node
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.util.deadline import scale
@@ -34,14 +37,10 @@ class GpuProbe:
     """Short-lived actor in a GPU bundle that identifies the bundle's node and GPU."""
 
     def location(self) -> tuple[str, str]:
-        """Return node id and GPU id."""
+        """Return node id and GPU id; of several GPUs, their ids separated by commas."""
         context = ray.get_runtime_context()
-        return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
-
-
-def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Return the strategy of an actor that runs on this node only."""
-    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+        gpus = sorted(map(str, context.get_accelerator_ids()["GPU"]), key=gpu_order)
+        return str(context.get_node_id()), ",".join(gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +56,30 @@ class EngineTemplate:
     trainer_nodes: frozenset[str] = (
         frozenset()
     )  # addresses; on CPUs, an engine starts there only if there is no other node
+    reserved: tuple[tuple[NodeSlot, ...], ...] = ()
+    """Nodes of each engine at the start of the run; empty for engines on one node. Their GPUs stay reserved for the run."""
 
-    def start(self, index: int, options: Mapping[str, Any], gpus: str = "") -> ActorHandle[EngineActor]:
-        """Start the actor of an engine with Ray's ``options``; its server sees ``gpus``, a list of GPU ids of the node."""
+    def start(
+        self, index: int, options: Mapping[str, Any], gpus: str = "", others: Sequence[NodeSlot] = ()
+    ) -> ActorHandle[EngineActor]:
+        """Start the actor of an engine with Ray's ``options``; its server sees ``gpus``, a list of GPU ids of the node.
+
+        ``others``: the nodes of an engine on several nodes, without the first.
+        """
         log_path = str(Path(self.spec.log_path).with_name(f"engine_{index}.log"))
         spec = replace(self.spec, seed=self.spec.seed + index, log_path=log_path)
         actor_options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": ENGINE_CALLS, **options}
         if self.restarts:
             actor_options |= {"max_restarts": -1, "max_task_retries": -1}
         env = {**self.env, **({VISIBLE_DEVICES: gpus} if gpus else {})}
-        return start_actor(EngineActor, **actor_options)(f"engine {index}", spec, self.admin_key, self.stacks_dir, env)
+        arguments = (f"engine {index}", spec, self.admin_key, self.stacks_dir, env)
+        start = start_actor(EngineActor, **actor_options)
+        return start(*arguments, tuple(others)) if others else start(*arguments)
+
+    def start_on(self, index: int, slots: Sequence[NodeSlot]) -> ActorHandle[EngineActor]:
+        """Start the actor of an engine on its nodes; the engine's first rank is on the first one."""
+        options = {"scheduling_strategy": on_node(slots[0].node_id)}
+        return self.start(index, options, slots[0].gpus, slots[1:])
 
 
 class EngineStarter:
@@ -77,21 +90,30 @@ class EngineStarter:
     ) -> None:
         """``actors`` and ``hosts``: actor and node address of each engine that runs already."""
         self._template = template
-        self._hosts = dict(hosts)
+        self._hosts = {index: (host,) for index, host in hosts.items()}
+        self._hosts |= {index: tuple(slot.address for slot in slots) for index, slots in enumerate(template.reserved)}
         self._actors = dict(actors)
         self._initial_actors = frozenset(actors.values())  # stopped by the driver at the end of the run
         self._groups: dict[int, PlacementGroup] = {}
 
     async def start(self, index: int) -> ActorHandle[EngineActor]:
-        """Start the actor of engine ``index`` on a live node. Raises ``EngineError`` if no node can run it."""
+        """Start the actor of engine ``index`` on live nodes. Raises ``EngineError`` if no node can run it."""
         await self.end(index)
+        slots = self._remaining_slots(index)
+        num_missing = self._template.spec.num_nodes - len(slots)
         if self._template.spec.device == "cuda":
-            node_id, gpus = await self._reserve(index)
+            slots += await self._reserve(index, num_missing) if num_missing else []
         else:
-            node_id, gpus = self._least_loaded(index).node_id, ""
-        actor = self._template.start(index, {"scheduling_strategy": on_node(node_id)}, gpus)
+            slots += self._least_loaded(index, num_missing, {slot.address for slot in slots})
+        self._hosts[index] = tuple(slot.address for slot in slots)
+        actor = self._template.start_on(index, slots)
         self._actors[index] = actor
         return actor
+
+    def _remaining_slots(self, index: int) -> list[NodeSlot]:
+        """Return the places of an engine on several nodes that the run has reserved and that are on live nodes."""
+        live = {node.node_id for node in cluster_nodes(ray.nodes())} if index < len(self._template.reserved) else set()
+        return [slot for slot in self._template.reserved[index] if slot.node_id in live] if live else []
 
     async def end(self, index: int) -> None:
         """Stop an engine, and free GPUs that this process has reserved for it."""
@@ -106,37 +128,46 @@ class EngineStarter:
         indices = [index for index, actor in self._actors.items() if actor not in self._initial_actors]
         await asyncio.gather(*(self.end(index) for index in indices))
 
-    def _least_loaded(self, index: int) -> ClusterNode:
-        """Return the live node with the fewest engines, without trainer ranks if there is one."""
-        nodes = [node for node in cluster_nodes(ray.nodes()) if node.num_cpus]
-        nodes = [node for node in nodes if node.address not in self._template.trainer_nodes] or nodes
-        if not nodes:
-            raise EngineError(f"engine {index} cannot be started: the Ray cluster has no node with CPUs")
-        load = Counter(self._hosts.values())
-        node = min(nodes, key=lambda node: (load[node.address], node.address))
-        self._hosts[index] = node.address
-        return node
+    def _least_loaded(self, index: int, count: int, excluded: Set[str]) -> list[NodeSlot]:
+        """Return ``count`` live nodes with the fewest engines, without trainer ranks if there are as many, and not ``excluded``."""
+        nodes = [node for node in cluster_nodes(ray.nodes()) if node.num_cpus and node.address not in excluded]
+        preferred = [node for node in nodes if node.address not in self._template.trainer_nodes]
+        if len(preferred) >= count:
+            nodes = preferred
+        if len(nodes) < count:
+            reason = (
+                "the Ray cluster has no node with CPUs"
+                if self._template.spec.num_nodes == 1
+                else f"it needs {count} more nodes with CPUs, and the Ray cluster has {len(nodes)}"
+            )
+            raise EngineError(f"engine {index} cannot be started: {reason}")
+        load = Counter(host for hosts in self._hosts.values() for host in hosts)
+        chosen = sorted(nodes, key=lambda node: (load[node.address], node.address))[:count]
+        return [NodeSlot(node.node_id, node.address) for node in chosen]
 
-    async def _reserve(self, index: int) -> tuple[str, str]:
-        """Reserve the engine's GPUs on one node; return its id and the ids of the GPUs."""
-        tp, limit = self._template.spec.tp, self._template.wait_s * scale()
-        group = self._groups[index] = placement_group([{"GPU": 1.0, "CPU": 1.0}] * tp, strategy="STRICT_PACK")
+    async def _reserve(self, index: int, count: int) -> list[NodeSlot]:
+        """Reserve the engine's GPUs on ``count`` nodes."""
+        spec, limit = self._template.spec, self._template.wait_s * scale()
+        size = spec.tp // spec.num_nodes  # GPUs on each node
+        group = self._groups[index] = placement_group([{"GPU": size, "CPU": size}] * count, strategy="STRICT_SPREAD")
         try:
             async with asyncio.timeout(limit):
                 await group.ready()
         except TimeoutError as error:
             remove_placement_group(self._groups.pop(index))
+            where = "no node of the Ray cluster had" if count == 1 else f"no {count} nodes of the Ray cluster each had"
             raise EngineError(
-                f"engine {index} cannot be started: no node of the Ray cluster had {tp} free GPUs within {limit:.0f} s "
+                f"engine {index} cannot be started: {where} {size} free GPUs within {limit:.0f} s "
                 "(placement.wait_deadline_s)"
             ) from error
-        in_bundle = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(tp)]
-        probes = [start_actor(GpuProbe, num_cpus=0, num_gpus=1, scheduling_strategy=bundle)() for bundle in in_bundle]
+        bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
+        probes = [start_actor(GpuProbe, num_cpus=0, num_gpus=size, scheduling_strategy=bundle)() for bundle in bundles]
         async with asyncio.timeout(PROBE_S * scale()):
             locations = await asyncio.gather(*(call(probe, GpuProbe.location) for probe in probes))
         for probe in probes:
             ray.kill(probe)
-        return locations[0][0], ",".join(sorted((gpu for _, gpu in locations), key=gpu_order))
+        addresses = {node.node_id: node.address for node in cluster_nodes(ray.nodes())}
+        return [NodeSlot(node_id, addresses[node_id], gpus) for node_id, gpus in locations]
 
 
 def gpu_order(gpu: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_starter import EngineStarter
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.data.routing import RoutingShape
-from slime_like.errors import EngineError, SlimeLikeError
+from slime_like.errors import EngineError, EngineNodeLost, SlimeLikeError
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.util.deadline import Deadline
@@ -51,11 +51,8 @@ class RayEngineFactory:
 
     def _connect(self, address: EngineAddress) -> EngineClient:
         """Return a client of an engine that responds."""
-        return EngineClient(
-            address.url,
-            admin_key=address.admin_key,
-            name=address.name,
-            tp=address.tp,
+        return EngineClient.at(
+            address,
             num_dp_ranks=self._config.dp_attention,
             deadline_s=self._config.request_deadline_s,
             peer_timeout_s=self._peer_timeout_s,
@@ -92,16 +89,18 @@ class RayEngineSupervisor:
     async def restart(self) -> tuple[EngineClient, str]:
         """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended.
 
-        If its actor cannot be started again, as after the loss of its node, another one is started on a live node.
+        If its actor cannot be started again, as after the loss of its node, another one is started on a live node; also if another
+        node of the engine is lost.
         """
         deadline = Deadline("rollout manager", "engine restart", self._config.start_deadline_s + STOP_S)
         try:
             self.address, exit_summary = await self._ask(EngineActor.restart, deadline)
-        except _ActorLost:
+        except (_ActorLost, EngineNodeLost) as error:
             if self._start is None:
                 raise
             self._actor = await self._start()
-            self.address, exit_summary = await self._ask(EngineActor.ready, deadline), "was lost with its node"
+            self.address = await self._ask(EngineActor.ready, deadline)
+            exit_summary = "was lost with its node" if isinstance(error, _ActorLost) else str(error)
         self.client = self._connect(self.address)
         return self.client, exit_summary
 

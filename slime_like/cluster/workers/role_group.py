@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from slime_like.batch import Columns, PackedBatch, TrainBatch, redistribute, shards
 from slime_like.cluster.workers.calls import put
-from slime_like.cluster.workers.engine_actor import VISIBLE_DEVICES
+from slime_like.cluster.workers.engine_process import VISIBLE_DEVICES
 from slime_like.cluster.workers.trainer_group import RankGroup, Refs
 from slime_like.cluster.workers.trainer_worker import RankWorker
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec

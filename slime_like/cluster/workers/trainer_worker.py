@@ -244,15 +244,8 @@ class RankSender:
         from slime_like.rollout.engine.client import EngineClient
 
         clients = [
-            EngineClient(
-                e.url,
-                admin_key=e.admin_key,
-                name=e.name,
-                tp=e.tp,
-                deadline_s=transport.deadline_s,
-                peer_timeout_s=transport.peer_timeout_s,
-            )
-            for e in engines
+            EngineClient.at(address, deadline_s=transport.deadline_s, peer_timeout_s=transport.peer_timeout_s)
+            for address in engines
         ]
         self._num_groups += 1
         return _make_sender(clients, transport, f"weights_rank{self._rank}_{self._num_groups}")

@@ -47,7 +47,7 @@ OWNED: dict[str, dict[str, str]] = {
         "admin_api_key": "the run itself (random per run)",
         "api_key": "the run itself (random per run)",
         "base_gpu_id": "the placement",
-        "nnodes": "the placement",
+        "nnodes": "rollout.engine_num_nodes",
         "node_rank": "the placement",
         "dist_init_addr": "the placement",
         "weight_version": "the weight sync",

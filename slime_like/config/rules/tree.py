@@ -9,6 +9,7 @@ from slime_like.config.rules.agents import check_agent
 from slime_like.config.rules.attention import check_attention
 from slime_like.config.rules.dcp import check_dcp
 from slime_like.config.rules.deterministic import check_seeds
+from slime_like.config.rules.engine_nodes import check_engine_nodes
 from slime_like.config.rules.engine_sizes import check_engine_sizes
 from slime_like.config.rules.eval_overrides import check_overrides, override_lengths
 from slime_like.config.rules.experts import EXPERT_RECOMPUTE_MODULES, stage_ranks
@@ -69,6 +70,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
     check_engine_sizes(cfg.rollout)
+    check_engine_nodes(cfg, cfg.rollout.engine_num_nodes or 1)
     check_dcp(cfg)
     check_flow_mla(cfg.rollout)
     check_remote_experts(cfg)

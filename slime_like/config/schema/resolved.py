@@ -121,6 +121,7 @@ class EngineSpec:
     admits_by_kv: bool = False  # requests are admitted while their expected tokens fit the KV cache
     deterministic: bool = False  # outputs are bitwise independent of the batch
     cpu_kernels: str = "auto"  # auto | c | torch | off
+    num_nodes: int = 1  # each has tp / num_nodes ranks
     dp_attention: int = 1  # groups of ranks that hold different sequences
     dcp: int = 1  # ranks that share the KV cache of a sequence
     dcp_comm: str = "ag_rs"  # exchange of partial attention between them: ag_rs | a2a

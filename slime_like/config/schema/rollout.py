@@ -31,6 +31,11 @@ class RolloutConfig(Config):
     stop_token_ids: list[int] = key([], "Token ids that end a response, in addition to the tokenizer's EOS.")
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
+    engine_num_nodes: int | None = key(
+        None,
+        "Number of nodes of each engine, with rollout.tp / engine_num_nodes ranks on each; null: on GPUs the fewest nodes whose GPUs "
+        "suffice, on CPUs 1 (docs/nodes.md).",
+    )
     dp_attention: int = key(
         1,
         "Data-parallel attention: number of groups into which an engine's ranks are split. Each group has all attention "
@@ -119,6 +124,7 @@ class RolloutConfig(Config):
             "max_partial_staleness",
             "num_engines",
             "tp",
+            "engine_num_nodes",
             "dp_attention",
             "start_deadline_s",
             "request_deadline_s",

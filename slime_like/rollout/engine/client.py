@@ -57,6 +57,30 @@ class EngineClient:
         self._restoring: asyncio.Task[None] | None = None
         self._connection = EngineConnection(self.address, deadline_s, peer_timeout_s)
 
+    @classmethod
+    def at(
+        cls,
+        address: EngineAddress,
+        *,
+        num_dp_ranks: int = 1,
+        deadline_s: float = 600.0,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+        routing: RoutingShape | None = None,
+    ) -> EngineClient:
+        """Return a client of the engine at ``address``; other arguments as of the constructor."""
+        client = cls(
+            address.url,
+            admin_key=address.admin_key,
+            name=address.name,
+            tp=address.tp,
+            num_dp_ranks=num_dp_ranks,
+            deadline_s=deadline_s,
+            peer_timeout_s=peer_timeout_s,
+            routing=routing,
+        )
+        client.address = address
+        return client
+
     @property
     def tp(self) -> int:
         """Tensor-parallel ranks of the engine."""
@@ -69,8 +93,8 @@ class EngineClient:
 
     @property
     def host(self) -> str:
-        """Address of the server's node."""
-        return str(urlsplit(self.url).hostname)
+        """Address of the engine's node; empty for an engine on several nodes, which share no memory."""
+        return str(urlsplit(self.url).hostname) if self.address.num_nodes == 1 else ""
 
     @property
     def num_ended_aborts(self) -> int:

@@ -11,6 +11,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import ConfigError, EngineError
 from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
 from slime_like.rollout.engine.model_config import is_quantised, other_models
+from slime_like.rollout.engine.node import RENDEZVOUS_SCHEME, SINGLE_NODE, EngineNode
 from slime_like.rollout.engine.plugins import WHITELIST, extended_whitelist
 from slime_like.util.ports import interface_environment
 
@@ -27,7 +28,9 @@ CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
 NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 
 
-def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> dict[str, str]:
+def child_environment(
+    spec: EngineSpec, scratch: str, host: str = LOOPBACK, node: EngineNode = SINGLE_NODE
+) -> dict[str, str]:
     """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
     environment = {**interface_environment(host), **os.environ}
     if rank_memory() is not None and spec.device != "cpu":
@@ -72,13 +75,27 @@ def child_environment(spec: EngineSpec, scratch: str, host: str = LOOPBACK) -> d
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),
         "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # dtype of hybrid models; SGLang's default is bfloat16
         "TMPDIR": scratch,
-        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",  # no port that other users can connect to
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than the client's, which reuses connections
+        **_rendezvous_environment(scratch, host, node),
     }
     if os.path.isdir(spec.model_path):
         environment |= {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(spec.model_path))}
     return environment
+
+
+def _rendezvous_environment(scratch: str, host: str, node: EngineNode) -> dict[str, str]:
+    """Return the variables by which the ranks of an engine meet, and listen to each other only."""
+    method = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+    if not node.rendezvous:
+        return {method: f"file://{scratch}/rendezvous"}  # no port that other users can connect to
+    return {
+        method: f"{RENDEZVOUS_SCHEME}://{node.rendezvous}",
+        "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false",  # objects are sent through gloo instead of another listener
+        "SGLANG_HOST_IP": host,
+        "SGLANG_ZMQ_SOURCE_IP": host,
+        "SGLANG_ZMQ_ALLOWED_PEERS": ",".join(node.hosts),  # sockets of data-parallel attention refuse other addresses
+    }
 
 
 def spin_count() -> str:

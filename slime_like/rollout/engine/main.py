@@ -38,6 +38,8 @@ class EngineLaunch:
     admin_key: str
     host: str
     port: int
+    node_rank: int = 0
+    rendezvous: str = ""  # host:port of the rendezvous of an engine on several nodes; empty on one node
 
 
 def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
@@ -59,6 +61,9 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         "decode_log_interval": 1_000,
     }
     arguments |= _device_arguments(spec)
+    if spec.num_nodes > 1:
+        node = {"nnodes": spec.num_nodes, "node_rank": launch.node_rank, "dist_init_addr": launch.rendezvous}
+        arguments |= node
     if spec.dp_attention > 1:
         arguments["attn_dp_size"] = spec.dp_attention
     if spec.dcp > 1:

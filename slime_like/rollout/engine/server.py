@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +23,7 @@ from slime_like.errors import EngineError
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.environment import LOOPBACK, child_environment
 from slime_like.rollout.engine.main import EngineLaunch
+from slime_like.rollout.engine.node import DATA_PARALLEL_PORTS, SINGLE_NODE, EngineNode
 from slime_like.util.deadline import Deadline, scale
 from slime_like.util.ports import PortLease
 
@@ -44,14 +45,21 @@ def derived_ports(dp_attention: int) -> range:
 
 
 class EngineServer:
-    """Owner of one engine's server process, which it starts, monitors and stops. Call ``wait_ready`` before the first request."""
+    """Owner of one engine's server process, which it starts, monitors and stops. Call ``wait_ready`` before the first request.
 
-    def __init__(self, spec: EngineSpec, *, admin_key: str, host: str = LOOPBACK) -> None:
+    An engine on several nodes has a server process on each. Those of other nodes than the first answer health checks only, and
+    need the ``rendezvous`` that ``start`` chooses on the first.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, *, admin_key: str, host: str = LOOPBACK, node: EngineNode = SINGLE_NODE
+    ) -> None:
         self._spec = spec
         self._admin_key = admin_key
         self._host = host
+        self._node = node
         self._process: subprocess.Popen[bytes] | None = None
-        self._lease: PortLease | None = None
+        self._leases: list[PortLease] = []
         self._scratch: str | None = None
         self._log_begin = 0  # earlier engines of the slot wrote to the same log
         self.url = ""
@@ -68,18 +76,34 @@ class EngineServer:
         """Spawn the server and return without waiting for it."""
         if self._process is not None:
             raise EngineError(f"engine at {self.url} has already been started; create a new EngineServer")
-        self._lease = PortLease(self._host, derived_ports(self._spec.dp_attention))
-        self.url = f"http://{self._host}:{self._lease.port}"
+        port = self._reserve_ports()
+        self.url = f"http://{self._host}:{port}"
         self._scratch = tempfile.mkdtemp(prefix=processes.SCRATCH_PREFIX)
-        launch = EngineLaunch(self._spec, self._admin_key, self._host, self._lease.port)
+        launch = EngineLaunch(self._spec, self._admin_key, self._host, port, self._node.rank, self._node.rendezvous)
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._log_begin = log.tell()
-            self._process = self._spawn(log, child_environment(self._spec, self._scratch, self._host))
+            self._process = self._spawn(log, child_environment(self._spec, self._scratch, self._host, self._node))
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the server has died: wait_ready reports the cause
             self._process.stdin.write(json.dumps(asdict(launch)).encode() + b"\n")
             self._process.stdin.flush()
+
+    @property
+    def rendezvous(self) -> str:
+        """Address (host:port) at which the ranks of an engine on several nodes meet; empty on one node or before ``start``."""
+        return self._node.rendezvous
+
+    def _reserve_ports(self) -> int:
+        """Reserve the server's port and return it; also choose the rendezvous on the first of several nodes."""
+        several = self._spec.num_nodes > 1
+        server = PortLease(self._host, () if several else derived_ports(self._spec.dp_attention))
+        self._leases.append(server)
+        if several and not self._node.rendezvous:
+            meeting = PortLease(self._host, DATA_PARALLEL_PORTS if self._spec.dp_attention > 1 else ())
+            self._leases.append(meeting)
+            self._node = replace(self._node, rendezvous=f"{self._host}:{meeting.port}")
+        return server.port
 
     def wait_ready(self) -> None:
         """Block until the server answers.
@@ -139,18 +163,22 @@ class EngineServer:
         """
         if self._process is not None:
             self.segments |= processes.mapped_segments(self._process.pid)
-            with contextlib.suppress(ProcessLookupError):  # the group has already ended
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a driver call ends after that call
                 self._process.wait(KILL_S * scale())
             processes.remove_segments(self.segments)
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # unread text of ``start``
                 self._process.stdin.close()
-        if self._lease is not None:
-            self._lease.release()
+        for lease in self._leases:
+            lease.release()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def kill(self) -> None:
+        """Kill the engine's process group, without waiting for its end; ``stop`` also removes what it leaves."""
+        with contextlib.suppress(ProcessLookupError):  # the group has already ended
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _last_lines(self) -> list[str]:
         return processes.last_lines(self._spec.log_path, self._log_begin)

@@ -1,0 +1,40 @@
+"""Number of nodes of each engine of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.types import PlanDecisions
+from slime_like.config.rules.engine_nodes import KEY, check_engine_nodes
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+
+def engine_nodes(cfg: TrainConfig, machine: Machine, device: str, decisions: PlanDecisions) -> int:
+    """Return the number of nodes of each engine on ``machine``; in a joined Ray cluster, ``assignment`` decides it later.
+
+    Raises ``ConfigError`` if described nodes have too few GPUs for their part of an engine.
+    """
+    tp, num_nodes, per_node = cfg.rollout.tp, cfg.rollout.engine_num_nodes, machine.num_gpus // machine.nodes
+    if device != "cuda" or machine.is_local:
+        return num_nodes or 1
+    if num_nodes is None:
+        num_nodes = max(1, tp // max(1, per_node))
+        if num_nodes > 1:
+            decisions.add(KEY, num_nodes, f"rollout.tp={tp} and {per_node} GPUs on each node")
+    if machine.nodes > 1 and (num_nodes > machine.nodes or tp > num_nodes * per_node or tp % num_nodes):
+        raise ConfigError(
+            f"rollout.tp={tp} on {num_nodes} nodes: each node of an engine needs the same number of GPUs, and the {machine.nodes} "
+            f"nodes of --plan-for have {per_node}: set rollout.tp={per_node} or a multiple of it"
+        )
+    if machine.nodes > 1:
+        check_engine_nodes(cfg, num_nodes)
+    return num_nodes if machine.nodes > 1 else 1
+
+
+def on_nodes(engines: Sequence[EngineSpec], num_nodes: int) -> tuple[EngineSpec, ...]:
+    """Return ``engines`` with ``num_nodes`` nodes each."""
+    return tuple(replace(engine, num_nodes=num_nodes) for engine in engines)

@@ -1,0 +1,51 @@
+"""Processes of an engine on one of its nodes, without the first, as a Ray actor that the actor of the first node starts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from ray.util import get_node_ip_address
+
+from slime_like.cluster.workers.engine_process import prepare_process
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.rollout.engine import processes
+from slime_like.rollout.engine.node import EngineNode
+from slime_like.rollout.engine.server import EngineServer
+
+POLL_S = 0.1
+
+
+class EnginePart:
+    """Actor that starts the server of its node at construction. Ray ends it with the actor that started it.
+
+    Its server then reads end-of-file and ends too, so no process of the engine outlives the first node's actor.
+    """
+
+    def __init__(
+        self, name: str, spec: EngineSpec, admin_key: str, stacks_dir: str, env: Mapping[str, str], node: EngineNode
+    ) -> None:
+        prepare_process(name, spec, stacks_dir, env)
+        self._closing = threading.Event()
+        self._server = EngineServer(spec, admin_key=admin_key, host=str(get_node_ip_address()), node=node)
+        self._server.start()
+
+    def ready(self) -> None:
+        """Wait until the ranks of this node have loaded the model. Raises as ``EngineServer.wait_ready``."""
+        self._server.wait_ready()
+
+    def wait_for_end(self) -> str:
+        """Wait until the server ends; return how it ended, or an empty text once ``stop`` is called."""
+        while self._server.alive():
+            if self._closing.wait(POLL_S):
+                return ""
+        return "" if self._closing.is_set() else self._server.cause_of_death()
+
+    def stopped_pids(self) -> tuple[int, ...]:
+        """Return the processes of the server that are stopped, as by SIGSTOP."""
+        return processes.stopped_pids(self._server.pid) if self._server.alive() else ()
+
+    def stop(self) -> None:
+        """Stop the server and everything it started."""
+        self._closing.set()
+        self._server.stop()

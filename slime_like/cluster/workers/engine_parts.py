@@ -1,0 +1,132 @@
+"""Processes of an engine on its nodes other than the first: their start, their loss and their end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+
+from slime_like.cluster.supervise.crash import one_line
+from slime_like.cluster.workers.calls import call, start_actor, wait_all
+from slime_like.cluster.workers.engine_part import EnginePart
+from slime_like.cluster.workers.engine_process import VISIBLE_DEVICES
+from slime_like.cluster.workers.node_affinity import on_node
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.errors import EngineError, EngineNodeLost, WorkerError
+from slime_like.rollout.engine.node import EngineNode
+from slime_like.util.deadline import Deadline, scale
+
+PART_CALLS = 4  # concurrent: a call waits for the end of the server
+POLL_S = 0.5
+STOP_S = 10.0  # for the actors of other nodes to stop their servers
+ANSWER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlot:
+    """Place of a part of an engine."""
+
+    node_id: str  # Ray's
+    address: str
+    gpus: str = ""  # comma-separated ids of the node's GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class PartSettings:
+    """Arguments of ``EnginePart`` that all parts of an engine share."""
+
+    name: str  # of the engine
+    spec: EngineSpec
+    admin_key: str
+    stacks_dir: str
+    env: Mapping[str, str]
+
+
+class EngineParts:
+    """Owner of the actors on the other nodes of one start of an engine. It ends the engine if one of them is lost."""
+
+    def __init__(
+        self, settings: PartSettings, slots: Sequence[NodeSlot], node: EngineNode, end_engine: Callable[[], None]
+    ) -> None:
+        """Start an actor per slot. ``end_engine`` stops the server on the first node; a thread calls it after a loss."""
+        self.cause_of_loss = ""  # names the node, and how its processes ended
+        self._node_lost = False  # the actor has ended, not only the server
+        self._end_engine = end_engine
+        self._closing = threading.Event()
+        self._actors = {slot: _start(settings, rank, slot, node) for rank, slot in enumerate(slots, 1)}
+        self._ends = {call(actor, EnginePart.wait_for_end): slot for slot, actor in self._actors.items()}
+        threading.Thread(target=self._watch, name="engine parts", daemon=True).start()
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until the servers of all parts respond. Raises ``EngineNodeLost`` or ``EngineError`` naming the part that failed."""
+        refs = {
+            f"the part on node {slot.address}": call(actor, EnginePart.ready) for slot, actor in self._actors.items()
+        }
+        try:
+            wait_all(refs, Deadline("engine", "engine start", seconds))
+        except WorkerError as error:
+            raise (EngineNodeLost if error.died else EngineError)(str(error)) from error
+
+    def raise_loss(self) -> None:
+        """Raise ``EngineNodeLost`` or ``EngineError`` if a part is lost."""
+        if self.cause_of_loss:
+            raise (EngineNodeLost if self._node_lost else EngineError)(self.cause_of_loss)
+
+    def stopped_pids(self) -> tuple[int, ...]:
+        """Return the stopped processes of all parts that answer within ``ANSWER_S``."""
+        refs = [call(actor, EnginePart.stopped_pids) for actor in self._actors.values()]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S * scale()) if refs else ([], [])
+        try:
+            return tuple(pid for pids in ray.get(ready) for pid in pids)
+        except RayError:  # lost: the watching thread ends the engine
+            return ()
+
+    def stop(self) -> None:
+        """Stop the servers and end the actors. An actor that does not answer, as on a lost node, is ended without a stop."""
+        self._closing.set()
+        refs: list[ObjectRef[None]] = [call(actor, EnginePart.stop) for actor in self._actors.values()]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=STOP_S * scale())
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _watch(self) -> None:
+        """Wait for the end of any part, then end the engine: its other ranks would wait for the missing ones in a collective."""
+        while self._ends and not self._closing.is_set():
+            ended, _ = ray.wait(list(self._ends), num_returns=1, timeout=POLL_S)
+            if ended and not self._closing.is_set():
+                self._record_loss(ended[0])
+                self._end_engine()
+                return
+
+    def _record_loss(self, ended: ObjectRef[str]) -> None:
+        slot = self._ends[ended]
+        try:
+            cause = ray.get(ended)
+        except (RayActorError, ActorUnschedulableError) as error:
+            self._node_lost, cause = True, one_line(error)
+        except RayError as error:
+            cause = one_line(error)
+        self.cause_of_loss = f"its part on node {slot.address} was lost: {cause}"
+
+
+def _start(settings: PartSettings, rank: int, slot: NodeSlot, node: EngineNode) -> ActorHandle[EnginePart]:
+    log = Path(settings.spec.log_path)
+    spec = replace(settings.spec, log_path=str(log.with_name(f"{log.stem}_node{rank}{log.suffix}")))
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_concurrency": PART_CALLS,
+        "scheduling_strategy": on_node(slot.node_id),
+    }
+    env = {**settings.env, **({VISIBLE_DEVICES: slot.gpus} if slot.gpus else {})}
+    name = f"{settings.name} node {rank}"
+    return start_actor(EnginePart, **options)(
+        name, spec, settings.admin_key, settings.stacks_dir, env, replace(node, rank=rank)
+    )

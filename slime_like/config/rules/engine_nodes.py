@@ -1,0 +1,42 @@
+"""Rules of engines on several nodes, whose number is ``rollout.engine_num_nodes`` or that of the nodes that a plan selects."""
+
+from __future__ import annotations
+
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+KEY = "rollout.engine_num_nodes"
+
+
+def check_engine_nodes(cfg: TrainConfig, num_nodes: int) -> None:
+    """Raise ``ConfigError`` if engines of ``num_nodes`` nodes do not fit other keys."""
+    rollout = cfg.rollout
+    if num_nodes == 1:
+        return
+    subject = (
+        f"{KEY}={num_nodes}" if rollout.engine_num_nodes else f"rollout.tp={rollout.tp}, engines of {num_nodes} nodes"
+    )
+    if rollout.tp % num_nodes:
+        raise ConfigError(
+            f"{subject} with rollout.tp={rollout.tp}: every node of an engine has the same number of ranks; set a divisor of "
+            "rollout.tp"
+        )
+    if cfg.placement.ray_address is None:
+        raise ConfigError(
+            f"{subject} needs a running Ray cluster: set placement.ray_address=auto or its address, or {KEY}=null"
+        )
+    if rollout.flow_mla.enabled and rollout.flow_mla.transport == "p2p":
+        raise ConfigError(
+            f"{subject} with rollout.flow_mla.transport=p2p: a rank cannot read the memory of another node; remove "
+            "rollout.flow_mla.transport, or make rollout.tp fit one node"
+        )
+    if rollout.symmetric_memory:
+        raise ConfigError(
+            f"{subject} with rollout.symmetric_memory=true: NCCL's symmetric memory connects the GPUs of one node; set "
+            "rollout.symmetric_memory=false"
+        )
+    if rollout.remote_experts.enabled:
+        raise ConfigError(
+            f"{subject} with rollout.remote_experts: workers of engines on several nodes have not been tested; set "
+            "rollout.remote_experts.count=0 and rollout.remote_experts.experts=[]"
+        )

@@ -1,0 +1,197 @@
+"""Engines on several nodes: their nodes, the loss of a part, and the settings of each node's server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorUnschedulableError
+
+from slime_like.cluster.workers import engine_parts, engine_starter
+from slime_like.cluster.workers.engine_part import EnginePart
+from slime_like.cluster.workers.engine_parts import EngineParts, NodeSlot, PartSettings
+from slime_like.cluster.workers.engine_starter import EngineStarter, EngineTemplate
+from slime_like.cluster.workers.engine_supervisor import RayEngineSupervisor
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.errors import EngineError, EngineNodeLost
+from slime_like.interfaces import EngineAddress
+from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.engine.environment import child_environment
+from slime_like.rollout.engine.main import EngineLaunch, server_arguments
+from slime_like.rollout.engine.node import RENDEZVOUS_SCHEME, EngineNode
+from tests.cluster.test_engine_starter import RecordedStart, connect, entry, node_id
+
+SPEC = EngineSpec("model", "cpu", "float32", 4, 64, 3, "/run/logs/engine_0.log", 60.0, num_nodes=2)
+HOSTS = ("10.0.0.1", "10.0.0.2")
+
+
+def slot(number: int) -> NodeSlot:
+    return NodeSlot(node_id(number), f"10.0.0.{number}")
+
+
+def nodes_of(recorded: RecordedStart) -> list[str]:
+    """Return the nodes of the engine that was started last."""
+    options, arguments = recorded.starts[-1]
+    return [options["scheduling_strategy"].node_id, *(other.node_id for other in arguments[-1])]
+
+
+def test_a_started_engine_has_different_nodes_and_keeps_those_that_the_run_has_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = RecordedStart()
+    monkeypatch.setattr(engine_starter, "start_actor", recorded)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(1), entry(2), entry(3), entry(4)])
+    template = EngineTemplate(SPEC, "key", "stacks", {}, True, 1.0, frozenset({"10.0.0.1"}), ((slot(2), slot(3)),))
+    starter = EngineStarter(template, {}, {0: "10.0.0.2"})
+    asyncio.run(starter.start(1))
+    assert nodes_of(recorded) == [node_id(4), node_id(2)], "the node without engines first, and not the trainer's"
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(1), entry(2, alive=False), entry(3), entry(4)])
+    asyncio.run(starter.start(0))
+    assert nodes_of(recorded) == [node_id(3), node_id(4)]
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(3)])
+    with pytest.raises(EngineError, match=r"engine 0 cannot be started: it needs 1 more nodes with CPUs, and .* has 0"):
+        asyncio.run(starter.start(0))
+
+
+class Answers:
+    """Fake handle of an actor whose calls fail with ``error`` or return ``value``."""
+
+    def __init__(self, value: Any = None, error: Exception | None = None) -> None:
+        self._value, self._error = value, error
+        self.restart = self.ready = self
+
+    async def _answer(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def remote(self) -> Any:
+        return self._answer()
+
+
+def test_an_engine_that_lost_one_of_its_nodes_gets_another_actor() -> None:
+    address = EngineAddress("engine 0", "http://10.0.0.3:1", "key", 4, 2)
+    lost: Any = Answers(error=EngineNodeLost("the part on node 10.0.0.2 died"))
+
+    async def restart(*start: Callable[[], Any]) -> tuple[EngineClient, str]:
+        supervisor = RayEngineSupervisor(lost, address, RolloutConfig(), connect, *start)
+        client, ended = await supervisor.restart()
+        await client.close()
+        return client, ended
+
+    async def start() -> Any:
+        return Answers(address)
+
+    assert asyncio.run(restart(start))[1] == "the part on node 10.0.0.2 died"
+    with pytest.raises(EngineNodeLost):
+        asyncio.run(restart())
+
+
+class FakeRay:
+    """Replacement of Ray's calls in ``engine_parts``: each returns a future that the test completes."""
+
+    def __init__(self) -> None:
+        self.ends: list[Future[str]] = []
+        self.killed = 0
+        self.started: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []
+
+    def start_actor(self, actor_class: type, **options: Any) -> Any:
+        return lambda *arguments: self.started.append((options, arguments)) or f"actor {len(self.started)}"
+
+    def call(self, actor: Any, method: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if method is EnginePart.wait_for_end:
+            self.ends.append(future)
+        else:
+            future.set_result(())
+        return future
+
+    def wait(self, refs: Sequence[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        done, pending = wait(refs, timeout=timeout, return_when=FIRST_COMPLETED)
+        return list(done), list(pending)
+
+    def get(self, ref: Future[Any]) -> Any:
+        return ref.result()
+
+    def kill(self, actor: Any) -> None:
+        self.killed += 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(engine_parts, "start_actor", fake.start_actor)
+    monkeypatch.setattr(engine_parts, "call", fake.call)
+    for name in ("wait", "get", "kill"):
+        monkeypatch.setattr(ray, name, getattr(fake, name))
+    return fake
+
+
+@pytest.fixture
+def ended() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def parts(fake: FakeRay, ended: threading.Event) -> Iterator[EngineParts]:
+    settings = PartSettings("engine 0", replace(SPEC, num_nodes=3), "key", "stacks", {})
+    parts = EngineParts(settings, [slot(2), slot(3)], EngineNode(0, HOSTS, "10.0.0.1:1"), ended.set)
+    yield parts
+    parts.stop()
+    assert fake.killed == 2
+
+
+def test_each_node_has_a_rank_and_a_log(parts: EngineParts, fake: FakeRay) -> None:
+    assert [arguments[5].rank for _, arguments in fake.started] == [1, 2]
+    assert [Path(arguments[1].log_path).name for _, arguments in fake.started] == [
+        "engine_0_node1.log",
+        "engine_0_node2.log",
+    ]
+    assert [options["scheduling_strategy"].node_id for options, _ in fake.started] == [node_id(2), node_id(3)]
+    parts.raise_loss()
+
+
+def test_the_end_of_a_server_on_another_node_ends_the_engine(
+    parts: EngineParts, fake: FakeRay, ended: threading.Event
+) -> None:
+    fake.ends[1].set_result("was killed by SIGKILL")
+    assert ended.wait(10)
+    assert parts.cause_of_loss == "its part on node 10.0.0.3 was lost: was killed by SIGKILL"
+    with pytest.raises(EngineError) as error:
+        parts.raise_loss()
+    assert not isinstance(error.value, EngineNodeLost), "it can be started on the same nodes"
+
+
+def test_a_lost_actor_ends_the_engine_which_needs_another_node(
+    parts: EngineParts, fake: FakeRay, ended: threading.Event
+) -> None:
+    fake.ends[0].set_exception(ActorUnschedulableError("the node is dead"))
+    assert ended.wait(10)
+    with pytest.raises(EngineNodeLost, match=r"10\.0\.0\.2 was lost: .*the node is dead"):
+        parts.raise_loss()
+
+
+def test_servers_of_all_nodes_meet_at_the_first_and_accept_only_their_addresses() -> None:
+    node = EngineNode(1, HOSTS, "10.0.0.1:25000")
+    environment = child_environment(SPEC, "/scratch", "127.0.0.1", node)
+    assert environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == f"{RENDEZVOUS_SCHEME}://10.0.0.1:25000"
+    assert environment["SGLANG_ZMQ_ALLOWED_PEERS"] == "10.0.0.1,10.0.0.2"
+    assert environment["SGLANG_HOST_IP"] == environment["SGLANG_ZMQ_SOURCE_IP"] == "127.0.0.1"
+    assert "SGLANG_ZMQ_ALLOWED_PEERS" not in child_environment(SPEC, "/scratch")
+    arguments = server_arguments(EngineLaunch(SPEC, "key", "10.0.0.2", 1, 1, node.rendezvous))
+    assert (arguments["nnodes"], arguments["node_rank"], arguments["dist_init_addr"]) == (2, 1, "10.0.0.1:25000")
+    assert "nnodes" not in server_arguments(EngineLaunch(replace(SPEC, num_nodes=1), "key", "10.0.0.2", 1))
+
+
+def test_an_engine_on_several_nodes_reads_no_shared_memory() -> None:
+    address = EngineAddress("engine 0", "http://10.0.0.1:1", "key", 4, 2)
+    assert EngineClient.at(address).host == "" and EngineClient.at(replace(address, num_nodes=1)).host == "10.0.0.1"
