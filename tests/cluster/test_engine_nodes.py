@@ -80,7 +80,7 @@ class Answers:
 
 def test_an_engine_that_lost_one_of_its_nodes_gets_another_actor() -> None:
     address = EngineAddress("engine 0", "http://10.0.0.3:1", "key", 4, 2)
-    lost: Any = Answers(error=EngineNodeLost("the part on node 10.0.0.2 died"))
+    lost: Any = Answers(error=EngineNodeLost("its part on node 10.0.0.2 died"))
 
     async def restart(*start: Callable[[], Any]) -> tuple[EngineClient, str]:
         supervisor = RayEngineSupervisor(lost, address, RolloutConfig(), connect, *start)
@@ -91,7 +91,7 @@ def test_an_engine_that_lost_one_of_its_nodes_gets_another_actor() -> None:
     async def start() -> Any:
         return Answers(address)
 
-    assert asyncio.run(restart(start))[1] == "the part on node 10.0.0.2 died"
+    assert asyncio.run(restart(start))[1] == "ended; its part on node 10.0.0.2 died"
     with pytest.raises(EngineNodeLost):
         asyncio.run(restart())
 

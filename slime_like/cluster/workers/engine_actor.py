@@ -83,7 +83,8 @@ class EngineActor:
     def _describe_exit(self) -> str:
         """Return one line on how the engine ended: its server here, and the part on another node that ended first."""
         cause = "" if self._parts is None else self._parts.cause_of_loss
-        return "; ".join(filter(None, (self._server.exit_summary(), *cause.splitlines()[:1])))
+        summary = self._server.exit_summary()
+        return f"{summary or 'ended'}; {cause.splitlines()[0]}" if cause else summary
 
     def stop_server(self) -> None:
         """Stop the server, whatever its state; ``restart`` starts another one."""

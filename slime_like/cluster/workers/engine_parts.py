@@ -67,7 +67,7 @@ class EngineParts:
     def wait_ready(self, seconds: float) -> None:
         """Wait until the servers of all parts respond. Raises ``EngineNodeLost`` or ``EngineError`` naming the part that failed."""
         refs = {
-            f"the part on node {slot.address}": call(actor, EnginePart.ready) for slot, actor in self._actors.items()
+            f"its part on node {slot.address}": call(actor, EnginePart.ready) for slot, actor in self._actors.items()
         }
         try:
             wait_all(refs, Deadline("engine", "engine start", seconds))

@@ -100,7 +100,7 @@ class RayEngineSupervisor:
                 raise
             self._actor = await self._start()
             self.address = await self._ask(EngineActor.ready, deadline)
-            exit_summary = "was lost with its node" if isinstance(error, _ActorLost) else str(error)
+            exit_summary = "was lost with its node" if isinstance(error, _ActorLost) else f"ended; {error}"
         self.client = self._connect(self.address)
         return self.client, exit_summary
 
