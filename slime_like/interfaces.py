@@ -250,6 +250,10 @@ class WeightSource(Protocol):
         """Yield the tensors of the manifest in order; a tensor larger than ``max_bytes`` gets its own bucket."""
         ...
 
+    def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """Yield the tensors of all pipeline stages on every rank of the trainer, in the same buckets. All ranks iterate together."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
@@ -260,6 +264,7 @@ class EngineAddress:
     admin_key: str
     tp: int
     num_nodes: int = 1
+    gpus: tuple[int, ...] = ()  # GPU of each rank, by run-local index; (): on a CPU, or without a trainer rank on them
 
 
 class WeightReceiver(Protocol):
@@ -275,8 +280,16 @@ class WeightReceiver(Protocol):
         """Address of the engine's node; empty for an engine on several nodes, which share no memory."""
         ...
 
-    async def update_from_tensors(self, payload: bytes) -> None:
-        """Load a pickled ``[(name, host tensor)]``, or the shared memory that a ``weight_sync.shared`` message describes."""
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPU of each rank of the engine, as ``EngineAddress.gpus``."""
+        ...
+
+    async def update_from_tensors(self, *payloads: bytes) -> None:
+        """Load a payload in every rank of the engine, or one payload per rank.
+
+        A payload is a pickled ``[(name, host tensor)]``, or a message of ``weight_sync.shared`` or ``weight_sync.device_memory``.
+        """
         ...
 
     async def init_broadcast_group(

@@ -21,6 +21,9 @@ class CallCounts:
     collectives: int = 0
     allocations: int = 0  # allocations by the driver, not by torch's allocator
     graphs: int = 0
+    shares: int = 0  # handles of device memory for other processes
+    openings: int = 0  # of such handles
+    closings: int = 0
 
     def __sub__(self, earlier: CallCounts) -> CallCounts:
         """Return the calls since ``earlier``."""

@@ -8,10 +8,9 @@ and builds tensors from names, dtypes and shapes: it unpickles nothing.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,22 +21,9 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
 from slime_like.util.sealed_memory import create_sealed, map_sealed
-from slime_like.weight_sync.manifest import meta_of
+from slime_like.weight_sync.layout import lay_out, view
 
 MAGIC = b"slime_like shared tensors\n"
-ALIGNMENT = 64  # bytes
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-    )
-}
 
 
 class SharedBucketMemory:
@@ -52,15 +38,10 @@ class SharedBucketMemory:
 
         Raises ``WeightSyncError`` on an unsupported dtype.
         """
-        offsets, size = _offsets([tensor.numel() * tensor.element_size() for _, tensor in bucket.tensors])
+        entries, size = lay_out(bucket)
         memory = self._memory_of(size)
-        entries: list[Any] = []
-        for (name, tensor), offset in zip(bucket.tensors, offsets, strict=True):
-            meta = meta_of(name, tensor)
-            if meta.dtype not in DTYPES:
-                raise WeightSyncError(f"{name} is {meta.dtype}; weights are sent as one of {', '.join(DTYPES)}")
-            _tensor(memory, meta.dtype, meta.shape, offset).copy_(tensor.detach())
-            entries.append((name, meta.dtype, meta.shape, offset))
+        for (_, dtype, shape, offset), (_, tensor) in zip(entries, bucket.tensors, strict=True):
+            view(memory, dtype, shape, offset).copy_(tensor.detach())
         return MAGIC + json.dumps({"pid": os.getpid(), "fd": self._fd, "tensors": entries}).encode()
 
     def close(self) -> None:
@@ -94,7 +75,7 @@ def map_tensors(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
         message: Any = json.loads(payload[len(MAGIC) :])
         memory = _open(int(message["pid"]), int(message["fd"]))
         data = _as_tensor(memory)
-        tensors = [(str(name), _tensor(data, *layout)) for name, *layout in message["tensors"]]
+        tensors = [(str(name), view(data, *place)) for name, *place in message["tensors"]]
     except (KeyError, TypeError, ValueError) as error:
         raise WeightSyncError(f"a message about shared tensors is malformed: {error}") from error
     yield tensors
@@ -122,21 +103,3 @@ def _open(pid: int, fd: int) -> mmap.mmap:
 def _as_tensor(memory: mmap.mmap) -> Tensor:
     """Return a uint8 tensor over the mapping. The mapping cannot be closed while the tensor or a view of it exists."""
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
-
-
-def _tensor(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
-    """Return a view of ``memory``. Raises ``ValueError`` if it would exceed the memory."""
-    size = math.prod(shape) * DTYPES[dtype].itemsize
-    if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
-        raise ValueError(f"{dtype} {list(shape)} at {offset} of {len(memory)} bytes")
-    return memory[offset : offset + size].view(DTYPES[dtype]).view(tuple(shape))
-
-
-def _offsets(sizes: list[int]) -> tuple[list[int], int]:
-    """Return the aligned offsets of tensors of these sizes in bytes, and the end of the last."""
-    offsets: list[int] = []
-    end = 0
-    for size in sizes:
-        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
-        end = offsets[-1] + size
-    return offsets, end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,31 @@ def test_split_engines_follow_the_trainer(plan) -> None:
     split = plan("placement.mode=split", "parallel.tp=4", "rollout.num_engines=2", "rollout.tp=2", machine=SERVER)
     assert split.roles[1].devices == ((4, 5), (6, 7))
     assert (split.transport.kind, split.colocated, split.num_gpus) == ("broadcast", False, 8)
+
+
+@pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:native,expandable_segments:True"])
+def test_weights_go_over_cuda_ipc_unless_the_allocator_prevents_it(
+    plan, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan(machine=SERVER).transport.kind == "ipc"
+    assert plan("weights.transport=tensor", machine=SERVER).transport.kind == "tensor"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    prevented = plan(machine=SERVER)
+    assert prevented.transport.kind == "tensor"
+    (reason,) = (decision.reason for decision in prevented.decisions if decision.key == "weights.transport")
+    assert f"PYTORCH_ALLOC_CONF={setting}" in reason
+    with pytest.raises(ConfigError, match=r"weights.transport=ipc with PYTORCH_ALLOC_CONF=.*weights.transport=tensor"):
+        plan("weights.transport=ipc", machine=SERVER)
+    assert plan(machine=replace(SERVER, is_local=False)).transport.kind == "ipc", (
+        "a described machine has no environment"
+    )
+
+
+def test_cuda_ipc_needs_a_gpu(plan) -> None:
+    with pytest.raises(
+        ConfigError, match=r"weights.transport=ipc with placement.device=auto.*transport=auto or tensor"
+    ):
+        plan("weights.transport=ipc")
 
 
 def test_explicit_values_stay(plan) -> None:

@@ -74,7 +74,7 @@ def test_a_4b_run_and_its_split_differ_in_placement_only(task: str, qwen3_4b: Pa
     separate, split, _ = planned(f"qwen3_4b_{task}_async", qwen3_4b, data)
     assert plan.colocated and not split.colocated
     assert (plan.actor.layout.dp, split.actor.layout.dp, split.roles[1].devices) == (4, 2, ((4, 5), (6, 7)))
-    assert (plan.transport.kind, split.transport.kind) == ("tensor", "broadcast")
+    assert (plan.transport.kind, split.transport.kind) == ("ipc", "broadcast")
     assert (colocated.optim, colocated.data, colocated.reward) == (separate.optim, separate.data, separate.reward)
     assert colocated.rollout.batch_size == separate.rollout.batch_size
     assert (colocated.loop.max_staleness, separate.loop.max_staleness) == (0, 1)

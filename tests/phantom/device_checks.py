@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
+import gc
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from slime_like.config.schema.resolved import TransportSpec
+from slime_like.errors import EngineLost
 from slime_like.phantom import counters
 from slime_like.phantom.store import join_world
+from slime_like.util import cuda_ipc
+from slime_like.weight_sync.device_memory import CudaHandles
+from slime_like.weight_sync.ipc import IpcSender
 from tests.train.ranks import RankWorld
+from tests.weight_sync.ipc_doubles import DeviceEngine, StageWeights
 
 GIB = 2**30
 
@@ -18,7 +27,7 @@ GIB = 2**30
 def observe(world: RankWorld) -> dict[str, Any]:
     """Return one value per observation."""
     del world
-    functions = (devices, memory, calls, copies, streams, graphs, launch_checks, attention, solo_world)
+    functions = (devices, memory, calls, copies, streams, graphs, launch_checks, attention, shared_memory, solo_world)
     return {function.__name__: function() for function in functions}
 
 
@@ -148,6 +157,41 @@ def attention() -> dict[str, Any]:
         except RuntimeError as error:
             out[str(dtype)] = str(error)
     return out
+
+
+def shared_memory() -> dict[str, Any]:
+    """Push buckets to an engine of this process by CUDA IPC, and return its tensors, and those that were sent."""
+    join_world(0, 1)
+    numbers = {f"w{i}": torch.arange(1000.0 * i, 1000.0 * (i + 1)) for i in range(5)}
+    source = StageWeights([{name: tensor.cuda() for name, tensor in numbers.items()}])
+    before, allocated = counters.read_counts(), torch.cuda.memory_allocated()
+    engine: Any = DeviceEngine((0,), CudaHandles())
+    transport = TransportSpec("ipc", "nccl", 8192, 10.0)
+    sender = IpcSender([engine], transport=transport, group_name="", host="")
+    metas = asyncio.run(sender.send(source))
+    lost: Any = DeviceEngine((0,), CudaHandles(), fails_at=2, error=EngineLost("lost"))
+    with contextlib.suppress(EngineLost):
+        asyncio.run(IpcSender([lost], transport=transport, group_name="", host="").send(source))
+    del lost  # the traceback of its error refers to tensors
+    gc.collect()
+    kept = torch.cuda.memory_allocated() - allocated - sum(4096 for _ in numbers)
+    dist.destroy_process_group()
+    calls = counters.read_counts() - before
+    try:
+        CudaHandles().open(cuda_ipc.share(torch.empty(8, device="cuda")) | {"handle": bytes(64).hex()})
+    except RuntimeError as error:
+        refused = str(error).splitlines()[0]
+    else:
+        refused = ""
+    ctypes.CDLL(None).cudaGetLastError()
+    return {
+        "equal": {name: torch.equal(engine.ranks[0][name].cpu(), tensor) for name, tensor in numbers.items()},
+        "reported": [meta.name for meta in metas],
+        "requests": engine.num_requests,
+        "calls": (calls.shares, calls.openings, calls.closings),
+        "kept": kept,
+        "refused": refused,
+    }
 
 
 def solo_world() -> dict[str, Any]:

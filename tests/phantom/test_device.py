@@ -79,6 +79,16 @@ def test_streams_graphs_and_launches(observations: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_weights_are_pushed_through_handles_of_device_memory(observations: dict[str, Any]) -> None:
+    """torch shares, opens and closes the memory of each bucket. The sender and the engine are one process."""
+    pushed = observations["shared_memory"]
+    assert all(pushed["equal"].values()) and pushed["reported"] == [f"w{i}" for i in range(5)]
+    assert pushed["requests"] == 3 and pushed["calls"] == (3 + 3, 3 + 1, 3 + 1), "the second engine is lost"
+    assert pushed["kept"] == 0, "the buffers are freed, also those that the lost engine has not opened"
+    assert "invalid" in pushed["refused"]
+
+
+@pytest.mark.slow
 def test_kernels_keep_their_checks(observations: dict[str, Any]) -> None:
     attention = observations["attention"]
     assert attention["torch.bfloat16"] == ([1000, 8, 128], [1000, 2, 128])

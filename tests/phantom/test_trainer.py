@@ -121,6 +121,9 @@ def test_every_layout_trains_scores_and_exports(name: str, results: Results) -> 
     assert result["version"] == 2 and result["launches"] > 400
     is_scored = "second" not in name and "first" not in name and rank < 3 and layout.vpp == 1
     assert result["score"] == (64 if is_scored else None)
+    assert result["replicated"] == layout.pp * result["manifest"], (
+        "every rank has the weights for the engine on its GPU"
+    )
     assert result["collectives"] > (15 if layout.world_size > 1 else 5)
 
 

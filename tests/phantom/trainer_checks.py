@@ -85,6 +85,7 @@ def steps(folder: Path, layout: Layout, rank: int = 0, options: Mapping[str, Any
         "score": None if score is None else len(score),
         "exported": exported,
         "manifest": len(trainer.hf_export.manifest()),
+        "replicated": sum(len(bucket.tensors) for bucket in trainer.hf_export.replicated_buckets(1 << 20)),
         "devices": sorted({str(p.device) for p in trainer.model.parameters()}),
     }
 

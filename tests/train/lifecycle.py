@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import multiprocessing
@@ -15,13 +16,16 @@ import torch
 
 from slime_like.batch import PackedBatch
 from slime_like.config.schema.algo import AlgoConfig, SftConfig
-from slime_like.config.schema.resolved import Layout
+from slime_like.config.schema.resolved import Layout, TransportSpec
 from slime_like.errors import SlimeLikeError
+from slime_like.interfaces import Bucket
 from slime_like.metrics.types import reduce_metrics
+from slime_like.weight_sync.ipc import IpcSender
 from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.models import count_tokens, join_rows, make_rows, normalise
 from tests.train.ranks import RankWorld
 from tests.unchanged import unchanged
+from tests.weight_sync.ipc_doubles import CopiedBytes, DeviceEngine
 
 
 def batch(seed: int, version: int = 0) -> list[PackedBatch]:
@@ -201,6 +205,8 @@ class ExportedWeights:
     manifest: list[tuple[str, tuple[int, ...], str]]
     buckets: list[list[tuple[str, tuple[int, ...], str]]]  # (name, shape, dtype) per bucket
     bucket_bytes: list[int]
+    replicated: list[list[tuple[str, str]]]  # name and hash of the bytes, per bucket that every rank gets
+    sent: dict[str, str]  # name -> hash of the bytes, of the tensors that a sender gathers
     is_sender: bool
     rows: PackedBatch
     scores: np.ndarray | None
@@ -222,7 +228,9 @@ def export(
     source = actor.hf_export
     buckets: list[list[tuple[str, tuple[int, ...], str]]] = []
     sizes: list[int] = []
+    sent: dict[str, str] = {}
     for bucket in source.buckets(max_bytes):
+        sent |= _hashes(bucket)
         buckets.append([(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in bucket.tensors])
         sizes.append(sum(t.numel() * t.element_size() for _, t in bucket.tensors))
     micro_batch = batch(1)[0]
@@ -231,10 +239,36 @@ def export(
         manifest=[(m.name, m.shape, m.dtype) for m in source.manifest()],
         buckets=buckets,
         bucket_bytes=sizes,
+        replicated=[list(_hashes(bucket).items()) for bucket in source.replicated_buckets(max_bytes)],
+        sent=sent,
         is_sender=source.is_sender,
         rows=micro_batch,
         scores=actor.score(micro_batch),
     )
+
+
+def _hashes(bucket: Bucket) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in bucket.tensors
+    }
+
+
+def push_to_engine(world: RankWorld, shared: Shared, kind: str, layout: Layout) -> dict[str, Any]:
+    """Push to an engine with a rank for each of this world's; return the hashes of its tensors, on the rank that sends them."""
+    source = make_actor(world, shared.models[kind], layout).hf_export
+    engine: Any = DeviceEngine(tuple(range(layout.world_size)), CopiedBytes())
+    transport = TransportSpec("ipc", "gloo", 40_000, 60.0)
+    pushes: list[list[str]] = []
+    for _ in range(2):  # by two senders, as after the loss of an engine
+        sender = IpcSender([engine], transport=transport, group_name="", host="", handles=CopiedBytes())
+        pushes.append([meta.name for meta in asyncio.run(sender.send(source))])
+    assert pushes[0] == pushes[1]
+    expected: dict[str, str] = {}
+    for bucket in source.replicated_buckets(40_000):
+        expected |= _hashes(bucket)
+    received = [_hashes(Bucket(tuple(tensors.items()))) for tensors in engine.ranks]
+    return {"requests": engine.num_requests, "reported": pushes[0], "received": received, "expected": expected}
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

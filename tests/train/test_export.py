@@ -25,8 +25,14 @@ CASES = {
     "export experts ep2": ("qwen3_moe", Layout(dp=2, ep=2)),
     "export experts tp2 ep2": ("qwen3_moe", Layout(ep=2, **SP)),
 }
+PUSHES = {
+    "push untied tp2": ("untied", Layout(tp=2)),
+    "push tied pp2": ("tied", Layout(pp=2)),
+    "push experts ep2": ("qwen3_moe", Layout(dp=2, ep=2)),
+}
 JOBS = {
-    2: [RankJob(name, "tests.train.lifecycle:export", (*case, MAX_BYTES)) for name, case in CASES.items()]
+    2: [RankJob(name, "tests.train.lifecycle:push_to_engine", case) for name, case in PUSHES.items()]
+    + [RankJob(name, "tests.train.lifecycle:export", (*case, MAX_BYTES)) for name, case in CASES.items()]
     + [RankJob("export bfloat16", "tests.train.lifecycle:export", ("tied", Layout(**SP), MAX_BYTES, "bfloat16"))]
 }
 
@@ -59,6 +65,27 @@ def test_buckets_hold_every_hf_tensor_once_and_in_order(name: str, results: Resu
         assert not shapes_sent.keys() & {n for n, _, _ in tensors}
         shapes_sent |= {n: shape for n, shape, _ in tensors}
     assert shapes_sent == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_gets_the_tensors_of_all_stages_in_the_same_buckets(name: str, results: Results) -> None:
+    exported: list[ExportedWeights] = results[name]
+    first = exported[0].replicated
+    assert len(first) > 3
+    assert all(e.replicated == first for e in exported)
+    sent = {tensor: digest for e in exported for tensor, digest in e.sent.items()}
+    assert {tensor: digest for bucket in first for tensor, digest in bucket} == sent
+    stages = [[m[0] for m in e.manifest] for e in exported if e.is_sender]
+    assert [tensor for bucket in first for tensor, _ in bucket] == [tensor for stage in stages for tensor in stage]
+
+
+@pytest.mark.parametrize("name", PUSHES)
+def test_a_push_over_ipc_gives_every_rank_of_an_engine_every_tensor(name: str, results: Results) -> None:
+    """Ranks, groups and export are real; an address has the bytes themselves, and the engine is a stand-in."""
+    first, second = results[name]
+    assert first["requests"] > 6 and second["requests"] == 0, "one rank sends the requests of an engine"
+    assert first["received"] == [first["expected"]] * 2
+    assert sorted(first["reported"] + second["reported"]) == sorted(first["expected"])
 
 
 def test_export_records_its_dtype(results: Results) -> None:

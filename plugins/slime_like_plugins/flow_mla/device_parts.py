@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIELDS = ("device", "handle", "num_bytes", "offset", "counter", "counter_offset", "event", "waits")
-"""Result of torch's function that shares a storage."""
-BYTES = ("handle", "counter", "event")
+from slime_like.util import cuda_ipc
 
 
 class StreamCopy:
@@ -36,9 +34,7 @@ class DeviceParts:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def address(self, part: Tensor) -> Mapping[str, Any]:
-        storage: Any = part.untyped_storage()
-        shared: Any = dict(zip(FIELDS, storage._share_cuda_(), strict=True))
-        return shared | {name: shared[name].hex() for name in BYTES}
+        return cuda_ipc.share(part)
 
     def open(self, address: Mapping[str, Any]) -> Tensor:
         """Map a part. The mapping belongs to this rank's GPU, so that its streams and CUDA graphs can copy from it."""
@@ -46,11 +42,7 @@ class DeviceParts:
             self._device, int(address["device"])
         ):
             raise ValueError(f"GPU {self._device.index} cannot read the memory of GPU {address['device']}")
-        fields = dict(address) | {name: bytes.fromhex(address[name]) for name in BYTES}
-        fields["device"] = self._device.index
-        storage_type: Any = torch.UntypedStorage
-        storage: torch.UntypedStorage = storage_type._new_shared_cuda(*(fields[name] for name in FIELDS))
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        return cuda_ipc.open_shared(address, self._device.index)
 
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)

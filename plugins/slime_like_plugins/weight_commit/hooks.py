@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.weight_sync import shared
+from slime_like.weight_sync import device_memory, shared
 from slime_like_plugins.sglang_hooks import HELD_PART, Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
-from slime_like_plugins.weight_commit import latent
+from slime_like_plugins.weight_commit import device_tensors, latent
 from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
 
 REFUSAL = "_slime_like_refusal"
@@ -65,13 +65,15 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: accept one payload for all ranks.
 
-    The payload may describe tensors in the sender's memory. A malformed payload is an error of the request and does not
+    A payload may describe tensors in the sender's memory, on the host or on this rank's GPU. A malformed payload is an error of the request and does not
     kill the engine.
     """
     payloads = request.serialized_named_tensors
     ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
     if len(payloads) == 1:
         request.serialized_named_tensors = payloads * ranks
+    if device_memory.is_message(payloads[0]):
+        return device_tensors.load(original, manager, request)
     try:
         if not shared.is_message(payloads[0]):
             return original(manager, request)
@@ -87,7 +89,7 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
 
 
 def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any:
-    """Hook around ``BaseTpWorker.deserialize_own_rank``: pass on tensors that ``load_tensors`` read from shared memory."""
+    """Hook around ``BaseTpWorker.deserialize_own_rank``: pass on tensors that ``load_tensors`` has opened."""
     return payloads[0] if isinstance(payloads[0], list) else original(worker, payloads)
 
 

@@ -19,12 +19,12 @@ from slime_like.cluster.plan.memory import plan_memory
 from slime_like.cluster.plan.roles import critic_spec, role_bytes, teacher_spec
 from slime_like.cluster.plan.shapes import model_config, role_shapes
 from slime_like.cluster.plan.tolerances import LogprobTolerances, logprob_tolerances
+from slime_like.cluster.plan.transport import plan_transport
 from slime_like.cluster.plan.types import Decision, PlanDecisions, Role, num_gpus
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.tree import samples_per_rollout, samples_per_step
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.flow_mla import FlowMlaConfig, FlowOptions
-from slime_like.config.schema.names import COLOCATED_TRANSPORTS, SPLIT_TRANSPORTS
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.remote_experts import RemoteExpertsConfig, RemoteOptions
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec, TransportSpec
@@ -126,7 +126,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         critic=critic,
         teacher=teacher,
         engines=engines,
-        transport=_transport(cfg, device, decisions),
+        transport=plan_transport(cfg, machine, device, decisions),
         needs_trainer=needs_trainer,
         colocated=colocated,
         trainer_threads=trainer_threads,
@@ -225,16 +225,6 @@ def _remote_experts(remote: RemoteExpertsConfig) -> str:
         shared_bytes=remote.shared_bytes,
     )
     return options.to_json() if remote.enabled else ""
-
-
-def _transport(cfg: TrainConfig, device: str, decisions: PlanDecisions) -> TransportSpec:
-    kind = cfg.weights.transport
-    if kind == "auto":
-        kind = next(iter(COLOCATED_TRANSPORTS if cfg.placement.mode == "colocated" else SPLIT_TRANSPORTS))
-        decisions.add("weights.transport", kind, f"placement.mode is {cfg.placement.mode}")
-    backend = "nccl" if device == "cuda" else "gloo"
-    max_bytes = int(cfg.weights.bucket_mb * 2**20)
-    return TransportSpec(kind, backend, max_bytes, cfg.weights.push_deadline_s, cfg.health.timeout_s)
 
 
 def _threads(

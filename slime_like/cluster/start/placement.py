@@ -213,9 +213,10 @@ class Placement:
             if template.reserved:
                 actors.append(template.start_on(index, template.reserved[index]))
                 continue
-            gpus = range(first + index * spec.tp, first + (index + 1) * spec.tp)
-            options, visible = self._shared_options(tuple(gpus), "engine", index)
-            actors.append(template.start(index, options, visible.get(VISIBLE_DEVICES, "")))
+            gpus = tuple(range(first + index * spec.tp, first + (index + 1) * spec.tp))
+            options, visible = self._shared_options(gpus, "engine", index)
+            shared = gpus if self._plan.colocated and self._plan.device == "cuda" else ()
+            actors.append(template.start(index, options, visible.get(VISIBLE_DEVICES, ""), gpus=shared))
         self._engines += actors
         return actors
 

@@ -34,11 +34,16 @@ class EngineActor:
         stacks_dir: str,
         env: Mapping[str, str],
         other_nodes: Sequence[NodeSlot] = (),
+        gpus: tuple[int, ...] = (),
     ) -> None:
-        """Start the server at Ray's address: loopback in a single-machine cluster, else the node's address."""
+        """Start the server at Ray's address: loopback in a single-machine cluster, else the node's address.
+
+        ``gpus``: see ``EngineAddress``.
+        """
         prepare_process(name, spec, stacks_dir, env)
         self._name = name
         self._spec = spec
+        self._gpus = gpus
         self._admin_key = admin_key
         self._other_nodes = tuple(other_nodes)
         self._settings = PartSettings(name, spec, admin_key, stacks_dir, env)
@@ -78,7 +83,8 @@ class EngineActor:
             raise
         if parts is not None:
             parts.wait_ready(self._spec.start_deadline_s)
-        return EngineAddress(self._name, self._server.url, self._admin_key, self._spec.tp, self._spec.num_nodes)
+        spec = self._spec
+        return EngineAddress(self._name, self._server.url, self._admin_key, spec.tp, spec.num_nodes, self._gpus)
 
     def _describe_exit(self) -> str:
         """Return one line on how the engine ended: its server here, and the part on another node that ended first."""

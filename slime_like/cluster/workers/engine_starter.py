@@ -60,21 +60,25 @@ class EngineTemplate:
     """Nodes of each engine at the start of the run; empty for engines on one node. Their GPUs stay reserved for the run."""
 
     def start(
-        self, index: int, options: Mapping[str, Any], gpus: str = "", others: Sequence[NodeSlot] = ()
+        self,
+        index: int,
+        options: Mapping[str, Any],
+        gpu_ids: str = "",
+        others: Sequence[NodeSlot] = (),
+        gpus: tuple[int, ...] = (),
     ) -> ActorHandle[EngineActor]:
-        """Start the actor of an engine with Ray's ``options``; its server sees ``gpus``, a list of GPU ids of the node.
+        """Start the actor of an engine with Ray's ``options``; its server sees ``gpu_ids``, a list of GPU ids of the node.
 
-        ``others``: the nodes of an engine on several nodes, without the first.
+        ``others``: the nodes of an engine on several nodes, without the first. ``gpus``: see ``EngineAddress``.
         """
         log_path = str(Path(self.spec.log_path).with_name(f"engine_{index}.log"))
         spec = replace(self.spec, seed=self.spec.seed + index, log_path=log_path)
         actor_options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": ENGINE_CALLS, **options}
         if self.restarts:
             actor_options |= {"max_restarts": -1, "max_task_retries": -1}
-        env = {**self.env, **({VISIBLE_DEVICES: gpus} if gpus else {})}
-        arguments = (f"engine {index}", spec, self.admin_key, self.stacks_dir, env)
+        env = {**self.env, **({VISIBLE_DEVICES: gpu_ids} if gpu_ids else {})}
         start = start_actor(EngineActor, **actor_options)
-        return start(*arguments, tuple(others)) if others else start(*arguments)
+        return start(f"engine {index}", spec, self.admin_key, self.stacks_dir, env, tuple(others), gpus)
 
     def start_on(self, index: int, slots: Sequence[NodeSlot]) -> ActorHandle[EngineActor]:
         """Start the actor of an engine on its nodes; the engine's first rank is on the first one."""

@@ -152,8 +152,9 @@ CPU_KERNELS = {
 }
 COLOCATED_TRANSPORTS = {
     "tensor": "slime_like.weight_sync.tensor:TensorSender",
+    "ipc": "slime_like.weight_sync.ipc:IpcSender",
 }
 SPLIT_TRANSPORTS = {
     "broadcast": "slime_like.weight_sync.broadcast:BroadcastSender",
 }
-"""``weights.transport`` by ``placement.mode``; ``auto`` is the first of its table."""
+"""``weights.transport`` by ``placement.mode``; ``auto`` is the first of its table, or ``ipc`` on GPUs."""

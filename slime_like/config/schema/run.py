@@ -38,8 +38,8 @@ class WeightsConfig(Config):
 
     transport: str = key(
         "auto",
-        "A name of table COLOCATED_TRANSPORTS (tensor) or SPLIT_TRANSPORTS (broadcast), by placement.mode, not a path; auto: "
-        "the first of the table.",
+        "A name of table COLOCATED_TRANSPORTS (tensor: host memory; ipc: CUDA IPC) or SPLIT_TRANSPORTS (broadcast), by "
+        "placement.mode, not a path; auto: broadcast, ipc with colocated engines on GPUs, else tensor.",
     )
     bucket_mb: float = key(512.0, "Maximum bucket size in MB (slime: --update-weight-buffer-size).")
     probe_sequences: int = key(

@@ -135,8 +135,24 @@ API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t p, enum cudaMemPoolAttr a,
 SUCCEED(cudaMemPoolSetAttribute)
 SUCCEED(cudaMemPoolTrimTo)
 SUCCEED(cudaMemPoolSetAccess)
-// A handle is the address, so it is valid in this process alone.
-API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *h, void *p) { memset(h, 0, sizeof *h); memcpy(h, &p, sizeof p); return 0; }
-API cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t h, unsigned flags) { memcpy(p, &h, sizeof *p); return 0; }
-SUCCEED(cudaIpcCloseMemHandle)
+// A handle has the process and the address of device memory, and is valid in this process alone. A driver refuses it there.
+typedef struct { char *start; pid_t pid; } shared_memory;
+API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *h, void *p) {
+    shared_memory shared = {p, getpid()};
+    if (owner_of(p) < 0) return last_error = INVALID_VALUE;
+    memset(h, 0, sizeof *h);
+    memcpy(h, &shared, sizeof shared);
+    count(SHARES);
+    return 0;
+}
+API cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t h, unsigned flags) {
+    shared_memory shared;
+    memcpy(&shared, &h, sizeof shared);
+    if (shared.pid != getpid() || owner_of(shared.start) < 0) return last_error = INVALID_VALUE;
+    *p = shared.start;
+    count(OPENINGS);
+    return 0;
+}
+API cudaError_t cudaIpcCloseMemHandle(void *p) { count(CLOSINGS); return owner_of(p) < 0 ? (last_error = INVALID_VALUE) : 0; }
 API cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *h, cudaEvent_t e) { memset(h, 0, sizeof *h); return 0; }
+API cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *e, cudaIpcEventHandle_t h) { *e = new_handle(); return 0; }

@@ -87,6 +87,11 @@ class EngineClient:
         return self.address.tp
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPU of each rank of the engine, as ``EngineAddress.gpus``."""
+        return self.address.gpus
+
+    @property
     def url(self) -> str:
         """Address of the server."""
         return self.address.url
@@ -263,9 +268,9 @@ class EngineClient:
         """Abort an open update. The engine refuses to generate until a complete update is committed."""
         await self._connection.request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
 
-    async def update_from_tensors(self, payload: bytes) -> None:
-        """Load a pickled ``[(name, host tensor)]`` with HF names, or the tensors that a ``weight_sync.shared`` message describes."""
-        tensors = [base64.b64encode(payload).decode()]
+    async def update_from_tensors(self, *payloads: bytes) -> None:
+        """Load a payload in every rank of the engine, or one payload per rank, as ``WeightReceiver.update_from_tensors``."""
+        tensors = [base64.b64encode(payload).decode() for payload in payloads]
         request = {"serialized_named_tensors": tensors, "flush_cache": False, **UPDATE_SELECTOR}
         await self._connection.post("update", "/update_weights_from_tensor", request)
 

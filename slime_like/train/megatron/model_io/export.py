@@ -75,27 +75,49 @@ class HFExport:
         for group in by_bytes(self._stream(), max_bytes):
             yield Bucket(tuple(entry for entry in group if entry is not None))
 
-    def _stream(self) -> Iterator[tuple[tuple[str, Tensor] | None, int]]:
-        """Yield pairs of an entry and its size in bytes: (name, tensor) on the sender, None on the other ranks."""
+    def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """Yield the tensors of all stages on every rank, stage by stage, in buckets of at most ``max_bytes`` (or one tensor).
+
+        All ranks iterate together. Every tensor parallel group gathers its stage's parameters, and every pipeline group
+        broadcasts them.
+        """
+        rank_info = self._rank_info
+        manifests: list[Any] = [self.manifest()]
+        if rank_info.layout.pp > 1:
+            manifests = [()] * rank_info.layout.pp
+            dist.all_gather_object(manifests, self.manifest(), group=rank_info.pp_group)
+        for stage, manifest in enumerate(manifests):
+            stream = self._stream(replicated=True) if stage == rank_info.pp_rank else _empty(manifest, rank_info.device)
+            for group in by_bytes(stream, max_bytes):
+                bucket = Bucket(tuple(entry for entry in group if entry is not None))
+                if rank_info.layout.pp > 1:
+                    _broadcast(bucket, stage, rank_info.pp_group)
+                yield bucket
+
+    def _stream(self, *, replicated: bool = False) -> Iterator[tuple[tuple[str, Tensor] | None, int]]:
+        """Yield pairs of an entry and its size in bytes: (name, tensor) on the sender, None on the other ranks.
+
+        ``replicated``: on every rank (name, tensor).
+        """
         for weights, parameter in self._weights:
-            tensors = self._gather(weights, parameter)
+            tensors = self._gather(weights, parameter, replicated=replicated)
             for i, (name, shape) in enumerate(_entries(weights)):
                 num_bytes = torch.Size(shape).numel() * parameter.element_size()
-                yield (name, tensors[i]) if self.is_sender else None, num_bytes
+                yield (name, tensors[i]) if tensors else None, num_bytes
 
     @torch.no_grad()
-    def _gather(self, weights: tuple[Weight, ...], parameter: Tensor) -> tuple[Tensor, ...]:
-        """Return the complete HF tensors, in order, on the sender; () on the other ranks."""
+    def _gather(self, weights: tuple[Weight, ...], parameter: Tensor, *, replicated: bool) -> tuple[Tensor, ...]:
+        """Return the complete HF tensors, in order, on the sender; () on the other ranks unless ``replicated``."""
         rank_info = self._rank_info
         local = parameter.detach().contiguous()
         parts: list[Tensor] = []
         sizes = rank_info.layout
         if weights[0].is_expert:  # the sender is among the ranks of the first copy of the experts
-            if rank_info.expert_dp_rank == 0:
+            if replicated or rank_info.expert_dp_rank == 0:
                 parts = all_gather(local, sizes.ep * sizes.etp, rank_info.expert_group)
-        elif rank_info.dp_rank == rank_info.cp_rank == 0:
+        elif replicated or rank_info.dp_rank == rank_info.cp_rank == 0:
             parts = all_gather(local, sizes.tp if weights[0].is_split else 1, rank_info.tp_group)
-        if not self.is_sender:
+        if not (replicated or self.is_sender):
             return ()
         shards = itertools.batched(parts, len(parts) // len(weights))  # the shards of each weight
         merged = (tensor for weight, split in zip(weights, shards, strict=True) for tensor in weight.merge(split))
@@ -109,6 +131,20 @@ def all_gather(local: Tensor, size: int, group: Any) -> list[Tensor]:
     shards = [torch.empty_like(local) for _ in range(size)]
     dist.all_gather(shards, local, group=group)
     return shards
+
+
+def _empty(manifest: Sequence[TensorMeta], device: torch.device) -> Iterator[tuple[tuple[str, Tensor], int]]:
+    """Yield tensors for the values of another stage, and their sizes in bytes."""
+    for meta in manifest:
+        dtype: torch.dtype = getattr(torch, meta.dtype)
+        num_bytes = torch.Size(meta.shape).numel() * dtype.itemsize
+        yield (meta.name, torch.empty(meta.shape, dtype=dtype, device=device)), num_bytes
+
+
+def _broadcast(bucket: Bucket, stage: int, group: Any) -> None:
+    """Give every rank of a pipeline group the tensors of one stage."""
+    for _, tensor in bucket.tensors:
+        dist.broadcast(tensor, group=group, group_src=stage)
 
 
 def _entries(weights: tuple[Weight, ...]) -> list[tuple[str, tuple[int, ...]]]:

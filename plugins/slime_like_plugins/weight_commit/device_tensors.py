@@ -1,0 +1,55 @@
+"""Weights in the device memory of the trainer's ranks: opened, loaded, and closed before the engine replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from slime_like.errors import WeightSyncError
+from slime_like.weight_sync.device_memory import CudaHandles, DeviceHandles, OpenedBucket
+
+
+def load(original: Callable[..., Any], manager: Any, request: Any, handles: DeviceHandles | None = None) -> Any:
+    """Load this rank's bucket with ``original``, ``SchedulerWeightUpdaterManager.update_weights_from_tensor``.
+
+    SGLang replies when the ranks have started their copies. Here the ranks meet after their copies have ended, because the sender
+    then overwrites the memory. An error of any rank is the reply of all of them.
+    """
+    group = manager.tp_cpu_group
+    bucket, problem = None, ""
+    try:
+        payload = request.serialized_named_tensors[dist.get_rank(group)]
+        bucket = OpenedBucket(payload, CudaHandles() if handles is None else handles)
+    except (WeightSyncError, IndexError) as error:
+        problem = str(error)
+    if (refusal := _meet(group, problem)) or bucket is None:
+        return _failure(refusal)
+    request.serialized_named_tensors = [bucket.tensors] * dist.get_world_size(group)
+    output = None
+    try:
+        output = original(manager, request)
+    except Exception as error:  # noqa: BLE001  fault boundary: a sender's mistake must not kill the engine
+        problem = f"{type(error).__name__}: {error}"
+        dist.barrier(group=group)  # the other ranks wait at this barrier in ``original``
+    request.serialized_named_tensors = []
+    try:
+        bucket.close()
+    except WeightSyncError as error:
+        problem = problem or str(error)
+    refusal = _meet(group, problem)
+    return _failure(refusal) if refusal or output is None else output
+
+
+def _meet(group: Any, problem: str) -> str:
+    """Return the first problem of a rank, after all ranks have come here."""
+    problems: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return next((f"rank {rank} of {len(problems)}: {problem}" for rank, problem in enumerate(problems) if problem), "")
+
+
+def _failure(message: str) -> Any:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    return UpdateWeightsFromTensorReqOutput(success=False, message=f"tensors could not be loaded: {message}")

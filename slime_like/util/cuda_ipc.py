@@ -1,0 +1,67 @@
+"""Device memory that another process opens by CUDA IPC, and its address, which is made of JSON types.
+
+torch does not free shared memory before every address of it has been opened and closed once, or forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FIELDS = ("device", "handle", "num_bytes", "offset", "counter", "counter_offset", "event", "waits")
+"""Result of torch's function that shares a storage."""
+BYTES = ("handle", "counter", "event")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def share(memory: Tensor) -> dict[str, Any]:
+    """Return an address of all of a tensor's storage. Its opening waits for the current stream."""
+    storage: Any = memory.untyped_storage()
+    address: Any = dict(zip(FIELDS, storage._share_cuda_(), strict=True))
+    return address | {name: address[name].hex() for name in BYTES}
+
+
+def open_shared(address: Mapping[str, Any], device: int) -> Tensor:
+    """Return the bytes at an address, mapped for ``device``.
+
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` on a malformed address, ``RuntimeError`` if CUDA cannot open it.
+    """
+    import torch
+
+    fields = dict(address) | {name: bytes.fromhex(address[name]) for name in BYTES}
+    fields["device"] = device
+    storage_type: Any = torch.UntypedStorage
+    storage: torch.UntypedStorage = storage_type._new_shared_cuda(*(fields[name] for name in FIELDS))
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
+
+
+def forget(address: Mapping[str, Any]) -> None:
+    """Count an address as closed: its receiver has ended."""
+    import torch
+
+    storage_type: Any = torch.UntypedStorage
+    counter, offset = bytes.fromhex(address["counter"]), address["counter_offset"]
+    storage_type._release_ipc_counter(counter, offset, device=address["device"])
+
+
+def expandable_segments_message(setting: str) -> str:
+    """Return the error of a run that needs addresses of memory, with the result of ``expandable_segments``."""
+    return (
+        f"weights.transport=ipc with {setting}: memory in expandable segments has no CUDA IPC handle; remove the setting, or set "
+        "weights.transport=tensor"
+    )
+
+
+def expandable_segments(environment: Mapping[str, str]) -> str:
+    """Return ``VARIABLE=value`` if torch's allocator is told to use expandable segments, else "".
+
+    CUDA has no IPC handles for such memory; torch passes file descriptors instead, which containers often forbid.
+    """
+    for variable in ALLOCATOR_VARIABLES:
+        value = environment.get(variable, "")
+        if "expandable_segments:true" in value.replace(" ", "").lower():
+            return f"{variable}={value}"
+    return ""

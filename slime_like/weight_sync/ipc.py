@@ -1,0 +1,191 @@
+"""Colocated transport on GPUs: each trainer rank hands the engine rank on its GPU the addresses of buckets in device memory."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from slime_like.config.schema.resolved import TransportSpec
+from slime_like.errors import SlimeLikeError, WeightSyncError
+from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.util.cuda_ipc import expandable_segments, expandable_segments_message
+from slime_like.util.deadline import scale
+from slime_like.weight_sync.device_memory import CudaHandles, DeviceBucketMemory, DeviceHandles
+from slime_like.weight_sync.manifest import meta_of
+
+FAILED, END = b"", b"end"  # messages instead of a bucket's
+SEND_S = 0.005  # for a request to leave this process, before the next bucket is gathered
+
+
+class EngineRanks(Protocol):
+    """Trainer ranks that share the GPUs of one engine, in the order of the engine's ranks."""
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that sends the requests."""
+        ...
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, in order. Every rank calls it."""
+        ...
+
+
+class SingleRank:
+    """The only rank of an engine."""
+
+    is_first = True
+
+    def gather(self, message: bytes) -> list[bytes]:
+        return [message]
+
+
+class GlooRanks:
+    """Ranks that exchange messages over a gloo group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @property
+    def is_first(self) -> bool:
+        return self._group.rank() == 0
+
+    def gather(self, message: bytes) -> list[bytes]:
+        messages: list[Any] = [b""] * self._group.size()
+        dist.all_gather_object(messages, message, group=self._group)
+        return messages
+
+
+class _Delivery:
+    """Buckets of one push on their way from this rank to its engine, if it has one."""
+
+    def __init__(self, receiver: WeightReceiver | None, ranks: EngineRanks) -> None:
+        self.error: SlimeLikeError | None = None  # of the engine, on the rank that sends the requests
+        self._receiver, self._ranks = receiver, ranks
+        self._request: asyncio.Task[None] | None = None
+        self._last: DeviceBucketMemory | None = None  # memory of the last request
+        self._has_failed = False
+
+    async def hand_over(self, bucket: Bucket, memory: DeviceBucketMemory) -> None:
+        """Give the engine a bucket, after its reply to the request for the bucket before."""
+        if self._receiver is None or self._has_failed:
+            return
+        messages = await self._exchange(memory.write(bucket))
+        if self._ranks.is_first and not self._has_failed:
+            self._request = asyncio.create_task(self._receiver.update_from_tensors(*messages))
+            await asyncio.wait([self._request], timeout=SEND_S)
+        self._last = memory
+
+    async def finish(self) -> None:
+        """Wait until the engine has copied the last bucket, on every rank."""
+        if self._receiver is not None and not self._has_failed:
+            await self._exchange(END)
+
+    async def _exchange(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, after the reply to the last request. All of them note a failure together."""
+        await self.settle()
+        messages = self._ranks.gather(FAILED if self.error else message)
+        self._has_failed = messages[0] == FAILED
+        if self._last is not None and not self._has_failed:
+            self._last.confirm()
+        return messages
+
+    async def settle(self) -> None:
+        """Wait for the reply to the last request, and keep its error."""
+        request, self._request = self._request, None
+        if request is not None:
+            try:
+                await request
+            except SlimeLikeError as error:
+                self.error = error
+
+
+class IpcSender:
+    """Sender of every pipeline stage's tensors from this rank's GPU to the engine rank that uses the same GPU.
+
+    All ranks gather all tensors. The first rank of each engine posts one request per bucket, with the addresses of all ranks of
+    the engine. It posts the next one after the reply, which an engine sends when its copies have ended, so that two buffers
+    suffice: one is read while the other is written.
+    """
+
+    def __init__(
+        self,
+        receivers: Sequence[WeightReceiver],
+        *,
+        transport: TransportSpec,
+        group_name: str,
+        host: str,
+        handles: DeviceHandles | None = None,
+    ) -> None:
+        """Raises ``WeightSyncError`` if an engine shares no GPU with a rank, or the memory cannot be shared."""
+        del group_name, host
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for receiver in receivers:
+            if not receiver.gpus or max(receiver.gpus) >= world:
+                raise WeightSyncError(
+                    f"the engine at {receiver.host} shares no GPUs with trainer ranks, which weights.transport=ipc needs: set "
+                    "weights.transport=tensor"
+                )
+        if setting := expandable_segments(os.environ):
+            raise WeightSyncError(expandable_segments_message(setting))
+        self._receivers = receivers
+        self._receiver = next((receiver for receiver in receivers if rank in receiver.gpus), None)
+        self._transport = transport
+        self._handles = CudaHandles() if handles is None else handles
+
+    async def send(self, source: WeightSource) -> list[TensorMeta]:
+        """Send all buckets; return the tensors of this rank's stage on its sender. Every rank of the trainer must call this.
+
+        Raises the error of the engine after the last bucket, since the other ranks gather with this one.
+        """
+        delivery = _Delivery(self._receiver, engine_ranks(self._receivers, self._transport.deadline_s))
+        own_names = {meta.name for meta in source.manifest()} if source.is_sender else set[str]()
+        memories = DeviceBucketMemory(self._handles), DeviceBucketMemory(self._handles)
+        metas: list[TensorMeta] = []
+        buckets = source.replicated_buckets(self._transport.max_bytes)
+        try:
+            for bucket, memory in zip(buckets, cycle(memories), strict=False):
+                await delivery.hand_over(bucket, memory)
+                metas += [meta_of(name, tensor) for name, tensor in bucket.tensors if name in own_names]
+            await delivery.finish()
+        finally:
+            for _ in buckets:  # the other ranks gather with this one
+                pass
+            await delivery.settle()
+            for memory in memories:
+                memory.close()
+        if delivery.error is not None:
+            raise delivery.error
+        return metas
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await asyncio.gather(*(receiver.close() for receiver in self._receivers))
+
+
+_groups: dict[tuple[dist.ProcessGroup, int], EngineRanks] = {}
+"""This rank's group, by world and number of ranks of an engine. The groups outlive a sender, which ranks replace separately."""
+
+
+def engine_ranks(receivers: Sequence[WeightReceiver], seconds: float) -> EngineRanks:
+    """Return the ranks that share the GPUs of this rank's engine. The first call is a collective of the world."""
+    tp = receivers[0].tp if receivers else 1
+    world = dist.group.WORLD
+    if tp == 1 or world is None:
+        return SingleRank()
+    if (world, tp) not in _groups:
+        timeout = datetime.timedelta(seconds=seconds * scale())
+        ranks: EngineRanks = SingleRank()
+        for first in range(0, dist.get_world_size() - tp + 1, tp):
+            members = list(range(first, first + tp))
+            group = dist.new_group(members, timeout=timeout, backend="gloo")
+            if dist.get_rank() in members:
+                assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+                ranks = GlooRanks(group)
+        _groups[world, tp] = ranks
+    return _groups[world, tp]

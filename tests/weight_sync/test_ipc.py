@@ -1,0 +1,218 @@
+"""Transport over CUDA IPC with stand-ins for the addresses: every engine rank gets every tensor, whatever the order of the copies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime_like.config.schema.resolved import TransportSpec
+from slime_like.errors import EngineLost, WeightSyncError
+from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.weight_sync import ipc
+from slime_like.weight_sync.device_memory import MAGIC, DeviceBucketMemory, OpenedBucket, is_message
+from slime_like.weight_sync.ipc import IpcSender, SingleRank
+from slime_like_plugins.weight_commit import device_tensors
+from tests.weight_sync.ipc_doubles import DeviceEngine, HostHandles, StageWeights, ThreadRanks, in_threads
+
+TRANSPORT = TransportSpec("ipc", "", 100, 10.0)
+BUCKET = Bucket((("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(3, dtype=torch.bfloat16))))
+
+
+@pytest.fixture
+def stages() -> list[dict[str, torch.Tensor]]:
+    return [{f"s{stage}.w{i}": torch.full((20 - i,), float(i + stage)) for i in range(7)} for stage in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Rank and size of the world of a sender that is created."""
+    state = SimpleNamespace(rank=0, size=1)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: state.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: state.size)
+    return state
+
+
+def sender(receivers: list[Any], handles: HostHandles) -> IpcSender:
+    return IpcSender(receivers, transport=TRANSPORT, group_name="", host="", handles=handles)
+
+
+def push(sender: IpcSender, source: StageWeights) -> list[TensorMeta]:
+    return asyncio.run(sender.send(source))
+
+
+def test_an_engine_gets_every_tensor_of_every_stage(stages: list[dict[str, torch.Tensor]]) -> None:
+    handles = HostHandles()
+    engine = DeviceEngine((0,), handles)
+    source = StageWeights(stages, stage=1)
+    sent = push(sender([engine], handles), source)
+    assert sent == list(source.manifest()), "a sender reports the tensors of its own stage"
+    expected = stages[0] | stages[1]
+    assert engine.num_requests > 4 and engine.ranks[0].keys() == expected.keys()
+    assert all(torch.equal(engine.ranks[0][name], tensor) for name, tensor in expected.items())
+    assert len(handles.allocated) <= 4 < engine.num_requests, "two buffers, which may grow"
+    assert HostHandles.shared == {}, "every address was opened"
+
+
+def test_a_rank_without_an_engine_gathers_and_reports(
+    stages: list[dict[str, torch.Tensor]], world: SimpleNamespace
+) -> None:
+    world.rank, world.size = 1, 2
+    handles, source = HostHandles(), StageWeights(stages)
+    engine = DeviceEngine((0,), handles)
+    assert push(sender([engine], handles), source) == list(source.manifest())
+    assert source.has_ended and engine.num_requests == 0 and handles.allocated == []
+    assert push(sender([engine], handles), StageWeights(stages, is_sender=False)) == []
+
+
+def two_ranks(
+    monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace, engine: DeviceEngine, stages: list[dict[str, torch.Tensor]]
+) -> list[Any]:
+    """Push from two ranks to one engine of two ranks; return each rank's result."""
+    world.size = 2
+    ranks, senders = ThreadRanks.of(2), list[IpcSender]()
+    by_sender: dict[int, ThreadRanks] = {}
+    for rank in range(2):
+        world.rank = rank
+        senders.append(sender([engine], HostHandles()))
+        by_sender[id(senders[-1]._receivers)] = ranks[rank]
+    monkeypatch.setattr(ipc, "engine_ranks", lambda receivers, seconds: by_sender[id(receivers)])
+    sources = [StageWeights(stages, is_sender=rank == 0) for rank in range(2)]
+    results = in_threads([lambda r=rank: push(senders[r], sources[r]) for rank in range(2)])
+    assert all(source.has_ended for source in sources)
+    return results
+
+
+def test_each_rank_of_an_engine_gets_the_bucket_of_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace, stages: list[dict[str, torch.Tensor]]
+) -> None:
+    engine = DeviceEngine((0, 1), HostHandles())
+    reported, others = two_ranks(monkeypatch, world, engine, stages)
+    assert reported == list(StageWeights(stages).manifest()) and others == []
+    for tensors in engine.ranks:
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in (stages[0] | stages[1]).items())
+    assert len(HostHandles.shared) == 0
+
+
+def test_a_lost_engine_ends_the_push_after_all_ranks_have_gathered(
+    monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace, stages: list[dict[str, torch.Tensor]]
+) -> None:
+    engine = DeviceEngine((0, 1), HostHandles(), fails_at=2, error=EngineLost("engine 0 is lost"))
+    error, others = two_ranks(monkeypatch, world, engine, stages)
+    assert isinstance(error, EngineLost) and others == []
+    assert engine.num_requests == 2, "a lost engine gets no more requests"
+    assert HostHandles.shared == {}, "addresses that nobody opens are forgotten on both ranks"
+
+
+@pytest.mark.parametrize("gpus", [(), (0, 1)])
+def test_an_engine_on_other_gpus_is_refused(gpus: tuple[int, ...]) -> None:
+    with pytest.raises(WeightSyncError, match=r"shares no GPUs with trainer ranks.*weights.transport=tensor"):
+        sender([DeviceEngine(gpus, HostHandles())], HostHandles())
+
+
+def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+    with pytest.raises(WeightSyncError, match=r"PYTORCH_CUDA_ALLOC_CONF=.*weights.transport=tensor"):
+        sender([DeviceEngine((0,), HostHandles())], HostHandles())
+
+
+def test_one_engine_rank_needs_no_group() -> None:
+    receivers: list[Any] = [DeviceEngine((0,), HostHandles())]
+    assert isinstance(ipc.engine_ranks(receivers, 1.0), SingleRank)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+def test_a_bucket_survives_the_message() -> None:
+    handles, other = HostHandles(), HostHandles()
+    payload = DeviceBucketMemory(handles).write(BUCKET)
+    assert is_message(payload) and handles.waits == 1
+    opened = OpenedBucket(payload, other)
+    assert [(name, tensor.dtype, tensor.tolist()) for name, tensor in opened.tensors] == [
+        (name, tensor.dtype, tensor.tolist()) for name, tensor in BUCKET.tensors
+    ]
+    opened.close()
+    assert other.waits == 1, "copies have ended before the reply"
+
+
+def test_a_tensor_that_the_engine_keeps_is_an_error() -> None:
+    opened = OpenedBucket(DeviceBucketMemory(HostHandles()).write(BUCKET), HostHandles())
+    kept = opened.tensors[1][1]
+    with pytest.raises(WeightSyncError, match="kept a tensor"):
+        opened.close()
+    assert len(kept) == 3
+
+
+def damaged(**changes: Any) -> bytes:
+    payload = DeviceBucketMemory(HostHandles()).write(BUCKET)
+    return MAGIC + json.dumps(json.loads(payload[len(MAGIC) :]) | changes).encode()
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (lambda: MAGIC + b"{", "malformed"),
+        (lambda: damaged(memory={}), "malformed"),
+        (lambda: damaged(tensors=[["a", "float32", [2, 3], 400]]), "malformed"),
+        (lambda: damaged(tensors=[["a", "object", [2, 3], 0]]), "malformed"),
+        (
+            lambda: damaged(gpu="GPU-1"),
+            "on GPU GPU-0, the trainer's rank that sends to it on GPU GPU-1.*transport=tensor",
+        ),
+    ],
+)
+def test_bad_messages(payload: Any, message: str) -> None:
+    with pytest.raises(WeightSyncError, match=message):
+        OpenedBucket(payload(), HostHandles())
+
+
+# ---- receiving hook --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Weight updater of an engine with one rank, whose replies are pairs."""
+    monkeypatch.setattr(dist, "all_gather_object", lambda out, own, group: out.__setitem__(slice(None), [own]))
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+    monkeypatch.setattr(device_tensors, "_failure", lambda message: (False, message))
+    return SimpleNamespace(tp_cpu_group=None)
+
+
+def load(manager: SimpleNamespace, payload: bytes, original: Any) -> Any:
+    request = SimpleNamespace(serialized_named_tensors=[payload])
+    return device_tensors.load(original, manager, request, HostHandles())
+
+
+def test_the_hook_loads_and_closes(manager: SimpleNamespace) -> None:
+    loaded: dict[str, list[float]] = {}
+
+    def original(_: Any, request: Any) -> tuple[bool, str]:
+        loaded.update({name: tensor.tolist() for name, tensor in request.serialized_named_tensors[0]})
+        return True, "Success"
+
+    payload = DeviceBucketMemory(HostHandles()).write(BUCKET)
+    assert load(manager, payload, original) == (True, "Success")
+    assert loaded == {name: tensor.tolist() for name, tensor in BUCKET.tensors}
+
+
+def test_the_hook_reports_errors_and_kept_tensors(manager: SimpleNamespace) -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(_: Any, request: Any) -> tuple[bool, str]:
+        kept.append(request.serialized_named_tensors[0][0][1])
+        return True, "Success"
+
+    def fail(*_: Any) -> tuple[bool, str]:
+        raise KeyError("model.unknown.weight")
+
+    def reply(original: Any) -> str:
+        success, message = load(manager, DeviceBucketMemory(HostHandles()).write(BUCKET), original)
+        assert not success
+        return message
+
+    assert "rank 0 of 1: the engine kept a tensor" in reply(keep)
+    assert "rank 0 of 1: KeyError: 'model.unknown.weight'" in reply(fail)
+    success, message = load(manager, MAGIC + b"{", fail)
+    assert not success and "malformed" in message
