@@ -92,6 +92,12 @@ PARTS: tuple[EvidencePart, ...] = (
         (*PYTEST, "--noconftest", "tests/engine/test_flow_mla_gpu.py"),
         5,
     ),
+    EvidencePart(
+        "ipc",
+        "Weights from one process to another over CUDA IPC",
+        (*PYTEST, "--noconftest", "tests/weight_sync/test_ipc_gpu.py"),
+        5,
+    ),
     EvidencePart("step", "Speed, memory and synchronisations of a training step", ("benchmarks/gpu_step.py",), 15, ("megatron",)),
     EvidencePart("gdn", "Gated DeltaNet kernels", (*PYTEST, "tests/gdn/test_gpu.py"), 15, ("fla",)),
     EvidencePart(

@@ -250,6 +250,11 @@ class WeightSource(Protocol):
         """Yield the tensors of the manifest in order; a tensor larger than ``max_bytes`` gets its own bucket."""
         ...
 
+
+@runtime_checkable
+class ReplicatedWeightSource(WeightSource, Protocol):
+    """Weights that every rank of the trainer can gather."""
+
     def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the tensors of all pipeline stages on every rank of the trainer, in the same buckets. All ranks iterate together."""
         ...

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import SlimeLikeError, WeightSyncError
-from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.interfaces import Bucket, ReplicatedWeightSource, TensorMeta, WeightReceiver, WeightSource
 from slime_like.util.cuda_ipc import expandable_segments, expandable_segments_message
 from slime_like.util.deadline import scale
 from slime_like.weight_sync.device_memory import CudaHandles, DeviceBucketMemory, DeviceHandles
@@ -45,7 +45,7 @@ class SingleRank:
         return [message]
 
 
-class GlooRanks:
+class MessageGroup:
     """Ranks that exchange messages over a gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -143,6 +143,7 @@ class IpcSender:
 
         Raises the error of the engine after the last bucket, since the other ranks gather with this one.
         """
+        assert isinstance(source, ReplicatedWeightSource), "a trainer's rank can gather all weights"
         delivery = _Delivery(self._receiver, engine_ranks(self._receivers, self._transport.deadline_s))
         own_names = {meta.name for meta in source.manifest()} if source.is_sender else set[str]()
         memories = DeviceBucketMemory(self._handles), DeviceBucketMemory(self._handles)
@@ -186,6 +187,6 @@ def engine_ranks(receivers: Sequence[WeightReceiver], seconds: float) -> EngineR
             group = dist.new_group(members, timeout=timeout, backend="gloo")
             if dist.get_rank() in members:
                 assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-                ranks = GlooRanks(group)
+                ranks = MessageGroup(group)
         _groups[world, tp] = ranks
     return _groups[world, tp]

@@ -1,6 +1,6 @@
 """Weights from one process to another on one GPU by CUDA IPC: values over several pushes, memory, and the rate of a push.
 
-Needs torch, aiohttp and pytest only:
+Needs torch and pytest only:
 
     python -m pytest -q --noconftest -m gpu tests/weight_sync/test_ipc_gpu.py
 """
@@ -63,11 +63,14 @@ def serve(requests: Any, replies: Any, shapes: dict[str, tuple[tuple[int, ...], 
             replies.put({name: bits(parameter) for name, parameter in parameters.items()})
             continue
         bucket = OpenedBucket(payload, CudaHandles())
-        for name, tensor in bucket.tensors:
-            parameters[name].copy_(tensor)
-        del name, tensor
+        copy_into(parameters, bucket)
         bucket.close()
         replies.put("copied")
+
+
+def copy_into(parameters: dict[str, torch.Tensor], bucket: OpenedBucket) -> None:
+    for name, tensor in bucket.tensors:
+        parameters[name].copy_(tensor)
 
 
 def bits(tensor: torch.Tensor) -> int:
