@@ -39,8 +39,8 @@ def slot(number: int) -> NodeSlot:
 
 def nodes_of(recorded: RecordedStart) -> list[str]:
     """Return the nodes of the engine that was started last."""
-    options, arguments = recorded.starts[-1]
-    return [options["scheduling_strategy"].node_id, *(other.node_id for other in arguments[-1])]
+    options, (*_, other_nodes, _gpus) = recorded.starts[-1]
+    return [options["scheduling_strategy"].node_id, *(other.node_id for other in other_nodes)]
 
 
 def test_a_started_engine_has_different_nodes_and_keeps_those_that_the_run_has_reserved(

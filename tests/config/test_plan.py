@@ -6,14 +6,18 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slime_like.cluster.plan.machine import Machine, numa_nodes, probe_machine
 from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.plan.transport import transport_on_nodes
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules import attention
+from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import ConfigError
 from slime_like.util import gpus
 from tests.config.bad_input import refusal
@@ -97,6 +101,29 @@ def test_cuda_ipc_needs_a_gpu(plan) -> None:
         ConfigError, match=r"weights.transport=ipc with placement.device=auto.*transport=auto or tensor"
     ):
         plan("weights.transport=ipc")
+
+
+def test_cuda_ipc_needs_engines_on_one_node(plan) -> None:
+    four_nodes = replace(SERVER, is_local=False, nodes=4)
+    settings = (
+        "placement.ray_address=auto",
+        "placement.actor_num_nodes=2",
+        "placement.actor_num_gpus_per_node=8",
+        "rollout.tp=16",
+    )
+    planned = plan(*settings, machine=four_nodes)
+    assert (planned.engines[0].num_nodes, planned.transport.kind) == (2, "tensor")
+    refusal = r"weights.transport=ipc with engines on 2 nodes each.*weights.transport=auto or tensor"
+    with pytest.raises(ConfigError, match=refusal):
+        plan(*settings, "weights.transport=ipc", machine=four_nodes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_nodes", "expected"), [("ipc", 1, "ipc"), ("ipc", 2, "tensor"), ("broadcast", 2, "broadcast")]
+)
+def test_a_cluster_decides_the_nodes_of_engines_after_their_transport(kind: str, num_nodes: int, expected: str) -> None:
+    cfg: Any = SimpleNamespace(weights=SimpleNamespace(transport="auto"))
+    assert transport_on_nodes(cfg, TransportSpec(kind, "nccl", 1, 1.0), num_nodes).kind == expected
 
 
 def test_explicit_values_stay(plan) -> None:

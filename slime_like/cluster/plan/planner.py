@@ -126,7 +126,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         critic=critic,
         teacher=teacher,
         engines=engines,
-        transport=plan_transport(cfg, machine, device, decisions),
+        transport=plan_transport(cfg, machine, device, engines[0].num_nodes if engines else 1, decisions),
         needs_trainer=needs_trainer,
         colocated=colocated,
         trainer_threads=trainer_threads,

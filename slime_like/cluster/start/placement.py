@@ -19,6 +19,7 @@ from slime_like.cluster.plan.assignment import Assignment, assign
 from slime_like.cluster.plan.engine_nodes import on_nodes
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.ray_cluster import ClusterPlan, plan_on_nodes
+from slime_like.cluster.plan.transport import transport_on_nodes
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one
@@ -112,7 +113,12 @@ class Placement:
             with driver_link.bounded_call(Deadline("driver", "placement", 2 * POLL_S), "its Ray cluster", at_once=True):
                 time.sleep(POLL_S)
         self._say(f"nodes: {assignment.summary}")
-        plan = replace(self._plan, engines=on_nodes(self._plan.engines, assignment.nodes_per_engine))
+        num_nodes = assignment.nodes_per_engine
+        plan = replace(
+            self._plan,
+            engines=on_nodes(self._plan.engines, num_nodes),
+            transport=transport_on_nodes(cfg, self._plan.transport, num_nodes),
+        )
         return plan_on_nodes(cfg, plan, nodes), assignment
 
     @property
