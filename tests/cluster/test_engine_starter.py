@@ -67,7 +67,7 @@ def test_an_engine_is_started_on_the_live_node_with_the_fewest_engines(
         asyncio.run(starter.start(index))
     strategies = [options["scheduling_strategy"].node_id for options, _ in recorded.starts]
     assert strategies == [node_id(3), node_id(2), node_id(3)], "neither the trainer's node nor the dead one"
-    options, (name, spec, key, _, env, gpus) = recorded.starts[1]
+    options, (name, spec, key, _, env, _, gpus) = recorded.starts[1]
     assert gpus == (), "GPUs that are reserved during the run have no trainer rank"
     assert (name, spec.seed, spec.log_path, key, env) == ("engine 2", 5, "/run/logs/engine_2.log", "key", {"A": "1"})
     assert options["max_restarts"] == -1 and not options["scheduling_strategy"].soft

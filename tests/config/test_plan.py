@@ -107,9 +107,9 @@ def test_cuda_ipc_needs_engines_on_one_node(plan) -> None:
     four_nodes = replace(SERVER, is_local=False, nodes=4)
     settings = (
         "placement.ray_address=auto",
-        "placement.actor_num_nodes=2",
-        "placement.actor_num_gpus_per_node=8",
-        "rollout.tp=16",
+        "placement.actor_num_nodes=4",
+        "placement.actor_num_gpus_per_node=2",
+        "rollout.tp=4",
     )
     planned = plan(*settings, machine=four_nodes)
     assert (planned.engines[0].num_nodes, planned.transport.kind) == (2, "tensor")

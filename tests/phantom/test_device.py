@@ -143,7 +143,7 @@ def test_a_command_runs_on_a_phantom() -> None:
     ("arguments", "message"),
     [
         ((), "no command"),
-        (("no-such-program",), "no program on PATH"),
+        (("no-such-program",), "is not a program on PATH"),
         (("--capability", "x", "true"), "give it as 9.0"),
     ],
 )
