@@ -47,6 +47,7 @@ class BroadcastSender:
         )  # for the store and for each broadcast
         self._members = list(receivers)  # engines of the group that are not known to be lost
         self._pending: set[asyncio.Task[None]] = set()  # unfinished requests of a bucket that failed on one engine
+        self._is_broadcasting = False  # True if the broadcast of that bucket is unfinished
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
@@ -76,6 +77,7 @@ class BroadcastSender:
             receiver for receiver, request in zip(self._receivers, requests, strict=True) if not _is_lost(request)
         ]
         self._pending = pending - {broadcast}
+        self._is_broadcasting = broadcast in pending
         # The thread of a broadcast may wait for a lost engine until the timeout of the group: no call ends a send of gloo.
         broadcast.cancel()
         # Raise an engine's own error rather than the error of the connection that it broke.
@@ -156,13 +158,14 @@ class BroadcastSender:
     async def close(self) -> None:
         """Leave the group, so that the engines can join another one, and close the connections.
 
-        This rank leaves first, which releases engines that wait in an unfinished broadcast.
+        This rank leaves first, which releases engines that wait in an unfinished broadcast. A broadcast that waits for a lost
+        engine is aborted: NCCL does not leave a group before its ops have ended, and its watchdog would end this process.
         """
         if self._group is not None:
             group, self._group, self._store = self._group, None, None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_S * scale()):
-                    if self._pending:
+                    if self._pending or self._is_broadcasting:
                         await run_in_thread(self._abort, group)
                     await run_in_thread(dist.destroy_process_group, group)
                     await asyncio.gather(*self._pending, return_exceptions=True)

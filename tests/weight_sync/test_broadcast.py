@@ -1,0 +1,72 @@
+"""Transport by broadcast with stand-ins for a group over NCCL, whose ops end by an abort only."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime_like.config.schema.resolved import TransportSpec
+from slime_like.errors import EngineLost
+from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.weight_sync import broadcast
+from slime_like.weight_sync.broadcast import BroadcastSender
+
+BUCKET = Bucket((("a", torch.ones(3)),))
+WAIT_S = 20.0
+
+
+class HangingGroup:
+    """Group whose broadcasts wait for a lost engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._aborted, self._ended = threading.Event(), threading.Event()
+
+    def broadcast(self) -> None:
+        assert self._aborted.wait(WAIT_S)
+        self._ended.set()
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        self._aborted.set()
+
+    def destroy(self) -> None:
+        """Leave the group after its ops have ended, as NCCL does."""
+        assert self._ended.wait(WAIT_S)
+        self.calls.append("destroy")
+
+
+class LostEngine:
+    host, tp = "127.0.0.1", 1
+
+    async def update_from_broadcast(self, metas: Sequence[TensorMeta], group_name: str) -> None:
+        raise EngineLost("engine 0 is lost")
+
+    async def close(self) -> None: ...
+
+
+def test_the_broadcast_to_a_lost_engine_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog would end the trainer's process at the timeout of the group."""
+    group: Any = HangingGroup()
+    engine: Any = LostEngine()
+    monkeypatch.setattr(broadcast, "_broadcast", lambda group, bucket: group.broadcast())
+    monkeypatch.setattr(broadcast, "LEAVE_S", 2.0)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.destroy())
+    transport = TransportSpec(kind="broadcast", backend="nccl", max_bytes=1, deadline_s=20)
+    sender = BroadcastSender([engine], transport=transport, group_name="lost", host="127.0.0.1")
+    sender._group = group
+
+    async def push() -> None:
+        with pytest.raises(EngineLost, match="engine 0 is lost"):
+            await sender._send_bucket(BUCKET)
+        await sender.close()
+
+    asyncio.run(push())
+    assert group.calls == ["abort", "destroy"]
+    group.abort()  # ends the thread, if the test fails
