@@ -72,6 +72,7 @@ class ManagerSpec:
     baseline: str = "group"  # baseline of advantages: group, batch or none; see LearningSignal
     routing: RoutingShape | None = None  # shape of the routed experts that engines return; None if they return none
     releases_memory: bool = False  # the engines release memory while the trainer needs it
+    has_fixed_gpus: bool = False  # weights.transport=ipc: an engine needs trainer ranks on its GPUs
     receives_pushes: bool = True  # True: engines receive the trainer's weights; False: they keep their initial weights
 
 
@@ -266,6 +267,11 @@ class RolloutManager:
             raise ConfigError(
                 f"engines={num_engines}: with placement.offload_rollout=true the number of engines cannot be changed, because the "
                 "start of an engine would need memory that the trainer has"
+            )
+        if self._spec.has_fixed_gpus and num_engines > self._resizer.num_engines:
+            raise ConfigError(
+                f"engines={num_engines}: with weights.transport=ipc no engine can be added, because it would share no GPU with a trainer "
+                "rank; set weights.transport=tensor before the run is started"
             )
         change = await self._resizer.resize(num_engines)
         self._usage.num_engines = num_engines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from slime_like.config.schema.faults import HealthConfig
 from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.rollout.pool.health import HealthMonitor
 from slime_like.rollout.pool.resize import PoolResizer
@@ -70,6 +72,35 @@ def play(
                 task.cancel()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_engines", "message"),
+    [
+        ({"has_fixed_gpus": True}, 3, "weights.transport=ipc no engine can be added.*set weights.transport=tensor"),
+        ({"releases_memory": True}, 1, "placement.offload_rollout=true"),
+        ({"has_fixed_gpus": True}, 1, ""),
+        ({}, 3, ""),
+    ],
+)
+def test_a_number_that_the_run_cannot_have_is_refused(
+    settings: dict[str, bool], num_engines: int, message: str
+) -> None:
+    async def resize(number: int) -> str:
+        return f"{number} engines"
+
+    spec = {"has_fixed_gpus": False, "releases_memory": False} | settings
+    manager: Any = SimpleNamespace(
+        _spec=SimpleNamespace(**spec),
+        _resizer=SimpleNamespace(num_engines=2, resize=resize),
+        _usage=SimpleNamespace(num_engines=2),
+    )
+    changed = RolloutManager.resize_engines(manager, num_engines)
+    if not message:
+        assert asyncio.run(changed) == f"{num_engines} engines"
+        return
+    with pytest.raises(ConfigError, match=rf"engines={num_engines}.*{message}"):
+        asyncio.run(changed)
 
 
 async def started(resizer: PoolResizer, pool: EnginePool, count: int) -> None:

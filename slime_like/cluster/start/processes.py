@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 
 from slime_like.algo.bind_group import bind_group_advantage
 from slime_like.cluster.plan.planner import Plan
+from slime_like.cluster.plan.transport import IPC
 from slime_like.cluster.run.chaos import Chaos, report_lines
 from slime_like.cluster.run.checkpoints import Checkpoints
 from slime_like.cluster.run.control import Control
@@ -241,6 +242,7 @@ class Cluster:
             health=cfg.health,
             routing=inputs.routing,
             releases_memory=cfg.placement.offload_rollout,
+            has_fixed_gpus=self.plan.transport.kind == IPC and self.plan.needs_trainer,
             receives_pushes=self.plan.needs_trainer,
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
