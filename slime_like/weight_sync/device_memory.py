@@ -5,6 +5,7 @@ The receiver builds tensors from names, dtypes and shapes: it unpickles nothing.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -49,7 +50,7 @@ class DeviceHandles(Protocol):
         ...
 
     def collect(self) -> None:
-        """Free shared memory that this process and the openers have dropped."""
+        """Give memory that this process and the openers have dropped back to the device, for its other processes."""
         ...
 
 
@@ -76,6 +77,7 @@ class CudaHandles:
 
     def collect(self) -> None:
         torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()  # the engine allocates its KV cache after a push
 
 
 class DeviceBucketMemory:
@@ -149,5 +151,7 @@ class OpenedBucket:
         """Wait for the copies, and close the memory. Raises ``WeightSyncError`` if a tensor is still in use."""
         self._handles.wait()
         self.tensors.clear()
+        if not self._storage.expired():
+            gc.collect()  # a reference cycle, such as of an exception, keeps no tensor in use
         if not self._storage.expired():
             raise WeightSyncError("the engine kept a tensor in the trainer's device memory instead of copying it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from slime_like.util.deadline import scale
 from slime_like.weight_sync.device_memory import CudaHandles, DeviceBucketMemory, DeviceHandles
 from slime_like.weight_sync.manifest import meta_of
 
-FAILED, END = b"", b"end"  # messages instead of a bucket's
+LOST, UNWRITTEN, END = b"", b"unwritten", b"end"  # messages instead of a bucket's: error of the engine, or of this rank
 SEND_S = 0.005  # for a request to leave this process, before the next bucket is gathered
 
 
@@ -65,7 +65,7 @@ class _Delivery:
     """Buckets of one push on their way from this rank to its engine, if it has one."""
 
     def __init__(self, receiver: WeightReceiver | None, ranks: EngineRanks) -> None:
-        self.error: SlimeLikeError | None = None  # of the engine, on the rank that sends the requests
+        self.error: BaseException | None = None  # of the engine, on the rank that sends the requests; or of this rank
         self._receiver, self._ranks = receiver, ranks
         self._request: asyncio.Task[None] | None = None
         self._last: DeviceBucketMemory | None = None  # memory of the last request
@@ -75,7 +75,7 @@ class _Delivery:
         """Give the engine a bucket, after its reply to the request for the bucket before."""
         if self._receiver is None or self._has_failed:
             return
-        messages = await self._exchange(memory.write(bucket))
+        messages = await self._exchange(self._write(bucket, memory))
         if self._ranks.is_first and not self._has_failed:
             self._request = asyncio.create_task(self._receiver.update_from_tensors(*messages))
             await asyncio.wait([self._request], timeout=SEND_S)
@@ -86,23 +86,38 @@ class _Delivery:
         if self._receiver is not None and not self._has_failed:
             await self._exchange(END)
 
+    def _write(self, bucket: Bucket, memory: DeviceBucketMemory) -> bytes:
+        """Return the message for a bucket. An error is kept: the other ranks of the engine wait for a message of this one."""
+        try:
+            return memory.write(bucket)
+        except SlimeLikeError as error:
+            self.error = error
+        except RuntimeError as error:  # of CUDA: no memory, no handle
+            self.error = WeightSyncError(
+                f"trainer rank {dist.get_rank()} cannot share a bucket of weights with its engine: {error}; lower "
+                "weights.bucket_mb, or set weights.transport=tensor"
+            )
+        return UNWRITTEN
+
     async def _exchange(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, after the reply to the last request. All of them note a failure together."""
-        await self.settle()
-        messages = self._ranks.gather(FAILED if self.error else message)
-        self._has_failed = messages[0] == FAILED
-        if self._last is not None and not self._has_failed:
+        is_copied = await self.settle()
+        messages = self._ranks.gather(message if is_copied else LOST)
+        self._has_failed = LOST in messages or UNWRITTEN in messages
+        if self._last is not None and LOST not in messages:
             self._last.confirm()
         return messages
 
-    async def settle(self) -> None:
-        """Wait for the reply to the last request, and keep its error."""
+    async def settle(self) -> bool:
+        """Wait for the reply to the last request, and keep its error. Return True if there was no error."""
         request, self._request = self._request, None
-        if request is not None:
-            try:
-                await request
-            except SlimeLikeError as error:
-                self.error = error
+        if request is None:
+            return True
+        await asyncio.wait([request])
+        error = request.exception()  # not caught here: the traceback would keep the frames, and tensors, of this push
+        if error is not None:
+            self.error = error
+        return error is None
 
 
 class IpcSender:
@@ -141,19 +156,15 @@ class IpcSender:
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets; return the tensors of this rank's stage on its sender. Every rank of the trainer must call this.
 
-        Raises the error of the engine after the last bucket, since the other ranks gather with this one.
+        Raises an error after the last bucket, since the other ranks gather with this one.
         """
         assert isinstance(source, ReplicatedWeightSource), "a trainer's rank can gather all weights"
         delivery = _Delivery(self._receiver, engine_ranks(self._receivers, self._transport.deadline_s))
         own_names = {meta.name for meta in source.manifest()} if source.is_sender else set[str]()
         memories = DeviceBucketMemory(self._handles), DeviceBucketMemory(self._handles)
-        metas: list[TensorMeta] = []
         buckets = source.replicated_buckets(self._transport.max_bytes)
         try:
-            for bucket, memory in zip(buckets, cycle(memories), strict=False):
-                await delivery.hand_over(bucket, memory)
-                metas += [meta_of(name, tensor) for name, tensor in bucket.tensors if name in own_names]
-            await delivery.finish()
+            metas = await _send_all(buckets, memories, delivery)
         finally:
             for _ in buckets:  # the other ranks gather with this one
                 pass
@@ -162,11 +173,25 @@ class IpcSender:
                 memory.close()
         if delivery.error is not None:
             raise delivery.error
-        return metas
+        return [meta for meta in metas if meta.name in own_names]
 
     async def close(self) -> None:
         """Close the connections."""
         await asyncio.gather(*(receiver.close() for receiver in self._receivers))
+
+
+async def _send_all(
+    buckets: Iterator[Bucket], memories: Sequence[DeviceBucketMemory], delivery: _Delivery
+) -> list[TensorMeta]:
+    """Deliver all buckets, and return their tensors' metadata. The frame of this call ends before the memory is given back."""
+    metas: list[TensorMeta] = []
+    next_memories = cycle(memories)
+    for bucket in buckets:
+        await delivery.hand_over(bucket, next(next_memories))
+        metas += [meta_of(name, tensor) for name, tensor in bucket.tensors]
+        del bucket  # before the next one is gathered
+    await delivery.finish()
+    return metas
 
 
 _groups: dict[tuple[dist.ProcessGroup, int], EngineRanks] = {}

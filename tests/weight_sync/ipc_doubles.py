@@ -27,12 +27,15 @@ class HostHandles:
     def __init__(self, gpu: str = "GPU-0") -> None:
         self.gpu = gpu
         self.allocated: list[int] = []
-        self.waits = 0
+        self.waits = self.collections = 0
+        self.capacity = -1  # number of allocations; -1: unlimited
 
     def name(self) -> str:
         return self.gpu
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
+        if len(self.allocated) == self.capacity:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         self.allocated.append(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -50,7 +53,8 @@ class HostHandles:
     def wait(self) -> None:
         self.waits += 1
 
-    def collect(self) -> None: ...
+    def collect(self) -> None:
+        self.collections += 1
 
 
 class CopiedBytes(HostHandles):

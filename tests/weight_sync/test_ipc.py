@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
+import weakref
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +19,7 @@ from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta
 from slime_like.weight_sync import ipc
-from slime_like.weight_sync.device_memory import MAGIC, DeviceBucketMemory, OpenedBucket, is_message
+from slime_like.weight_sync.device_memory import MAGIC, CudaHandles, DeviceBucketMemory, OpenedBucket, is_message
 from slime_like.weight_sync.ipc import IpcSender, SingleRank
 from slime_like_plugins.weight_commit import device_tensors
 from tests.weight_sync.ipc_doubles import DeviceEngine, HostHandles, StageWeights, ThreadRanks, in_threads
@@ -71,7 +75,11 @@ def test_a_rank_without_an_engine_gathers_and_reports(
 
 
 def two_ranks(
-    monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace, engine: DeviceEngine, stages: list[dict[str, torch.Tensor]]
+    monkeypatch: pytest.MonkeyPatch,
+    world: SimpleNamespace,
+    engine: DeviceEngine,
+    stages: list[dict[str, torch.Tensor]],
+    handles: Sequence[HostHandles] = (HostHandles(), HostHandles()),
 ) -> list[Any]:
     """Push from two ranks to one engine of two ranks; return each rank's result."""
     world.size = 2
@@ -79,7 +87,7 @@ def two_ranks(
     by_sender: dict[int, ThreadRanks] = {}
     for rank in range(2):
         world.rank = rank
-        senders.append(sender([engine], HostHandles()))
+        senders.append(sender([engine], handles[rank]))
         by_sender[id(senders[-1]._receivers)] = ranks[rank]
     monkeypatch.setattr(ipc, "engine_ranks", lambda receivers, seconds: by_sender[id(receivers)])
     sources = [StageWeights(stages, is_sender=rank == 0) for rank in range(2)]
@@ -107,6 +115,76 @@ def test_a_lost_engine_ends_the_push_after_all_ranks_have_gathered(
     assert isinstance(error, EngineLost) and others == []
     assert engine.num_requests == 2, "a lost engine gets no more requests"
     assert HostHandles.shared == {}, "addresses that nobody opens are forgotten on both ranks"
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_rank_without_memory_for_a_bucket_ends_the_push_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace, stages: list[dict[str, torch.Tensor]], failing_rank: int
+) -> None:
+    """The other rank of the engine would wait for its message until a deadline."""
+    engine = DeviceEngine((0, 1), HostHandles())
+    handles = [HostHandles(), HostHandles()]
+    handles[failing_rank].capacity = 1
+    results = two_ranks(monkeypatch, world, engine, stages, handles)
+    assert isinstance(results[failing_rank], WeightSyncError), results
+    assert "out of memory; lower weights.bucket_mb, or set weights.transport=tensor" in str(results[failing_rank])
+    assert isinstance(results[1 - failing_rank], list)
+    assert engine.num_requests == 1, "the second buffer was not allocated"
+    assert HostHandles.shared == {}
+
+
+@pytest.mark.parametrize("fails_at", [-1, 2])
+def test_a_push_gives_its_memory_back_at_its_end(stages: list[dict[str, torch.Tensor]], fails_at: int) -> None:
+    """Also after an error, which refers to the frames that it passed."""
+    buckets: list[weakref.ref[torch.Tensor]] = []
+
+    class Source(StageWeights):
+        def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
+            for bucket in super().replicated_buckets(max_bytes):
+                buckets.extend(weakref.ref(tensor) for _, tensor in bucket.tensors)
+                yield bucket
+
+    class Handles(HostHandles):
+        def collect(self) -> None:
+            assert len(buckets) == 14 and not any(bucket() is not None for bucket in buckets), "of a bucket"
+            self.collections += 1
+
+    handles = Handles()
+    engine = DeviceEngine((0,), handles, fails_at, EngineLost("engine 0 is lost"))
+    source = Source(stages)
+    gc.disable()
+    try:
+        with contextlib.suppress(EngineLost):
+            push(sender([engine], handles), source)
+    finally:
+        gc.enable()
+    assert source.has_ended and handles.collections == 2, "of both buffers"
+
+
+def test_a_bucket_is_dropped_before_the_next_one_is_gathered(stages: list[dict[str, torch.Tensor]]) -> None:
+    class Source(StageWeights):
+        num_live = 0
+
+        def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
+            for name, tensor in self._stages[0].items():
+                gathered = [tensor.clone()]
+                reference = weakref.ref(gathered[0])
+                yield Bucket(((name, gathered.pop()),))
+                self.num_live += reference() is not None
+
+    handles = HostHandles()
+    source = Source(stages)
+    push(sender([DeviceEngine((0,), handles)], handles), source)
+    assert source.num_live == 0
+
+
+def test_memory_goes_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator would keep the memory of a push, and the engine allocates its KV cache after it."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("shared memory"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache"))
+    CudaHandles().collect()
+    assert calls == ["shared memory", "cache"]
 
 
 @pytest.mark.parametrize("gpus", [(), (0, 1)])
@@ -145,6 +223,14 @@ def test_a_tensor_that_the_engine_keeps_is_an_error() -> None:
     with pytest.raises(WeightSyncError, match="kept a tensor"):
         opened.close()
     assert len(kept) == 3
+
+
+def test_a_tensor_in_a_reference_cycle_is_not_in_use() -> None:
+    opened = OpenedBucket(DeviceBucketMemory(HostHandles()).write(BUCKET), HostHandles())
+    cycle: list[Any] = [opened.tensors[1][1]]
+    cycle.append(cycle)
+    del cycle
+    opened.close()
 
 
 def damaged(**changes: Any) -> bytes:

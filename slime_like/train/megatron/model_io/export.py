@@ -90,9 +90,11 @@ class HFExport:
             stream = self._stream(replicated=True) if stage == rank_info.pp_rank else _empty(manifest, rank_info.device)
             for group in by_bytes(stream, max_bytes):
                 bucket = Bucket(tuple(entry for entry in group if entry is not None))
+                group.clear()
                 if rank_info.layout.pp > 1:
                     _broadcast(bucket, stage, rank_info.pp_group)
                 yield bucket
+                del bucket  # before the next one is gathered
 
     def _stream(self, *, replicated: bool = False) -> Iterator[tuple[tuple[str, Tensor] | None, int]]:
         """Yield pairs of an entry and its size in bytes: (name, tensor) on the sender, None on the other ranks.
