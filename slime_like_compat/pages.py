@@ -58,7 +58,7 @@ def _refused() -> Iterator[str]:
     yield from _table("flag", "instead", "a script with this flag")
     for flag, reason in REFUSED.items():
         if flag not in MODEL_SHAPE:
-            yield _row(f"`{flag}`", reason or "not here", "converts" if flag in HARMLESS else "is refused")
+            yield _row(f"`{flag}`", reason or "not supported", "converts" if flag in HARMLESS else "is refused")
 
 
 def _defaults() -> Iterator[str]:

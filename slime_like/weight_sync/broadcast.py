@@ -174,7 +174,7 @@ class BroadcastSender:
         await asyncio.gather(*(receiver.close() for receiver in self._receivers))
 
     def _abort(self, group: dist.ProcessGroup) -> None:
-        """Make the ops of the group that wait for an engine fail."""
+        """End the ops of the group that wait for an engine, with an error."""
         if self._connections is not None:
             self._connections.close()
         else:

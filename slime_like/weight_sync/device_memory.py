@@ -1,4 +1,4 @@
-"""Buckets in the memory of a GPU, which a process that uses the same GPU opens by CUDA IPC, and the message that describes one.
+"""Buckets in GPU memory, opened by CUDA IPC in a process on the same GPU, and the messages that describe them.
 
 The receiver builds tensors from names, dtypes and shapes: it unpickles nothing.
 """
@@ -23,18 +23,18 @@ MAGIC = b"slime_like device tensors\n"
 
 
 class DeviceHandles(Protocol):
-    """Device memory of this process, and that of others by their addresses."""
+    """Access to this process's device memory, and to that of other processes by address."""
 
     def name(self) -> str:
-        """Return the name of the current device, the same in every process."""
+        """Return a name of the current device that is the same in every process."""
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return bytes that can be shared."""
+        """Allocate bytes that can be shared."""
         ...
 
     def share(self, memory: Tensor) -> Mapping[str, Any]:
-        """Return an address of ``memory``, for one opening."""
+        """Return an address of ``memory``, which can be opened once."""
         ...
 
     def open(self, address: Mapping[str, Any]) -> Tensor:
@@ -50,7 +50,7 @@ class DeviceHandles(Protocol):
         ...
 
     def collect(self) -> None:
-        """Give memory that this process and the openers have dropped back to the device, for its other processes."""
+        """Return memory that this process has dropped and its receivers have closed to the device, for other processes."""
         ...
 
 
@@ -89,7 +89,7 @@ class DeviceBucketMemory:
         self._address: Mapping[str, Any] | None = None  # of the last bucket, unless its receiver has closed it
 
     def write(self, bucket: Bucket) -> bytes:
-        """Copy a bucket's tensors and return the message for one ``OpenedBucket``. The receiver has closed the one before.
+        """Copy a bucket's tensors and return the message for one ``OpenedBucket``. The receiver must have closed the previous one.
 
         Raises ``WeightSyncError`` on an unsupported dtype.
         """
@@ -104,11 +104,11 @@ class DeviceBucketMemory:
         return MAGIC + json.dumps({"gpu": self._handles.name(), "memory": self._address, "tensors": entries}).encode()
 
     def confirm(self) -> None:
-        """Note that the receiver has closed the last bucket."""
+        """Record that the receiver has closed the last bucket."""
         self._address = None
 
     def close(self) -> None:
-        """Release the memory. The receiver has closed it, or has ended."""
+        """Release the memory. Call it after the receiver has closed it or ended."""
         if self._address is not None:
             self._handles.forget(self._address)
             self._address = None

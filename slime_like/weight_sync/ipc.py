@@ -1,4 +1,4 @@
-"""Colocated transport on GPUs: each trainer rank hands the engine rank on its GPU the addresses of buckets in device memory."""
+"""Colocated transport on GPUs: each trainer rank gives the engine rank on its GPU the addresses of buckets in device memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MessageGroup:
 
 
 class _Delivery:
-    """Buckets of one push on their way from this rank to its engine, if it has one."""
+    """Delivery of the buckets of one push from this rank to its engine, if it has one."""
 
     def __init__(self, receiver: WeightReceiver | None, ranks: EngineRanks) -> None:
         self.error: BaseException | None = None  # of the engine, on the rank that sends the requests; or of this rank
@@ -72,7 +72,7 @@ class _Delivery:
         self._has_failed = False
 
     async def hand_over(self, bucket: Bucket, memory: DeviceBucketMemory) -> None:
-        """Give the engine a bucket, after its reply to the request for the bucket before."""
+        """Give the engine a bucket, after its reply to the request with the previous one."""
         if self._receiver is None or self._has_failed:
             return
         messages = await self._exchange(self._write(bucket, memory))
@@ -100,7 +100,7 @@ class _Delivery:
         return UNWRITTEN
 
     async def _exchange(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, after the reply to the last request. All of them note a failure together."""
+        """Return the messages of all ranks, after the reply to the last request. A failure is recorded on all ranks."""
         is_copied = await self.settle()
         messages = self._ranks.gather(message if is_copied else LOST)
         self._has_failed = LOST in messages or UNWRITTEN in messages
@@ -124,8 +124,8 @@ class IpcSender:
     """Sender of every pipeline stage's tensors from this rank's GPU to the engine rank that uses the same GPU.
 
     All ranks gather all tensors. The first rank of each engine posts one request per bucket, with the addresses of all ranks of
-    the engine. It posts the next one after the reply, which an engine sends when its copies have ended, so that two buffers
-    suffice: one is read while the other is written.
+    the engine. It posts the next one after the reply, which an engine sends when its copies have ended. Two buffers suffice: one is
+    read while the other is written.
     """
 
     def __init__(
@@ -154,9 +154,10 @@ class IpcSender:
         self._handles = CudaHandles() if handles is None else handles
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets; return the tensors of this rank's stage on its sender. Every rank of the trainer must call this.
+        """Send all buckets. Return the metadata of the stage's tensors on the stage's sender, elsewhere none. Every trainer rank must
+        call this.
 
-        Raises an error after the last bucket, since the other ranks gather with this one.
+        Raises an error after the last bucket, since the other ranks gather together with this one.
         """
         assert isinstance(source, ReplicatedWeightSource), "a trainer's rank can gather all weights"
         delivery = _Delivery(self._receiver, engine_ranks(self._receivers, self._transport.deadline_s))
@@ -166,7 +167,7 @@ class IpcSender:
         try:
             metas = await _send_all(buckets, memories, delivery)
         finally:
-            for _ in buckets:  # the other ranks gather with this one
+            for _ in buckets:  # the other ranks gather together with this one
                 pass
             await delivery.settle()
             for memory in memories:
@@ -195,11 +196,11 @@ async def _send_all(
 
 
 _groups: dict[tuple[dist.ProcessGroup, int], EngineRanks] = {}
-"""This rank's group, by world and number of ranks of an engine. The groups outlive a sender, which ranks replace separately."""
+"""This rank's group, by world and number of ranks of an engine. It outlives senders, which ranks replace at different times."""
 
 
 def engine_ranks(receivers: Sequence[WeightReceiver], seconds: float) -> EngineRanks:
-    """Return the ranks that share the GPUs of this rank's engine. The first call is a collective of the world."""
+    """Return the ranks that share the GPUs of this rank's engine. The first call is a collective over the world."""
     tp = receivers[0].tp if receivers else 1
     world = dist.group.WORLD
     if tp == 1 or world is None:

@@ -1,4 +1,4 @@
-"""Layout of a bucket's tensors in one piece of memory: aligned, in the bucket's order."""
+"""Layout of a bucket's tensors in one block of memory: aligned, in the bucket's order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ type TensorEntry = tuple[str, str, tuple[int, ...], int]
 
 
 def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
-    """Return the entry of each tensor, and the number of bytes. Raises ``WeightSyncError`` on an unsupported dtype."""
+    """Return the entry of each tensor and the total number of bytes. Raises ``WeightSyncError`` on an unsupported dtype."""
     entries: list[TensorEntry] = []
     end = 0
     for name, tensor in bucket.tensors:
@@ -45,7 +45,7 @@ def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
 
 
 def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
-    """Return a tensor in the bytes of ``memory``. Raises ``ValueError`` if it would exceed them."""
+    """Return a tensor over bytes of ``memory``. Raises ``ValueError`` if it would exceed the memory."""
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
         raise ValueError(f"{dtype} {list(shape)} at {offset} of {len(memory)} bytes")

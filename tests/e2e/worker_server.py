@@ -1,10 +1,10 @@
 """Server that forks Ray's workers of a test's runs from a process that has imported torch and megatron-core.
 
-Their imports take a third of the CPU time of a rank in a short run. All else is Ray's and the product's. The server does not
-import Ray, which reads variables of a worker (``RAY_JOB_ID``) when its library is loaded. A run whose environment has
-``forking_workers()`` starts its workers in this way: the raylet starts Python as usual, tests/e2e/forked/sitecustomize.py
-sends command, environment and files to the server, and waits for the end of the fork. A fork ends with the process that
-requested it and with the server; the server ends with the process that started it.
+The imports take a third of the CPU time of a rank in a short run. Everything else is as in a user's run. The server does not import
+Ray, whose library reads a worker's variables (``RAY_JOB_ID``) when it is loaded. If the environment of a run has the variables of
+``forking_workers()``, the raylet starts Python for a worker as usual; tests/e2e/forked/sitecustomize.py then sends command,
+environment and files to the server, and waits for the end of the fork. A fork ends when the process that requested it or the server
+ends; the server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SET_BY_ACTORS = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """Command of a worker with its folder, environment and standard files."""
+    """Command of a worker, with its working folder, environment and standard files."""
 
     arguments: list[str]  # after the interpreter
     folder: str
@@ -67,7 +67,7 @@ class WorkerRequest:
 
 
 def forking_workers() -> dict[str, str]:
-    """Return variables for train.py with which its engines and Ray's workers are forks of this process's servers."""
+    """Return the variables that make train.py's engines and Ray workers forks of this process's servers."""
     engines = forked_engines.forking_engines()
     return engines | {ADDRESS: str(start_worker_server()), "OMP_NUM_THREADS": NUM_THREADS}
 
@@ -115,7 +115,7 @@ def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def import_worker() -> None:
-    """Import what a trainer rank and the actors of a run import."""
+    """Import the modules that a trainer rank and the actors of a run import."""
     from slime_like.util.imports import heavy_imports
 
     with heavy_imports():
@@ -132,14 +132,14 @@ def import_worker() -> None:
 
 @dataclass(slots=True)
 class WorkerServer:
-    """The server: each fork has a connection to the process that requested it."""
+    """Server that forks workers. It keeps a connection to the process that requested each fork."""
 
     listener: socket.socket
     selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
     forks: dict[int, socket.socket] = field(default_factory=dict[int, socket.socket])  # by process id
 
     def serve(self) -> WorkerRequest | None:
-        """Serve until EOF on stdin, and then return None. In a fork, return its request."""
+        """Serve until end-of-file on stdin, then return None; in a fork, return the request at once."""
         self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
         self.selector.register(0, selectors.EVENT_READ, lambda: None)
         while True:
@@ -151,7 +151,7 @@ class WorkerServer:
                     return request
 
     def accept(self) -> WorkerRequest | None:
-        """Fork a process for the next connection; return its request in the fork."""
+        """Fork a process for the next connection. Return the request in the fork, None in the server."""
         connection, _ = self.listener.accept()
         files: list[int] = []
         try:
@@ -182,7 +182,7 @@ class WorkerServer:
         return None
 
     def disconnected(self, pid: int) -> None:
-        """Kill a fork whose client has ended, unless it has ended too."""
+        """Kill a fork whose client has ended, unless the fork has ended too."""
         if pid in self.forks:
             self.selector.unregister(self.forks[pid])
             self.kill(pid)
@@ -204,13 +204,13 @@ class WorkerServer:
 
 
 def send(connection: socket.socket, reply: object) -> None:
-    """Send a line to a client, which may have ended."""
+    """Send a line of JSON to a client, which may have ended."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
 def receive(connection: socket.socket, files: list[int]) -> WorkerRequest:
-    """Return the request of a client, whose files are added to ``files``. Raises ``OSError`` or ``ValueError`` if it is incomplete."""
+    """Return a client's request and add its open files to ``files``. Raises ``OSError`` or ``ValueError`` if it is incomplete."""
     size, opened, _, _ = socket.recv_fds(connection, NUM_BYTES, 3)
     files += opened
     num_bytes = int.from_bytes(size)
@@ -221,14 +221,14 @@ def receive(connection: socket.socket, files: list[int]) -> WorkerRequest:
 
 
 def different_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables read at an import that are not as in this process. Actors set ``SET_BY_ACTORS`` themselves."""
+    """Return the variables that the imports read and that differ from this process's. Actors set ``SET_BY_ACTORS`` themselves."""
     names = {name for name in (*environment, *os.environ) if name.startswith(READ_AT_IMPORT)}
     names -= READ_LATER | SET_BY_ACTORS.keys()
     return sorted(f"{name}={environment.get(name)}" for name in names if environment.get(name) != os.environ.get(name))
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent, the server, ends."""
+    """Make the kernel kill this process when its parent, the server, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -249,7 +249,7 @@ def run_worker(request: WorkerRequest) -> None:
 
 
 def check_actors() -> None:
-    """Make ranks compare the variables that they set before they import torch with those at torch's import."""
+    """Make ranks check that torch, already imported here, has read the variables that they set before its import."""
     import torch
 
     from slime_like.cluster.start.placement import CPU_ENV, DETERMINISTIC_ENV
@@ -271,7 +271,7 @@ def check_actors() -> None:
 
 
 def set_environment(environment: Mapping[str, str], folder: str) -> None:
-    """Set the environment, and what Python derives from it and the folder of its script at its start."""
+    """Set the environment, and the state that Python derives from it and from its script's ``folder`` at its start."""
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     inherited = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path]
     sys.path[:] = [folder, *paths, *(path for path in sys.path[1:] if path not in inherited)]

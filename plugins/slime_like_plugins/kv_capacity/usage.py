@@ -1,6 +1,6 @@
 """Hooks that count the use of the KV cache in SGLang's scheduler and report it with ``/server_info``.
 
-SGLang's load reports (``/v1/loads``) are samples, and its count of retractions per request includes those of a weight push.
+SGLang's load reports (``/v1/loads``) are snapshots, and its count of retractions per request includes retractions by a weight push.
 """
 
 from __future__ import annotations

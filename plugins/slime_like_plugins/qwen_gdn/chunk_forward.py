@@ -27,9 +27,9 @@ MATRICES = 64  # (chunk, head) pairs per block
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """Inputs of a call in M chunks, in the compute dtype."""
+    """Inputs of a call, split into M chunks and converted to the compute dtype."""
 
-    keys: Tensor  # [M, H, 2C, K] keys of length 1, below them queries of length scale
+    keys: Tensor  # [M, H, 2C, K] keys with norm 1, below them queries with norm ``scale``
     rstd: Tensor  # [M, H, 2C] factor that normalised keys and queries
     v: Tensor  # [M, HV, C, V]
     beta: Tensor  # [M, HV, C]
@@ -51,7 +51,7 @@ class ChunkInputs:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlock:
-    """Tensors of a block of m chunks that backward needs."""
+    """Tensors that backward needs for a block of m chunks."""
 
     gram: Tensor  # [m, H, 2C, C] keys and queries against keys
     pair_decay: Tensor  # [m, HV, C, C] exp(gamma_i - gamma_j) where i >= j, else 0

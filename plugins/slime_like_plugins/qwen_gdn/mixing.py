@@ -69,11 +69,11 @@ class Mixing(Protocol):
     """
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
-        """Return [L, HV, V] of this rank's L tokens and all of its heads."""
+        """Return the output [L, HV, V] for this rank's L tokens and all of its heads."""
         ...
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Exchange hidden states [L, 1, hidden] in attention's layout for those of the tokens that this rank projects."""
+        """Return the hidden states [L, 1, hidden] of the tokens that this rank projects, given those of attention's layout."""
         ...
 
     def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:

@@ -147,7 +147,7 @@ class RemoteExperts:
                 self._failure = str(error)
 
     def _restore(self) -> bool:
-        """Start a new worker with the weights written so far, if the policy is respawn and the last one failed."""
+        """Replace a failed worker by one with the weights written so far, if the policy is respawn; return True on success."""
         if self._options.policy != "respawn" or not self._failure:
             return False
         self._failure = ""

@@ -30,7 +30,8 @@ class Selection:
 
 
 def choose(choice: str) -> Selection:
-    """Return the kernels for ``choice``. Raises ``SystemExit`` if it is unknown, or if it is ``c`` and C is unavailable."""
+    """Return the kernels for ``choice``. Raises ``SystemExit`` if it is unknown, or if it is ``c`` and the C kernels cannot be
+    built or loaded."""
     if choice not in CHOICES:
         raise SystemExit(f"slime_like plugin 'cpu': {KERNELS_VARIABLE}={choice!r} is not one of {', '.join(CHOICES)}")
     if choice == "off":

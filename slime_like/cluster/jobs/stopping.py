@@ -19,7 +19,7 @@ async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bo
 
     A helper job on the head, where the run's driver is, sends the request to the run, which ends after its current rollout with
     a checkpoint. ``at_once``: Ray sends SIGTERM instead, which also stops a run that has not begun, or whose files are gone.
-    Raises ``DataError`` for another program's job, ``WorkerError`` if the run does not take the request, ``DeadlineExceeded``.
+    Raises ``DataError`` for another program's job, ``WorkerError`` if the run does not accept the request, ``DeadlineExceeded``.
     """
     job = await server.job(job_id)
     if not job.is_ours:

@@ -1,9 +1,10 @@
 """Assignment of a run's processes to the nodes of a joined Ray cluster.
 
 Trainer ranks fill ``placement.actor_num_nodes`` nodes in the order of the nodes' addresses, the same number on each. An engine
-is on one node if it fits, otherwise on several with equal parts: with ``placement.mode=colocated`` on the trainer's, otherwise each
-part on the node with the fewest free GPUs that suffice; on CPUs, engines take turns on the nodes without ranks. With separate GPUs
-for another role, each of its tensor parallel groups is on one node.
+is on one node if it fits, otherwise in equal parts on several. With ``placement.mode=colocated``, engines are on the trainer's GPUs.
+Otherwise, an engine is on the node with the fewest free GPUs that suffice, and the parts of an engine are on the nodes with the most
+free GPUs; on CPUs, engines take turns on the nodes without ranks. If another role has separate GPUs, each of its tensor parallel groups
+is on one node.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Block:
 
     role: str
     indices: tuple[int, ...]
-    engine: int = -1  # index of the engine of which these are a part; parts of an engine are on different nodes
+    engine: int = -1  # first GPU of the engine that has this part; -1: not a part of one
 
 
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
@@ -87,11 +88,11 @@ def _on_cpu(
             f"{KEY}={nodes_per_engine}, but the Ray cluster has {len(usable)} nodes with CPUs: add nodes, or lower {KEY}"
         )
     trainers = usable[:needed] if plan.needs_trainer else usable
-    others = trainers if plan.colocated else usable[needed:] or trainers
-    if len(others) < nodes_per_engine:
-        others = usable
+    engine_nodes = trainers if plan.colocated else usable[needed:] or trainers
+    if len(engine_nodes) < nodes_per_engine:
+        engine_nodes = usable
     return {
-        role.name: tuple(others[i % len(others)] for i in range(len(role.devices) * nodes_per_engine))
+        role.name: tuple(engine_nodes[i % len(engine_nodes)] for i in range(len(role.devices) * nodes_per_engine))
         if role.name == ENGINE
         else tuple(trainers[i * len(trainers) // len(role.devices)] for i in range(len(role.devices)))
         for role in plan.roles
@@ -125,7 +126,7 @@ def _with_engine_parts(
     """Return the node of each GPU, with engines that do not share the trainer's GPUs on ``nodes_per_engine`` nodes each."""
     free = {node.node_id: node.free_gpus for node in nodes}
     node_of_gpu: dict[int, ClusterNode] = {}
-    taken: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> nodes on which another block of it cannot be
+    taken: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> nodes that have a block of it, and get no other
     for block in sorted(
         _blocks(cfg, plan, nodes_per_engine), key=lambda block: (block.role != TRAINER, -len(block.indices))
     ):
@@ -133,9 +134,8 @@ def _with_engine_parts(
         excluded = taken.setdefault((block.role, block.engine), set())
         if block.role == TRAINER or block.engine >= 0:
             fitting = [node for node in fitting if node.node_id not in excluded]
-        if (
-            block.role != TRAINER
-        ):  # parts of an engine on the nodes with the most free GPUs, so that more engines find different nodes
+        if block.role != TRAINER:
+            # Parts take the nodes with the most free GPUs, so that the parts of later engines fit on different nodes.
             fitting.sort(key=lambda node: free[node.node_id] * (-1 if block.engine >= 0 else 1))
         if not fitting:
             raise MissingResources(_no_node(cfg, block, nodes, nodes_per_engine))
@@ -148,7 +148,7 @@ def _with_engine_parts(
 def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode]) -> int:
     """Return the number of nodes of each engine. Raises ``ConfigError`` unless it is the same for all, with equal parts.
 
-    Engines that share the GPUs of the trainer are where these are.
+    The trainer determines the nodes of engines that share its GPUs.
     """
     engines = [devices for role in plan.roles if role.name == ENGINE for devices in role.devices]
     parts = [[len(list(part)) for _, part in groupby(gpus[i].node_id for i in devices)] for devices in engines]
@@ -172,26 +172,27 @@ def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode])
 
 
 def _blocks(cfg: TrainConfig, plan: Plan, nodes_per_engine: int) -> Iterator[_Block]:
-    """Yield disjoint blocks that cover all GPUs of the run; processes on the GPUs of an earlier role add none."""
+    """Yield disjoint blocks that cover all GPUs of the run; a role on the GPUs of an earlier role adds none."""
     covered: set[int] = set()
     for role in plan.roles:
         for indices in _groups_of_role(cfg, role):
-            if rest := tuple(index for index in indices if index not in covered):
-                yield from (
-                    _parts(role.name, rest, nodes_per_engine) if role.name == ENGINE else (_Block(role.name, rest),)
-                )
+            if new_indices := tuple(index for index in indices if index not in covered):
+                if role.name == ENGINE:
+                    yield from _parts(role.name, new_indices, nodes_per_engine)
+                else:
+                    yield _Block(role.name, new_indices)
             covered.update(indices)
 
 
 def _parts(role: str, indices: tuple[int, ...], count: int) -> Iterator[_Block]:
-    """Yield the blocks of an engine on ``count`` nodes."""
+    """Yield a block for each of the ``count`` nodes of an engine."""
     size = -(-len(indices) // count)
     for begin in range(0, len(indices), size):
         yield _Block(role, indices[begin : begin + size], indices[0] if count > 1 else -1)
 
 
 def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
-    """Return the GPUs of a role that have to be on one node each; those of an engine may be divided into parts."""
+    """Return groups of a role's GPUs. Each has to be on one node; the group of an engine may be divided into parts."""
     if role.name == ENGINE:
         return list(role.devices)
     indices = tuple(index for devices in role.devices for index in devices)
@@ -217,13 +218,13 @@ def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], node
             f"GPUs, which the Ray cluster does not have{_describe_free_gpus(nodes)}: add nodes, or set {fix}"
         )
     if block.role == ENGINE:
-        where = (
+        placement = (
             f"{nodes_per_engine} nodes each"
             if cfg.rollout.engine_num_nodes
             else "one node each, or on several in equal parts"
         )
         return (
-            f"rollout.tp={cfg.rollout.tp}: the Ray cluster has no free GPUs for rollout.num_engines={cfg.rollout.num_engines} on {where}"
+            f"rollout.tp={cfg.rollout.tp}: the Ray cluster has no free GPUs for rollout.num_engines={cfg.rollout.num_engines} on {placement}"
             f"{_describe_free_gpus(nodes)}: add nodes, or lower rollout.tp or rollout.num_engines"
         )
     return (

@@ -19,8 +19,8 @@ def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, d
     device = cfg.placement.device
     if device == "auto":
         device = "cuda" if machine.num_gpus else "cpu"
-        where = "are visible" if machine.is_local else "on the nodes"
-        decisions.add("placement.device", device, f"{machine.num_gpus} GPUs {where}")
+        reason = f"{machine.num_gpus} GPUs are visible" if machine.is_local else f"{machine.num_gpus} GPUs on the nodes"
+        decisions.add("placement.device", device, reason)
     if device == "cuda" and not machine.num_gpus and cfg.placement.ray_address is None:
         raise ConfigError(
             "placement.device=cuda, but no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES): set placement.device=cpu"

@@ -96,11 +96,12 @@ def check_fits(
         return
     needed_bytes = role_bytes + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
     if needed_bytes > machine.memory_bytes:
-        where = "this machine has only" if machine.is_local else "the nodes have"
+        memory = f"{machine.memory_bytes / 2**30:.1f} GiB"
+        available = f"this machine has only {memory}" if machine.is_local else f"the nodes have {memory}"
         raise ConfigError(
             f"the run needs about {needed_bytes / 2**30:.1f} GiB of memory (weights, gradients, optimizer, engines and "
-            f"{sum(len(role.devices) for role in roles)} processes), but {where} "
-            f"{machine.memory_bytes / 2**30:.1f} GiB: choose a smaller model or layout, or fewer engines"
+            f"{sum(len(role.devices) for role in roles)} processes), but {available}: "
+            "choose a smaller model or layout, or fewer engines"
         )
 
 

@@ -75,15 +75,15 @@ def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) ->
 
     Raises ``ConfigError`` naming the key to change.
     """
-    where = f"the Ray cluster at placement.ray_address={cfg.placement.ray_address!r}"
+    cluster = f"the Ray cluster at placement.ray_address={cfg.placement.ray_address!r}"
     gpus = sum(node.num_gpus for node in nodes)
     if plan.device == "cpu" and gpus and cfg.placement.device == "auto":
         raise ConfigError(
-            f"placement.device=auto selected cpu, because this machine has no GPU, but {where} has {gpus} GPUs: "
+            f"placement.device=auto selected cpu, because this machine has no GPU, but {cluster} has {gpus} GPUs: "
             "set placement.device=cuda or placement.device=cpu"
         )
     if plan.device == "cuda":
-        _check_gpus(plan, nodes, where)
+        _check_gpus(plan, nodes, cluster)
     machine = _machine(plan, nodes)
     model, extra = model_config(cfg, machine), role_bytes(plan.critic, plan.teacher, PROCESS_BYTES)
     check_fits(cfg, machine, model, plan.roles, device=plan.device, role_bytes=extra)
@@ -93,10 +93,10 @@ def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) ->
     planned = _with_dcp(cfg, plan, machine, model, shapes)
     if plan.device == "cpu":
         return planned
-    others, engines = (plan.critic, plan.teacher), planned.plan.engines
-    memory = plan_memory(cfg, machine, shapes, plan.actor, engines, plan.roles, others)
+    role_specs, engines = (plan.critic, plan.teacher), planned.plan.engines
+    memory = plan_memory(cfg, machine, shapes, plan.actor, engines, plan.roles, role_specs)
     warning = (
-        f"the memory of the GPUs of {where} is not checked: {memory.unknown}" if memory.unknown else memory.warning
+        f"the memory of the GPUs of {cluster} is not checked: {memory.unknown}" if memory.unknown else memory.warning
     )
     return replace(planned, warnings=(warning,) if warning else ())
 
@@ -116,12 +116,12 @@ def _with_dcp(
     return ClusterPlan(replace(plan, dcp=dcp, engines=engines), decided)
 
 
-def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], where: str) -> None:
+def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], cluster: str) -> None:
     """Raise ``ConfigError`` if Ray cannot reserve a CPU with each GPU."""
     pairs = sum(min(node.num_gpus, node.num_cpus) for node in nodes)
     if pairs < plan.num_gpus <= sum(node.num_gpus for node in nodes):
         raise ConfigError(
-            f"the plan needs {plan.num_gpus} GPUs with a CPU each, but the nodes of {where} report CPUs for {pairs} of "
+            f"the plan needs {plan.num_gpus} GPUs with a CPU each, but the nodes of {cluster} report CPUs for {pairs} of "
             "them: start the nodes with more CPUs (`ray start --num-cpus`)"
         )
 

@@ -1,4 +1,4 @@
-"""Shape of each model of a run: from its folder, from run.prepare of a default job, or from the planner's table."""
+"""Shape of each model of a run: of its folder, of the model that a default job's ``run.prepare`` writes, or of the planner's table."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def plan_transport(
 ) -> TransportSpec:
     """Resolve ``weights.transport``.
 
-    Raises ``ConfigError`` if it needs CUDA IPC, and device, allocator or engines over several nodes prevent it.
+    Raises ``ConfigError`` if it is ``ipc``, and the device, the allocator's settings or engines over several nodes rule out CUDA IPC.
     """
     kind = cfg.weights.transport
     setting = expandable_segments(os.environ) if machine.is_local else ""
@@ -43,7 +43,7 @@ def plan_transport(
 
 
 def transport_on_nodes(cfg: TrainConfig, transport: TransportSpec, engine_num_nodes: int) -> TransportSpec:
-    """Return the transport to engines on ``engine_num_nodes`` nodes each; raises ``ConfigError`` as ``plan_transport``."""
+    """Return the transport to engines on ``engine_num_nodes`` nodes each. Raises ``ConfigError`` like ``plan_transport``."""
     if transport.kind != IPC or engine_num_nodes == 1:
         return transport
     if cfg.weights.transport != "auto":
@@ -60,7 +60,7 @@ def _refuse_several_nodes(engine_num_nodes: int) -> None:
 
 
 def _default(cfg: TrainConfig, device: str, setting: str, engine_num_nodes: int) -> tuple[str, str]:
-    """Return the transport of ``auto`` and the reason."""
+    """Return the transport that ``auto`` selects, and the reason."""
     mode = cfg.placement.mode
     if mode == "split":
         return next(iter(SPLIT_TRANSPORTS)), "placement.mode is split"

@@ -1,5 +1,4 @@
-"""Memory by phase: before each phase of the loop, trainer and engines move exactly the state that the phase needs to the
-GPUs.
+"""Memory by phase: before each phase of the loop, trainer and engines move to the GPUs only the state that the phase needs.
 
 The side that releases memory does so before the other side allocates it.
 """
@@ -50,8 +49,7 @@ class EngineStates:
 
 @dataclass(slots=True)
 class Residency:
-    """Parts of trainer and engines that are on their devices. Moves nothing if a phase needs the same parts as the last
-    one."""
+    """Parts of trainer and engines that are on their devices. A phase that needs the same parts as the last one moves none."""
 
     actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
     other_roles: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
@@ -186,8 +184,7 @@ class ResidentRollout:
 
 
 def pushes_within(push: Callable[[], object], residency: Residency) -> Callable[[], object]:
-    """Return a function that calls ``push`` during a rollout, for restarted engines, and then gives the memory back to the
-    rollout."""
+    """Return a function that pushes to restarted engines during a rollout, and then returns the memory to the rollout."""
 
     def push_and_continue() -> None:
         push()

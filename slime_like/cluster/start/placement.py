@@ -195,7 +195,7 @@ class Placement:
         )
 
     def _engine_slots(self) -> tuple[tuple[NodeSlot, ...], ...]:
-        """Return the nodes of each engine, and the GPUs of its part on each."""
+        """Return the slots of each engine: the nodes of its parts, and the GPUs of each part."""
         num_nodes, assigned = self._assignment.nodes_per_engine, self._assignment
         if assigned.processes is not None:
             slots = [NodeSlot(node.node_id, node.address) for node in assigned.processes["engine"]]

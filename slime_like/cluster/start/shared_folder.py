@@ -22,8 +22,7 @@ def find_separate_nodes(
     deadline: Deadline,
     waiting: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Return the addresses of nodes whose ranks do not see a file that the driver writes to ``run_dir``; report them to the
-    ranks.
+    """Return the addresses of nodes whose ranks do not see a file that the driver writes to ``run_dir``, and inform the ranks.
 
     Such a rank writes its part of a checkpoint to a folder of its own node and sends it to rank 0, which completes the checkpoint.
     Raises ``ConfigError`` if rank 0 of a group does not see the file. ``waiting`` as in ``wait_all``.

@@ -11,7 +11,7 @@ NOTHING_LOGGED = "nothing was logged yet"
 
 
 def try_report(run_dir: Path) -> tuple[Path | None, str]:
-    """Write the report; return its path, or None and the reason. Its modules are imported late: that takes half of a
+    """Write the report; return its path, or None and the reason. Its modules are imported here: they would take half of a
     driver's start."""
     if not (run_dir / METRICS).is_file() or not (run_dir / METRICS).stat().st_size:
         return None, NOTHING_LOGGED

@@ -1,6 +1,6 @@
 """One SGLang engine as a Ray actor, which owns the server process, reports why it died, and restarts it.
 
-An engine on several nodes has this actor on its first node; the actor starts and ends those of the other nodes (``EngineParts``).
+The actor of an engine on several nodes is on the first one; it starts and ends the actors on the other nodes (``EngineParts``).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class EngineActor:
         return EngineAddress(self._name, self._server.url, self._admin_key, spec.tp, spec.num_nodes, self._gpus)
 
     def _describe_exit(self) -> str:
-        """Return one line on how the engine ended: its server here, and the part on another node that ended first."""
+        """Return one line about the end of the engine: of its server here, and of the part on another node that ended first."""
         cause = "" if self._parts is None else self._parts.cause_of_loss
         summary = self._server.exit_summary()
         return f"{summary or 'ended'}; {cause.splitlines()[0]}" if cause else summary

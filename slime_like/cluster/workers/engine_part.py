@@ -1,4 +1,4 @@
-"""Processes of an engine on one of its nodes, without the first, as a Ray actor that the actor of the first node starts."""
+"""Part of an engine on a node other than its first, as a Ray actor that the first node's actor starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ POLL_S = 0.1
 
 
 class EnginePart:
-    """Actor that starts the server of its node at construction. Ray ends it with the actor that started it.
+    """Actor that starts the server of its node at construction. Ray ends it when the actor that started it ends.
 
-    Its server then reads end-of-file and ends too, so no process of the engine outlives the first node's actor.
+    Its server then reads end-of-file and ends too: no process of the engine outlives the first node's actor.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class EnginePart:
         self._server.start()
 
     def ready(self) -> None:
-        """Wait until the ranks of this node have loaded the model. Raises as ``EngineServer.wait_ready``."""
+        """Wait until the ranks of this node have loaded the model. Raises the errors of ``EngineServer.wait_ready``."""
         self._server.wait_ready()
 
     def wait_for_end(self) -> str:
-        """Wait until the server ends; return how it ended, or an empty text once ``stop`` is called."""
+        """Wait until the server ends; return its cause of death, or an empty text once ``stop`` is called."""
         while self._server.alive():
             if self._closing.wait(POLL_S):
                 return ""

@@ -1,4 +1,4 @@
-"""Processes of an engine on its nodes other than the first: their start, their loss and their end."""
+"""Start, loss and end of the parts of an engine on the nodes other than its first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
-    """Place of a part of an engine."""
+    """Node and GPUs of a part of an engine."""
 
     node_id: str  # Ray's
     address: str
@@ -50,13 +50,13 @@ class PartSettings:
 
 
 class EngineParts:
-    """Owner of the actors on the other nodes of one start of an engine. It ends the engine if one of them is lost."""
+    """Owner of an engine's actors on the other nodes, from one start of the engine to its end. Ends the engine if one is lost."""
 
     def __init__(
         self, settings: PartSettings, slots: Sequence[NodeSlot], node: EngineNode, end_engine: Callable[[], None]
     ) -> None:
         """Start an actor per slot. ``end_engine`` stops the server on the first node; a thread calls it after a loss."""
-        self.cause_of_loss = ""  # names the node, and how its processes ended
+        self.cause_of_loss = ""  # names the node and the cause
         self._node_lost = False  # the actor has ended, not only the server
         self._end_engine = end_engine
         self._closing = threading.Event()
@@ -89,7 +89,7 @@ class EngineParts:
             return ()
 
     def stop(self) -> None:
-        """Stop the servers and end the actors. An actor that does not answer, as on a lost node, is ended without a stop."""
+        """Stop the servers, then end the actors, even those that have not answered, as on a lost node."""
         self._closing.set()
         refs: list[ObjectRef[None]] = [call(actor, EnginePart.stop) for actor in self._actors.values()]
         if refs:
@@ -98,7 +98,7 @@ class EngineParts:
             ray.kill(actor)
 
     def _watch(self) -> None:
-        """Wait for the end of any part, then end the engine: its other ranks would wait for the missing ones in a collective."""
+        """Wait for the end of any part, then end the engine: its other ranks would wait in a collective for the missing ones."""
         while self._ends and not self._closing.is_set():
             ended, _ = ray.wait(list(self._ends), num_returns=1, timeout=POLL_S)
             if ended and not self._closing.is_set():

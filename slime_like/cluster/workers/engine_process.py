@@ -1,4 +1,4 @@
-"""Preparation of a Ray actor's process that owns a server of an engine."""
+"""Preparation of the process of a Ray actor that owns a server of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VISIBLE_DEVICES = "SLIME_LIKE_ENGINE_GPUS"  # set by the placement for an engine
 
 
 def prepare_process(name: str, spec: EngineSpec, stacks_dir: str, env: Mapping[str, str]) -> None:
-    """Set the environment that the server inherits, and let this process write its stacks on a signal."""
+    """Set the environment that the server inherits, and make this process write its stacks on a signal."""
     os.environ.update(env)
     if spec.feeds_training:
         for variable in changing_variables(os.environ):  # set on this node: the driver has rejected its own

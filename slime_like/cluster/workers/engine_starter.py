@@ -34,10 +34,10 @@ PROBE_S = 120.0  # for Ray to start a process in each reserved bundle
 
 
 class GpuProbe:
-    """Short-lived actor in a GPU bundle that identifies the bundle's node and GPU."""
+    """Short-lived actor in a GPU bundle that identifies the bundle's node and GPUs."""
 
     def location(self) -> tuple[str, str]:
-        """Return node id and GPU id; of several GPUs, their ids separated by commas."""
+        """Return the node id and the comma-separated ids of the bundle's GPUs."""
         context = ray.get_runtime_context()
         gpus = sorted(map(str, context.get_accelerator_ids()["GPU"]), key=gpu_order)
         return str(context.get_node_id()), ",".join(gpus)
@@ -57,7 +57,7 @@ class EngineTemplate:
         frozenset()
     )  # addresses; on CPUs, an engine starts there only if there is no other node
     reserved: tuple[tuple[NodeSlot, ...], ...] = ()
-    """Nodes of each engine at the start of the run; empty for engines on one node. Their GPUs stay reserved for the run."""
+    """Nodes of each engine at the start of the run, whose GPUs stay reserved for the run; empty for engines on one node."""
 
     def start(
         self,
@@ -69,7 +69,7 @@ class EngineTemplate:
     ) -> ActorHandle[EngineActor]:
         """Start the actor of an engine with Ray's ``options``; its server sees ``gpu_ids``, a list of GPU ids of the node.
 
-        ``others``: the nodes of an engine on several nodes, without the first. ``gpus``: see ``EngineAddress``.
+        ``others``: slots on the engine's other nodes. ``gpus``: see ``EngineAddress``.
         """
         log_path = str(Path(self.spec.log_path).with_name(f"engine_{index}.log"))
         spec = replace(self.spec, seed=self.spec.seed + index, log_path=log_path)
@@ -115,7 +115,7 @@ class EngineStarter:
         return actor
 
     def _remaining_slots(self, index: int) -> list[NodeSlot]:
-        """Return the places of an engine on several nodes that the run has reserved and that are on live nodes."""
+        """Return the slots on live nodes that have been reserved for the engine since the start of the run."""
         live = {node.node_id for node in cluster_nodes(ray.nodes())} if index < len(self._template.reserved) else set()
         return [slot for slot in self._template.reserved[index] if slot.node_id in live] if live else []
 
@@ -133,7 +133,8 @@ class EngineStarter:
         await asyncio.gather(*(self.end(index) for index in indices))
 
     def _least_loaded(self, index: int, count: int, excluded: Set[str]) -> list[NodeSlot]:
-        """Return ``count`` live nodes with the fewest engines, without trainer ranks if there are as many, and not ``excluded``."""
+        """Return the ``count`` live nodes with the fewest engines, without ``excluded``; with trainer ranks only if other nodes are
+        too few."""
         nodes = [node for node in cluster_nodes(ray.nodes()) if node.num_cpus and node.address not in excluded]
         preferred = [node for node in nodes if node.address not in self._template.trainer_nodes]
         if len(preferred) >= count:

@@ -89,8 +89,8 @@ class RayEngineSupervisor:
     async def restart(self) -> tuple[EngineClient, str]:
         """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended.
 
-        If its actor cannot be started again, as after the loss of its node, another one is started on a live node; also if another
-        node of the engine is lost.
+        If its actor cannot be started again, as after the loss of its node, or another node of the engine is lost, another actor is
+        started on live nodes.
         """
         deadline = Deadline("rollout manager", "engine restart", self._config.start_deadline_s + STOP_S)
         try:

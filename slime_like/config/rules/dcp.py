@@ -41,7 +41,7 @@ class DcpObstacle:
 
 
 def check_dcp(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if ``rollout.dcp`` does not fit other keys. Needs no file and no machine."""
+    """Raise ``ConfigError`` if ``rollout.dcp`` does not fit other keys. Reads no file and does not inspect the machine."""
     rollout = cfg.rollout
     for name, default in (("dcp_comm", "auto"), ("dcp_replicate_q", False)):
         if rollout.dcp == 1 and (value := getattr(rollout, name)) != default:

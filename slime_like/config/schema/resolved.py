@@ -36,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Settings of an actor rank, or with other values of a critic or teacher rank."""
+    """Settings of an actor rank; with other values, settings of a critic or teacher rank."""
 
     model: ModelConfig
     optim: OptimConfig

@@ -184,7 +184,7 @@ class Wrapper:
     def drop_group(self, group: Any) -> None:
         """Drop the counters of a destroyed group. Counts since the last drain are lost.
 
-        Its ops in flight count as failed: gloo may not end them, and the watchdog would end this process.
+        Its ops in flight are recorded as failed: gloo may never complete them, and the watchdog would then end this process.
         """
         if (record := self.groups.pop(group, None)) is not None:
             self.ring.fail_in_flight(record.info.number)

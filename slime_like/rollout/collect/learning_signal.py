@@ -94,7 +94,7 @@ def _is_due(streak: int, first: int) -> bool:
 
 
 def _quote(group: SampleGroup | None) -> str:
-    """Return a sample with its label and reward, in one line."""
+    """Return the group's first sample with its label and reward, in one line; empty without a sample."""
     if group is None or not group.samples:
         return ""
     sample: Sample = group.samples[0]

@@ -67,7 +67,7 @@ class EngineClient:
         peer_timeout_s: float = PEER_TIMEOUT_S,
         routing: RoutingShape | None = None,
     ) -> EngineClient:
-        """Return a client of the engine at ``address``; other arguments as of the constructor."""
+        """Return a client of the engine at ``address``; the other arguments are those of the constructor."""
         client = cls(
             address.url,
             admin_key=address.admin_key,
@@ -238,14 +238,15 @@ class EngineClient:
     async def restore_memory(self, parts: Collection[str]) -> None:
         """Allocate the device memory of ``parts`` again, uninitialised.
 
-        SGLang's scheduler ends at a request for parts that are not released. If the caller is cancelled, its request therefore
-        continues, and the next call waits for it.
+        SGLang's scheduler process ends if a request names parts that are not released. If the caller is cancelled, its request
+        therefore continues, and the next call waits for it.
         """
         if self._restoring is not None and not self._restoring.done():
             await asyncio.wait([self._restoring])
         if tags := [part for part in parts if part in self._released]:
             self._restoring = asyncio.create_task(self._restore(tags))
-            self._restoring.add_done_callback(lambda task: task.cancelled() or task.exception())  # it has been read
+            # Retrieves the error if the caller was cancelled.
+            self._restoring.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._restoring)
 
     async def _restore(self, tags: list[str]) -> None:
@@ -269,7 +270,7 @@ class EngineClient:
         await self._connection.request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
 
     async def update_from_tensors(self, *payloads: bytes) -> None:
-        """Load a payload in every rank of the engine, or one payload per rank, as ``WeightReceiver.update_from_tensors``."""
+        """Load one payload in every rank of the engine, or one payload per rank; see ``WeightReceiver.update_from_tensors``."""
         tensors = [base64.b64encode(payload).decode() for payload in payloads]
         request = {"serialized_named_tensors": tensors, "flush_cache": False, **UPDATE_SELECTOR}
         await self._connection.post("update", "/update_weights_from_tensor", request)

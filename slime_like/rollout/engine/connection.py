@@ -22,7 +22,7 @@ class EngineConnection:
     """Requests to one engine, each with a deadline. Errors name engine, address, endpoint and the engine's reply.
 
     A node that loses power or its network link sends nothing that would end a request. The kernel therefore ends a
-    connection whose peer has acknowledged nothing for ``peer_timeout_s``; that of a process that is stopped or busy
+    connection whose peer has acknowledged nothing for ``peer_timeout_s``. The kernel of a stopped or busy process still
     acknowledges.
     """
 

@@ -85,7 +85,7 @@ def child_environment(
 
 
 def _rendezvous_environment(scratch: str, host: str, node: EngineNode) -> dict[str, str]:
-    """Return the variables by which the ranks of an engine meet, and listen to each other only."""
+    """Return the variables for the ranks' rendezvous; on several nodes also those that restrict the engine's listeners."""
     method = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
     if not node.rendezvous:
         return {method: f"file://{scratch}/rendezvous"}  # no port that other users can connect to

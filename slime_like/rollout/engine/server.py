@@ -47,8 +47,8 @@ def derived_ports(dp_attention: int) -> range:
 class EngineServer:
     """Owner of one engine's server process, which it starts, monitors and stops. Call ``wait_ready`` before the first request.
 
-    An engine on several nodes has a server process on each. Those of other nodes than the first answer health checks only, and
-    need the ``rendezvous`` that ``start`` chooses on the first.
+    An engine on several nodes has a server process on each. The servers of all nodes but the first answer only health checks, and
+    need the ``rendezvous`` that ``start`` chooses on the first node.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EngineServer:
         return self._node.rendezvous
 
     def _reserve_ports(self) -> int:
-        """Reserve the server's port and return it; also choose the rendezvous on the first of several nodes."""
+        """Reserve the server's port and return it; on the first of several nodes, also choose the rendezvous."""
         several = self._spec.num_nodes > 1
         server = PortLease(self._host, () if several else derived_ports(self._spec.dp_attention))
         self._leases.append(server)
@@ -176,7 +176,7 @@ class EngineServer:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kill the engine's process group, without waiting for its end; ``stop`` also removes what it leaves."""
+        """Kill the engine's process group without waiting for its end; ``stop`` also removes its files and shared memory."""
         with contextlib.suppress(ProcessLookupError):  # the group has already ended
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -1,6 +1,6 @@
 """Client of tests/e2e/worker_server.py: runs the command of a starting Python process in a fork of the server.
 
-It imports little, because each worker of Ray pays for it, and nothing of ``tests``, which is not on the worker's path.
+It imports little, because the imports delay each of Ray's workers, and nothing of ``tests``, which is not on a worker's path.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NUM_BYTES = 8  # of the length before a request
 
 
 def forks(command: list[str]) -> bool:
-    """Return whether the server at ``ADDRESS`` runs a command."""
+    """Return whether a command is to run in a fork of the server."""
     return ADDRESS in os.environ and len(command) > 1 and command[1].endswith(SCRIPT)
 
 
 def run_in_fork(command: list[str]) -> NoReturn:
-    """Run ``command`` in a fork of the server, which has this process's files, folder and environment, and end as it does.
+    """Run ``command`` in a fork of the server with this process's files, folder and environment; end as the fork ends.
 
     The server kills the fork when this process ends.
     """
@@ -54,7 +54,7 @@ def run_in_fork(command: list[str]) -> NoReturn:
 
 
 def fail(reason: str) -> NoReturn:
-    """Print the reason and the end of the server's log; exit with 1."""
+    """Print the reason and the last lines of the server's log; exit with code 1."""
     log = Path(os.environ[ADDRESS]).with_name(LOG)
     text = log.read_text(errors="replace")[-3000:] if log.exists() else "no log: the server has ended"
     sys.stderr.write(f"fork of a worker (tests/e2e/worker_server.py): {reason}\nlog of the server:\n{text}\n")

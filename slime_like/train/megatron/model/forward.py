@@ -58,7 +58,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def check_tokens(batch: PackedBatch, vocab_size: int, source: Path) -> None:
-    """Raise ``DataError`` on a token id of at least ``vocab_size``, the size in the file ``source``."""
+    """Raise ``DataError`` on a negative token id or one of at least ``vocab_size``, the size in the file ``source``."""
     tokens = batch.token_ids
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         outside = tokens[(tokens < 0) | (tokens >= vocab_size)]

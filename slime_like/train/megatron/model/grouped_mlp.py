@@ -42,7 +42,7 @@ class GroupedMLP(SequentialMLP):
         return out
 
     def activate(self, gate_up: Tensor, probs_R: Tensor) -> Tensor:
-        """Return silu(gate) * up * probability [R, F] of [R, 2 F] with gate, then up."""
+        """Return silu(gate) * up * probability [R, F]; ``gate_up`` [R, 2 F] has the columns of gate, then those of up."""
         out: Any = WeightedSwiGLU.apply(gate_up, probs_R)
         return out
 
