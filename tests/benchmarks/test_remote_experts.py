@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slime_like.config.schema.remote_experts import RemoteOptions
-from tests.remote_experts.test_policies import ForkedProcess
+from tests.remote_experts.forked_layer import ForkedProcess
 
 bench: Any = importlib.import_module("benchmarks.remote_experts")
 
