@@ -64,12 +64,12 @@ class EngineTemplate:
         index: int,
         options: Mapping[str, Any],
         gpu_ids: str = "",
-        others: Sequence[NodeSlot] = (),
+        other_nodes: Sequence[NodeSlot] = (),
         gpus: tuple[int, ...] = (),
     ) -> ActorHandle[EngineActor]:
         """Start the actor of an engine with Ray's ``options``; its server sees ``gpu_ids``, a list of GPU ids of the node.
 
-        ``others``: slots on the engine's other nodes. ``gpus``: see ``EngineAddress``.
+        ``other_nodes``: slots of the engine on nodes other than the first. ``gpus``: see ``EngineAddress``.
         """
         log_path = str(Path(self.spec.log_path).with_name(f"engine_{index}.log"))
         spec = replace(self.spec, seed=self.spec.seed + index, log_path=log_path)
@@ -78,7 +78,7 @@ class EngineTemplate:
             actor_options |= {"max_restarts": -1, "max_task_retries": -1}
         env = {**self.env, **({VISIBLE_DEVICES: gpu_ids} if gpu_ids else {})}
         start = start_actor(EngineActor, **actor_options)
-        return start(f"engine {index}", spec, self.admin_key, self.stacks_dir, env, tuple(others), gpus)
+        return start(f"engine {index}", spec, self.admin_key, self.stacks_dir, env, tuple(other_nodes), gpus)
 
     def start_on(self, index: int, slots: Sequence[NodeSlot]) -> ActorHandle[EngineActor]:
         """Start the actor of an engine on its nodes; the engine's first rank is on the first one."""
@@ -160,9 +160,11 @@ class EngineStarter:
                 await group.ready()
         except TimeoutError as error:
             remove_placement_group(self._groups.pop(index))
-            where = "no node of the Ray cluster had" if count == 1 else f"no {count} nodes of the Ray cluster each had"
+            shortage = (
+                "no node of the Ray cluster had" if count == 1 else f"no {count} nodes of the Ray cluster each had"
+            )
             raise EngineError(
-                f"engine {index} cannot be started: {where} {size} free GPUs within {limit:.0f} s "
+                f"engine {index} cannot be started: {shortage} {size} free GPUs within {limit:.0f} s "
                 "(placement.wait_deadline_s)"
             ) from error
         bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
