@@ -27,19 +27,31 @@ class EnginePart:
     ) -> None:
         prepare_process(name, spec, stacks_dir, env)
         self._closing = threading.Event()
+        self._rank_pids: tuple[int, ...] = ()  # since ``ready``
         self._server = EngineServer(spec, admin_key=admin_key, host=str(get_node_ip_address()), node=node)
         self._server.start()
 
     def ready(self) -> None:
         """Wait until the ranks of this node have loaded the model. Raises the errors of ``EngineServer.wait_ready``."""
         self._server.wait_ready()
+        self._rank_pids = processes.pids_of_part(self._server.pid, "scheduler")
 
     def wait_for_end(self) -> str:
-        """Wait until the server ends; return its cause of death, or an empty text once ``stop`` is called."""
-        while self._server.alive():
+        """Wait until the server or a rank ends; return how it ended, or an empty text once ``stop`` is called.
+
+        Needed until SGLang's watchdog of subprocesses covers nodes other than the first without data-parallel attention, too: a
+        rank that a signal ends leaves their servers alive.
+        """
+        ended: tuple[int, ...] = ()
+        while self._server.alive() and not (ended := processes.ended_pids(self._rank_pids)):
             if self._closing.wait(POLL_S):
                 return ""
-        return "" if self._closing.is_set() else self._server.cause_of_death()
+        if self._closing.is_set():
+            return ""
+        if ended:
+            self._server.kill()
+        rank = f"the process of a rank (pid {ended[0]}) has ended; " if ended else ""
+        return rank + self._server.cause_of_death()
 
     def stopped_pids(self) -> tuple[int, ...]:
         """Return the processes of the server that are stopped, as by SIGSTOP."""

@@ -45,15 +45,20 @@ def pids_of_part(group: int, part: str) -> tuple[int, ...]:
 
 def stopped_pids(group: int) -> tuple[int, ...]:
     """Return ids of processes stopped as by SIGSTOP; a process in tracing stop (debugger) does not count."""
-    pids: list[int] = []
-    for process in members(group):
-        try:
-            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state == "T":
-            pids.append(int(process.name))
-    return tuple(pids)
+    return tuple(int(process.name) for process in members(group) if _state(process) == "T")
+
+
+def ended_pids(pids: Iterable[int]) -> tuple[int, ...]:
+    """Return the ids of processes that have ended, including those for which their parents have not waited."""
+    return tuple(pid for pid in pids if _state(Path(f"/proc/{pid}")) in ("", "Z", "X"))
+
+
+def _state(process: Path) -> str:
+    """Return the letter of a process's state in ``/proc/<pid>/stat``; empty if there is no such process."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def mapped_segments(group: int) -> frozenset[Path]:
