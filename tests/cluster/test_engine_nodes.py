@@ -14,23 +14,26 @@ import pytest
 import ray
 from ray.exceptions import ActorUnschedulableError
 
-from slime_like.cluster.workers import engine_parts, engine_starter
+from slime_like.cluster.workers import engine_actor, engine_parts, engine_starter, engine_supervisor
+from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_part import EnginePart
 from slime_like.cluster.workers.engine_parts import EngineParts, NodeSlot, PartSettings
 from slime_like.cluster.workers.engine_starter import EngineStarter, EngineTemplate
 from slime_like.cluster.workers.engine_supervisor import RayEngineSupervisor
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.rollout import RolloutConfig
-from slime_like.errors import EngineError, EngineNodeLost
+from slime_like.errors import DeadlineExceeded, EngineError, EngineNodeLost
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.engine.environment import child_environment
 from slime_like.rollout.engine.main import EngineLaunch, server_arguments
 from slime_like.rollout.engine.node import RENDEZVOUS_SCHEME, EngineNode
+from slime_like.util.deadline import Deadline, scale
 from tests.cluster.test_engine_starter import RecordedStart, connect, entry, node_id
 
 SPEC = EngineSpec("model", "cpu", "float32", 4, 64, 3, "/run/logs/engine_0.log", 60.0, num_nodes=2)
 HOSTS = ("10.0.0.1", "10.0.0.2")
+KILLED = EngineError("engine did not start: it was killed by SIGKILL")
 
 
 def slot(number: int) -> NodeSlot:
@@ -78,20 +81,24 @@ class Answers:
         return self._answer()
 
 
-def test_an_engine_that_lost_one_of_its_nodes_gets_another_actor() -> None:
+def test_an_engine_that_lost_one_of_its_nodes_gets_another_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     address = EngineAddress("engine 0", "http://10.0.0.3:1", "key", 4, 2)
-    lost: Any = Answers(error=EngineNodeLost("its part on node 10.0.0.2 died"))
+    lost: Any = Answers(error=EngineNodeLost("its part on node 10.0.0.2 died\nfirst node: killed"))
 
-    async def restart(*start: Callable[[], Any]) -> tuple[EngineClient, str]:
-        supervisor = RayEngineSupervisor(lost, address, RolloutConfig(), connect, *start)
+    async def restart(*start: Callable[[], Any], **keys: float) -> tuple[EngineClient, str]:
+        supervisor = RayEngineSupervisor(lost, address, replace(RolloutConfig(), **keys), connect, *start)
         client, ended = await supervisor.restart()
         await client.close()
         return client, ended
 
     async def start() -> Any:
+        await asyncio.sleep(0.2)
         return Answers(address)
 
     assert asyncio.run(restart(start))[1] == "ended; its part on node 10.0.0.2 died"
+    monkeypatch.setattr(engine_supervisor, "STOP_S", 0.0)
+    start_s = 0.1 / scale()
+    assert asyncio.run(restart(start, start_deadline_s=start_s))[1], "the wait for a node does not count"
     with pytest.raises(EngineNodeLost):
         asyncio.run(restart())
 
@@ -101,6 +108,7 @@ class FakeRay:
 
     def __init__(self) -> None:
         self.ends: list[Future[str]] = []
+        self.ready_error: Exception | None = None  # of the next call of ``EnginePart.ready``
         self.killed = 0
         self.started: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []
 
@@ -111,6 +119,8 @@ class FakeRay:
         future: Future[Any] = Future()
         if method is EnginePart.wait_for_end:
             self.ends.append(future)
+        elif method is EnginePart.ready and self.ready_error is not None:
+            future.set_exception(self.ready_error)
         else:
             future.set_result(())
         return future
@@ -119,8 +129,8 @@ class FakeRay:
         done, pending = wait(refs, timeout=timeout, return_when=FIRST_COMPLETED)
         return list(done), list(pending)
 
-    def get(self, ref: Future[Any]) -> Any:
-        return ref.result()
+    def get(self, ref: Future[Any], timeout: float | None = None) -> Any:
+        return ref.result(timeout)
 
     def kill(self, actor: Any) -> None:
         self.killed += 1
@@ -157,7 +167,7 @@ def test_each_node_has_a_rank_and_a_log(parts: EngineParts, fake: FakeRay) -> No
         "engine_0_node2.log",
     ]
     assert [options["scheduling_strategy"].node_id for options, _ in fake.started] == [node_id(2), node_id(3)]
-    parts.raise_loss()
+    parts.raise_loss(KILLED)
 
 
 def test_the_end_of_a_server_on_another_node_ends_the_engine(
@@ -167,8 +177,9 @@ def test_the_end_of_a_server_on_another_node_ends_the_engine(
     assert ended.wait(10)
     assert parts.cause_of_loss == "its part on node 10.0.0.3 was lost: was killed by SIGKILL"
     with pytest.raises(EngineError) as error:
-        parts.raise_loss()
+        parts.raise_loss(KILLED)
     assert not isinstance(error.value, EngineNodeLost), "it can be started on the same nodes"
+    assert str(error.value) == f"{parts.cause_of_loss}\nfirst node: {KILLED}", "one is the cause of the other"
 
 
 def test_a_lost_actor_ends_the_engine_which_needs_another_node(
@@ -177,7 +188,98 @@ def test_a_lost_actor_ends_the_engine_which_needs_another_node(
     fake.ends[0].set_exception(ActorUnschedulableError("the node is dead"))
     assert ended.wait(10)
     with pytest.raises(EngineNodeLost, match=r"10\.0\.0\.2 was lost: .*the node is dead"):
-        parts.raise_loss()
+        parts.raise_loss(KILLED)
+
+
+def test_a_part_that_is_lost_during_the_start_needs_another_node_unless_the_engine_is_stopped(
+    parts: EngineParts, fake: FakeRay
+) -> None:
+    deadline = Deadline("engine 0", "engine start", 60.0)
+    parts.wait_ready(deadline)
+    fake.ready_error = ActorUnschedulableError("the node is dead")
+    with pytest.raises(
+        EngineNodeLost, match=r"its part on node 10\.0\.0\.[23] died in phase 'engine start': .*node is dead"
+    ):
+        parts.wait_ready(deadline)
+    with pytest.raises(DeadlineExceeded, match=r"engine 0 waited 60 s for its part on node 10\.0\.0\.2"):
+        parts.wait_ready(replace(deadline, started=deadline.started - 60 * scale()))
+    parts.stop()
+    fake.killed = 0
+    with pytest.raises(EngineError) as error:
+        parts.wait_ready(deadline)
+    assert not isinstance(error.value, EngineNodeLost), "its actors have been killed"
+
+
+class FakeServer:
+    """Fake ``EngineServer`` that records its stop."""
+
+    rendezvous = "10.0.0.1:1"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.stopped = False
+
+    def start(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+def test_a_first_node_whose_parts_cannot_be_started_keeps_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[FakeServer] = []
+
+    def fail(*_: Any) -> None:
+        raise EngineError("no part")
+
+    monkeypatch.setattr(engine_actor, "prepare_process", lambda *_: None)
+    monkeypatch.setattr(engine_actor, "get_node_ip_address", lambda: HOSTS[0])
+    monkeypatch.setattr(engine_actor, "EngineServer", lambda *_, **__: servers.append(FakeServer()) or servers[-1])
+    monkeypatch.setattr(engine_actor, "EngineParts", fail)
+    with pytest.raises(EngineError, match="no part"):
+        EngineActor("engine 0", SPEC, "key", "stacks", {}, [slot(2)])
+    assert [server.stopped for server in servers] == [True]
+
+
+class FakeGroup:
+    """Fake placement group whose bundles are reserved at once."""
+
+    async def ready(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (ActorUnschedulableError("the node is dead"), r"no answer from its reserved GPUs: .*the node is dead"),
+        ((node_id(2), "0,1"), r"node 0+2 was lost after its GPUs were reserved"),
+    ],
+)
+def test_a_node_that_is_lost_after_its_gpus_were_reserved_is_an_error_of_the_engine(
+    answer: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other error would end the run instead of being a failed restart."""
+    removed: list[Any] = []
+    killed: list[Any] = []
+    group = FakeGroup()
+    monkeypatch.setattr(engine_starter, "start_actor", RecordedStart())
+    monkeypatch.setattr(engine_starter, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(engine_starter, "remove_placement_group", removed.append)
+    monkeypatch.setattr(
+        engine_starter, "call", lambda *_: Answers(answer, answer if isinstance(answer, Exception) else None).remote()
+    )
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(3)])
+    spec = replace(SPEC, device="cuda", tp=2, num_nodes=1)
+    starter = EngineStarter(EngineTemplate(spec, "key", "stacks", {}, True, 1.0), {}, {})
+
+    async def start_and_end() -> None:
+        with pytest.raises(EngineError, match=f"engine 5 cannot be started: {message}"):
+            await starter.start(5)
+        assert killed == ["actor 1"], "the probe"
+        await starter.end(5)
+
+    asyncio.run(start_and_end())
+    assert removed == [group]
 
 
 def test_servers_of_all_nodes_meet_at_the_first_and_accept_only_their_addresses() -> None:

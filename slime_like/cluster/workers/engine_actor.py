@@ -21,6 +21,7 @@ from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.node import SINGLE_NODE, EngineNode
 from slime_like.rollout.engine.server import EngineServer
+from slime_like.util.deadline import Deadline
 
 
 class EngineActor:
@@ -63,7 +64,11 @@ class EngineActor:
         server.start()
         if hosts:
             node = EngineNode(0, hosts, server.rendezvous)
-            self._parts = EngineParts(self._settings, self._other_nodes, node, server.kill)
+            try:
+                self._parts = EngineParts(self._settings, self._other_nodes, node, server.kill)
+            except BaseException:
+                server.stop()
+                raise
         return server
 
     def _stop(self) -> None:
@@ -74,16 +79,16 @@ class EngineActor:
 
     def ready(self) -> EngineAddress:
         """Wait until the engine responds on all nodes and return its address."""
-        parts = self._parts
+        spec, parts = self._spec, self._parts
+        deadline = Deadline(self._name, "engine start", spec.start_deadline_s)
         try:
             self._server.wait_ready()
-        except EngineError:
+        except EngineError as error:
             if parts is not None:
-                parts.raise_loss()
+                parts.raise_loss(error)
             raise
         if parts is not None:
-            parts.wait_ready(self._spec.start_deadline_s)
-        spec = self._spec
+            parts.wait_ready(deadline)
         return EngineAddress(self._name, self._server.url, self._admin_key, spec.tp, spec.num_nodes, self._gpus)
 
     def _describe_exit(self) -> str:

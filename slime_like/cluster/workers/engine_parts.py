@@ -64,20 +64,27 @@ class EngineParts:
         self._ends = {call(actor, EnginePart.wait_for_end): slot for slot, actor in self._actors.items()}
         threading.Thread(target=self._watch, name="engine parts", daemon=True).start()
 
-    def wait_ready(self, seconds: float) -> None:
-        """Wait until the servers of all parts respond. Raises ``EngineNodeLost`` or ``EngineError`` naming the part that failed."""
+    def wait_ready(self, deadline: Deadline) -> None:
+        """Wait until the servers of all parts respond.
+
+        Raises ``EngineNodeLost`` or ``EngineError`` naming the part that failed; after ``stop``, only the latter.
+        """
         refs = {
             f"its part on node {slot.address}": call(actor, EnginePart.ready) for slot, actor in self._actors.items()
         }
         try:
-            wait_all(refs, Deadline("engine", "engine start", seconds))
+            wait_all(refs, deadline)
         except WorkerError as error:
-            raise (EngineNodeLost if error.died else EngineError)(str(error)) from error
+            lost = error.died and not self._closing.is_set()  # ``stop`` kills the actors
+            raise (EngineNodeLost if lost else EngineError)(str(error)) from error
 
-    def raise_loss(self) -> None:
-        """Raise ``EngineNodeLost`` or ``EngineError`` if a part is lost."""
+    def raise_loss(self, error: EngineError) -> None:
+        """Raise ``EngineNodeLost`` or ``EngineError`` if a part is lost. The message includes ``error``, that of the first node:
+        either of them may be the consequence of the other.
+        """
         if self.cause_of_loss:
-            raise (EngineNodeLost if self._node_lost else EngineError)(self.cause_of_loss)
+            text = f"{self.cause_of_loss}\nfirst node: {error}"
+            raise (EngineNodeLost if self._node_lost else EngineError)(text) from error
 
     def stopped_pids(self) -> tuple[int, ...]:
         """Return the stopped processes of all parts that answer within ``ANSWER_S``."""

@@ -15,10 +15,12 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.cluster.plan.ray_cluster import cluster_nodes
+from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call, start_actor
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_parts import NodeSlot
@@ -151,7 +153,7 @@ class EngineStarter:
         return [NodeSlot(node.node_id, node.address) for node in chosen]
 
     async def _reserve(self, index: int, count: int) -> list[NodeSlot]:
-        """Reserve the engine's GPUs on ``count`` nodes."""
+        """Reserve the engine's GPUs on ``count`` nodes. Raises ``EngineError`` if there are none, or if a node is lost."""
         spec, limit = self._template.spec, self._template.wait_s * scale()
         size = spec.tp // spec.num_nodes  # GPUs on each node
         group = self._groups[index] = placement_group([{"GPU": size, "CPU": size}] * count, strategy="STRICT_SPREAD")
@@ -169,11 +171,19 @@ class EngineStarter:
             ) from error
         bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
         probes = [start_actor(GpuProbe, num_cpus=0, num_gpus=size, scheduling_strategy=bundle)() for bundle in bundles]
-        async with asyncio.timeout(PROBE_S * scale()):
-            locations = await asyncio.gather(*(call(probe, GpuProbe.location) for probe in probes))
-        for probe in probes:
-            ray.kill(probe)
+        try:
+            async with asyncio.timeout(PROBE_S * scale()):
+                locations = await asyncio.gather(*(call(probe, GpuProbe.location) for probe in probes))
+        except (TimeoutError, RayError) as error:
+            raise EngineError(
+                f"engine {index} cannot be started: no answer from its reserved GPUs: {one_line(error)}"
+            ) from error
+        finally:
+            for probe in probes:
+                ray.kill(probe)
         addresses = {node.node_id: node.address for node in cluster_nodes(ray.nodes())}
+        if lost := [node_id for node_id, _ in locations if node_id not in addresses]:
+            raise EngineError(f"engine {index} cannot be started: node {lost[0]} was lost after its GPUs were reserved")
         return [NodeSlot(node_id, addresses[node_id], gpus) for node_id, gpus in locations]
 
 

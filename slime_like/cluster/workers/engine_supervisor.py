@@ -21,7 +21,7 @@ from slime_like.rollout.engine.client import EngineClient
 from slime_like.util.deadline import Deadline
 
 ANSWER_S = 30.0  # for a call to the actor
-STOP_S = 30.0  # to stop the old server
+STOP_S = 30.0  # to stop the old server, or to start the process of an actor
 
 
 class _ActorLost(EngineError):
@@ -39,8 +39,8 @@ class RayEngineFactory:
 
     async def create(self, index: int) -> RayEngineSupervisor:
         """Start an engine on a live node; return its supervisor once it responds."""
+        actor = await self._starter.start(index)  # waits for GPUs until its own deadline
         deadline = Deadline("rollout manager", "engine start", self._config.start_deadline_s + STOP_S)
-        actor = await self._starter.start(index)
         address = await ask(actor, f"the actor of engine {index}", EngineActor.ready, deadline)
         return self.supervisor(index, actor, address)
 
@@ -98,9 +98,12 @@ class RayEngineSupervisor:
         except (_ActorLost, EngineNodeLost) as error:
             if self._start is None:
                 raise
-            self._actor = await self._start()
+            self._actor = await self._start()  # waits for GPUs until its own deadline
+            deadline = Deadline("rollout manager", "engine start", self._config.start_deadline_s + STOP_S)
             self.address = await self._ask(EngineActor.ready, deadline)
-            exit_summary = "was lost with its node" if isinstance(error, _ActorLost) else f"ended; {error}"
+            exit_summary = (
+                "was lost with its node" if isinstance(error, _ActorLost) else f"ended; {str(error).splitlines()[0]}"
+            )
         self.client = self._connect(self.address)
         return self.client, exit_summary
 
