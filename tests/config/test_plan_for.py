@@ -53,6 +53,19 @@ def test_an_engine_over_a_part_of_described_nodes_is_refused(address: str) -> No
         plan("qwen3_4b_gsm8k", *wide, machine=described_machine("2x6xH100"))
 
 
+@pytest.mark.parametrize(
+    ("keys", "fix"),
+    [
+        (("rollout.tp=8", "rollout.engine_num_nodes=4"), r"set rollout\.engine_num_nodes=null$"),
+        (("rollout.tp=12",), r"set rollout\.tp=4 or a multiple of it, at most 8$"),
+    ],
+)
+def test_the_fix_for_an_engine_of_too_many_described_nodes_is_named(keys: tuple[str, ...], fix: str) -> None:
+    wide = ("rollout.num_engines=1", "placement.ray_address=auto")
+    with pytest.raises(ConfigError, match=fix):
+        plan("qwen3_4b_gsm8k", *wide, *keys, machine=described_machine("2x4xH100"))
+
+
 def test_an_engine_over_whole_nodes_is_planned_as_on_one_node() -> None:
     wide = ("rollout.tp=8", "rollout.num_engines=1", "placement.ray_address=auto")
     one, two = (plan("qwen3_4b_gsm8k", *wide, machine=described_machine(text)) for text in ("8xH100", "2x4xH100"))

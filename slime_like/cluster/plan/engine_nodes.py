@@ -27,9 +27,14 @@ def engine_nodes(cfg: TrainConfig, machine: Machine, device: str, decisions: Pla
         if num_nodes > 1:
             decisions.add(KEY, num_nodes, f"rollout.tp={tp} and {per_node} GPUs on each node")
     if machine.nodes > 1 and (num_nodes > machine.nodes or tp > num_nodes * per_node or tp % num_nodes):
+        fix = (
+            f"{KEY}=null"
+            if cfg.rollout.engine_num_nodes
+            else f"rollout.tp={per_node} or a multiple of it, at most {machine.num_gpus}"
+        )
         raise ConfigError(
             f"rollout.tp={tp} on {num_nodes} nodes: each node of an engine needs the same number of GPUs, and the {machine.nodes} "
-            f"nodes of --plan-for have {per_node}: set rollout.tp={per_node} or a multiple of it"
+            f"nodes of --plan-for have {per_node}: set {fix}"
         )
     if machine.nodes > 1:
         check_engine_nodes(cfg, num_nodes)
