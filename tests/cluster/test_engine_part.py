@@ -21,14 +21,15 @@ from slime_like.rollout.engine.server import EngineServer
 
 
 class SleepingServer(EngineServer):
-    """Server without SGLang. Its process does not wait for its child, which has the title of a rank."""
+    """Server without SGLang. Its process does not wait for its child, which has the title of a rank, as has the child's child."""
 
     def _spawn(self, log: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        script = "(exec -a sglang::scheduler_TP2 sleep 100) & exec sleep 100"
+        child = "(exec -a sglang::scheduler_TP2 sleep 100) & exec -a sglang::scheduler_TP2 sleep 100"
+        script = f"(exec -a sglang::scheduler_TP2 bash -c '{child}') & exec sleep 100"
         return subprocess.Popen(["bash", "-c", script], stdin=subprocess.PIPE, stdout=log, start_new_session=True)
 
     def wait_ready(self) -> None:
-        while not processes.pids_of_part(self.pid, "scheduler"):
+        while len(processes.pids_of_part(self.pid, "scheduler")) < 2:
             assert self.alive()
             time.sleep(0.01)
 
@@ -56,8 +57,12 @@ def test_a_part_ends_with_each_of_its_ranks(tmp_path: Path, servers: list[Sleepi
     with ThreadPoolExecutor(1) as pool:
         try:
             part.ready()
-            (pid,) = processes.pids_of_part(server.pid, "scheduler")
+            (pid,) = processes.rank_pids(server.pid)
+            (child,) = set(processes.pids_of_part(server.pid, "scheduler")) - {pid}
             end = pool.submit(part.wait_for_end)
+            os.kill(child, signal.SIGKILL)
+            with pytest.raises(TimeoutError):
+                end.result(0.3)
             if stopped:
                 part.stop()
                 assert end.result(20) == ""

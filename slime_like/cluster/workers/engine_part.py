@@ -34,7 +34,7 @@ class EnginePart:
     def ready(self) -> None:
         """Wait until the ranks of this node have loaded the model. Raises the errors of ``EngineServer.wait_ready``."""
         self._server.wait_ready()
-        self._rank_pids = processes.pids_of_part(self._server.pid, "scheduler")
+        self._rank_pids = processes.rank_pids(self._server.pid)
 
     def wait_for_end(self) -> str:
         """Wait until the server or a rank ends; return how it ended, or an empty text once ``stop`` is called.

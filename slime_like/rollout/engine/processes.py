@@ -45,20 +45,27 @@ def pids_of_part(group: int, part: str) -> tuple[int, ...]:
 
 def stopped_pids(group: int) -> tuple[int, ...]:
     """Return ids of processes stopped as by SIGSTOP; a process in tracing stop (debugger) does not count."""
-    return tuple(int(process.name) for process in members(group) if _state(process) == "T")
+    return tuple(int(process.name) for process in members(group) if _state(process)[0] == "T")
+
+
+def rank_pids(group: int) -> tuple[int, ...]:
+    """Return the process ids of the ranks, without those of their children, which may be short-lived."""
+    pids = pids_of_part(group, "scheduler")
+    return tuple(pid for pid in pids if _state(Path(f"/proc/{pid}"))[1] not in pids)
 
 
 def ended_pids(pids: Iterable[int]) -> tuple[int, ...]:
     """Return the ids of processes that have ended, including those for which their parents have not waited."""
-    return tuple(pid for pid in pids if _state(Path(f"/proc/{pid}")) in ("", "Z", "X"))
+    return tuple(pid for pid in pids if _state(Path(f"/proc/{pid}"))[0] in ("", "Z", "X"))
 
 
-def _state(process: Path) -> str:
-    """Return the letter of a process's state in ``/proc/<pid>/stat``; empty if there is no such process."""
+def _state(process: Path) -> tuple[str, int]:
+    """Return the letter of a process's state and its parent, from ``/proc/<pid>/stat``; ("", 0) if there is no such process."""
     try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0]
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
-        return ""
+        return "", 0
+    return state, int(parent)
 
 
 def mapped_segments(group: int) -> frozenset[Path]:
