@@ -60,7 +60,7 @@ def engine_nodes(cfg: TrainConfig, plan: Plan, nodes: list[ClusterNode], first: 
 
 
 def test_an_engine_is_on_one_node_if_it_fits_and_else_in_equal_parts_on_several() -> None:
-    """Four trainer GPUs and two engines of six would cross the boundary of an 8-GPU node if filled in order."""
+    """The trainer has four GPUs of node 1. Of three engines of four GPUs, two fit one node each, so all have two nodes."""
     split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
     cfg, plan = planned(*split)
     nodes = [gpu_node(1, 6), gpu_node(2, 6), gpu_node(3, 4)]
