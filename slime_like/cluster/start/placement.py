@@ -114,11 +114,10 @@ class Placement:
                 time.sleep(POLL_S)
         self._say(f"nodes: {assignment.summary}")
         num_nodes = assignment.nodes_per_engine
-        plan = replace(
-            self._plan,
-            engines=on_nodes(self._plan.engines, num_nodes),
-            transport=transport_on_nodes(cfg, self._plan.transport, num_nodes),
-        )
+        transport = transport_on_nodes(cfg, self._plan.transport, num_nodes)
+        if transport != self._plan.transport:
+            self._say(f"weights.transport={transport.kind}: each engine is on {num_nodes} nodes")
+        plan = replace(self._plan, engines=on_nodes(self._plan.engines, num_nodes), transport=transport)
         return plan_on_nodes(cfg, plan, nodes), assignment
 
     @property
