@@ -138,7 +138,7 @@ def test_a_push_gives_its_memory_back_at_its_end(stages: list[dict[str, torch.Te
     """Also after an error, which refers to the frames that it passed."""
     buckets: list[weakref.ref[torch.Tensor]] = []
 
-    class Source(StageWeights):
+    class RecordedBuckets(StageWeights):
         def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
             for bucket in super().replicated_buckets(max_bytes):
                 buckets.extend(weakref.ref(tensor) for _, tensor in bucket.tensors)
@@ -151,7 +151,7 @@ def test_a_push_gives_its_memory_back_at_its_end(stages: list[dict[str, torch.Te
 
     handles = Handles()
     engine = DeviceEngine((0,), handles, fails_at, EngineLost("engine 0 is lost"))
-    source = Source(stages)
+    source = RecordedBuckets(stages)
     gc.disable()
     try:
         with contextlib.suppress(EngineLost):
@@ -162,7 +162,7 @@ def test_a_push_gives_its_memory_back_at_its_end(stages: list[dict[str, torch.Te
 
 
 def test_a_bucket_is_dropped_before_the_next_one_is_gathered(stages: list[dict[str, torch.Tensor]]) -> None:
-    class Source(StageWeights):
+    class CountedBuckets(StageWeights):
         num_live = 0
 
         def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
@@ -173,7 +173,7 @@ def test_a_bucket_is_dropped_before_the_next_one_is_gathered(stages: list[dict[s
                 self.num_live += reference() is not None
 
     handles = HostHandles()
-    source = Source(stages)
+    source = CountedBuckets(stages)
     push(sender([DeviceEngine((0,), handles)], handles), source)
     assert source.num_live == 0
 
