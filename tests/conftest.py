@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -75,5 +76,10 @@ def pytest_collection() -> Generator[None, object, object]:
     with heavy_imports():
         result = yield
         gc.collect()
+    if "megatron.core" in sys.modules:
+        raise pytest.UsageError(
+            "a test file imports megatron-core, whose groups and threads tests of this process would share: run the test on a rank "
+            "(tests/train/jobs.py), or import it within the test's own process"
+        )
     gc.set_threshold(20_000, 20, 20)
     return result

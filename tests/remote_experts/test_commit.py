@@ -12,16 +12,8 @@ import pytest
 from slime_like.config.schema.remote_experts import VARIABLE
 from slime_like_plugins.remote_experts import hooks
 from slime_like_plugins.remote_experts.experts import RemoteExperts, RemoteExpertsLost
-from tests.remote_experts.test_policies import (
-    LAYER,
-    PATIENT,
-    REMOTE,
-    ForkedProcess,
-    assert_sums,
-    experts_of,
-    kill,
-    worker_of,
-)
+from tests.remote_experts.forked_layer import LAYER, PATIENT, REMOTE, ForkedProcess, assert_sums, experts_of
+from tests.remote_experts.test_policies import kill, worker_of
 from tests.remote_experts.workers import SHAPES, weights_of
 
 NEW = 2.0  # factor of the pushed weights
