@@ -201,7 +201,7 @@ def test_a_part_that_is_lost_during_the_start_needs_another_node_unless_the_engi
         EngineNodeLost, match=r"its part on node 10\.0\.0\.[23] died in phase 'engine start': .*node is dead"
     ):
         parts.wait_ready(deadline)
-    with pytest.raises(DeadlineExceeded, match=r"engine 0 waited 60 s for its part on node 10\.0\.0\.2"):
+    with pytest.raises(DeadlineExceeded, match=rf"engine 0 waited {60 * scale():.0f} s for its part on node 10\.0\.0\.2"):
         parts.wait_ready(replace(deadline, started=deadline.started - 60 * scale()))
     parts.stop()
     fake.killed = 0
