@@ -156,7 +156,7 @@ def parts(fake: FakeRay, ended: threading.Event) -> Iterator[EngineParts]:
     settings = PartSettings("engine 0", replace(SPEC, num_nodes=3), "key", "stacks", {})
     parts = EngineParts(settings, [slot(2), slot(3)], EngineNode(0, HOSTS, "10.0.0.1:1"), ended.set)
     yield parts
-    parts.stop()
+    parts.stop(lambda: None)
     assert fake.killed == 2
 
 
@@ -201,9 +201,11 @@ def test_a_part_that_is_lost_during_the_start_needs_another_node_unless_the_engi
         EngineNodeLost, match=r"its part on node 10\.0\.0\.[23] died in phase 'engine start': .*node is dead"
     ):
         parts.wait_ready(deadline)
-    with pytest.raises(DeadlineExceeded, match=rf"engine 0 waited {60 * scale():.0f} s for its part on node 10\.0\.0\.2"):
+    with pytest.raises(
+        DeadlineExceeded, match=rf"engine 0 waited {60 * scale():.0f} s for its part on node 10\.0\.0\.2"
+    ):
         parts.wait_ready(replace(deadline, started=deadline.started - 60 * scale()))
-    parts.stop()
+    parts.stop(lambda: None)
     fake.killed = 0
     with pytest.raises(EngineError) as error:
         parts.wait_ready(deadline)
@@ -297,3 +299,17 @@ def test_servers_of_all_nodes_meet_at_the_first_and_accept_only_their_addresses(
 def test_an_engine_on_several_nodes_reads_no_shared_memory() -> None:
     address = EngineAddress("engine 0", "http://10.0.0.1:1", "key", 4, 2)
     assert EngineClient.at(address).host == "" and EngineClient.at(replace(address, num_nodes=1)).host == "10.0.0.1"
+
+
+def test_a_part_that_ends_while_the_first_node_stops_is_no_loss(
+    parts: EngineParts, fake: FakeRay, ended: threading.Event
+) -> None:
+    """A rank of another node fails when the connection to the first node closes."""
+
+    def stop_first() -> None:
+        fake.ends[0].set_result("the process of a rank has ended")
+        assert not ended.wait(2 * engine_parts.POLL_S), "the engine is killed during its stop"
+
+    parts.stop(stop_first)
+    fake.killed = 0
+    assert parts.cause_of_loss == ""

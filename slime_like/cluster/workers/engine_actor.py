@@ -73,9 +73,10 @@ class EngineActor:
 
     def _stop(self) -> None:
         """Stop the servers on all nodes, with ``_server_lock`` held."""
-        self._server.stop()
-        if self._parts is not None:
-            self._parts.stop()
+        if self._parts is None:
+            self._server.stop()
+        else:
+            self._parts.stop(self._server.stop)
 
     def ready(self) -> EngineAddress:
         """Wait until the engine responds on all nodes and return its address."""

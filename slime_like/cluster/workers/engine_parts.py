@@ -95,10 +95,13 @@ class EngineParts:
         except RayError:  # lost: the watching thread ends the engine
             return ()
 
-    def stop(self) -> None:
-        """Stop the servers, then end the actors, even those that have not answered, as on a lost node."""
-        self._closing.set()
+    def stop(self, stop_first: Callable[[], None]) -> None:
+        """Stop the servers, and that of the first node by ``stop_first`` at the same time. Then end the actors, even those that have
+        not answered, as on a lost node.
+        """
+        self._closing.set()  # the end of a part is no loss from here
         refs: list[ObjectRef[None]] = [call(actor, EnginePart.stop) for actor in self._actors.values()]
+        stop_first()
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=STOP_S * scale())
         for actor in self._actors.values():
