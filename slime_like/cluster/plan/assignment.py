@@ -126,12 +126,12 @@ def _with_engine_parts(
     """Return the node of each GPU, with engines that do not share the trainer's GPUs on ``nodes_per_engine`` nodes each."""
     free = {node.node_id: node.free_gpus for node in nodes}
     node_of_gpu: dict[int, ClusterNode] = {}
-    taken: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> nodes that have a block of it, and get no other
+    used_nodes: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> its nodes, which get no further block of it
     for block in sorted(
         _blocks(cfg, plan, nodes_per_engine), key=lambda block: (block.role != TRAINER, -len(block.indices))
     ):
         fitting = [node for node in nodes if free[node.node_id] >= len(block.indices)]
-        excluded = taken.setdefault((block.role, block.engine), set())
+        excluded = used_nodes.setdefault((block.role, block.engine), set())
         if block.role == TRAINER or block.engine >= 0:
             fitting = [node for node in fitting if node.node_id not in excluded]
         if block.role != TRAINER:

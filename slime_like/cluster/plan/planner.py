@@ -103,22 +103,20 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     critic = critic_spec(cfg, actor, decisions.add) if needs_trainer else None
     teacher = teacher_spec(cfg, actor) if needs_trainer else None
     needs_engines = cfg.run.mode != "train_only" and not supervised
-    engines = _engines(cfg, model, device, dtype, context) if needs_engines else ()
-    if engines:
-        engines = on_nodes(engines, engine_nodes(cfg, machine, device, decisions))
+    num_nodes = engine_nodes(cfg, machine, device, decisions) if needs_engines else 1
+    engines = on_nodes(_engines(cfg, model, device, dtype, context), num_nodes) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
     check_fits(cfg, machine, model, roles, device=device, role_bytes=role_bytes(critic, teacher, PROCESS_BYTES))
-    shapes = role_shapes(cfg, critic, teacher)
-    load, dcp = engine_load(cfg, context), DcpPlan()
+    shapes, load, dcp = role_shapes(cfg, critic, teacher), engine_load(cfg, context), DcpPlan()
     if engines:
         dcp = plan_dcp(cfg, machine, model, shapes, engines[0], load, decisions)
         engines = tuple(dcp.applied_to(engine, cfg) for engine in engines)
     memory = plan_memory(cfg, machine, shapes, actor, engines, roles, (critic, teacher))
     if engines:
-        groups = dcp.largest if is_undecided(cfg, machine) else dcp.size
-        add_admission_decision(cfg.rollout, groups, memory.engine, decisions)
+        largest_dcp = dcp.largest if is_undecided(cfg, machine) else dcp.size
+        add_admission_decision(cfg.rollout, largest_dcp, memory.engine, decisions)
     trainer_threads, engine_threads = _threads(cfg, machine, roles, device, decisions)
     return Plan(
         device=device,
@@ -126,7 +124,7 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         critic=critic,
         teacher=teacher,
         engines=engines,
-        transport=plan_transport(cfg, machine, device, engines[0].num_nodes if engines else 1, decisions),
+        transport=plan_transport(cfg, machine, device, num_nodes, decisions),
         needs_trainer=needs_trainer,
         colocated=colocated,
         trainer_threads=trainer_threads,
