@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import psutil
 from ray.actor import ActorHandle
 
 from benchmarks.scale_engines import cpu_seconds, median
+from benchmarks.scale_rank import MANIFEST, SimulatedRank
 from slime_like.batch import PackedBatch, StepBatch, TrainBatch
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.workers.calls import start_actor
 from slime_like.cluster.workers.trainer_group import TrainerGroup, connect
-from slime_like.cluster.workers.trainer_worker import TrainerWorker
 from slime_like.config.schema.algo import GrpoConfig
 from slime_like.config.schema.model import ModelConfig, OptimConfig
 from slime_like.config.schema.resolved import Layout, RankSpec, TransportSpec
-from slime_like.interfaces import EngineAddress, TensorMeta
-from slime_like.metrics.types import Max, Metric, Sum, reduce_metrics
-from slime_like.types import F32
+from slime_like.interfaces import EngineAddress
+from slime_like.metrics.types import reduce_metrics
 from slime_like.util.deadline import Deadline
 from slime_like.weight_sync import manifest
+
+if TYPE_CHECKING:
+    from slime_like.cluster.workers.trainer_worker import TrainerWorker
 
 TP = 8
 RANKS_PER_ENGINE = 8
 MICRO_BATCHES = 4  # of each data-parallel rank in a step
 TOKENS = 8192  # of a micro-batch, in sequences of SEQUENCE tokens
 SEQUENCE = 1024
-OPS = 20  # ops x groups that a rank counts, with three metrics each (``distributed/guard/counters.py``)
-TENSORS = 400
 PARTS = ("weights", "gradients", "optimizer")
 LIMIT_S = 600.0
 SPEC = RankSpec(
@@ -49,44 +49,6 @@ SPEC = RankSpec(
     max_tokens_per_rank=TOKENS,
     seed=0,
     deadline_s=LIMIT_S,
-)
-
-
-class SimulatedRank(TrainerWorker):
-    """Rank of ``TrainerGroup`` that receives its batches and returns results of a real rank's size, without computing them."""
-
-    def connect(self, spec: RankSpec, master: tuple[str, int]) -> int:
-        """Return the data-parallel rank: tensor-parallel ranks are adjacent."""
-        return self._rank // spec.layout.tp
-
-    def keep_on_device(self, parts: Sequence[str]) -> None:
-        """Move nothing: the rank has no state."""
-
-    def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Return the number of received tokens and the counters of ``OPS`` collectives."""
-        tokens = sum(len(batch.token_ids) for step in steps for batch in step)
-        counters: list[Metric] = [Sum("tokens", tokens)]
-        for op in range(OPS):
-            name = f"comm/group_{op}/all_reduce"
-            counters += [Sum(f"{name}/calls", 1), Sum(f"{name}/bytes", 4096), Max(f"{name}/time", 0.001 * self._rank)]
-        return tuple(counters)
-
-    def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
-        """Return zeros on the reporter."""
-        return np.zeros(len(batch.token_ids), dtype=np.float32) if self._rank == 0 else None
-
-    def manifest(self) -> tuple[TensorMeta, ...]:
-        """Return the names of ``TENSORS`` tensors on the sender."""
-        return MANIFEST if self._rank == 0 else ()
-
-    def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
-        """Return the metadata of the sent tensors; no bytes are sent."""
-        return list(self.manifest())
-
-
-MANIFEST = tuple(
-    TensorMeta(f"model.layers.{index // 10}.part_{index % 10}.weight", (4096, 4096), "bfloat16")
-    for index in range(TENSORS)
 )
 
 
