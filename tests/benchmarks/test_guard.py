@@ -65,7 +65,7 @@ def count_calls(run: Any) -> int:
 
 @pytest.mark.parametrize("arm", MAX_CALLS)
 def test_calls_of_the_wrapper_per_op_are_bounded(arm: str) -> None:
-    """Counts calls instead of comparing times, which depend on the other work of the machine."""
+    """Count calls instead of comparing times, which depend on the other work of the machine."""
     spec, in_c = guard.ARMS[arm]
     if in_c and spec.wrap and hot.load() is None:
         pytest.skip("no C compiler, or no headers of this Python")

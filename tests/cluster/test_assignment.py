@@ -118,8 +118,14 @@ def test_on_cpus_the_parts_of_an_engine_are_on_different_nodes() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("rollout.engine_num_nodes=3",), r"engine_num_nodes=3 with rollout\.tp=2: every node .* set a divisor"),
-        (("rollout.engine_num_nodes=2", "placement.ray_address=null"), r"needs a running Ray cluster"),
+        (
+            ("rollout.engine_num_nodes=3",),
+            r"engine_num_nodes=3 with rollout\.tp=2: every node .* set rollout\.engine_num_nodes to a divisor",
+        ),
+        (
+            ("rollout.engine_num_nodes=2", "placement.ray_address=null"),
+            r"without a running Ray cluster: .* or set rollout\.engine_num_nodes=null",
+        ),
         (("rollout.engine_num_nodes=2", "rollout.symmetric_memory=true"), r"set rollout\.symmetric_memory=false"),
         (
             ("rollout.engine_num_nodes=2", "rollout.remote_experts.count=1"),

@@ -100,7 +100,7 @@ def test_a_death_is_the_cause_of_errors_of_its_peers(monkeypatch: pytest.MonkeyP
 def test_a_lost_node_is_the_cause_of_a_failed_collective(
     monkeypatch: pytest.MonkeyPatch, num_nodes: int, later: float
 ) -> None:
-    """Its connections break at once, but Ray declares it dead later."""
+    """The connections of a lost node break at once, but Ray declares the node dead later."""
     seconds = {"0": 5.0, "1": 5.0 + later, "2": 900.0}
     errors = {"0": failed(CollectiveError("all_gather #4 failed on rank 0")), "1": ActorDiedError()}
     simulated = simulate(monkeypatch, seconds, errors)

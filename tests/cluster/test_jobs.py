@@ -283,7 +283,9 @@ def test_a_run_is_stopped_through_its_control_files_and_the_helper_is_removed() 
 def test_a_run_that_does_not_take_the_request_is_not_killed() -> None:
     state = ServerState(helper_ends_run=False)
     state.add("a", "RUNNING")
-    with pytest.raises(WorkerError, match=r"not taken the request to stop: .*no run is active here.* `stop --now`"):
+    with pytest.raises(
+        WorkerError, match=r"did not confirm the request to stop: DataError: no run is active here; .* stop a --now`"
+    ):
         stop(state, "a")
     assert not state.stopped and state.jobs["a"]["status"] == "RUNNING"
     assert len(state.removed) == 1

@@ -70,7 +70,7 @@ def test_a_marker_that_is_no_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_foreign_path_is_refused_if_the_folder_has_checkpoints(tmp_path: Path) -> None:
-    """Otherwise the same command after a crash would start over and overwrite its checkpoints."""
+    """Without the refusal, the same command would start over after a crash and overwrite its checkpoints."""
     other_dir, run_dir = used_folder(tmp_path / "other"), used_folder(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"checkpoints of its own \(iteration 4\): run\.resume=auto"):
         first_rollout(config(run_dir, resume=str(other_dir / "checkpoints")), run_dir)

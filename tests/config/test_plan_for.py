@@ -58,6 +58,7 @@ def test_an_engine_over_a_part_of_described_nodes_is_refused(address: str) -> No
     [
         (("rollout.tp=8", "rollout.engine_num_nodes=4"), r"set rollout\.engine_num_nodes=null$"),
         (("rollout.tp=12",), r"set rollout\.tp=4 or a multiple of it, at most 8$"),
+        (("rollout.tp=8", "placement.ray_address=null"), r"set rollout\.tp to at most the number of GPUs of a node$"),
     ],
 )
 def test_the_fix_for_an_engine_of_too_many_described_nodes_is_named(keys: tuple[str, ...], fix: str) -> None:

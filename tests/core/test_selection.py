@@ -41,7 +41,7 @@ def test_files_that_share_an_engine_ranks_or_an_import_are_one_group() -> None:
 
 
 def test_files_that_fork_engines_are_in_a_group() -> None:
-    """Otherwise each of them would start a fork server."""
+    """A file outside of the groups would start a fork server of its own."""
     root = Path(__file__).parents[2]
     for path in [*root.glob("tests/engine/test_*.py"), *root.glob("tests/e2e/test_*.py")]:
         file = str(path.relative_to(root))

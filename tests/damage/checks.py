@@ -293,8 +293,3 @@ def _without_rights(enabled: bool) -> Generator[None]:
         yield
     finally:
         setfsuid(0)
-
-
-def digits(text: str) -> str:
-    """Return a message without numbers and paths, to count messages of one kind."""
-    return re.sub(r"/\S+|\d+", "#", text)

@@ -237,7 +237,7 @@ def test_every_epoch_holds_every_prompt_in_a_new_order(tmp_path: Path) -> None:
 def test_no_batch_across_two_epochs_repeats_a_prompt(
     tmp_path_factory: pytest.TempPathFactory, batch: int, refills: int, calls: list[int], resume_index: int
 ) -> None:
-    """Holds for any call sizes and for a resume between calls."""
+    """Draw call sizes and a resume between two calls."""
     path = write(tmp_path_factory.getbasetemp() / "border.jsonl", TEN)
     sizes: dict[str, Any] = {"batch_size": batch, "max_prompts": batch * (1 + refills)}
     prompt_source = source(path, seed=5, **sizes)

@@ -85,7 +85,7 @@ class EngineCase:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def hits(self) -> list[int]:
-        """Return the tokens of each of ``PROMPTS`` that the prefix cache has of them: pages of a token per rank."""
+        """Return the number of tokens of each of ``PROMPTS`` that a repeated request reads from the prefix cache, in full pages."""
         page = lcm(self.dcp, STATES) if self.model in HYBRIDS else self.dcp
         return [(len(ids) - 1) // page * page for ids in PROMPTS]
 

@@ -70,7 +70,7 @@ def test_a_token_without_any_key_gets_nothing() -> None:
 def test_the_c_kernel_returns_log_sum_exp(
     lens: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype
 ) -> None:
-    """In bfloat16 too, outputs are not rounded; requests without keys get zeros and -inf."""
+    """Outputs are float32 for bfloat16 inputs too; requests without keys get zeros and a log-sum-exp of -inf."""
     queries, kv = heads
     q = normal(dim, len(lens), queries, dim).to(dtype)
     keys, values = (normal(seed, 400, kv, dim).to(dtype) for seed in (1, 2))

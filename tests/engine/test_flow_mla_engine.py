@@ -185,7 +185,7 @@ def test_a_rank_holds_the_bytes_of_the_formula(pair: EngineArms) -> None:
 
 
 def test_the_kv_cache_has_the_bytes_that_the_weights_leave(pair: EngineArms) -> None:
-    """SGLang sizes it by the weights in memory, and the planner by config.json."""
+    """Compare the cache that SGLang sizes by the weights in memory with the one that the planner sizes by config.json."""
     num_tokens: list[int] = []
     planned: list[int] = []
     for engine in (pair.plain, pair.flow):
@@ -200,7 +200,7 @@ def test_the_kv_cache_has_the_bytes_that_the_weights_leave(pair: EngineArms) -> 
 
 
 def test_an_engine_ends_if_one_of_its_ranks_is_killed(pair: EngineArms) -> None:
-    """The other rank would wait for the parts of the killed one. The last test, as the engine is lost."""
+    """Kill one rank, for whose parts the other one would wait. This test of the engine runs last, because the engine is lost."""
     engine = pair.flow
     *_, last_rank = processes.pids_of_part(engine.server.pid, "scheduler")
 

@@ -137,7 +137,7 @@ def test_fp8_blocks_are_sharded_after_post_processing(transport: str, monkeypatc
 
 
 def test_weights_that_leave_their_slot_stop_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernels do that need scales of another type."""
+    """Repack a weight after a load, as kernels do that need scales of another type."""
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
     group = GlooRanks(1, SLOTS)
 

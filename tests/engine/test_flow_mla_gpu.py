@@ -272,7 +272,7 @@ def test_a_cuda_graph_replays_gathers_over_weight_updates(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_loads_never_holds_more_than_its_parts_and_a_layer(tmp_path: Path) -> None:
-    """Measured by torch's allocator while layers are built and loaded."""
+    """Compare the formula with the bytes that torch's allocator counts while layers are built and loaded."""
     for peak, end, formula, full in on_two_ranks(count_bytes, tmp_path):
         layer = full // 16
         assert formula == full // RANKS + SLOTS * layer

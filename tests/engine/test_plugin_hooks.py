@@ -49,7 +49,7 @@ def test_a_missing_hook_target_stops_the_engine() -> None:
 
 
 def test_two_plugins_hook_the_same_function() -> None:
-    """SGLang itself would ignore the hook of the second one."""
+    """SGLang itself would ignore the second plugin's hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.utils import weight_versions
 
@@ -68,7 +68,7 @@ def test_two_plugins_hook_the_same_function() -> None:
 
 
 def test_a_hooked_function_is_replaced_in_the_modules_that_imported_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No module is searched for a method."""
+    """A hook of a method searches no module."""
     from sglang.srt.plugins import hook_registry
     from sglang.srt.utils import weight_versions
 

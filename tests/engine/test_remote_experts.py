@@ -172,7 +172,7 @@ def assert_same(actual: tuple[F32, Completion], expected: tuple[F32, Completion]
 
 @pytest.mark.parametrize("name", [name for name in ARMS if name != "all local"])
 def test_results_are_those_of_an_engine_with_all_experts(name: str, arms: Mapping[str, ExpertArm]) -> None:
-    """At the start, after pushes over shared memory and a process group in buckets of one tensor."""
+    """Compare engines at the start, and after pushes over shared memory and a process group in buckets of one tensor."""
     arm, plain = arms[name], arms["all local"] if name not in BOUNDS else None
     assert len(arm.workers) == (2 if "tp2" in name else 1)
     assert len(re.findall("slime_like remote experts: ", arm.log)) == len(arm.workers)
@@ -184,7 +184,7 @@ def test_results_are_those_of_an_engine_with_all_experts(name: str, arms: Mappin
 
 
 def test_a_partial_update_is_refused(arms: Mapping[str, ExpertArm]) -> None:
-    """A matrix of a remote expert is missing on both ranks, or NaN. A complete update follows."""
+    """Push without a matrix of a remote expert, then with NaN in it; both ranks refuse. A complete push succeeds."""
     arm = arms["stream socket tp2"]
     tensors = arm.models.tensors("A")
     missing = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -199,7 +199,7 @@ def test_a_partial_update_is_refused(arms: Mapping[str, ExpertArm]) -> None:
 
 
 def test_a_worker_that_is_killed_is_replaced(arms: Mapping[str, ExpertArm]) -> None:
-    """Between requests and within an update, of one of two ranks; the other rank waits for neither."""
+    """Kill the worker of one of two ranks between requests and within an update; the other rank does not wait for it."""
     arm = arms["stream socket tp2"]
     first, last = (worker.pid for worker in arm.workers)
     psutil.Process(last).send_signal(signal.SIGKILL)
@@ -220,7 +220,7 @@ def test_a_worker_that_is_killed_is_replaced(arms: Mapping[str, ExpertArm]) -> N
 
 
 def test_a_worker_that_is_stopped_is_replaced_by_the_engine(arms: Mapping[str, ExpertArm]) -> None:
-    """Of one of two ranks; the other rank keeps its worker."""
+    """Stop the worker of one of two ranks; the other rank keeps its worker."""
     arm = arms["float16 latent tp2 dcp2"]
     worker, other = arm.workers
     worker.send_signal(signal.SIGSTOP)
@@ -233,7 +233,7 @@ def test_a_worker_that_is_stopped_is_replaced_by_the_engine(arms: Mapping[str, E
 
 
 def test_an_engine_ends_with_a_required_worker(arms: Mapping[str, ExpertArm]) -> None:
-    """The last test, as the engine is lost."""
+    """Kill the worker. This test of the engine runs last, because the engine is lost."""
     arm = arms["batched shared"]
     arm.workers[0].send_signal(signal.SIGKILL)
     with pytest.raises(EngineLost):

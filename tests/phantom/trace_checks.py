@@ -56,7 +56,7 @@ class TraceCase:
 def trace_all(
     world: RankWorld, scratch: Path, layouts: Mapping[str, TraceCase], recipes: Sequence[str], machine: str
 ) -> dict[str, Any]:
-    """Return the traced and the planned peak of each layout, and of each recipe the memory that its GPUs have left."""
+    """Return the traced and the planned peak of each layout, and the free memory of the GPUs under each recipe."""
     del world
     return {
         **{name: _trace(scratch / name.replace(" ", "_"), layout) for name, layout in layouts.items()},

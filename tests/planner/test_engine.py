@@ -90,7 +90,7 @@ def test_flow_mla_saves_the_articles_formula() -> None:
 
 @pytest.mark.parametrize("model", ["DeepSeek-R1", "Qwen3-4B"])
 def test_flow_mla_of_an_engine_has_buffers_for_whole_layers(model: str) -> None:
-    """They are larger by this rank's part of each, with latent attention and with grouped queries."""
+    """The buffers are larger than the article's by this rank's part of each layer, with latent attention and with grouped queries."""
     shape = find_shape("MODEL", model)
     names = flow_projections(shape, "all")
     article = EngineSettings(8, dp_attention=4, flow_mla=names)

@@ -118,7 +118,7 @@ def test_defaults_are_those_of_the_engines_plugin() -> None:
 
 
 def test_ranks_with_memory_of_their_own() -> None:
-    """As on GPUs: the machine and the other ranks have no influence, and only ``max_total_tokens`` limits the tokens."""
+    """The cache of a rank depends on its own memory and ``max_total_tokens``, as on a GPU, not on the machine or other ranks."""
     settings = replace(WIDE, static=0.8, rank_memory=20 * GIB)
     model = find_shape("MODEL", "Qwen3-0.6B")
     expected = (0.8 * 20 * GIB - rank_weights(model, settings)) // token_bytes(model, settings)
@@ -128,6 +128,6 @@ def test_ranks_with_memory_of_their_own() -> None:
 
 
 def test_data_parallel_attention_has_as_many_recurrent_states_as_one_rank() -> None:
-    """Both bound the states of all ranks together, whatever the layout."""
+    """The number of states is for all ranks together, in any layout."""
     spread = replace(ENGINE, gpus=2, dp_attention=2)
     assert host_pool(shape(GDN), spread, available=13 * GIB).slots == host_pool(shape(GDN), ENGINE, 13 * GIB).slots

@@ -63,7 +63,7 @@ def test_traced_peaks_are_within_a_tenth() -> None:
 
 
 def test_page_shows_every_case_with_its_prediction() -> None:
-    """No row is missing, and none is left of a case that the planner no longer predicts."""
+    """The table has a row for every predicted case, and no other rows."""
     page = PAGE.read_text()
     head, *tables = "\n".join(published.lines()).split("\n\n")
     for table in (head, *tables):

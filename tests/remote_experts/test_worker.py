@@ -38,7 +38,7 @@ def commit(client: WorkerClient, version: int = 1) -> None:
 @pytest.mark.parametrize("row_type", RowType)
 @pytest.mark.parametrize("transport", ["shared", "socket"])
 def test_sums_are_those_of_the_maths(transport: str, row_type: RowType) -> None:
-    """More requests than may be in flight, of which the results are taken in reverse order."""
+    """Submit more requests than may be in flight, and take their results in reverse order."""
     with running(ClientSettings(transport=transport, row_type=row_type)) as client:
         assert client.transport == transport
         commit(client)

@@ -18,7 +18,7 @@ from tests.train.ranks import RankWorld
 
 @dataclass(frozen=True)
 class OldChoice:
-    """Log-probabilities under a changed router, and the comparison with its own choice."""
+    """Differences of log-probabilities with replayed and own experts, and the comparison of both choices."""
 
     unchanged: float  # largest difference to the recording pass, with its router and its experts
     moved: float  # largest difference between replayed and own experts, with the changed router

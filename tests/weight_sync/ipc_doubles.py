@@ -20,7 +20,7 @@ NUMBERS = itertools.count()
 
 
 class HostHandles:
-    """Memory of the host; an address is opened once, as of CUDA IPC."""
+    """Memory of the host. As with CUDA IPC, an address can be opened once."""
 
     shared: dict[int, torch.Tensor] = {}  # noqa: RUF012  of all handles of the process, as CUDA's
 

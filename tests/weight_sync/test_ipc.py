@@ -135,7 +135,7 @@ def test_a_rank_without_memory_for_a_bucket_ends_the_push_on_all_ranks(
 
 @pytest.mark.parametrize("fails_at", [-1, 2])
 def test_a_push_gives_its_memory_back_at_its_end(stages: list[dict[str, torch.Tensor]], fails_at: int) -> None:
-    """Also after an error, which refers to the frames that it passed."""
+    """A push that fails frees its memory too, although the error refers to the frames that it passed."""
     buckets: list[weakref.ref[torch.Tensor]] = []
 
     class RecordedBuckets(StageWeights):

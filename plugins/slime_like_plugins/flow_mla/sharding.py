@@ -107,7 +107,7 @@ class ShardedWeights:
         layer.register_forward_hook(lambda module, arguments, output: self.pipeline.advance(index))
 
     def bind(self) -> None:
-        """Allocate a slot for all layers, of which every weight is a view until ``finish_loading``."""
+        """Allocate one slot for all layers. Every weight is a view of it until ``finish_loading``."""
         layouts, parts = [layer.layout for layer in self.layers], [layer.part for layer in self.layers]
         self._gather.share(parts)
         self._pipeline = GatherPipeline(layouts, 1, self._gather, parts[0].device)
@@ -159,7 +159,7 @@ class ShardedWeights:
         return moved
 
     def aliases(self) -> list[str]:
-        """Return messages on tensors that SGLang made while loading as views of a weight, whose layer now has another slot."""
+        """Return a message for each tensor that SGLang created as a view of a weight before the weight's layer got another slot."""
         slots = self.pipeline.slots
         return [
             f"sharded layer {index}: {name} of {type(module).__name__} is in the slot of another layer"

@@ -1,4 +1,4 @@
-"""Batched attention backend with sums in a fixed order; imported in a worker with its model runner."""
+"""Batched attention backend with sums in a fixed order. Imports SGLang's attention, so only workers import it."""
 
 from __future__ import annotations
 

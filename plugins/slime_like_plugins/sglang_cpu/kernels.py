@@ -194,9 +194,9 @@ class CKernels:
         lens_B: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Attend as ``attention`` to ``lens_B`` >= 0 slots. Returns float32 [B, H, D] and log-sum-exp of scores [B, H].
+        """Attend as ``attention`` does, but allow ``lens_B`` of 0. Returns float32 [B, H, D] and log-sum-exp of scores [B, H].
 
-        Without slots, the output is 0 and the log-sum-exp -inf.
+        For a length of 0, the output is 0 and the log-sum-exp -inf.
         """
         out, lse = (torch.empty(queries_BHD.shape[:n], dtype=torch.float32) for n in (3, 2))
         self._attend("partial_attention", queries_BHD, pools, (table, rows_B, lens_B), (out, lse), scale)

@@ -118,10 +118,12 @@ def _check(options: KubernetesOptions, layout: NodeLayout) -> None:
         if not QUANTITY.fullmatch(value):
             raise ConfigError(f"{flag} {value!r} is not a Kubernetes quantity: write e.g. 512Gi")
     if not IMAGE.fullmatch(options.image):
-        raise ConfigError(f"--image {options.image!r} is not the name of an image")
+        raise ConfigError(f"--image {options.image!r} is not the name of an image: write e.g. REGISTRY/NAME:TAG")
     if not options.mount.startswith("/"):
-        raise ConfigError(f"--mount {options.mount!r} is not an absolute path")
+        raise ConfigError(f"--mount {options.mount!r} is not an absolute path: begin it with /")
     if options.cpus < layout.gpus_per_node:
-        raise ConfigError(f"--cpus {options.cpus} is below --gpus-per-node {layout.gpus_per_node}: a rank needs a CPU")
+        raise ConfigError(
+            f"--cpus {options.cpus} is below --gpus-per-node {layout.gpus_per_node}: a rank needs a CPU; raise --cpus"
+        )
     if options.hours < 1:
         raise ConfigError(f"--hours {options.hours} must be 1 or more")

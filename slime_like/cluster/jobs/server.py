@@ -117,7 +117,7 @@ class JobServer:
         return job
 
     async def stop(self, job_id: str) -> None:
-        """Let Ray end the job: SIGTERM, and SIGKILL 3 s later."""
+        """Let Ray end the job: SIGTERM, then SIGKILL after the job's ``RAY_JOB_STOP_WAIT_TIME_S``, which ``job_request`` sets."""
         await self._request("POST", f"/api/jobs/{_quote(job_id)}/stop")
 
     async def remove(self, job_id: str) -> None:

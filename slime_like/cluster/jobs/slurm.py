@@ -69,7 +69,7 @@ def slurm_script(layout: NodeLayout, options: SlurmOptions) -> str:
             raise ConfigError(f"{flag} {value!r} is not a Slurm name: use letters, digits, _ . , / and -")
     if options.cpus_per_node < layout.gpus_per_node:
         raise ConfigError(
-            f"--cpus {options.cpus_per_node} is below --gpus-per-node {layout.gpus_per_node}: a rank needs a CPU"
+            f"--cpus {options.cpus_per_node} is below --gpus-per-node {layout.gpus_per_node}: a rank needs a CPU; raise --cpus"
         )
     directives = {
         "job-name": re.sub(r"[^A-Za-z0-9_.-]+", "-", layout.run_name),

@@ -44,10 +44,10 @@ async def _request_stop(server: JobServer, job: ClusterJob, wait_s: float) -> No
         deadline = Deadline("scripts/submit.py", "stop", wait_s + HELPER_S)
         helper = await wait_for_end(server, request.submission_id, deadline)
         if helper.code and not (await server.job(job.id)).has_ended:
-            output = await server.output(request.submission_id)
+            output = (await server.output(request.submission_id)).strip()
             raise WorkerError(
-                f"the run of job {job.id} has not taken the request to stop: {output.strip().splitlines()[-1:] or helper.reason}; "
-                "try again, or end it by `stop --now`"
+                f"the run of job {job.id} did not confirm the request to stop: {output.splitlines()[-1] if output else helper.reason}; "
+                f"try again, or stop it with `scripts/submit.py stop {job.id} --now`"
             )
     finally:
         with suppress(ProcessLost, SlimeLikeError):

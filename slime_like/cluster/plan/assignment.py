@@ -209,13 +209,13 @@ def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], node
         total = size * num_nodes
         fits = next((n for n in range(num_nodes, total + 1) if total % n == 0 and _have(nodes, n, total // n)), None)
         fix = (
-            f"placement.actor_num_nodes={fits} placement.actor_num_gpus_per_node={total // fits}"
+            f"set placement.actor_num_nodes={fits} placement.actor_num_gpus_per_node={total // fits}"
             if fits
-            else "fewer ranks"
+            else "lower placement.actor_num_nodes or placement.actor_num_gpus_per_node"
         )
         return (
             f"placement.actor_num_nodes={num_nodes} with {size} trainer ranks on each needs {num_nodes} nodes with {size} free "
-            f"GPUs, which the Ray cluster does not have{_describe_free_gpus(nodes)}: add nodes, or set {fix}"
+            f"GPUs, which the Ray cluster does not have{_describe_free_gpus(nodes)}: add nodes, or {fix}"
         )
     if block.role == ENGINE:
         placement = (
@@ -229,7 +229,8 @@ def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], node
         )
     return (
         f"{block.role}.tp={size}: a tensor parallel group of the {block.role} runs on one node, and no "
-        f"node of the Ray cluster has {size} free GPUs{_describe_free_gpus(nodes)}: add nodes, or lower it to {max_free} or less"
+        f"node of the Ray cluster has {size} free GPUs{_describe_free_gpus(nodes)}: add nodes, "
+        + (f"or lower {block.role}.tp to {max_free} or less" if max_free else "or wait until GPUs are free")
     )
 
 

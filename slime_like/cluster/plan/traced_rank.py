@@ -40,7 +40,7 @@ def traces(argv: list[str], description: str | None) -> list[dict[str, Any]]:
     values = config_values(cfg)
     if values is None:
         raise ConfigError(
-            f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} has no config.json yet: run the job's run.prepare"
+            f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} has no config.json yet: start the run once, so that run.prepare writes it"
         )
     with tempfile.TemporaryDirectory(prefix="slime_like-trace-") as folder:
         Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")

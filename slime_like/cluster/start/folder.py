@@ -56,7 +56,9 @@ def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
             with replacing(run_dir / "config.yaml") as scratch:
                 scratch.write_text(to_yaml(cfg), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{run_dir / 'config.yaml'} cannot be written ({reason(error)}): move it away") from error
+            raise ConfigError(
+                f"{run_dir / 'config.yaml'} cannot be written ({reason(error)}): move it away, or choose another run.dir"
+            ) from error
         yield
 
 

@@ -176,7 +176,7 @@ def without_unused_processes() -> Generator[None]:
 
 
 def _agent_command(original: Any) -> Callable[..., list[str]]:
-    """Wrap Ray's function for the first words of a process's command: the dashboard agent gets the stand-in's."""
+    """Wrap Ray's function that returns the first words of a process's command; for the dashboard agent, return the stand-in's."""
 
     def command(component: str, *arguments: Any, **options: Any) -> list[str]:
         if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:

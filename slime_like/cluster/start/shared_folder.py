@@ -31,7 +31,9 @@ def find_separate_nodes(
     try:
         marker.touch()
     except OSError as error:
-        raise ConfigError(f"run.dir={str(run_dir)!r} cannot be written ({reason(error)}): free some space") from error
+        raise ConfigError(
+            f"run.dir={str(run_dir)!r} cannot be written ({reason(error)}): free some space, or correct its permissions"
+        ) from error
     try:
         refs = [group.start(RankWorker.node_without_file, str(marker)) for group in groups]
         all_refs: Refs[str] = {name: ref for group_refs in refs for name, ref in group_refs.items()}

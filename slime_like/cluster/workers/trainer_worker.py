@@ -127,7 +127,7 @@ class TrainerWorker(RankWorker):
         return self.trainer.device_state
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
-        """Move parts as ``RankWorker`` does. Memory without any of them counts as the peak of phase collect."""
+        """Move parts as ``RankWorker`` does. If no part stays, record the remaining memory as the peak of phase collect."""
         super().keep_on_device(parts)
         if not parts:
             with self._peaks(COLLECT):

@@ -13,22 +13,24 @@ def check_engine_nodes(cfg: TrainConfig, num_nodes: int) -> None:
     rollout = cfg.rollout
     if num_nodes == 1:
         return
-    subject = (
-        f"{KEY}={num_nodes}" if rollout.engine_num_nodes else f"rollout.tp={rollout.tp}, engines of {num_nodes} nodes"
-    )
+    if rollout.engine_num_nodes:
+        subject, fix = f"{KEY}={num_nodes}", f"{KEY}=null (with rollout.tp of at most the GPUs of a node)"
+    else:
+        subject = f"rollout.tp={rollout.tp}, which needs engines of {num_nodes} nodes"
+        fix = "rollout.tp to at most the number of GPUs of a node"
     if rollout.tp % num_nodes:
         raise ConfigError(
-            f"{subject} with rollout.tp={rollout.tp}: every node of an engine has the same number of ranks; set a divisor of "
-            "rollout.tp"
+            f"{subject} with rollout.tp={rollout.tp}: every node of an engine has the same number of ranks; set {KEY} to a "
+            "divisor of rollout.tp"
         )
     if cfg.placement.ray_address is None:
         raise ConfigError(
-            f"{subject} needs a running Ray cluster: set placement.ray_address=auto or its address, or {KEY}=null"
+            f"{subject}, without a running Ray cluster: set placement.ray_address=auto or its address, or set {fix}"
         )
     if rollout.flow_mla.enabled and rollout.flow_mla.transport == "p2p":
         raise ConfigError(
-            f"{subject} with rollout.flow_mla.transport=p2p: a rank cannot read the memory of another node; remove "
-            "rollout.flow_mla.transport, or make rollout.tp fit one node"
+            f"{subject} with rollout.flow_mla.transport=p2p: a rank cannot read the memory of another node; set "
+            "rollout.flow_mla.transport=collective"
         )
     if rollout.symmetric_memory:
         raise ConfigError(

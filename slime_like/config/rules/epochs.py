@@ -29,8 +29,7 @@ def resolve_epochs(cfg: TrainConfig) -> None:
     if not (rollouts := rows // prompts * epochs):
         raise ConfigError(
             f"loop.num_epoch={epochs}: the {rows} rows of data.train={cfg.data.train!r} are fewer than "
-            f"rollout.batch_size={prompts}: an epoch has no complete rollout; lower rollout.batch_size, or set loop.num_rollout"
-            f" "
-            "and loop.num_epoch=null"
+            f"rollout.batch_size={prompts}: an epoch has no complete rollout; lower rollout.batch_size, or set "
+            "loop.num_rollout and loop.num_epoch=null"
         )
     cfg.loop.num_rollout = rollouts

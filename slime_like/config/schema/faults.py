@@ -148,5 +148,5 @@ class ChaosConfig(Config):
             if parse_fault(text).rollout_id >= num_rollout:
                 raise ConfigError(
                     f"chaos.faults: {text!r} is never reached: rollouts count from 0, and the last of "
-                    f"loop.num_rollout={num_rollout} is {num_rollout - 1}"
+                    f"loop.num_rollout={num_rollout} is {num_rollout - 1}; name an earlier rollout, or raise loop.num_rollout"
                 )

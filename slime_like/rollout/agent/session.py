@@ -194,5 +194,5 @@ class Session:
 
 
 def _tools(request: ChatRequest) -> str:
-    """Return a text that is equal for equal template inputs other than messages, which templates put at the start."""
+    """Return a key of the tools and template arguments, which templates put before the messages. Equal inputs have equal keys."""
     return repr((request.tools, sorted(request.chat_template_kwargs.items())))

@@ -84,7 +84,7 @@ class PauseGate:
 
     @asynccontextmanager
     async def passage(self) -> AsyncGenerator[None]:
-        """Hold one request inside the gate, after waiting until the gate is open."""
+        """Wait until the gate is open; a request counts as inside the gate until the block ends."""
         while not self._open.is_set():  # the gate may be shut again before this task runs
             await self._open.wait()
         self._num_inside += 1

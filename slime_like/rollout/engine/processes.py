@@ -126,8 +126,8 @@ def last_lines(path: str, begin: int = 0) -> list[str]:
 def headline(lines: list[str]) -> str:
     """Return the error message among the lines of a log; callers print it before the log's last lines.
 
-    A plugin's message comes first, since a worker that stops with one makes the server fail later; then the last exception of
-    this project. Without either, return the last printed line that looks like an error.
+    A plugin's message takes precedence: a worker stops with it, and the server's own errors follow. Next is the last exception
+    of this project, then the last line that looks like an error.
     """
     plugin = [line.strip() for line in lines if line.lstrip().startswith("slime_like plugin")]
     plugin += [line.strip() for line in lines if re.match(r"slime_like(_plugins)?\.[\w.]+: ", line)][-1:]

@@ -36,7 +36,7 @@ class ScoredSequence:
 
     @property
     def identity(self) -> bytes:
-        """Key of equal sequences: engines share the scored ones."""
+        """Key of the tokens and experts: the trainer scores sequences with equal keys once."""
         return self.token_ids.tobytes() + (b"" if self.experts is None else self.experts.tobytes())
 
 
