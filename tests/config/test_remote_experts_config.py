@@ -54,6 +54,13 @@ RULES = {
         f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file=k rollout.num_engines=2",
         "a worker serves one rank",
     ),
+    "address": (f"{ON} {KEY}.workers=[host] {KEY}.key_file=k", f"{KEY}.workers=['host']", "is not HOST:PORT"),
+    "port": (f"{ON} {KEY}.workers=[host:0] {KEY}.key_file=k", f"{KEY}.workers=['host:0']", "port 0", "set the port"),
+    "address twice": (
+        f"{ON} {KEY}.workers=[a:1,a:1] {KEY}.key_file=k rollout.tp=2",
+        "occurs twice",
+        "start a worker for each",
+    ),
     "deterministic": (f"{ON} run.deterministic=true", "run.deterministic=true", f"set {KEY}.count=0"),
     "attention groups": (f"{ON} rollout.tp=2 rollout.dp_attention=2", "not been tested", "rollout.dp_attention=1"),
     "balancer": (f"{ON} rollout.sglang.enable_eplb=true", "enable_eplb=True", "between ranks", "remove it"),
@@ -95,7 +102,10 @@ def test_experts_that_the_model_does_not_have_are_refused(argv: list[str], tmp_p
     settings = f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file={key}"
     with pytest.raises(ConfigError, match="openssl rand"):
         check(settings)
-    key.write_text("0" * 32)
+    key.write_text("0" * 15)
+    with pytest.raises(ConfigError, match=f"{KEY}.key_file: {key} has 15 characters.*at least 16; create it"):
+        check(settings)
+    key.write_text("0" * 16)
     key.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
         check(settings)
@@ -131,6 +141,8 @@ def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPat
     assert from_json(os.environ[VARIABLE]) == RemoteOptions(experts=(3, 1), policy="fallback", deadline_s=7.0)
     with pytest.raises(SystemExit, match="--remote-experts-capacity=0 must lie in"):
         flags.enable(["--remote-experts-count", "2", "--remote-experts-capacity", "0"], "remote_experts")
+    with pytest.raises(SystemExit, match="--remote-experts-key-file=None"):
+        flags.enable(["--remote-experts-count", "2", "--remote-experts-workers", "a:1"], "remote_experts")
 
 
 def test_updates_that_bypass_the_loaders_are_refused() -> None:

@@ -117,7 +117,7 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
     scores = [row["eval/heldout"] for row in rows if "eval/heldout" in row]
     assert len(scores) == 2 and scores[1] > scores[0] + MIN_RISE, scores
     assert len(killed) == has_worker and not workers()
-    assert log.count("slime_like remote experts: ") >= 2 * has_worker, "no second worker"
+    assert ("a new worker replaces it" in log) == has_worker
     if "algo.routing_replay=rollout" in case.layout:
         assert "train/routed_experts_differ_max" in rows[1]
     for row in rows:

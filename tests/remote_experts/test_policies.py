@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +26,7 @@ from slime_like_plugins.remote_experts.mode import STREAM_ROWS
 from slime_like_plugins.remote_experts.process import ExpertProcess, WorkerOrigin
 from slime_like_plugins.remote_experts.routing import split
 from slime_like_plugins.remote_experts.serving import WorkerSettings
+from slime_like_plugins.remote_experts.worker import serve
 from tests.remote_experts.forked_layer import (
     BOUNDS,
     DEADLINE_S,
@@ -36,7 +41,7 @@ from tests.remote_experts.forked_layer import (
     experts_of,
     update,
 )
-from tests.remote_experts.workers import SHAPES
+from tests.remote_experts.workers import SHAPES, private_key
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +149,7 @@ def test_a_worker_that_ends_or_stalls(policy: str, fault: Callable[[psutil.Proce
             assert_sums(experts, 2.0, seed=2)
 
 
-def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The update itself reports the failure, a new worker gets what was written so far, and close never hangs."""
     with experts_of(OPTIONS) as experts:
         kill(worker_of(experts))
@@ -162,6 +167,7 @@ def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(experts, "write", write)
         assert update(experts, 3.0) == ""
+        assert "a new worker replaces it" in caplog.text
         assert_sums(experts, 3.0)
         process = worker_of(experts)
         stop(process)
@@ -206,7 +212,7 @@ def test_a_worker_that_always_fails_is_replaced_a_few_times(monkeypatch: pytest.
     experts = RemoteExperts(replace(OPTIONS, policy="respawn"), 0)
     opened: list[int] = []
 
-    def fail(shapes: object) -> None:
+    def fail(*_: object) -> None:
         opened.append(1)
         raise PeerLost("it fails")
 
@@ -215,3 +221,32 @@ def test_a_worker_that_always_fails_is_replaced_a_few_times(monkeypatch: pytest.
     with pytest.raises(RemoteExpertsLost, match="after 3 new workers: it fails"):
         assert_sums(experts)
     assert len(opened) == 4
+
+
+def test_a_listening_worker_that_nobody_starts_again_ends_the_engine_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With respawn: the limit of a new connection is not that of a start, of which four exceed SGLang's watchdog."""
+    monkeypatch.setattr("slime_like_plugins.remote_experts.experts.RECONNECT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        path = private_key(tmp_path)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        serving = threading.Thread(target=serve_one, args=(listener, path.read_bytes()), daemon=True)
+        serving.start()
+        options = replace(PATIENT, policy="respawn", workers=(address,), key_file=str(path))
+        with experts_of(options) as experts:
+            assert_sums(experts)
+            listener.close()
+            experts._link.client._connection._socket.shutdown(socket.SHUT_WR)
+            serving.join(20)
+            started = time.monotonic()
+            with pytest.raises(RemoteExpertsLost, match=f"after 3 new workers: .* cannot connect to {address}"):
+                assert_sums(experts, seed=1)
+            assert time.monotonic() - started < 20
+
+
+def serve_one(listener: socket.socket, secret: bytes) -> None:
+    """Serve one engine."""
+    sock, _ = listener.accept()
+    with contextlib.suppress(PeerLost):
+        serve(sock, WorkerSettings(), secret)

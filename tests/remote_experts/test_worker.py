@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from slime_like.config.schema.remote_experts import parse_address
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like_plugins.remote_experts import key, process, worker
 from slime_like_plugins.remote_experts.client import IN_FLIGHT, ClientSettings, WorkerClient, WorkerRefusal
@@ -21,7 +22,16 @@ from slime_like_plugins.remote_experts.frames import FrameError, FrameKind, Head
 from slime_like_plugins.remote_experts.region import Region
 from slime_like_plugins.remote_experts.serving import WorkerSettings
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
-from tests.remote_experts.workers import SHAPES, reference, requests, running, weights_of, write_all
+from tests.remote_experts.workers import (
+    SHAPES,
+    accept_all,
+    private_key,
+    reference,
+    requests,
+    running,
+    weights_of,
+    write_all,
+)
 
 BOUNDS = {RowType.float32: 2e-6, RowType.float16: 4e-3, RowType.bfloat16: 3e-2}  # relative to the largest sum
 MATRICES = weights_of(SHAPES)
@@ -200,14 +210,12 @@ def listening_worker(secret: bytes) -> tuple[str, threading.Thread]:
 
 @pytest.mark.parametrize("same_key", [True, False])
 def test_a_listening_worker_serves_only_engines_with_its_key(tmp_path: Path, same_key: bool) -> None:
-    path = tmp_path / "key"
-    path.write_text("0123456789abcdef0123")
-    path.chmod(0o600)
+    path = private_key(tmp_path)
     secret = key.read_key(path)
     address, thread = listening_worker(secret if same_key else b"another key of some length")
     origin = process.WorkerOrigin(address, path)
     if not same_key:
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match=f"worker 0 closed the connection; .* another key than that in {path}"):
             process.connect(origin, "worker 0", 5)
     else:
         client = WorkerClient(process.connect(origin, "worker 0", 5), ClientSettings(name="worker 0"))
@@ -219,10 +227,31 @@ def test_a_listening_worker_serves_only_engines_with_its_key(tmp_path: Path, sam
     assert not thread.is_alive()
 
 
+def test_an_engine_waits_for_a_worker_that_serves_another_engine_or_has_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first attempt is logged, so that nobody waits without a reason on the screen."""
+    monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
+    monkeypatch.setattr(key, "PROOF_S", 0.3)
+    path = private_key(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        origin = process.WorkerOrigin(f"127.0.0.1:{listener.getsockname()[1]}", path)
+        with pytest.raises(PeerLost, match=f"worker 0: {origin.address} accepts connections but does not answer"):
+            process.connect(origin, "worker 0", 0.1)
+        serving = threading.Timer(1.0, accept_all, (listener, key.read_key(path)))
+        serving.start()
+        process.connect(origin, "worker 0", 60).close()
+        listener.shutdown(socket.SHUT_RDWR)  # ends the accept
+        serving.join(20)
+        assert not serving.is_alive()
+    with pytest.raises(PeerLost, match=f"worker 0: cannot connect to {origin.address} .Connection refused"):
+        process.connect(origin, "worker 0", 0.5)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.rpartition("; ")[2] for message in messages] == ["trying again for 60 s", "trying again for 0 s"]
+
+
 def test_an_impostor_that_does_not_know_the_key_is_not_used(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_text("0123456789abcdef0123")
-    path.chmod(0o600)
+    path = private_key(tmp_path)
     ours, theirs = socket.socketpair()
     impostor = Connection(theirs, "the engine", 1000)
     impostor.queue(Header(FrameKind.CHALLENGE, payload_bytes=32), buffers=[bytes(32)])
@@ -249,7 +278,7 @@ def test_a_key_file_that_is_not_private_or_too_short_is_refused(
 @pytest.mark.parametrize("address", ["7100", "host:", "host:99999", ":7100", "host:port"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        key.parse_address(address)
+        parse_address(address)
 
 
 @pytest.mark.parametrize(

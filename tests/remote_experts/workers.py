@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,23 @@ def reference(rows: Tensor, ids: Any, weights: Any, matrices: dict[str, Tensor])
             gate, up = (matrices["w13"][int(expert)].double() @ rows[token].double()).chunk(2)
             out[token] += float(scale) * (matrices["w2"][int(expert)].double() @ (gate / (1 + torch.exp(-gate)) * up))
     return out
+
+
+def private_key(folder: Path) -> Path:
+    """Return the path of a key that only this user can read."""
+    path = folder / "key"
+    path.touch(0o600)
+    path.write_text("0123456789abcdef0123")
+    return path
+
+
+def accept_all(listener: socket.socket, secret: bytes) -> None:
+    """Serve the connections of a listener in turn until it is shut down."""
+    with contextlib.suppress(OSError):
+        while True:
+            sock, _ = listener.accept()
+            with contextlib.suppress(SlimeLikeError):
+                serve(sock, WorkerSettings(), secret)
 
 
 @contextlib.contextmanager

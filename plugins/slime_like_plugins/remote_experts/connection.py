@@ -8,8 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from slime_like.errors import SlimeLikeError
+from slime_like.util.deadline import scale
+from slime_like.util.peers import end_with_lost_peer
 from slime_like_plugins.remote_experts.frames import HEADER_BYTES, Frame, Header, pack, unpack
 
+PEER_TIMEOUT_S = 60.0  # a peer on another machine that acknowledges nothing for this long is lost
 BUFFER_BYTES = 4 << 20  # size of the kernel's buffer for each direction; it may grant less
 type Buffer = bytes | bytearray | memoryview
 
@@ -28,6 +31,7 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end_with_lost_peer(sock, PEER_TIMEOUT_S * scale())
         self._socket, self._peer, self.max_payload = sock, peer, max_payload
         self._outgoing: deque[memoryview] = deque()
         self._incoming: deque[Frame] = deque()

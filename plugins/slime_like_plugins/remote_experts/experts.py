@@ -22,6 +22,8 @@ from slime_like_plugins.remote_experts.shapes import ExpertShapes
 
 logger = logging.getLogger(__name__)
 MAX_RESTARTS = 3  # workers in a row that failed before they answered a request
+RECONNECT_S = 30.0  # time for each of them, if another program starts workers, to accept the connection
+REPLACED = "slime_like remote experts: %s; a new worker replaces it"
 FIX = "see the worker's error above, or set rollout.remote_experts.policy=fallback or respawn"
 
 type LocalSums = Callable[[Callable[[], None]], Tensor]
@@ -150,6 +152,7 @@ class RemoteExperts:
         """Replace a failed worker by one with the weights written so far, if the policy is respawn; return True on success."""
         if self._options.policy != "respawn" or not self._failure:
             return False
+        logger.warning(REPLACED, self._failure)
         self._failure = ""
         self._try(self._respawn)
         return not self._failure
@@ -202,7 +205,7 @@ class RemoteExperts:
             return
         self._restarts_in_a_row += 1
         if self._options.policy == "respawn" and self._restarts_in_a_row <= MAX_RESTARTS:
-            logger.warning("slime_like remote experts: %s; a new worker replaces it", error)
+            logger.warning(REPLACED, error)
             return
         attempts = f" after {MAX_RESTARTS} new workers" if self._options.policy == "respawn" else ""
         raise RemoteExpertsLost(f"remote experts are lost{attempts}: {error}; {FIX}") from error
@@ -219,7 +222,7 @@ class RemoteExperts:
         self._link.abandon()
         self._restarts += 1
         try:
-            self._link.open(self._shapes)
+            self._link.open(self._shapes, RECONNECT_S)
         except ConfigError as error:
             raise RemoteExpertsLost(f"remote experts are lost: {error}") from error
         self._link.send(self._copy.matrices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
@@ -50,7 +51,8 @@ def enable(argv: Sequence[str], name: str) -> None:
     try:
         config.check(PREFIX)
     except ConfigError as error:
-        raise SystemExit(f"slime_like plugin {name!r}: {error}") from error
+        text = re.sub(rf"{PREFIX}\w+", lambda flag: flag[0].replace("_", "-"), str(error))
+        raise SystemExit(f"slime_like plugin {name!r}: {text}") from error
     values: dict[str, Any] = {key: value for key in names if (value := getattr(config, key)) is not None}
     lists: dict[str, Any] = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     options = RemoteOptions(**(values | lists))

@@ -9,6 +9,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from slime_like.config.schema.remote_experts import MIN_KEY
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
 from slime_like_plugins.remote_experts.connection import Connection
@@ -16,7 +17,6 @@ from slime_like_plugins.remote_experts.frames import Frame, FrameError, FrameKin
 
 NONCE_BYTES = 32
 MAX_PAYLOAD = 256  # bytes that an unknown peer may send
-MIN_KEY = 16  # characters
 PROOF_S = 10.0
 
 
@@ -33,14 +33,6 @@ def read_key(path: Path) -> bytes:
             f"key file {path} has {len(text)} characters: use at least {MIN_KEY}, e.g. `openssl rand -hex 32`"
         )
     return text
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``. Raises ``ConfigError``."""
-    host, separator, port = text.rpartition(":")
-    if not (host and separator and port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(f"address {text!r} of a worker is not HOST:PORT, such as 127.0.0.1:7100")
-    return host.strip("[]"), int(port)
 
 
 def admit(connection: Connection, secret: bytes) -> None:

@@ -54,8 +54,11 @@ class WorkerLink:
             o = self._options
             self._process = ExpertProcess(WorkerOrigin(threads=o.threads, device=o.device))
 
-    def open(self, shapes: ExpertShapes) -> WorkerClient:
-        """Connect, and let the worker allocate its experts. Raises one of ``FAILURES``, or ``ConfigError``."""
+    def open(self, shapes: ExpertShapes, connect_s: float = START_S) -> WorkerClient:
+        """Connect, and let the worker allocate its experts. Raises one of ``FAILURES``, or ``ConfigError``.
+
+        ``connect_s``: seconds in which a worker that another program starts has to accept the connection.
+        """
         self.start()
         o = self._options
         settings = ClientSettings(self.name, o.transport, RowType[o.payload_dtype], o.deadline_s, o.shared_bytes)
@@ -63,7 +66,7 @@ class WorkerLink:
             connection = Connection(self._process.socket, self.name, WRITE_BYTES)
         else:
             origin = WorkerOrigin(self._address(), Path(o.key_file))
-            connection = connect(origin, self.name, START_S)
+            connection = connect(origin, self.name, connect_s)
         client = WorkerClient(connection, settings)
         try:
             client.open(shapes, START_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -11,10 +12,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_like.errors import SlimeLikeError
+from slime_like.config.schema.remote_experts import parse_address
+from slime_like.errors import DeadlineExceeded, SlimeLikeError
 from slime_like_plugins.remote_experts import key
 from slime_like_plugins.remote_experts.connection import Connection, PeerLost
 
+logger = logging.getLogger(__name__)
 MODULE = "slime_like_plugins.remote_experts.worker"
 END_S = 2.0
 RETRY_S = 0.2
@@ -69,25 +72,42 @@ class ExpertProcess:
 
 
 def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
-    """Connect to a worker that listens, and prove the key. Retries until ``seconds`` have passed.
+    """Connect to a worker that listens, and prove the key.
 
-    Raises ``PeerLost`` if nothing listens there, ``FrameError`` if the worker has another key.
+    Retries until ``seconds`` have passed if nothing listens there, or if the worker serves another engine. Raises ``PeerLost``, or
+    ``FrameError`` if the worker has another key.
     """
-    host, port = key.parse_address(origin.address)
     assert origin.key_file is not None, "rules require a key file with an address"
     secret = key.read_key(origin.key_file)
-    until = time.monotonic() + seconds
+    until, is_first = time.monotonic() + seconds, True
     while True:
         try:
-            sock = socket.create_connection((host, port), timeout=max(RETRY_S, until - time.monotonic()))
-            connection = Connection(sock, name, key.MAX_PAYLOAD)
-            break
+            sock = socket.create_connection(
+                parse_address(origin.address), timeout=max(RETRY_S, until - time.monotonic())
+            )
         except OSError as error:
-            if time.monotonic() + RETRY_S > until:
-                raise PeerLost(f"{name}: cannot connect to {origin.address} ({error.strerror or error})") from error
-            time.sleep(RETRY_S)
+            problem = f"cannot connect to {origin.address} ({error.strerror or error})"
+        else:
+            try:
+                return _admitted(sock, secret, name, origin.key_file)
+            except DeadlineExceeded:
+                problem = f"{origin.address} accepts connections but does not answer; a worker that serves another engine does not"
+        if time.monotonic() + RETRY_S > until:
+            raise PeerLost(f"{name}: {problem}")
+        if is_first:
+            logger.warning("slime_like remote experts: %s: %s; trying again for %.0f s", name, problem, seconds)
+        is_first = False
+        time.sleep(RETRY_S)
+
+
+def _admitted(sock: socket.socket, secret: bytes, name: str, key_file: Path) -> Connection:
+    """Return the connection over ``sock`` after both ends have proved the key."""
+    connection = Connection(sock, name, key.MAX_PAYLOAD)
     try:
         key.prove(connection, secret, name)
+    except PeerLost as error:
+        connection.close()
+        raise PeerLost(f"{error}; it does so if it was started with another key than that in {key_file}") from error
     except SlimeLikeError:
         connection.close()
         raise

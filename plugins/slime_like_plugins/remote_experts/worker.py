@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from slime_like.config.schema.remote_experts import parse_address
 from slime_like.errors import ConfigError, DeadlineExceeded, SlimeLikeError
 from slime_like.printable import print_output
 from slime_like.util.ports import listen
@@ -43,7 +44,7 @@ def serve(sock: socket.socket, settings: WorkerSettings, secret: bytes | None = 
 
 def listen_address(text: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``, or loopback and port of ``PORT``. Raises ``ConfigError``."""
-    return key.parse_address(f"{LOOPBACK}:{text}" if text.isdecimal() else text)
+    return parse_address(f"{LOOPBACK}:{text}" if text.isdecimal() else text)
 
 
 def listen_and_serve(address: str, secret: bytes, settings: WorkerSettings) -> None:

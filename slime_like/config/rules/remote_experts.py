@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from slime_like.config.rules.hf import HfConfig
-from slime_like.config.schema.remote_experts import UNSUPPORTED_FIELDS, field_obstacle
+from slime_like.config.schema.remote_experts import MIN_KEY, UNSUPPORTED_FIELDS, field_obstacle
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile
@@ -69,7 +69,9 @@ def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _check_key(path: Path) -> None:
-    InputFile(path, ConfigError, "create it with e.g. `openssl rand -hex 32`", key=f"{KEY}.key_file").data()
+    file = InputFile(path, ConfigError, "create it with e.g. `openssl rand -hex 32`", key=f"{KEY}.key_file")
+    if (length := len(file.data().strip())) < MIN_KEY:
+        raise file.refused(f"has {length} characters, but a key needs at least {MIN_KEY}")
     state = path.stat()
     if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or state.st_uid != os.getuid():
         raise ConfigError(f"{KEY}.key_file={path} can be read by other users: run `chmod 600 {path}` as its owner")

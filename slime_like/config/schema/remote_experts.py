@@ -18,6 +18,7 @@ POLICIES = ("required", "fallback", "respawn")
 PAYLOAD_DTYPES = ("float32", "float16", "bfloat16")
 CAPACITY, MAX_CAPACITY = 1024, 4096
 DEADLINE_S = 30.0
+MIN_KEY = 16  # characters of the key of running workers
 
 
 @dataclass(kw_only=True)
@@ -84,12 +85,35 @@ class RemoteExpertsConfig(Config):
                 f"{prefix}workers={self.workers} and {prefix}key_file={self.key_file!r}: running workers and their key are set "
                 "together; set both or neither"
             )
+        if problem := _workers_problem(self.workers):
+            raise ConfigError(f"{prefix}workers={self.workers}: {problem}")
         if self.shared_bytes < 0:
             raise ConfigError(f"{prefix}shared_bytes={self.shared_bytes} must be at least 0")
         if not self.enabled and self != type(self)():
             raise ConfigError(
                 f"{prefix}* has no effect without remote experts: set {prefix}count, or remove the other keys"
             )
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``. Raises ``ConfigError``."""
+    host, separator, port = text.rpartition(":")
+    if not (host and separator and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"address {text!r} of a worker is not HOST:PORT, such as 127.0.0.1:7100")
+    return host.strip("[]"), int(port)
+
+
+def _workers_problem(workers: list[str]) -> str:
+    """Return the reason why workers cannot have these addresses, or an empty text."""
+    try:
+        addresses = [parse_address(text) for text in workers]
+    except ConfigError as error:
+        return str(error)
+    if any(port == 0 for _, port in addresses):
+        return "port 0 is no address: set the port at which the worker says that it listens"
+    if len({*addresses}) < len(addresses):
+        return "an address occurs twice, but a worker serves one rank: start a worker for each"
+    return ""
 
 
 def placement_problem(count: int, experts: list[int], load_file: str | None) -> str:

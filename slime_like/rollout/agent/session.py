@@ -169,23 +169,26 @@ class Session:
         return episode
 
     def _to_reply(self, request: ChatRequest, completion: Completion, episode: Episode, number: int) -> AgentReply:
-        token_ids = completion.token_ids.tolist()
         parsed = find_calls(self._text) if request.tools else find_calls("")
         answer = AgentReply(
             answer_id=f"chatcmpl-{self._context.first_sample_id + self._index}-{number}",
             created=int(time.time()),
             request=request,
             completion=completion,
-            pieces=tuple(self._context.tokenizer.decode([token]) for token in token_ids) if request.logprobs else (),
+            pieces=self._pieces(completion) if request.logprobs else (),
             content=parsed.content if parsed.calls else self._text,
             calls=tuple((f"call_{number}_{i}", *call) for i, call in enumerate(parsed.calls)),
-            num_prompt_tokens=len(episode) - len(token_ids),
+            num_prompt_tokens=len(episode) - len(completion.token_ids),
         )
         messages = (*request.messages, Message.model_validate(answer.message))  # as a client sends it back
         self._turns.append(
             Turn(tuple(message.identity() for message in messages), _tools(request), episode, len(episode))
         )
         return answer
+
+    def _pieces(self, completion: Completion) -> tuple[str, ...]:
+        """Return the text of each sampled token."""
+        return tuple(self._context.tokenizer.decode([token]) for token in completion.token_ids.tolist())
 
     def _note_overrides(self, request: ChatRequest) -> None:
         requested = {"temperature": request.temperature, "top_p": request.top_p}

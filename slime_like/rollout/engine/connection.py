@@ -13,8 +13,8 @@ from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.replies import error_text
 from slime_like.util.deadline import Deadline, scale
+from slime_like.util.peers import end_with_lost_peer
 
-NUM_PROBES = 3  # within ``peer_timeout_s``, on a connection on which nothing is sent
 KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on a connection about to be closed
 
 
@@ -82,11 +82,6 @@ class EngineConnection:
     def _open_socket(self, address: tuple[Any, ...]) -> socket.socket:
         """Return a socket that fails once its peer has acknowledged neither data nor probes for ``peer_timeout_s``."""
         family, kind, protocol, *_ = address
-        seconds = self._peer_timeout_s * scale()
         opened = socket.socket(family, kind, protocol)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            opened.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / NUM_PROBES)))
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        end_with_lost_peer(opened, self._peer_timeout_s * scale())
         return opened

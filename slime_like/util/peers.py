@@ -1,0 +1,19 @@
+"""TCP connections whose peer may lose power or its network link, which closes no connection."""
+
+from __future__ import annotations
+
+import socket
+
+NUM_PROBES = 3  # within the time limit, on a connection on which nothing is sent
+
+
+def end_with_lost_peer(sock: socket.socket, seconds: float) -> None:
+    """Let the kernel end a TCP connection once its peer has acknowledged neither data nor probes for ``seconds``.
+
+    The kernel of a stopped or busy process acknowledges until its buffer is full.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        sock.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / NUM_PROBES)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
