@@ -95,7 +95,7 @@ PARTS: tuple[EvidencePart, ...] = (
     EvidencePart(
         "ipc",
         "Weights from one process to another over CUDA IPC",
-        (*PYTEST, "--noconftest", "tests/weight_sync/test_ipc_gpu.py"),
+        (*PYTEST, "--noconftest", "tests/weight_sync/test_ipc_gpu.py", "tests/weight_sync/test_shared_gpu.py"),
         5,
     ),
     EvidencePart("step", "Speed, memory and synchronisations of a training step", ("benchmarks/gpu_step.py",), 15, ("megatron",)),

@@ -24,6 +24,7 @@ class CallCounts:
     shares: int = 0  # handles of device memory for other processes
     openings: int = 0  # of such handles
     closings: int = 0
+    pageable_copies: int = 0  # copies to the host whose target is not pinned
 
     def __sub__(self, earlier: CallCounts) -> CallCounts:
         """Return the calls since ``earlier``."""

@@ -6,6 +6,7 @@ torch does not free shared memory before every address of it has been opened and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,13 @@ if TYPE_CHECKING:
 FIELDS = ("device", "handle", "num_bytes", "offset", "counter", "counter_offset", "event", "waits")
 """Result of torch's function that shares a storage."""
 BYTES = ("handle", "counter", "event")
+SHARED_MEMORY = Path("/dev/shm")  # has torch's files of counters
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+UNSHAREABLE = {
+    "expandable_segments:true": "memory in expandable segments",  # torch passes file descriptors, which containers often forbid
+    "backend:cudamallocasync": "memory of cudaMallocAsync",
+}
+"""Setting of torch's allocator, in lower case -> its memory, which has no CUDA IPC handle."""
 
 
 def share(memory: Tensor) -> dict[str, Any]:
@@ -27,12 +34,16 @@ def share(memory: Tensor) -> dict[str, Any]:
 def open_shared(address: Mapping[str, Any], device: int) -> Tensor:
     """Return the bytes at an address, mapped for ``device``.
 
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` on a malformed address, ``RuntimeError`` if CUDA cannot open it.
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` on a malformed address, ``RuntimeError`` if CUDA cannot open it, or if this
+    process has another /dev/shm than the sender.
     """
     import torch
 
     fields = dict(address) | {name: bytes.fromhex(address[name]) for name in BYTES}
     fields["device"] = device
+    counter = SHARED_MEMORY / fields["counter"].decode().lstrip("/")
+    if not counter.exists():  # torch ignores it, and the sender's memory would never be freed
+        raise RuntimeError(f"{counter}, torch's count of its users, is not in this process's {SHARED_MEMORY}")
     storage_type: Any = torch.UntypedStorage
     storage: torch.UntypedStorage = storage_type._new_shared_cuda(*(fields[name] for name in FIELDS))
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
@@ -47,21 +58,20 @@ def forget(address: Mapping[str, Any]) -> None:
     storage_type._release_ipc_counter(counter, offset, device=address["device"])
 
 
-def expandable_segments_message(setting: str) -> str:
-    """Return the error of a run that needs addresses of memory, with the result of ``expandable_segments``."""
-    return (
-        f"weights.transport=ipc with {setting}: memory in expandable segments has no CUDA IPC handle; remove the setting, or set "
-        "weights.transport=tensor"
-    )
+def unshareable_memory_message(setting: str) -> str:
+    """Return the error of a run that needs addresses of memory, with the result of ``unshareable_memory``."""
+    kind = next(kind for option, kind in UNSHAREABLE.items() if option in _normalised(setting))
+    return f"weights.transport=ipc with {setting}: {kind} has no CUDA IPC handle; remove the setting, or set weights.transport=tensor"
 
 
-def expandable_segments(environment: Mapping[str, str]) -> str:
-    """Return ``VARIABLE=value`` if torch's allocator is told to use expandable segments, else "".
-
-    CUDA has no IPC handles for such memory; torch passes file descriptors instead, which containers often forbid.
-    """
+def unshareable_memory(environment: Mapping[str, str]) -> str:
+    """Return ``VARIABLE=value`` if it selects an allocator of torch whose memory has no CUDA IPC handle, else ""."""
     for variable in ALLOCATOR_VARIABLES:
         value = environment.get(variable, "")
-        if "expandable_segments:true" in value.replace(" ", "").lower():
+        if any(option in _normalised(value) for option in UNSHAREABLE):
             return f"{variable}={value}"
     return ""
+
+
+def _normalised(value: str) -> str:
+    return value.replace(" ", "").lower()

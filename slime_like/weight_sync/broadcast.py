@@ -48,6 +48,7 @@ class BroadcastSender:
         self._members = list(receivers)  # engines of the group that are not known to be lost
         self._pending: set[asyncio.Task[None]] = set()  # unfinished requests of a bucket that failed on one engine
         self._is_broadcasting = False  # True if the broadcast of that bucket is unfinished
+        self._is_aborted = False
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
@@ -59,6 +60,9 @@ class BroadcastSender:
             for bucket in buckets:
                 if source.is_sender:
                     tensors += await self._send_bucket(bucket)
+        except BaseException:
+            await self._abort_unfinished()  # before the gathering, which on a GPU would wait for the broadcast
+            raise
         finally:
             for _ in buckets:  # the other ranks of the stage gather with this one
                 pass
@@ -161,17 +165,25 @@ class BroadcastSender:
         This rank leaves first, which releases engines that wait in an unfinished broadcast. A broadcast that waits for a lost
         engine is aborted: NCCL does not leave a group before its ops have ended, and its watchdog would end this process.
         """
+        await self._abort_unfinished()
         if self._group is not None:
             group, self._group, self._store = self._group, None, None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_S * scale()):
-                    if self._pending or self._is_broadcasting:
-                        await run_in_thread(self._abort, group)
                     await run_in_thread(dist.destroy_process_group, group)
                     await asyncio.gather(*self._pending, return_exceptions=True)
                     leave = (receiver.destroy_broadcast_group(self._name) for receiver in self._members)
                     await asyncio.gather(*leave, return_exceptions=True)
         await asyncio.gather(*(receiver.close() for receiver in self._receivers))
+
+    async def _abort_unfinished(self) -> None:
+        """Abort the group if an op of it may wait for a lost engine. Idempotent."""
+        if self._group is None or self._is_aborted or not (self._pending or self._is_broadcasting):
+            return
+        self._is_aborted = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S * scale()):
+                await run_in_thread(self._abort, self._group)
 
     def _abort(self, group: dist.ProcessGroup) -> None:
         """End the ops of the group that wait for an engine, with an error."""

@@ -143,7 +143,7 @@ class OpenedBucket:
             raise WeightSyncError(f"a message about device tensors is malformed: {error}") from error
         except RuntimeError as error:
             raise WeightSyncError(
-                f"the engine cannot open the trainer's device memory ({error}): run both in one container, or set "
+                f"the engine cannot open the trainer's device memory ({error}): run both in one container, with one /dev/shm, or set "
                 "weights.transport=tensor"
             ) from error
 

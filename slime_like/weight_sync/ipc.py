@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import SlimeLikeError, WeightSyncError
 from slime_like.interfaces import Bucket, ReplicatedWeightSource, TensorMeta, WeightReceiver, WeightSource
-from slime_like.util.cuda_ipc import expandable_segments, expandable_segments_message
+from slime_like.util.cuda_ipc import unshareable_memory, unshareable_memory_message
 from slime_like.util.deadline import scale
 from slime_like.weight_sync.device_memory import CudaHandles, DeviceBucketMemory, DeviceHandles
 from slime_like.weight_sync.manifest import meta_of
@@ -146,8 +146,8 @@ class IpcSender:
                     f"the engine at {receiver.host} shares no GPUs with trainer ranks, which weights.transport=ipc needs: set "
                     "weights.transport=tensor"
                 )
-        if setting := expandable_segments(os.environ):
-            raise WeightSyncError(expandable_segments_message(setting))
+        if setting := unshareable_memory(os.environ):
+            raise WeightSyncError(unshareable_memory_message(setting))
         self._receivers = receivers
         self._receiver = next((receiver for receiver in receivers if rank in receiver.gpus), None)
         self._transport = transport

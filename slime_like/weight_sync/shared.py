@@ -22,16 +22,19 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
 from slime_like.util.sealed_memory import create_sealed, map_sealed
 from slime_like.weight_sync.layout import lay_out, view
+from slime_like.weight_sync.pinned import pin, unpin
 
 MAGIC = b"slime_like shared tensors\n"
 
 
 class SharedBucketMemory:
-    """Reusable memory that holds one bucket at a time and grows to the largest one."""
+    """Reusable memory that holds one bucket at a time and grows to the largest one. It is page-locked if tensors are on a GPU."""
 
     def __init__(self) -> None:
         self._fd = -1
         self._bytes: Tensor | None = None
+        self._is_pinned = False
+        self._bucket = Bucket(())  # the last one, in this memory
 
     def write(self, bucket: Bucket) -> bytes:
         """Copy a bucket's tensors and return the message for ``map_tensors``, which is valid until the next call.
@@ -39,23 +42,40 @@ class SharedBucketMemory:
         Raises ``WeightSyncError`` on an unsupported dtype.
         """
         entries, size = lay_out(bucket)
-        memory = self._memory_of(size)
-        for (_, dtype, shape, offset), (_, tensor) in zip(entries, bucket.tensors, strict=True):
-            view(memory, dtype, shape, offset).copy_(tensor.detach())
+        on_gpu = any(tensor.is_cuda for _, tensor in bucket.tensors)
+        memory = self._memory_of(size, pinned=on_gpu)
+        self._bucket = Bucket(
+            tuple((name, view(memory, dtype, shape, offset)) for name, dtype, shape, offset in entries)
+        )
+        for (_, copy), (_, tensor) in zip(self._bucket.tensors, bucket.tensors, strict=True):
+            copy.copy_(tensor.detach(), non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
         return MAGIC + json.dumps({"pid": os.getpid(), "fd": self._fd, "tensors": entries}).encode()
+
+    @property
+    def bucket(self) -> Bucket:
+        """The last bucket's tensors in this memory, valid until the next ``write``."""
+        return self._bucket
 
     def close(self) -> None:
         """Release the memory. Receivers that have it open keep it until they close it."""
+        self._bucket = Bucket(())
         if self._bytes is not None:
+            if self._is_pinned:
+                unpin(self._bytes)
             os.close(self._fd)
-            self._bytes, self._fd = None, -1
+            self._bytes, self._fd, self._is_pinned = None, -1, False
 
-    def _memory_of(self, size: int) -> Tensor:
-        """Return memory of at least ``size`` bytes. Memory that is too small is replaced."""
+    def _memory_of(self, size: int, *, pinned: bool) -> Tensor:
+        """Return memory of at least ``size`` bytes. Memory that is too small is replaced. Raises ``WeightSyncError`` like ``pin``."""
         if self._bytes is None or len(self._bytes) < size:
             self.close()
             self._fd, memory = create_sealed("slime_like-weights", size)
             self._bytes = _as_tensor(memory)
+        if pinned and not self._is_pinned:
+            pin(self._bytes)
+            self._is_pinned = True
         return self._bytes
 
 

@@ -72,15 +72,16 @@ class TensorSender:
 
     def _messages(self, bucket: Bucket, region: SharedBucketMemory) -> list[tuple[Sequence[WeightReceiver], bytes]]:
         """Return (engines, message) pairs for ``bucket``."""
-        local = [(self._local, region.write(bucket))] if self._local else []
-        remote = [(self._remote, serialize(bucket))] if self._remote else []
+        message = region.write(bucket)  # also for remote engines: one copy from the GPU, to page-locked memory
+        local = [(self._local, message)] if self._local else []
+        remote = [(self._remote, serialize(region.bucket))] if self._remote else []
         return [*local, *remote]
 
 
 def serialize(bucket: Bucket) -> bytes:
-    """Return a bucket as a pickle. Each tensor is copied: pickling a view would include the whole storage of its base."""
+    """Return a bucket in host memory as a pickle. Each tensor is copied: pickling a view would include the whole storage of its base."""
     _name_storage_loader()
-    host_tensors = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket.tensors]
+    host_tensors = [(name, tensor.detach().clone().contiguous()) for name, tensor in bucket.tensors]
     return pickle.dumps(host_tensors, protocol=pickle.HIGHEST_PROTOCOL)
 
 

@@ -78,7 +78,9 @@ def test_split_engines_follow_the_trainer(plan) -> None:
     assert (split.transport.kind, split.colocated, split.num_gpus) == ("broadcast", False, 8)
 
 
-@pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:native,expandable_segments:True"])
+@pytest.mark.parametrize(
+    "setting", ["expandable_segments:True", "backend:native,expandable_segments:True", "backend:cudaMallocAsync"]
+)
 def test_weights_go_over_cuda_ipc_unless_the_allocator_prevents_it(
     plan, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,10 @@ from slime_like.phantom.store import join_world
 from slime_like.util import cuda_ipc
 from slime_like.weight_sync.device_memory import CudaHandles
 from slime_like.weight_sync.ipc import IpcSender
+from slime_like.weight_sync.tensor import TensorSender
 from tests.train.ranks import RankWorld
 from tests.weight_sync.ipc_doubles import DeviceEngine, StageWeights
+from tests.weight_sync.tensor_doubles import RankWeights, Receiver
 
 GIB = 2**30
 
@@ -27,7 +29,19 @@ GIB = 2**30
 def observe(world: RankWorld) -> dict[str, Any]:
     """Return one value per observation."""
     del world
-    functions = (devices, memory, calls, copies, streams, graphs, launch_checks, attention, shared_memory, solo_world)
+    functions = (
+        devices,
+        memory,
+        calls,
+        copies,
+        streams,
+        graphs,
+        launch_checks,
+        attention,
+        host_memory,
+        shared_memory,
+        solo_world,
+    )
     return {function.__name__: function() for function in functions}
 
 
@@ -157,6 +171,39 @@ def attention() -> dict[str, Any]:
         except RuntimeError as error:
             out[str(dtype)] = str(error)
     return out
+
+
+def host_memory() -> dict[str, Any]:
+    """Push two buckets through host memory to an engine of this machine and one of another; return the copies of each push."""
+    numbers = {f"w{i}": torch.arange(1000.0 * i, 1000.0 * (i + 1)) for i in range(6)}
+    source = RankWeights({name: tensor.cuda() for name, tensor in numbers.items()})
+    local, remote = Receiver("here"), Receiver("elsewhere")
+    pinned = counters.pinned_bytes()
+    transport = TransportSpec("tensor", "nccl", 3 * 4000, 10.0)
+    engines: Any = [local, remote]
+    sender = TensorSender(engines, transport=transport, group_name="", host="here")
+    before = counters.read_counts()
+    metas = asyncio.run(sender.send(source))
+    calls = counters.read_counts() - before
+    grown = counters.pinned_bytes() - pinned
+    asyncio.run(sender.close())
+    return {
+        "equal": [all(torch.equal(e.tensors[name], tensor) for name, tensor in numbers.items()) for e in engines],
+        "reported": [meta.name for meta in metas],
+        "copies": (calls.copies_to_host, calls.pageable_copies, calls.syncs),
+        "buckets": len(local.shared),
+        "pinned": (grown, counters.pinned_bytes() - pinned),
+        "pageable": pageable_copies(source),
+    }
+
+
+def pageable_copies(source: RankWeights) -> int:
+    """Return the number of pageable copies of the weights' ``cpu()``, which the counter must see."""
+    before = counters.read_counts()
+    for bucket in source.buckets(1 << 20):
+        for _, tensor in bucket.tensors:
+            tensor.cpu()
+    return (counters.read_counts() - before).pageable_copies
 
 
 def shared_memory() -> dict[str, Any]:

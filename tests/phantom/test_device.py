@@ -89,6 +89,17 @@ def test_weights_are_pushed_through_handles_of_device_memory(observations: dict[
 
 
 @pytest.mark.slow
+def test_weights_are_copied_to_pinned_host_memory_once(observations: dict[str, Any]) -> None:
+    """One wait per bucket, no copy to pageable memory, and no second copy for an engine of another machine."""
+    pushed = observations["host_memory"]
+    assert pushed["equal"] == [True, True] and pushed["reported"] == [f"w{i}" for i in range(6)]
+    assert pushed["buckets"] == 2 and pushed["copies"] == (6, 0, 2)
+    grown, kept = pushed["pinned"]
+    assert grown >= 2 * 3 * 4000 and kept == 0
+    assert pushed["pageable"] == 6, "the counter sees copies to pageable memory"
+
+
+@pytest.mark.slow
 def test_kernels_keep_their_checks(observations: dict[str, Any]) -> None:
     attention = observations["attention"]
     assert attention["torch.bfloat16"] == ([1000, 8, 128], [1000, 2, 128])

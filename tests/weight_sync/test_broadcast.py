@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -69,4 +69,34 @@ def test_the_broadcast_to_a_lost_engine_is_aborted(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(push())
     assert group.calls == ["abort", "destroy"]
+    group.abort()  # ends the thread, if the test fails
+
+
+def test_the_broadcast_is_aborted_before_other_buckets_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the gathering would wait for the broadcast to the lost engine until the timeout of the group."""
+    group: Any = HangingGroup()
+    engine: Any = LostEngine()
+
+    class ThreeBuckets:
+        is_sender = True
+
+        def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+            for _ in range(3):
+                group.calls.append("gather")
+                yield BUCKET
+
+    source: Any = ThreeBuckets()
+    monkeypatch.setattr(broadcast, "_broadcast", lambda group, bucket: group.broadcast())
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.destroy())
+    transport = TransportSpec(kind="broadcast", backend="nccl", max_bytes=1, deadline_s=20)
+    sender = BroadcastSender([engine], transport=transport, group_name="lost", host="127.0.0.1")
+    sender._group = group
+
+    async def push() -> None:
+        with pytest.raises(EngineLost, match="engine 0 is lost"):
+            await sender.send(source)
+        await sender.close()
+
+    asyncio.run(push())
+    assert group.calls == ["gather", "abort", "gather", "gather", "destroy"]
     group.abort()  # ends the thread, if the test fails

@@ -8,6 +8,7 @@ import gc
 import json
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta
+from slime_like.util import cuda_ipc
 from slime_like.weight_sync import ipc
 from slime_like.weight_sync.device_memory import MAGIC, CudaHandles, DeviceBucketMemory, OpenedBucket, is_message
 from slime_like.weight_sync.ipc import IpcSender, SingleRank
@@ -193,10 +195,29 @@ def test_an_engine_on_other_gpus_is_refused(gpus: tuple[int, ...]) -> None:
         sender([DeviceEngine(gpus, HostHandles())], HostHandles())
 
 
-def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
-    with pytest.raises(WeightSyncError, match=r"PYTORCH_CUDA_ALLOC_CONF=.*weights.transport=tensor"):
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        ("max_split_size_mb:64, expandable_segments: True", "memory in expandable segments"),
+        ("backend:cudaMallocAsync", "memory of cudaMallocAsync"),
+    ],
+)
+def test_memory_without_handles_is_refused(setting: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    with pytest.raises(WeightSyncError, match=f"PYTORCH_CUDA_ALLOC_CONF=.*{kind} has no .*weights.transport=tensor"):
         sender([DeviceEngine((0,), HostHandles())], HostHandles())
+
+
+def test_another_shared_memory_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would open the memory, and the sender would never free it."""
+    monkeypatch.setattr(cuda_ipc, "SHARED_MEMORY", tmp_path)
+    handles: Any = HostHandles()
+    handles.open = lambda address: cuda_ipc.open_shared(address, 0)
+    payload = damaged(memory={"handle": "00", "counter": b"/torch_1_2_3".hex(), "event": ""})
+    with pytest.raises(
+        WeightSyncError, match=rf"{tmp_path}/torch_1_2_3.*one /dev/shm, or set weights.transport=tensor"
+    ):
+        OpenedBucket(payload, handles)
 
 
 def test_one_engine_rank_needs_no_group() -> None:

@@ -11,7 +11,7 @@ from slime_like.config.schema.names import SPLIT_TRANSPORTS
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.util.cuda_ipc import expandable_segments, expandable_segments_message
+from slime_like.util.cuda_ipc import unshareable_memory, unshareable_memory_message
 
 IPC, HOST = "ipc", "tensor"  # colocated: through GPU memory, through host memory
 
@@ -24,7 +24,7 @@ def plan_transport(
     Raises ``ConfigError`` if it is ``ipc``, and the device, the allocator's settings or engines over several nodes rule out CUDA IPC.
     """
     kind = cfg.weights.transport
-    setting = expandable_segments(os.environ) if machine.is_local else ""
+    setting = unshareable_memory(os.environ) if machine.is_local else ""
     if kind == "auto":
         kind, reason = _default(cfg, device, setting, engine_num_nodes)
         decisions.add("weights.transport", kind, reason)
@@ -34,7 +34,7 @@ def plan_transport(
             "weights.transport=auto or tensor"
         )
     elif kind == IPC and setting:
-        raise ConfigError(expandable_segments_message(setting))
+        raise ConfigError(unshareable_memory_message(setting))
     elif kind == IPC:
         _refuse_several_nodes(engine_num_nodes)
     backend = "nccl" if device == "cuda" else "gloo"

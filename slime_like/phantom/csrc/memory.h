@@ -2,7 +2,7 @@
 #define MAX_DEVICES 64
 #define GRANULARITY ((size_t)2 << 20)  // cudaMalloc's
 
-enum { PAGEABLE = -1, PINNED = -2 };  // owners of memory of the host; 0 and above are devices
+enum { PAGEABLE = -1, PINNED = -2, REGISTERED = -3 };  // owners of memory of the host; 0 and above are devices
 
 typedef struct block {
     char *start;
@@ -67,11 +67,16 @@ static status release(void *start) {
     pthread_mutex_unlock(&lock);
     return result ? (last_error = result) : 0;
 }
+static block **block_at(const void *address) {  // the link to the block, or the last link, which is 0
+    block **link = &blocks;
+    while (*link && !((char *)address >= (*link)->start && (char *)address < (*link)->start + (*link)->size)) link = &(*link)->next;
+    return link;
+}
 static int owner_of(const void *address) {  // PAGEABLE: memory that this library has not given out
     int owner = PAGEABLE;
     pthread_mutex_lock(&lock);
-    for (block *b = blocks; b; b = b->next)
-        if ((char *)address >= b->start && (char *)address < b->start + b->size) { owner = b->owner; break; }
+    block *b = *block_at(address);
+    if (b) owner = b->owner;
     pthread_mutex_unlock(&lock);
     return owner;
 }
@@ -90,16 +95,40 @@ API cudaError_t cudaHostAlloc(void **out, size_t n, unsigned flags) { return res
 API cudaError_t cudaMallocHost(void **out, size_t n) { return reserve(out, n, PINNED); }
 API cudaError_t cudaFreeHost(void *p) { return release(p); }
 API cudaError_t cudaHostGetDevicePointer(void **out, void *p, unsigned flags) { *out = p; return 0; }
-SUCCEED(cudaHostRegister)
-SUCCEED(cudaHostUnregister)
+API cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags) {
+    pthread_mutex_lock(&lock);
+    block *new = *block_at(p) ? 0 : malloc(sizeof *new);
+    if (new) {
+        *new = (block){p, n, REGISTERED, blocks};
+        blocks = new;
+        pinned += n;
+    }
+    pthread_mutex_unlock(&lock);
+    return new ? 0 : (last_error = cudaErrorHostMemoryAlreadyRegistered);
+}
+API cudaError_t cudaHostUnregister(void *p) {
+    pthread_mutex_lock(&lock);
+    block **link = block_at(p), *registered = *link && (*link)->owner == REGISTERED ? *link : 0;
+    if (registered) {
+        *link = registered->next;
+        pinned -= registered->size;
+        free(registered);
+    }
+    pthread_mutex_unlock(&lock);
+    return registered ? 0 : (last_error = cudaErrorHostMemoryNotRegistered);
+}
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
 // A scalar that the host reads is 0 unless it looks like a small integer that a copy has put there: what a kernel would have
 // computed is unknown, and the bytes of a reused block would be those of another tensor.
 static int is_computed(const void *source, size_t n) { return n <= 4 || n == 8 && *(const uint64_t *)source >> 31; }
+static void count_copy(int target, int source) {
+    count(target < 0 ? TO_HOST : source < 0 ? TO_DEVICE : ON_DEVICE);
+    if (target == PAGEABLE && source >= 0) count(TO_PAGEABLE);
+}
 static status copy(void *to, const void *from, size_t n) {
     int target = owner_of(to), source = owner_of(from);
-    count(target < 0 ? TO_HOST : source < 0 ? TO_DEVICE : ON_DEVICE);
+    count_copy(target, source);
     if (source >= 0 && target < 0 && is_computed(from, n)) memset(to, 0, n);
     else if (n <= copy_limit()) memmove(to, from, n);
     return 0;
@@ -108,7 +137,7 @@ API cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind
 API cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t t) { return copy(d, s, n); }
 API cudaError_t cudaMemcpyPeerAsync(void *d, int to, const void *s, int from, size_t n, cudaStream_t t) { return copy(d, s, n); }
 API cudaError_t cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h, enum cudaMemcpyKind k, cudaStream_t t) {
-    count(owner_of(d) < 0 ? TO_HOST : owner_of(s) < 0 ? TO_DEVICE : ON_DEVICE);
+    count_copy(owner_of(d), owner_of(s));
     if (w * h <= copy_limit())
         for (size_t row = 0; row < h; row++) memmove((char *)d + row * dp, (const char *)s + row * sp, w);
     return 0;

@@ -24,7 +24,7 @@
 typedef int status;  // cudaError_t, cublasStatus_t, ncclResult_t and CUresult: 0 is success
 enum { OUT_OF_MEMORY = 2, INVALID_VALUE = 1, INVALID_CONFIGURATION = 9, INVALID_DEVICE = 101, NOT_FOUND = 500 };
 
-enum counter { LAUNCHES, PRODUCTS, TO_DEVICE, TO_HOST, ON_DEVICE, SYNCS, COLLECTIVES, ALLOCATIONS, GRAPHS, SHARES, OPENINGS, CLOSINGS, NUM_COUNTERS };
+enum counter { LAUNCHES, PRODUCTS, TO_DEVICE, TO_HOST, ON_DEVICE, SYNCS, COLLECTIVES, ALLOCATIONS, GRAPHS, SHARES, OPENINGS, CLOSINGS, TO_PAGEABLE, NUM_COUNTERS };
 static unsigned long counters[NUM_COUNTERS];
 static void count(enum counter c) { __atomic_add_fetch(&counters[c], 1, __ATOMIC_RELAXED); }
 API const unsigned long *phantom_gpu_counters(int *n) { *n = NUM_COUNTERS; return counters; }
