@@ -73,6 +73,16 @@ RULES = {
         "one by one",
     ),
     "experts": (f"{ON} rollout.sglang.dwdp_size=2", "dwdp_size=2", "remove it"),
+    "steps without layers": (
+        f"{ON} rollout.sglang.enable_nvidia_megakernel=true",
+        "enable_nvidia_megakernel=True",
+        "without the hooks",
+    ),
+    "copied weights": (
+        f"{ON} rollout.sglang.remote_instance_weight_loader_start_seed_via_transfer_engine=true",
+        "start_seed_via_transfer_engine=True",
+        "from a slot",
+    ),
     "offloader": (f"{ON} rollout.sglang.offload_group_size=4", "offload_group_size=4", "remove it"),
     "pipeline": (f"{ON} rollout.sglang.pp_size=2", "pp_size=2"),
     "quantised": (
@@ -94,8 +104,9 @@ def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[s
     one_message(case, argv)
 
 
-def test_ranks_that_skip_forwards_are_refused(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SKIP_VARIABLE, "true")
+@pytest.mark.parametrize("value", ["true", "1", "Yes", "y"])
+def test_ranks_that_skip_forwards_are_refused(value: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SKIP_VARIABLE, value)
     with refusal([SKIP_VARIABLE, "unset it, or set rollout.flow_mla.enabled=false"]):
         load_config([*argv, *ON.split()])
     load_config(argv)
@@ -110,9 +121,30 @@ def test_weights_that_the_model_does_not_have_are_refused(name: str, latent: boo
         check_flow_mla_model(cfg.rollout, model)  # pyright: ignore[reportArgumentType]
         return
     with pytest.raises(
-        ConfigError, match=rf"rollout.flow_mla.weights has {name}, .*models/M does not have: choose from o_proj"
+        ConfigError, match=rf"rollout.flow_mla.weights has {name}, .* does not have: choose from o_proj.*\(models/M\)"
     ):
         check_flow_mla_model(cfg.rollout, model)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_engine_checks_the_model_that_sglang_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is started by hand has no rules of the config."""
+    from slime_like_plugins.flow_mla import hooks
+
+    latent, plain = (SimpleNamespace(name=name) for name in ("MLA", "MHA"))
+    for weights, arch, missing in (
+        (("o_proj",), latent, None),
+        (("o_proj", "kv_b_proj"), latent, None),
+        (("o_proj", "qkv_proj"), latent, "qkv_proj"),
+        (("qkv_proj",), plain, None),
+        (("a_proj",), plain, "a_proj"),
+    ):
+        monkeypatch.setenv(VARIABLE, FlowOptions(weights).to_json())
+        text = hooks.model_obstacle(None, SimpleNamespace(attention_arch=arch, hf_quant_config={}))
+        assert text is None if missing is None else f"(--flow-mla-weights) has {missing}, which" in (text or "")
+    monkeypatch.delenv(VARIABLE)
+    for stored, refused in (({}, True), ({"quant_method": "fp8", "weight_block_size": [128, 128]}, False)):
+        text = hooks.model_obstacle("fp8", SimpleNamespace(attention_arch=latent, hf_quant_config=stored))
+        assert refused == ("without FP8 weights" in (text or "")), text
 
 
 def test_the_engine_receives_the_settings(plan: Callable[..., Plan]) -> None:
@@ -198,9 +230,15 @@ def test_the_engine_checks_the_fields_that_sglang_resolved(monkeypatch: pytest.M
 
     values = {field: required for field, (required, _) in required_fields("p2p").items()} | {"attn_dp_size": 2}
     assert hooks.obstacle(SimpleNamespace(**values)) is None
-    for field, value in (("pp_size", 2), ("cuda_graph_backend_prefill", "breakable"), ("offload_group_size", 4)):
+    cases = (
+        ("pp_size", 2, "set it to 1"),
+        ("cuda_graph_backend_prefill", "breakable", "set it to 'disabled'"),
+        ("enable_lora", True, "remove it"),
+    )
+    for field, value, fix in cases:
         text = hooks.obstacle(SimpleNamespace(**values | {field: value}))
         assert text is not None and f"SGLang resolved {field}={value!r}" in text
+        assert f"{fix} (rollout.sglang.{field}, --{field.replace('_', '-')})" in text
     assert "attn_dp_size=1" in (hooks.obstacle(SimpleNamespace(**values | {"attn_dp_size": 1})) or "")
     assert hooks.obstacle(SimpleNamespace(**values | {"quantization": "fp8"})) is None, "of a checkpoint"
     assert "quantization='awq'" in (hooks.obstacle(SimpleNamespace(**values | {"quantization": "awq"})) or "")

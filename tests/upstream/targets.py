@@ -171,13 +171,19 @@ def kv_capacity() -> None:
 
 
 def flow_mla() -> None:
-    """Install the hooks and flags of FlowMLA, and check the function whose arguments they replace."""
+    """Install the hooks and flags of FlowMLA, and check the fields, values and functions that they use."""
+    from slime_like.config.schema.flow_mla import SKIP_VARIABLE, TRUE_VALUES, required_fields
     from slime_like_plugins.flow_mla import flags, hooks
 
     flags.install(hooks.NAME)
     hooks.install()
     make_layers = pkgutil.resolve_name("sglang.srt.utils.common:make_layers")
     assert list(inspect.signature(make_layers).parameters)[:2] == ["num_hidden_layers", "layer_fn"]
+    fields = pkgutil.resolve_name("sglang.srt.server_args:ServerArgs").__struct_fields__
+    missing = sorted({*required_fields("p2p")} - {*fields})
+    assert not missing, f"ServerArgs has no {', '.join(missing)}"
+    variable = getattr(pkgutil.resolve_name("sglang.srt.environ:envs"), SKIP_VARIABLE)
+    assert all(variable.parse(value) is True for value in TRUE_VALUES) and variable.parse("no") is False
     for name in ("ModelWeightParameter", "BlockQuantScaleParameter"):  # classes of FP8 weights
         parameter = pkgutil.resolve_name(f"sglang.srt.layers.parameter:{name}")
         weight: Any = parameter(data=torch.empty(2, 2), input_dim=1, output_dim=0, weight_loader=len)

@@ -15,7 +15,9 @@ from slime_like.config.schema.flow_mla import (
     FlowOptions,
     field_obstacle,
     from_json,
+    missing_weights,
     required_fields,
+    skips_forwards,
 )
 from slime_like_plugins.flow_mla import NAME, absorbed
 from slime_like_plugins.flow_mla.gather import Gather, GroupGather, create_groups
@@ -36,9 +38,10 @@ def options() -> FlowOptions:
 
 def check_resolved(result: None, server_args: Any) -> None:
     """Hook after ``ServerArgs.resolve_once``: stop the engine if FlowMLA does not support its arguments."""
-    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
-    if problem := obstacle(resolved_view(server_args)):
+    view = resolved_view(server_args)
+    if problem := obstacle(view) or model_obstacle(view.quantization, model_config_of(server_args)):
         raise SystemExit(f"slime_like plugin {NAME!r}: {problem}")
 
 
@@ -49,15 +52,31 @@ def obstacle(view: Any) -> str | None:
             "attn_dp_size=1: only ranks of data-parallel attention hold the same weights; set rollout.dp_attention "
             "(--attention-data-parallel-size) to 2 or more"
         )
-    if os.environ.get(SKIP_VARIABLE, "").lower() in ("1", "true"):
+    if skips_forwards():
         return f"{SKIP_VARIABLE}: ranks without tokens would skip forwards, and a gather needs all ranks; unset it"
     transport = options().transport
-    for field in required_fields(transport):
+    for field, (required, _) in required_fields(transport).items():
         value = getattr(view, field)
         if (field, value) == ("quantization", "fp8"):
             continue  # a checkpoint's type, in which sharding checks each weight
         if reason := field_obstacle(field, value, transport):
-            return f"SGLang resolved {field}={value!r}, which is not allowed with FlowMLA: {reason}"
+            fix = f"set it to {required!r}" if required else "remove it"
+            return (
+                f"SGLang resolved {field}={value!r}, which is not allowed with FlowMLA: {reason}; {fix} "
+                f"(rollout.sglang.{field}, --{field.replace('_', '-')}), or serve without FlowMLA"
+            )
+    return None
+
+
+def model_obstacle(quantization: str | None, config: Any) -> str | None:
+    """Return the reason why the attention weights of a model cannot be sharded, from SGLang's ``ModelConfig``, or None."""
+    if missing := missing_weights(options().weights, latent=config.attention_arch.name == "MLA"):
+        return f"rollout.flow_mla.weights (--flow-mla-weights) {missing}"
+    if quantization == "fp8" and not config.hf_quant_config:
+        return (
+            "quantization='fp8' for a checkpoint without FP8 weights, which SGLang would quantise after a load; remove it "
+            "(rollout.sglang.quantization, --quantization), or serve without FlowMLA"
+        )
     return None
 
 

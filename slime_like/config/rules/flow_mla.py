@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 from slime_like.config.rules.hf import HfConfig
-from slime_like.config.schema.flow_mla import P2P_FIELDS, SKIP_VARIABLE, field_obstacle, required_fields
+from slime_like.config.schema.flow_mla import (
+    P2P_FIELDS,
+    SKIP_VARIABLE,
+    field_obstacle,
+    missing_weights,
+    required_fields,
+    skips_forwards,
+)
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import ConfigError
 
-LATENT_WEIGHTS = ("o_proj", "q_proj", "kv_b_proj", "a_proj")
-PLAIN_WEIGHTS = ("o_proj", "qkv_proj")
 OFF = "set rollout.flow_mla.enabled=false"
 
 
@@ -29,7 +32,7 @@ def check_flow_mla(rollout: RolloutConfig) -> None:
         if reason := field_obstacle(field, value, transport):
             keys = "rollout.flow_mla.enabled=true" + " and rollout.flow_mla.transport=p2p" * (field in P2P_FIELDS)
             raise ConfigError(f"rollout.sglang.{field}={value!r} with {keys}: {reason}; remove it, or {OFF}")
-    if os.environ.get(SKIP_VARIABLE, "").lower() in ("1", "true"):
+    if skips_forwards():
         raise ConfigError(
             f"the environment variable {SKIP_VARIABLE} with rollout.flow_mla.enabled=true: ranks without requests would skip "
             f"forwards, and a gather needs all ranks; unset it, or {OFF}"
@@ -38,10 +41,6 @@ def check_flow_mla(rollout: RolloutConfig) -> None:
 
 def check_flow_mla_model(rollout: RolloutConfig, model: HfConfig) -> None:
     """Raise ``ConfigError`` if ``rollout.flow_mla.weights`` names a projection that the attention of ``model`` does not have."""
-    projections = LATENT_WEIGHTS if model.latent else PLAIN_WEIGHTS
-    missing = [name for name in rollout.flow_mla.weights if name not in projections]
+    missing = missing_weights(rollout.flow_mla.weights, latent=model.latent)
     if rollout.flow_mla.enabled and missing:
-        raise ConfigError(
-            f"rollout.flow_mla.weights has {missing[0]}, which the attention of the model in {model.folder} does not have: "
-            f"choose from {', '.join(projections)}"
-        )
+        raise ConfigError(f"rollout.flow_mla.weights {missing} ({model.folder})")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from slime_like.config.schema.base import Config, key, within
@@ -20,6 +21,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 }
 """Value of ``rollout.flow_mla.weights`` -> names of SGLang's modules: latent attention has o_proj, q_proj, kv_b_proj (with the
 weights that SGLang computes from it) and a_proj; other attention has o_proj and qkv_proj."""
+LATENT_WEIGHTS = ("o_proj", "q_proj", "kv_b_proj", "a_proj")
+PLAIN_WEIGHTS = ("o_proj", "qkv_proj")
 DEFAULT_WEIGHTS = ("o_proj",)
 TRANSPORTS = ("collective", "p2p")
 PREFETCH_DISTANCE = 2
@@ -93,6 +96,7 @@ def from_json(text: str) -> FlowOptions:
     return FlowOptions(**(fields | {"weights": tuple(fields.get("weights", DEFAULT_WEIGHTS))}))
 
 
+WHOLE_STEPS = "its kernels compute all layers of a step, without the hooks that wait for a layer's weights"
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "attn_cp_size": (1, "not tested: its ranks would split a sequence"),
     "cpu_offload_gb": (
@@ -104,9 +108,12 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
         None,
         "it may write weights without SGLang's loaders, and so to a slot instead of a rank's part",
     ),
+    "disaggregation_mode": ("null", "not tested"),
     "dwdp_size": (1, "its ranks run forwards on their own, and a gather needs all of them"),
     "elastic_ep_backend": (None, "a gather needs all ranks of the engine"),
+    "enable_amd_monokernel": (False, WHOLE_STEPS),
     "enable_lora": (False, "adapters would be merged into weights, or read from them, and each rank holds only a part"),
+    "enable_nvidia_megakernel": (False, WHOLE_STEPS),
     "enable_pdmux": (False, "prefill and decode would use the slots at the same time"),
     "enable_torch_compile": (False, "a compiled model runs without the hooks of its layers"),
     "enable_two_batch_overlap": (False, "SGLang runs the parts of a layer one by one, without the hooks of the layer"),
@@ -120,6 +127,10 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
         None,
         "SGLang quantises or repacks weights after a load, except with a checkpoint in FP8 blocks, which needs no such option",
     ),
+    "remote_instance_weight_loader_start_seed_via_transfer_engine": (
+        False,
+        "other engines would copy the weights of a layer from a slot, which holds those of several layers in turn",
+    ),
     "speculative_algorithm": (None, "the layers of the draft model would need slots of their own"),
     "startup_weight_load_mode": ("serial", "SGLang would capture graphs before the weights are loaded"),
     "weight_cache_mode": ("off", "processes would share weights, but each rank holds a different part"),
@@ -132,6 +143,22 @@ P2P_FIELDS: Mapping[str, tuple[object, str]] = {
 """Fields of ServerArgs that ``transport=p2p`` requires in addition to ``UNSUPPORTED_FIELDS``."""
 SKIP_VARIABLE = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 """Environment variable that makes ranks skip forwards in which only other ranks have tokens."""
+TRUE_VALUES = ("true", "1", "yes", "y")
+"""Values of SGLang's environment variables that it reads as true, in any case (compared by tests/upstream)."""
+
+
+def missing_weights(weights: Iterable[str], *, latent: bool) -> str | None:
+    """Return the part of an error message on a name in ``weights`` that a model's attention does not have, or None."""
+    available = LATENT_WEIGHTS if latent else PLAIN_WEIGHTS
+    for name in weights:
+        if name not in available:
+            return f"has {name}, which the attention of this model does not have: choose from {', '.join(available)}"
+    return None
+
+
+def skips_forwards() -> bool:
+    """Return True if ``SKIP_VARIABLE`` is set in this process."""
+    return os.environ.get(SKIP_VARIABLE, "").lower() in TRUE_VALUES
 
 
 def required_fields(transport: str) -> Mapping[str, tuple[object, str]]:
