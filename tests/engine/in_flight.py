@@ -14,18 +14,23 @@ MAX_TRIES = 10
 PUSHED_B, PUSHED_A = 3, 4  # versions; odd versions have the weights of B
 
 
-def generate_over_two_pushes(engine: RunningEngine, models: Models, ids: I32, tokens: int) -> list[Completion]:
+def generate_over_two_pushes(
+    engine: RunningEngine, models: Models, ids: I32, tokens: int, dp_rank: int | None = None
+) -> list[Completion]:
     """Return three completions, each sampled under the weights of A, then B, then A.
 
-    On a busy machine a request may begin after the first push or end before the second; all three are then sampled again.
+    ``dp_rank`` computes all of them, while other data-parallel ranks have no request; by default SGLang distributes them. On a busy
+    machine a request may begin after the first push or end before the second; all three are then sampled again.
     """
 
+    async def sample(seeds: list[int], num_tokens: int) -> list[Completion]:
+        sequences, sampling = [ids] * len(seeds), make_sampling(tokens=num_tokens)
+        return await engine.client.extend(sequences, seeds, [num_tokens] * len(seeds), sampling, dp_rank=dp_rank)
+
     async def generate() -> list[Completion]:
-        request = asyncio.create_task(engine.client.generate(ids, [1, 2, 3], make_sampling(tokens=tokens)))
+        request = asyncio.create_task(sample([1, 2, 3], tokens))
         for version in (PUSHED_B, PUSHED_A):
-            await engine.client.generate(
-                ids, [9], make_sampling(tokens=8)
-            )  # by then the three requests usually have tokens
+            await sample([9], 8)  # by then the three requests usually have tokens
             await engine.push(models.tensors("AB"[version % 2]), version)
         return await request
 

@@ -149,11 +149,14 @@ def test_a_partial_update_is_refused(pair: EngineArms) -> None:
 
 
 def test_requests_continue_under_new_weights_and_after_an_abort(pair: EngineArms) -> None:
-    """Two pushes while both ranks decode; then an abort of requests on both, whose tokens so far a continuation extends."""
+    """Two pushes while both ranks decode, and while the first one idles; then an abort of requests on both, whose tokens so far a
+    continuation extends.
+    """
     engine, models, ids = pair.flow, pair.models, prompt(21, seed=3)
-    for completion in generate_over_two_pushes(engine, models, ids, 120):
-        expected = logprobs_by_version(models, ids, completion)
-        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
+    for dp_rank in (None, 1):
+        for completion in generate_over_two_pushes(engine, models, ids, 120, dp_rank):
+            expected = logprobs_by_version(models, ids, completion)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
 
     async def abort() -> list[Any]:
         request = asyncio.create_task(engine.client.generate(ids, [1, 2], make_sampling(tokens=400)))
