@@ -1,8 +1,14 @@
-"""JSON schema of the fields of a RayJob that this project writes, after the reference of ray.io/v1 and of core/v1."""
+"""JSON schema of the fields of a RayJob that this project writes, after the reference of ray.io/v1 and of core/v1, and the schema
+that KubeRay publishes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+CRD_VARIABLE = "SLIME_LIKE_RAYJOB_CRD"  # path of KubeRay's ray.io_rayjobs.yaml
 
 
 def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
@@ -75,3 +81,22 @@ RAY_JOB = _object(
         rayClusterSpec=CLUSTER,
     ),
 )
+
+
+def published_schema(definition: Path) -> dict[str, Any]:
+    """Return the schema of ray.io/v1 in KubeRay's CustomResourceDefinition. It refuses unknown fields, as ``kubectl create`` does."""
+    versions = yaml.load(definition.read_text(), yaml.CSafeLoader)["spec"]["versions"]
+    return _strict(next(version for version in versions if version["name"] == "v1")["schema"]["openAPIV3Schema"])
+
+
+def _strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return ``schema`` without additional properties wherever it lists properties."""
+    result = dict(schema)
+    if "properties" in schema:
+        result["properties"] = {name: _strict(value) for name, value in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            result.setdefault("additionalProperties", False)
+    for name in ("items", "additionalProperties"):
+        if isinstance(schema.get(name), dict):
+            result[name] = _strict(schema[name])
+    return result

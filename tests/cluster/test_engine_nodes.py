@@ -284,6 +284,33 @@ def test_a_node_that_is_lost_after_its_gpus_were_reserved_is_an_error_of_the_eng
     assert removed == [group]
 
 
+@pytest.mark.parametrize(("lost", "nodes"), [(3, [2, 4]), (2, [3, 4])])
+def test_gpus_for_a_lost_part_are_on_a_node_that_the_engine_does_not_have(
+    lost: int, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is on nodes 2 and 3, of which any may be lost: also the first one, with the actor that owns the engine."""
+    groups: list[tuple[Any, Mapping[str, Any]]] = []
+    recorded = RecordedStart()
+
+    def reserve(bundles: Any, **options: Any) -> FakeGroup:
+        groups.append((bundles, options))
+        return FakeGroup()
+
+    monkeypatch.setattr(engine_starter, "start_actor", recorded)
+    monkeypatch.setattr(engine_starter, "placement_group", reserve)
+    monkeypatch.setattr(engine_starter, "call", lambda *_: Answers((node_id(4), "0,1")).remote())
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(number, alive=number != lost) for number in (1, 2, 3, 4)])
+    slots = tuple(replace(slot(number), gpus="2,3") for number in (2, 3))
+    template = EngineTemplate(replace(SPEC, device="cuda"), "key", "stacks", {}, True, 1.0, frozenset(), (slots,))
+    asyncio.run(EngineStarter(template, {}, {0: "10.0.0.2"}).start(0))
+    assert nodes_of(recorded) == [node_id(number) for number in nodes]
+    selector = {"ray.io/node-id": f"!in({node_id(nodes[0])})"}
+    assert groups == [([{"GPU": 2, "CPU": 2}], {"strategy": "STRICT_SPREAD", "bundle_label_selector": [selector]})]
+    _, (_, _, _, _, env, others, _) = recorded.starts[-1]
+    assert env == {"SLIME_LIKE_ENGINE_GPUS": "2,3"} and [part.gpus for part in others] == ["0,1"]
+
+
 def test_servers_of_all_nodes_meet_at_the_first_and_accept_only_their_addresses() -> None:
     node = EngineNode(1, HOSTS, "10.0.0.1:25000")
     environment = child_environment(SPEC, "/scratch", "127.0.0.1", node)

@@ -17,7 +17,7 @@ from scripts import make_job_files  # pyright: ignore[reportAttributeAccessIssue
 from slime_like.cluster.jobs.layout import NodeLayout, node_layout
 from slime_like.cluster.jobs.slurm import SlurmOptions, slurm_script
 from slime_like.util.deadline import Deadline
-from tests.cluster.rayjob_schema import RAY_JOB
+from tests.cluster.rayjob_schema import CRD_VARIABLE, RAY_JOB, published_schema
 
 GOLDEN = Path(__file__).parent / "golden"
 SLURM = ("slurm", "--gpu", "H200", "--code", "/shared/slime like", "--partition", "gpu", "--account", "a_b")
@@ -101,6 +101,19 @@ def test_the_rayjob_fits_the_schema_and_holds_no_secret() -> None:
         jsonschema.validate({**manifest, "specs": {}}, RAY_JOB)
 
 
+@pytest.mark.skipif(CRD_VARIABLE not in os.environ, reason=f"{CRD_VARIABLE} is not set (nightly CI sets it)")
+def test_the_rayjob_fits_the_published_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = published_schema(Path(os.environ[CRD_VARIABLE]))
+    one_node = output(capsys, *KUBERNETES, "+recipe=qwen3_30b_a3b")
+    for text in ((GOLDEN / "rayjob.yaml").read_text(), one_node):
+        manifest = yaml.safe_load(text)
+        jsonschema.validate(manifest, schema)
+        container = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+        container["unknownField"] = 1
+        with pytest.raises(jsonschema.ValidationError, match="unknownField"):
+            jsonschema.validate(manifest, schema)
+
+
 def test_a_run_on_one_node_has_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
     manifest = yaml.safe_load(output(capsys, *KUBERNETES, "+recipe=qwen3_30b_a3b"))
     jsonschema.validate(manifest, RAY_JOB)
@@ -160,7 +173,8 @@ while :; do sleep 0.05; done
 """
 SRUN = """#!/bin/bash
 trap 'kill $(jobs -p); wait; exit 0' TERM
-shift
+echo "$@" > srun_options
+while [[ $1 == --* ]]; do shift; done
 SLURM_NODEID=0 "$@" &
 while :; do sleep 0.05; done
 """
@@ -199,6 +213,7 @@ def test_slurms_signal_lets_the_run_save_and_ends_ray(tmp_path: Path) -> None:
     assert arguments[:3] == ["train.py", "+recipe=a", "run.name=it's new"]
     assert re.fullmatch(r"placement.ray_address=[\d.]+:6379", arguments[3])
     assert wait_for(tmp_path / "nodes") == "scripts/submit.py nodes --wait-for 2 --within 600\n"
+    assert wait_for(tmp_path / "srun_options").split()[0] == "--cpus-per-task=64", "a step has one CPU by default"
     assert wait_for(tmp_path / "token") == "a_token\n" and "a_token" not in wait_for(tmp_path / "ray_0")
     process.send_signal(signal.SIGTERM)
     assert end(process) == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from slime_like.cluster.run.control_client import send_request
 from slime_like.data import faults
 from slime_like.data.dump import load_groups, rollout_path
 from tests.e2e.runs import last_step, metrics
-from tests.nodes.cluster import RayNodes, addresses_of_engines, start_run
+from tests.nodes.cluster import REPOSITORY, RUN_S, RayNodes, addresses_of_engines, start_run
 from tests.nodes.job import SmallJob
 from tests.nodes.machine import NamespaceNode
 
@@ -22,10 +23,13 @@ pytestmark = pytest.mark.e2e
 def test_an_engine_is_added_moves_to_another_node_and_is_removed_and_no_group_is_lost(
     all_nodes: RayNodes, job: SmallJob, tmp_path: Path
 ) -> None:
+    """The node of the added engine joins the cluster during the run."""
     one, two, three = all_nodes.nodes
+    three.kill()
     settings = ("placement.mode=split", "loop.num_rollout=10000", "run.dump_rollouts=true")
     run = start_run(all_nodes, one, tmp_path / "run", *job.overrides(*settings))
     run.wait_until(lambda: last_step(run.run_dir) >= 2)
+    all_nodes.start(three)
     send_request(run.run_dir, RequestText(Request.ENGINES, 2))
     run.wait_until(lambda: "warning: engine 1 serves" in run.output())
     assert addresses_of_engines(run.run_dir, 2) == [two.address, three.address]
@@ -79,6 +83,16 @@ def test_an_engine_over_two_nodes_gets_weights_by_both_transports_and_replaces_a
         assert [row["step"] for row in rows] == list(range(len(rows)))
         assert max(row["probe/logprob_abs_diff_max"] for row in rows[1:]) < 1e-4
         assert (run_dir / "logs" / "engine_0_node1.log").exists()
+
+
+def test_ray_reserves_no_bundle_on_an_excluded_node(all_nodes: RayNodes) -> None:
+    """Ray would choose the first node again, which is as empty as the others."""
+    one, _, three = all_nodes.nodes
+    command = [sys.executable, "-m", "tests.nodes.reserve", all_nodes.address]
+    output = subprocess.run(
+        one.enter(*command), capture_output=True, text=True, timeout=RUN_S, env=all_nodes.environment, cwd=REPOSITORY
+    )
+    assert output.stdout.split() == [three.address], output.stderr[-2000:]
 
 
 def engine_processes(node: NamespaceNode) -> list[str]:

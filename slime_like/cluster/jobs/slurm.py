@@ -13,18 +13,25 @@ TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}:\d{2}|\d+-\d{1,2}|\d+(:\d{2})?")  # as 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,/-]*")
 GCS_PORT = 6379
 NODES_S = 600  # for all nodes to join
+# The first IPv4 address of a node that is not loopback, to which some systems map their own name.
+ADDRESS = (
+    "{ hostname --ip-address || true; hostname --all-ip-addresses; } 2>/dev/null"
+    ' | awk -v RS="[ \\n]+" "/^[0-9.]+\\$/ && !/^127[.]/ && !n++"'
+)
 BODY = """\
 # The first node runs the head of Ray and train.py, every node one Ray node. Files of the run: run.dir, on a shared file system.
 # WANDB_API_KEY and other keys: export them before `sbatch`, which passes its environment on.
 set -euo pipefail
 cd {code}
-head=$(hostname --ip-address | cut -d' ' -f1)
+head=$({address})
+[ -n "$head" ] || {{ echo "$(hostname) has no IPv4 address other than loopback" >&2; exit 1; }}
 token=$({python} -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$token RAY_USAGE_STATS_ENABLED=0 HEAD=$head
 export RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265
 
-srun --kill-on-bad-exit=1 bash -c '
-    ip=$(hostname --ip-address | cut -d" " -f1)
+# A step does not inherit --cpus-per-task: its ranks would share one CPU.
+srun --cpus-per-task={cpus} --kill-on-bad-exit=1 bash -c '
+    ip=$({address})
     if [ "$SLURM_NODEID" = 0 ]; then
         exec {ray} start --head --node-ip-address="$ip" --port={port} --dashboard-host=127.0.0.1 --block
     fi
@@ -91,7 +98,9 @@ def slurm_script(layout: NodeLayout, options: SlurmOptions) -> str:
         if value is not None or name in flags
     ]
     body = BODY.format(
+        address=ADDRESS,
         code=shlex.quote(options.code),
+        cpus=options.cpus_per_node,
         python=".venv/bin/python",
         ray=".venv/bin/ray",
         port=GCS_PORT,

@@ -24,6 +24,7 @@ from ray._private import node as ray_node
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.state import available_resources_per_node
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
@@ -122,6 +123,16 @@ def join(address: str, namespace: str) -> None:
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         token = "or give this process the cluster's RAY_AUTH_TOKEN"  # Ray only prints its reason
         raise ConfigError(f"{key}: the cluster at {at} cannot be joined ({error}): {fix}, {token}") from error
+
+
+def open_cluster_warning(address: str) -> str:
+    """Return a warning if this process has joined the cluster without a token; otherwise an empty text."""
+    if is_token_auth_enabled():
+        return ""
+    return (
+        f"the Ray cluster at placement.ray_address={address!r} requires no token, so anyone who reaches its ports can run code on its "
+        "nodes: start every node with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
+    )
 
 
 def nodes() -> tuple[ClusterNode, ...]:

@@ -88,6 +88,8 @@ class Placement:
         if address is not None:
             local_ray.join(address, f"slime_like_{cfg.run.name}")
             planned, self._assignment = self._plan_on_nodes()
+            if warning := local_ray.open_cluster_warning(address):
+                planned = replace(planned, warnings=(*planned.warnings, warning))
             self._plan = planned.plan
         else:
             local_ray.start(f"slime_like_{cfg.run.name}")

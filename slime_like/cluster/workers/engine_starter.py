@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import NODE_ID_LABEL_KEY, PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.cluster.plan.ray_cluster import cluster_nodes
@@ -108,7 +108,7 @@ class EngineStarter:
         slots = self._remaining_slots(index)
         num_missing = self._template.spec.num_nodes - len(slots)
         if self._template.spec.device == "cuda":
-            slots += await self._reserve(index, num_missing) if num_missing else []
+            slots += await self._reserve(index, num_missing, slots) if num_missing else []
         else:
             slots += self._least_loaded(index, num_missing, {slot.address for slot in slots})
         self._hosts[index] = tuple(slot.address for slot in slots)
@@ -152,18 +152,25 @@ class EngineStarter:
         chosen = sorted(nodes, key=lambda node: (load[node.address], node.address))[:count]
         return [NodeSlot(node.node_id, node.address) for node in chosen]
 
-    async def _reserve(self, index: int, count: int) -> list[NodeSlot]:
-        """Reserve the engine's GPUs on ``count`` nodes. Raises ``EngineError`` if there are none, or if a node is lost."""
+    async def _reserve(self, index: int, count: int, kept: Sequence[NodeSlot]) -> list[NodeSlot]:
+        """Reserve the engine's GPUs on ``count`` nodes other than those of its ``kept`` parts.
+
+        Raises ``EngineError`` if there are none, or if a node is lost.
+        """
         spec, limit = self._template.spec, self._template.wait_s * scale()
         size = spec.tp // spec.num_nodes  # GPUs on each node
-        group = self._groups[index] = placement_group([{"GPU": size, "CPU": size}] * count, strategy="STRICT_SPREAD")
+        bundle: dict[str, float] = {"GPU": size, "CPU": size}
+        group = self._groups[index] = spread_group(bundle, count, [slot.node_id for slot in kept])
         try:
             async with asyncio.timeout(limit):
                 await group.ready()
         except TimeoutError as error:
             remove_placement_group(self._groups.pop(index))
+            other = "other " if kept else ""
             shortage = (
-                "no node of the Ray cluster had" if count == 1 else f"no {count} nodes of the Ray cluster each had"
+                f"no {other}node of the Ray cluster had"
+                if count == 1
+                else f"no {count} {other}nodes of the Ray cluster each had"
             )
             raise EngineError(
                 f"engine {index} cannot be started: {shortage} {size} free GPUs within {limit:.0f} s "
@@ -185,6 +192,12 @@ class EngineStarter:
         if lost := [node_id for node_id, _ in locations if node_id not in addresses]:
             raise EngineError(f"engine {index} cannot be started: node {lost[0]} was lost after its GPUs were reserved")
         return [NodeSlot(node_id, addresses[node_id], gpus) for node_id, gpus in locations]
+
+
+def spread_group(bundle: dict[str, float], count: int, excluded: Sequence[str]) -> PlacementGroup:
+    """Return a placement group of ``count`` bundles on different nodes, none of them with an id in ``excluded``."""
+    selectors = [{NODE_ID_LABEL_KEY: f"!in({','.join(excluded)})"}] * count if excluded else None
+    return placement_group([bundle] * count, strategy="STRICT_SPREAD", bundle_label_selector=selectors)
 
 
 def gpu_order(gpu: str) -> tuple[int, str]:

@@ -14,13 +14,15 @@
 # WANDB_API_KEY and other keys: export them before `sbatch`, which passes its environment on.
 set -euo pipefail
 cd '/shared/slime like'
-head=$(hostname --ip-address | cut -d' ' -f1)
+head=$({ hostname --ip-address || true; hostname --all-ip-addresses; } 2>/dev/null | awk -v RS="[ \n]+" "/^[0-9.]+\$/ && !/^127[.]/ && !n++")
+[ -n "$head" ] || { echo "$(hostname) has no IPv4 address other than loopback" >&2; exit 1; }
 token=$(.venv/bin/python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$token RAY_USAGE_STATS_ENABLED=0 HEAD=$head
 export RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265
 
-srun --kill-on-bad-exit=1 bash -c '
-    ip=$(hostname --ip-address | cut -d" " -f1)
+# A step does not inherit --cpus-per-task: its ranks would share one CPU.
+srun --cpus-per-task=64 --kill-on-bad-exit=1 bash -c '
+    ip=$({ hostname --ip-address || true; hostname --all-ip-addresses; } 2>/dev/null | awk -v RS="[ \n]+" "/^[0-9.]+\$/ && !/^127[.]/ && !n++")
     if [ "$SLURM_NODEID" = 0 ]; then
         exec .venv/bin/ray start --head --node-ip-address="$ip" --port=6379 --dashboard-host=127.0.0.1 --block
     fi
