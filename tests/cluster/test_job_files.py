@@ -213,7 +213,9 @@ def test_slurms_signal_lets_the_run_save_and_ends_ray(tmp_path: Path) -> None:
     assert arguments[:3] == ["train.py", "+recipe=a", "run.name=it's new"]
     assert re.fullmatch(r"placement.ray_address=[\d.]+:6379", arguments[3])
     assert wait_for(tmp_path / "nodes") == "scripts/submit.py nodes --wait-for 2 --within 600\n"
-    assert wait_for(tmp_path / "srun_options").split()[0] == "--cpus-per-task=64", "a step has one CPU by default"
+    assert wait_for(tmp_path / "srun_options").split()[0] == "--cpus-per-task=64", (
+        "otherwise some clusters give a step one CPU"
+    )
     assert wait_for(tmp_path / "token") == "a_token\n" and "a_token" not in wait_for(tmp_path / "ray_0")
     process.send_signal(signal.SIGTERM)
     assert end(process) == 130

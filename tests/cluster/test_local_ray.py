@@ -20,7 +20,7 @@ from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 
-from slime_like.cluster.plan.machine import described_machine
+from slime_like.cluster.plan.machine import Machine, described_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.cluster.start import local_ray, no_dashboard_agent, placement
@@ -268,3 +268,17 @@ def test_a_joined_cluster_is_checked_before_anything_is_reserved(monkeypatch: py
     with pytest.raises(ConfigError, match=r"needs 8 GPUs .* the nodes have 4"):
         placement.Placement(cfg, plan, "stacks", lambda _: None).open()
     assert joined_processes == ["10.0.0.1:6379"]
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_a_joined_cluster_without_a_token_is_reported(has_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["+recipe=quickstart", "placement.device=cpu", "placement.ray_address=10.0.0.1:6379"]
+    cfg = load_config(overrides, files=False, machine=False)
+    plan = make_plan(cfg, Machine(0, 4, 2**36, ()))
+    monkeypatch.setattr(local_ray, "join", lambda *_: None)
+    monkeypatch.setattr(local_ray, "nodes", lambda: (ClusterNode("10.0.0.1", 0, 4, 2**36),))
+    monkeypatch.setattr(local_ray, "is_token_auth_enabled", lambda: has_token)
+    warnings = placement.Placement(cfg, plan, "stacks", lambda _: None).open().warnings
+    assert [text.split(", so")[0] for text in warnings] == [
+        "the Ray cluster at placement.ray_address='10.0.0.1:6379' requires no token"
+    ] * (not has_token)

@@ -29,7 +29,7 @@ token=$({python} -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$token RAY_USAGE_STATS_ENABLED=0 HEAD=$head
 export RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265
 
-# A step does not inherit --cpus-per-task: its ranks would share one CPU.
+# A step does not inherit --cpus-per-task, and a cluster may bind each task to its number of CPUs.
 srun --cpus-per-task={cpus} --kill-on-bad-exit=1 bash -c '
     ip=$({address})
     if [ "$SLURM_NODEID" = 0 ]; then
