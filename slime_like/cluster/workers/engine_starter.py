@@ -196,8 +196,10 @@ class EngineStarter:
 
 def spread_group(bundle: dict[str, float], count: int, excluded: Sequence[str]) -> PlacementGroup:
     """Return a placement group of ``count`` bundles on different nodes, none of them with an id in ``excluded``."""
-    selectors = [{NODE_ID_LABEL_KEY: f"!in({','.join(excluded)})"}] * count if excluded else None
-    return placement_group([bundle] * count, strategy="STRICT_SPREAD", bundle_label_selector=selectors)
+    options: dict[str, Any] = {}
+    if excluded:
+        options["bundle_label_selector"] = [{NODE_ID_LABEL_KEY: f"!in({','.join(excluded)})"}] * count
+    return placement_group([bundle] * count, strategy="STRICT_SPREAD", **options)
 
 
 def gpu_order(gpu: str) -> tuple[int, str]:
