@@ -161,7 +161,7 @@ case "$1" in
     scripts/submit.py) echo "$@" > nodes; [ -z "${NO_NODES:-}" ] || exit 1 ;;
     train.py)
         trap 'echo saved > saved; exit 130' TERM
-        echo "$RAY_AUTH_TOKEN" > token; printf '%s\\n' "$@" > arguments
+        echo "$RAY_AUTH_TOKEN" > token; printf '%s\\n' "$@" > unfinished; mv unfinished arguments
         [ -z "${TRAIN_CODE:-}" ] || exit "$TRAIN_CODE"
         while :; do sleep 0.05; done ;;
 esac
