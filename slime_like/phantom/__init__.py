@@ -1,7 +1,7 @@
 """Phantom GPU: runs the CUDA path without a GPU and shows its memory, calls and synchronisations, but no values.
 
 A process started with ``PhantomGpu(...).environment()`` loads a library that takes the place of CUDA's runtime, cuBLAS,
-NCCL and the driver. torch's CUDA build then runs its dispatcher, caching allocator, streams and NCCL process groups on
+NCCL, the driver and NVML. torch's CUDA build then runs its dispatcher, caching allocator, streams and NCCL process groups on
 a machine without a GPU: peaks, fragmentation, out-of-memory errors, shapes, dtypes, launch configurations, numbers of
 calls and host synchronisations equal a GPU's. Kernels, matrix products and collectives compute nothing, so every value
 is meaningless, and so is every time.

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     gpu = PhantomGpu(int(options.memory * GIB), options.devices, (int(major), int(minor)))
     try:
         environment = {**os.environ, **gpu.environment()}
-        program = shutil.which(options.command[0])
+        program = shutil.which(options.command[0], path=environment["PATH"])
         if program is None:
             raise ConfigError(f"{options.command[0]} is not a program on PATH: give its path")
     except SlimeLikeError as error:

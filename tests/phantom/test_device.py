@@ -150,6 +150,34 @@ def test_a_command_runs_on_a_phantom() -> None:
     assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
 
 
+UUIDS = """
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+count, nvml_count, uuid = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(16)
+cuda.cuDeviceGetCount(ctypes.byref(count))
+ctypes.CDLL("libnvidia-ml.so.1").nvmlDeviceGetCount_v2(ctypes.byref(nvml_count))
+print(nvml_count.value, [cuda.cuDeviceGetUuid_v2(uuid, d) or uuid.raw[0] - 17 for d in range(count.value)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [("2,0", "[2, 0]"), ("1,9,0", "[1]"), ("", "[]"), ("GPU-x,0", "[]"), ("0,1,2,3", "[0, 1, 2, 3]")],
+)
+def test_a_process_sees_the_devices_of_its_variable(variable: str, expected: str) -> None:
+    command = ("--devices", "4", "env", f"CUDA_VISIBLE_DEVICES={variable}", sys.executable, "-c", UUIDS)
+    result = run_command(*command)
+    assert result.stdout == f"4 {expected}\n", result.stderr  # NVML lists all devices of the machine
+
+
+def test_the_query_of_installed_gpus_lists_the_devices() -> None:
+    program = "from slime_like.util.gpus import installed_gpus; print(*installed_gpus(), sep='\\n')"
+    result = run_command("--devices", "2", "--memory", "40", "--capability", "8.9", sys.executable, "-c", program)
+    assert result.stdout.splitlines() == ["Gpu(name='Phantom GPU', capability=(8, 9), num_bytes=42949672960)"] * 2
+    refused = run_command("nvidia-smi", "-L")
+    assert refused.returncode == 2 and "-L is not supported" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

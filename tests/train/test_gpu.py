@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.train.jobs import annotated, save_checkpoint, start_trainer
 from tests.train.lifecycle import batch, train
 from tests.train.models import count_tokens, make_model, make_spec
 from tests.train.ranks import RankWorld, run_ranks
+from tests.values import has_values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,12 +40,34 @@ WIDE: dict[str, Any] = {  # FlashQLA supports only heads of 128
 }
 
 
+@pytest.fixture(scope="module")
+def folders(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return folders of small models."""
+    folder = tmp_path_factory.mktemp("models")
+    families = {"qwen3_moe": ("qwen3_moe", False, 7), "qwen3_5": ("qwen3_5_text", True, 5)}
+    return qwen3 | {
+        name: make_model(folder / name, family, tied=tied, seed=seed) for name, (family, tied, seed) in families.items()
+    }
+
+
 def actor_on_gpu(world: RankWorld, folder: Path, **spec: Any) -> Any:
     return actor_on("cuda", world, folder, **spec)
 
 
 def actor_on(device: str, world: RankWorld, folder: Path, **spec: Any) -> Any:
-    return start_trainer(world, make_spec(folder, Layout(), device=device, **spec))
+    if has_values():
+        return start_trainer(world, make_spec(folder, Layout(), device=device, **spec))
+    from slime_like.train.megatron.trace import solo
+
+    solo.keep_objects()  # before the collectives are wrapped
+    actor = start_trainer(world, make_spec(folder, Layout(), device=device, **spec))
+    solo.adapt()
+    return actor
+
+
+def loss_of(metrics: Mapping[str, float]) -> float:
+    """Return the loss; 0 without values, where a step has no metrics."""
+    return metrics["train/loss"] if has_values() else 0.0
 
 
 def on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, Any]:
@@ -59,14 +83,14 @@ def on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, Any]:
     grads = {name: g.cuda() for name, g in ref.grads.items()}
     out["grad"] = max(parity.gradient_errors(trainer, grads).values())
     metrics = reduce_metrics(actor.train_rollout([rows], [count_tokens(rows)]))
-    out["loss"] = abs(metrics["train/loss"] / ref.loss - 1)
+    out["loss"] = abs(loss_of(metrics) / ref.loss - 1)
 
     half = {"dtype": "bfloat16", "algo": SftConfig(), "optim": {"lr": 5e-3}}
     actor = actor_on_gpu(world, folder, temperature=parity.TEMPERATURE, **half)
     scores = [actor.score(r) for r in rows]
     out["bfloat16 score"] = max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.logprobs, strict=True))
     actor = actor_on_gpu(world, folder, model={"recompute": "full"}, **half)
-    out["losses"] = [train(actor, Layout(), 1)["train/loss"] for _ in range(4)]
+    out["losses"] = [loss_of(train(actor, Layout(), 1)) for _ in range(4)]
     save_checkpoint(actor, scratch / "checkpoint", 4)
     train(actor, Layout(), 2)
     resumed = actor_on_gpu(world, folder, model={"recompute": "full"}, **half)
@@ -77,16 +101,21 @@ def on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, Any]:
         for a, b in zip(actor.model.parameters(), resumed.model.parameters(), strict=True)
     )
     resumed.export_hf(scratch / "hf")
+    out["export"] = export_error(resumed, scratch / "hf") if has_values() else 0.0
+    return out
+
+
+def export_error(actor: Any, folder: Path) -> float:
+    """Return the largest difference of the scores of a sequence from those of transformers with an export in bfloat16."""
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(scratch / "hf", dtype=torch.bfloat16).to("cuda")  # pyright: ignore[reportArgumentType]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")  # pyright: ignore[reportArgumentType]
     row = batch(1)[1]
     ids = torch.from_numpy(row.token_ids.astype(np.int64)).cuda()[None]
     with torch.no_grad():
         log_p = torch.log_softmax(loaded(input_ids=ids).logits[0, :-1].float() / 0.7, -1)
     expected = log_p.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
-    out["export"] = float(np.abs(resumed.score(row)[1:] - expected).max())
-    return out
+    return float(np.abs(actor.score(row)[1:] - expected).max())
 
 
 def options_on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, Any]:
@@ -103,28 +132,32 @@ def options_on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, A
     divided: dict[str, Any] = {"lr": 5e-3, "cpu_offload": True, "cpu_offload_fraction": 0.5}
     device, actor, resumed = (actor_on_gpu(world, folder, **half, optim=o) for o in ({"lr": 5e-3}, divided, divided))
     for name, one in (("device", device), ("half", actor)):
-        out[name] = [train(one, Layout(), 1)["train/loss"] for _ in range(4)]
+        out[name] = [loss_of(train(one, Layout(), 1)) for _ in range(4)]
     save_checkpoint(actor, scratch / "offloaded", 4)
     resumed.load(scratch / "offloaded")
-    out["resumed"] = [train(one, Layout(), 1)["train/loss"] for one in (actor, resumed) for _ in range(2)]
+    out["resumed"] = [loss_of(train(one, Layout(), 1)) for one in (actor, resumed) for _ in range(2)]
     return out
 
 
-def test_options_on_one_gpu(models: dict[str, Path], tmp_path: Path) -> None:
-    (result,) = run_ranks("tests.train.test_gpu:options_on_gpu", 1, models["tied"], tmp_path)
-    assert {name: error for name, error in result["recompute"].items() if error > 1e-5} == {}
-    assert result["half"] == pytest.approx(result["device"], rel=1e-2), result
-    assert result["resumed"][2:] == pytest.approx(result["resumed"][:2], rel=1e-2), result
+def test_options_on_one_gpu(folders: dict[str, Path], tmp_path: Path) -> None:
+    (result,) = run_ranks("tests.train.test_gpu:options_on_gpu", 1, folders["tied"], tmp_path)
+    assert len(result["recompute"]) > 1 and [len(result[name]) for name in ("device", "half", "resumed")] == [4, 4, 4]
+    if has_values():
+        assert {name: error for name, error in result["recompute"].items() if error > 1e-5} == {}
+        assert result["half"] == pytest.approx(result["device"], rel=1e-2), result
+        assert result["resumed"][2:] == pytest.approx(result["resumed"][:2], rel=1e-2), result
 
 
 @pytest.mark.parametrize("kind", ["tied", "qwen3_moe"])
-def test_one_gpu(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
-    (result,) = run_ranks("tests.train.test_gpu:on_gpu", 1, models[kind], tmp_path)
-    assert result["grad"] < 1e-4 and result["loss"] < 1e-5, result
-    assert result["bfloat16 score"] < 0.3, result
-    assert result["losses"][-1] < 0.8 * result["losses"][0], result
-    assert result["resumed"] < 1e-2, result  # flash attention's backward adds in no fixed order
-    assert result["export"] < 0.1, result
+def test_one_gpu(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    (result,) = run_ranks("tests.train.test_gpu:on_gpu", 1, folders[kind], tmp_path)
+    assert result.keys() == {"grad", "loss", "bfloat16 score", "losses", "resumed", "export"}
+    if has_values():
+        assert result["grad"] < 1e-4 and result["loss"] < 1e-5, result
+        assert result["bfloat16 score"] < 0.3, result
+        assert result["losses"][-1] < 0.8 * result["losses"][0], result
+        assert result["resumed"] < 1e-2, result  # flash attention's backward adds in no fixed order
+        assert result["export"] < 0.1, result
 
 
 def hybrid_on_gpu(
@@ -158,12 +191,12 @@ def assert_backends_agree(errors_of: dict[str, dict[str, float]], backends: tupl
         f"Gated DeltaNet ran on {name}" for name in backends
     ]
     for errors in errors_of.values():
-        assert errors["score"] < 0.3 and errors["grad"] < 0.1, errors_of
+        assert not has_values() or (errors["score"] < 0.3 and errors["grad"] < 0.1), errors_of
 
 
-def test_gated_delta_net_on_one_gpu(models: dict[str, Path]) -> None:
+def test_gated_delta_net_on_one_gpu(folders: dict[str, Path]) -> None:
     backends = ("torch", "fla") if importlib.util.find_spec("fla") else ("torch",)
-    (errors_of,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, models["qwen3_5"], backends)
+    (errors_of,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, folders["qwen3_5"], backends)
     assert_backends_agree(errors_of, backends)
 
 
@@ -194,20 +227,22 @@ def same_bits(world: RankWorld, folder: Path) -> list[list[bytes]]:
 
 
 def test_a_deterministic_gpu_gives_the_same_bits_twice(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    ((first, second),) = run_ranks("tests.train.test_gpu:same_bits", 1, models["tied"])
-    assert first == second
+    ((first, second),) = run_ranks("tests.train.test_gpu:same_bits", 1, folders["tied"])
+    assert len(first) == len(second) > 30
+    assert first == second or not has_values()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine")
 @pytest.mark.parametrize("cp", [1, 2])
-def test_transformer_engine_attends_as_torch_does(cp: int, models: dict[str, Path]) -> None:
+def test_transformer_engine_attends_as_torch_does(cp: int, folders: dict[str, Path]) -> None:
     if cp > torch.cuda.device_count():
         pytest.skip(f"needs {cp} GPUs")
-    for result in run_ranks("tests.train.te:on_gpu", cp, models["tied"], cp):
+    for result in run_ranks("tests.train.te:on_gpu", cp, folders["tied"], cp):
         assert (result["torch"]["core"], result["te"]["core"]) == ("PackedAttention", "TEAttention")
-        assert {name: error for name, error in result["core"].items() if error > 2e-2} == {}  # two bfloat16 kernels
-        for name in ("torch", "te"):
-            assert result[name]["grad"] < 0.08 and result[name]["score"] < 0.3, result
+        if has_values():
+            assert {name: error for name, error in result["core"].items() if error > 2e-2} == {}  # two bfloat16 kernels
+            for name in ("torch", "te"):
+                assert result[name]["grad"] < 0.08 and result[name]["score"] < 0.3, result

@@ -18,13 +18,13 @@ SUCCEED(cudaDeviceSetLimit)
 SUCCEED(cudaProfilerStart)
 SUCCEED(cudaProfilerStop)
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
-API cudaError_t cudaDeviceGetPCIBusId(char *text, int n, int d) { snprintf(text, n, "0000:%02x:00.0", d + 1); return 0; }
+API cudaError_t cudaDeviceGetPCIBusId(char *text, int n, int d) { snprintf(text, n, "0000:%02x:00.0", number_of(d) + 1); return 0; }
 
 API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
     if (d < 0 || d >= num_devices()) return last_error = INVALID_DEVICE;
     memset(p, 0, sizeof *p);
     strcpy(p->name, "Phantom GPU");
-    memset(p->uuid.bytes, 17 + d, sizeof p->uuid.bytes);
+    memset(p->uuid.bytes, UUID_BYTE + number_of(d), sizeof p->uuid.bytes);
     p->totalGlobalMem = total_memory();
     p->major = capability() / 10; p->minor = capability() % 10;
     p->multiProcessorCount = 132; p->warpSize = 32;
@@ -37,7 +37,7 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
     p->memoryBusWidth = 6144; p->l2CacheSize = 60 << 20; p->asyncEngineCount = 3;
     p->unifiedAddressing = p->managedMemory = p->concurrentKernels = p->cooperativeLaunch = 1;
     p->concurrentManagedAccess = p->canMapHostMemory = 1;
-    p->pciBusID = 1 + d;
+    p->pciBusID = 1 + number_of(d);
     return 0;
 }
 static status attribute(int *value, int a) {

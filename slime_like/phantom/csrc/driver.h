@@ -26,8 +26,8 @@ API status cuDeviceGet(int *d, int i) { *d = i; return i < num_devices() ? 0 : I
 API status cuDeviceGetName(char *text, int n, int d) { snprintf(text, n, "Phantom GPU"); return 0; }
 API status cuDeviceGetAttribute(int *v, int a, int d) { return attribute(v, a); }
 API status cuDeviceTotalMem_v2(size_t *n, int d) { *n = total_memory(); return 0; }
-API status cuDeviceGetUuid(void *u, int d) { memset(u, 17 + d, 16); return 0; }
-API status cuDeviceGetUuid_v2(void *u, int d) { memset(u, 17 + d, 16); return 0; }
+API status cuDeviceGetUuid(void *u, int d) { memset(u, UUID_BYTE + number_of(d), 16); return 0; }
+API status cuDeviceGetUuid_v2(void *u, int d) { memset(u, UUID_BYTE + number_of(d), 16); return 0; }
 API status cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active) { if (flags) *flags = 0; *active = 1; return 0; }
 API status cuDevicePrimaryCtxRetain(void **c, int d) { *c = CONTEXT; return 0; }
 API status cuCtxGetCurrent(void **c) { *c = CONTEXT; return 0; }

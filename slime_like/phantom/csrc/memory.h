@@ -1,5 +1,4 @@
 // Device memory as reserved address space: a page that nothing has written takes no memory of the host.
-#define MAX_DEVICES 64
 #define GRANULARITY ((size_t)2 << 20)  // cudaMalloc's
 
 enum { PAGEABLE = -1, PINNED = -2, REGISTERED = -3 };  // owners of memory of the host; 0 and above are devices
@@ -8,6 +7,8 @@ typedef struct block {
     char *start;
     size_t size;
     int owner;
+    int file;  // of memory that other processes can map; -1 for other memory
+    int is_foreign;  // memory of another process, which counts it
     struct block *next;
 } block;
 
@@ -19,7 +20,6 @@ static __thread status last_error;
 
 static size_t total_memory(void) { return setting("PHANTOM_GPU_MEMORY", (size_t)80 << 30); }
 static size_t context_memory(void) { return setting("PHANTOM_GPU_CONTEXT", (size_t)500 << 20); }
-static int num_devices(void) { size_t n = setting("PHANTOM_GPU_DEVICES", 1); return n > MAX_DEVICES ? MAX_DEVICES : (int)n; }
 static size_t copy_limit(void) {
     static size_t limit = (size_t)-1;
     if (limit == (size_t)-1) limit = setting("PHANTOM_GPU_COPY_LIMIT", (size_t)1 << 20);
@@ -40,7 +40,7 @@ static status reserve(void **out, size_t size, int owner) {  // owner: a device,
     block *new = is_pinned || used[owner] + size + context_memory() <= total_memory() ? malloc(sizeof *new) : 0;
     void *start = new ? mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : MAP_FAILED;
     if (start != MAP_FAILED) {
-        *new = (block){start, size, owner, blocks};
+        *new = (block){start, size, owner, -1, 0, blocks};
         blocks = new;
         *out = start;
         if (is_pinned) pinned += size;
@@ -50,15 +50,15 @@ static status reserve(void **out, size_t size, int owner) {  // owner: a device,
     return *out ? 0 : (last_error = OUT_OF_MEMORY);
 }
 static status allocate(void **out, size_t size) { count(ALLOCATIONS); return reserve(out, size, device); }
-static status release(void *start) {
-    if (!start) return 0;
+static status remove_block(void *start, int is_foreign) {
     status result = INVALID_VALUE;
     pthread_mutex_lock(&lock);
     for (block **link = &blocks; *link; link = &(*link)->next)
-        if ((*link)->start == start) {
+        if ((*link)->start == start && (*link)->is_foreign == is_foreign && (*link)->owner != REGISTERED) {
             block *freed = *link;
             *link = freed->next;
-            *(freed->owner == PINNED ? &pinned : &used[freed->owner]) -= freed->size;
+            if (!is_foreign) *(freed->owner == PINNED ? &pinned : &used[freed->owner]) -= freed->size;
+            if (freed->file >= 0) close(freed->file);
             munmap(freed->start, freed->size);
             free(freed);
             result = 0;
@@ -72,6 +72,7 @@ static block **block_at(const void *address) {  // the link to the block, or the
     while (*link && !((char *)address >= (*link)->start && (char *)address < (*link)->start + (*link)->size)) link = &(*link)->next;
     return link;
 }
+static status release(void *start) { return start ? remove_block(start, 0) : 0; }
 static int owner_of(const void *address) {  // PAGEABLE: memory that this library has not given out
     int owner = PAGEABLE;
     pthread_mutex_lock(&lock);
@@ -99,7 +100,7 @@ API cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags) {
     pthread_mutex_lock(&lock);
     block *new = *block_at(p) ? 0 : malloc(sizeof *new);
     if (new) {
-        *new = (block){p, n, REGISTERED, blocks};
+        *new = (block){p, n, REGISTERED, -1, 0, blocks};
         blocks = new;
         pinned += n;
     }
@@ -164,24 +165,3 @@ API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t p, enum cudaMemPoolAttr a,
 SUCCEED(cudaMemPoolSetAttribute)
 SUCCEED(cudaMemPoolTrimTo)
 SUCCEED(cudaMemPoolSetAccess)
-// A handle has the process and the address of device memory, and is valid in this process alone. A driver refuses it there.
-typedef struct { char *start; pid_t pid; } shared_memory;
-API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *h, void *p) {
-    shared_memory shared = {p, getpid()};
-    if (owner_of(p) < 0) return last_error = INVALID_VALUE;
-    memset(h, 0, sizeof *h);
-    memcpy(h, &shared, sizeof shared);
-    count(SHARES);
-    return 0;
-}
-API cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t h, unsigned flags) {
-    shared_memory shared;
-    memcpy(&shared, &h, sizeof shared);
-    if (shared.pid != getpid() || owner_of(shared.start) < 0) return last_error = INVALID_VALUE;
-    *p = shared.start;
-    count(OPENINGS);
-    return 0;
-}
-API cudaError_t cudaIpcCloseMemHandle(void *p) { count(CLOSINGS); return owner_of(p) < 0 ? (last_error = INVALID_VALUE) : 0; }
-API cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *h, cudaEvent_t e) { memset(h, 0, sizeof *h); return 0; }
-API cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *e, cudaIpcEventHandle_t h) { *e = new_handle(); return 0; }

@@ -1,9 +1,9 @@
-// A phantom GPU: the calls of libcudart, libcublas, libcublasLt, libnccl and libcuda on a machine without a driver.
+// A phantom GPU: the calls of libcudart, libcublas, libcublasLt, libnccl, libcuda and libnvidia-ml on a machine without a driver.
 // It says nothing of values: kernels and matrix products compute nothing. Loaded before those libraries (LD_PRELOAD), it makes
 // torch's CUDA build see GPUs, so that its dispatcher, caching allocator, streams and process groups run.
 //   PHANTOM_GPU_MEMORY      bytes of each GPU (80 GiB)        PHANTOM_GPU_DEVICES     number of GPUs (1)
 //   PHANTOM_GPU_CAPABILITY  90 for 9.0                        PHANTOM_GPU_COPY_LIMIT  largest copy that is carried out (1 MiB)
-//   PHANTOM_GPU_CONTEXT     bytes that a context takes (500 MiB)
+//   PHANTOM_GPU_CONTEXT     bytes that a context takes (500 MiB)  CUDA_VISIBLE_DEVICES  numbers of the GPUs that the process uses
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -38,10 +38,13 @@ static void *new_handle(void) {  // of streams, events, modules and all other ob
     return (void *)__atomic_add_fetch(&last, 16, __ATOMIC_RELAXED);
 }
 
+#include "visible.h"
 #include "memory.h"
 #include "device.h"
 #include "streams.h"
+#include "sharing.h"
 #include "launches.h"
 #include "blas.h"
 #include "nccl.h"
 #include "driver.h"
+#include "nvml.h"

@@ -38,10 +38,10 @@ def join(spec: RankSpec, rank: int = 0) -> RankInfo:
     groups.check_layout(spec.layout, spec.layout.world_size)
     host.install("cuda")
     leave()
-    _keep_objects()  # before the collectives are wrapped
+    keep_objects()  # before the collectives are wrapped
     join_world(rank, spec.layout.world_size)
     info = groups.join_and_make_groups(spec, rank=rank, world_size=spec.layout.world_size, master=NOWHERE)
-    _adapt()
+    adapt()
     return info
 
 
@@ -56,8 +56,8 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def _keep_objects() -> None:
-    """Replace exchanges of Python objects, whose sizes would be read from the device, by this rank's own objects."""
+def keep_objects() -> None:
+    """Replace exchanges of Python objects, which would be read from the device, by this rank's own objects."""
     global _keeps_objects
     if _keeps_objects:
         return
@@ -67,8 +67,8 @@ def _keep_objects() -> None:
             setattr(module, name, function)
 
 
-def _adapt() -> None:
-    """Replace numbers that the host's code would read from the device."""
+def adapt() -> None:
+    """Replace numbers that the host's code would read from the device. Imports megatron."""
     global _is_adapted
     if _is_adapted:
         return
