@@ -155,7 +155,7 @@ API cudaError_t cudaMemsetAsync(void *d, int value, size_t n, cudaStream_t s) { 
 API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
     memset(a, 0, sizeof *a);
     int d = owner_of(p);
-    a->type = d >= 0 ? cudaMemoryTypeDevice : d == PINNED ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+    a->type = d >= 0 ? cudaMemoryTypeDevice : d == PINNED || d == REGISTERED ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
     a->device = d < 0 ? device : d;
     a->devicePointer = (void *)p;
     return 0;
