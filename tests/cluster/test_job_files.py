@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import jsonschema
@@ -180,8 +182,9 @@ while :; do sleep 0.05; done
 """
 
 
-def run_script(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """Start the batch script with stand-ins for srun, ray and Python."""
+@contextlib.contextmanager
+def run_script(folder: Path, **environment: str) -> Generator[subprocess.Popen[bytes]]:
+    """Run the batch script with stand-ins for srun, ray and Python. Its processes are killed at the end of the block."""
     (folder / ".venv" / "bin").mkdir(parents=True)
     for path, text in ((".venv/bin/python", PYTHON), (".venv/bin/ray", RAY), ("srun", SRUN)):
         (folder / path).write_text(text)
@@ -189,7 +192,13 @@ def run_script(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
     layout = NodeLayout("a", ("+recipe=a", "run.name=it's new"), 2, 8)
     (folder / "job.sh").write_text(slurm_script(layout, SlurmOptions(str(folder))))
     variables = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **environment}
-    return subprocess.Popen(["bash", folder / "job.sh"], env=variables, cwd="/", start_new_session=True)
+    process = subprocess.Popen(["bash", folder / "job.sh"], env=variables, cwd="/", start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def wait_for(path: Path) -> str:
@@ -200,33 +209,31 @@ def wait_for(path: Path) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    try:
-        return process.wait(Deadline("test", "the batch script", 20).limit)
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait(Deadline("test", "the batch script", 20).limit)
 
 
 def test_slurms_signal_lets_the_run_save_and_ends_ray(tmp_path: Path) -> None:
-    process = run_script(tmp_path)
-    arguments = wait_for(tmp_path / "arguments").splitlines()
-    assert arguments[:3] == ["train.py", "+recipe=a", "run.name=it's new"]
-    assert re.fullmatch(r"placement.ray_address=[\d.]+:6379", arguments[3])
-    assert wait_for(tmp_path / "nodes") == "scripts/submit.py nodes --wait-for 2 --within 600\n"
-    assert wait_for(tmp_path / "srun_options").split()[0] == "--cpus-per-task=64", (
-        "otherwise some clusters give a step one CPU"
-    )
-    assert wait_for(tmp_path / "token") == "a_token\n" and "a_token" not in wait_for(tmp_path / "ray_0")
-    process.send_signal(signal.SIGTERM)
-    assert end(process) == 130
-    assert (tmp_path / "saved").exists() and "ended" in (tmp_path / "ray_0").read_text()
+    with run_script(tmp_path) as process:
+        arguments = wait_for(tmp_path / "arguments").splitlines()
+        assert arguments[:3] == ["train.py", "+recipe=a", "run.name=it's new"]
+        assert re.fullmatch(r"placement.ray_address=[\d.]+:6379", arguments[3])
+        assert wait_for(tmp_path / "nodes") == "scripts/submit.py nodes --wait-for 2 --within 600\n"
+        assert wait_for(tmp_path / "srun_options").split()[0] == "--cpus-per-task=64", (
+            "otherwise some clusters give a step one CPU"
+        )
+        assert wait_for(tmp_path / "token") == "a_token\n" and "a_token" not in wait_for(tmp_path / "ray_0")
+        process.send_signal(signal.SIGTERM)
+        assert end(process) == 130
+        assert (tmp_path / "saved").exists() and "ended" in (tmp_path / "ray_0").read_text()
 
 
 @pytest.mark.parametrize("code", ["0", "1", "2"])
 def test_the_batch_script_returns_the_code_of_train_py(tmp_path: Path, code: str) -> None:
-    assert end(run_script(tmp_path, TRAIN_CODE=code)) == int(code)
+    with run_script(tmp_path, TRAIN_CODE=code) as process:
+        assert end(process) == int(code)
 
 
 def test_nodes_that_do_not_join_end_the_batch_script(tmp_path: Path) -> None:
-    assert end(run_script(tmp_path, NO_NODES="1")) == 1
+    with run_script(tmp_path, NO_NODES="1") as process:
+        assert end(process) == 1
     assert not (tmp_path / "arguments").exists()
