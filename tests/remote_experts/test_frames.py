@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like_plugins.remote_experts import serving
 from slime_like_plugins.remote_experts.connection import Connection, PeerLost
 from slime_like_plugins.remote_experts.frames import (
     HEADER_BYTES,
@@ -26,7 +27,8 @@ from slime_like_plugins.remote_experts.frames import (
     unpack,
 )
 from slime_like_plugins.remote_experts.shapes import shapes_from_json
-from tests.remote_experts.workers import SHAPES
+from slime_like_plugins.remote_experts.worker import serve
+from tests.remote_experts.workers import SHAPES, in_thread
 
 LIMIT = 1000
 HEADER = Header(FrameKind.COMPUTE, 7, 3, 2, 5, 2, 16, RowType.bfloat16, INLINE, 0, 200)
@@ -154,3 +156,13 @@ def test_both_ends_send_more_than_the_kernel_holds() -> None:
         if all(frames):
             break
     assert all(frame is not None and len(frame.payload) == size for frame in frames)
+
+
+@pytest.mark.parametrize("size", [1, HEADER_BYTES + 3])
+def test_a_worker_does_not_wait_forever_for_the_rest_of_a_frame(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that was stopped within a frame keeps its connection, but the worker ends it after a deadline."""
+    monkeypatch.setattr(serving, "FRAME_S", 0.2)
+    with in_thread(lambda sock: serve(sock, serving.WorkerSettings())) as sock:
+        sock.send((pack(replace(HEADER, kind=FrameKind.HELLO, json_bytes=9, payload_bytes=0)) + b"{}       ")[:size])
+        sock.settimeout(20)
+        assert sock.recv(1) == b""
