@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,32 +11,44 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("slime_like", "slime_like_compat", "plugins", "scripts", "benchmarks", "examples", "tests")
 
 
-def defined_classes(folders: list[Path]) -> dict[str, list[str]]:
-    """Return the places where each class name is defined."""
-    places: dict[str, list[str]] = defaultdict(list)
+CLASS_LINE = re.compile(
+    r"^[ \t]*class[ \t\\]+(\w+)", re.MULTILINE
+)  # matches every definition, and some lines of strings
+
+
+def candidates(folders: list[Path]) -> dict[str, list[Path]]:
+    """Return the files in which a line looks like the definition of a class, once per line, by the class name."""
+    paths: dict[str, list[Path]] = defaultdict(list)
     for folder in folders:
         for path in folder.rglob("*.py"):
-            tree = ast.parse(path.read_text())
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ClassDef):
-                    places[node.name].append(f"{path.relative_to(folder.parent)}:{node.lineno}")
-    return places
+            for name in CLASS_LINE.findall(path.read_text()):
+                paths[name].append(path)
+    return paths
 
 
-def repeated_classes(places_by_class: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the class names that are defined more than once."""
-    return {name: places for name, places in places_by_class.items() if len(places) > 1}
+def repeated_classes(paths_by_class: dict[str, list[Path]], root: Path) -> dict[str, list[str]]:
+    """Return the places of class names that are defined more than once; parse only files with a repeated candidate."""
+    repeated = {name for name, paths in paths_by_class.items() if len(paths) > 1}
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sorted({path for name in repeated for path in paths_by_class[name]}):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name in repeated:
+                places[node.name].append(f"{path.relative_to(root)}:{node.lineno}")
+    return {name: lines for name, lines in places.items() if len(lines) > 1}
 
 
 def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
-    classes = defined_classes([REPOSITORY / name for name in PACKAGES])
+    classes = candidates([REPOSITORY / name for name in PACKAGES])
     assert len(classes) > 300
-    assert repeated_classes(classes) == {}
+    assert repeated_classes(classes, REPOSITORY) == {}
 
 
 def test_a_repeated_class_name_is_detected(tmp_path: Path) -> None:
-    for name in ("one", "two"):
+    for name, source in (
+        ("one", "class Twice: ...\nTEXT = '''\nclass Once: ...\n'''\n"),
+        ("two", "if 1:\n    class Twice(object): ...\nclass Once: ...\n"),
+    ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "module.py").write_text("class Twice: ...\n")
-    classes = defined_classes([tmp_path / "one", tmp_path / "two"])
-    assert repeated_classes(classes) == {"Twice": ["one/module.py:1", "two/module.py:1"]}
+        (tmp_path / name / "module.py").write_text(source)
+    classes = candidates([tmp_path / "one", tmp_path / "two"])
+    assert repeated_classes(classes, tmp_path) == {"Twice": ["one/module.py:1", "two/module.py:2"]}

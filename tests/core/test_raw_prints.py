@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,16 +12,28 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 STREAMS = {"sys.stdout.write", "sys.stderr.write", "sys.__stdout__.write", "sys.__stderr__.write", "out.write", "print"}
 TRACEBACKS = {"traceback.print_exc", "traceback.print_exception", "traceback.print_stack", "warnings.warn"}
+ATTRIBUTES = {name.rpartition(".")[2] for name in STREAMS | TRACEBACKS}
 SAFE = {"visible", "complaint"}
 
 
 def raw_prints(source: str) -> Iterator[int]:
     """Yield lines that write text of unknown origin without escaping it."""
+    if not re.search(rf"\b({'|'.join(ATTRIBUTES)})\b", source):
+        return
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call) and last_name(node.func) in ATTRIBUTES:
             name = ast.unparse(node.func)
             if name in TRACEBACKS or (name in STREAMS and not all(is_safe(argument) for argument in node.args)):
                 yield node.lineno
+
+
+def last_name(function: ast.expr) -> str:
+    """Return the attribute or name that is called; empty for another expression."""
+    match function:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+        case _:
+            return ""
 
 
 def is_safe(argument: ast.expr) -> bool:
