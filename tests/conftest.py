@@ -14,9 +14,11 @@ import pytest
 from hypothesis import settings
 
 from slime_like.util.imports import heavy_imports
+from tests import pickled_copies
 from tests.groups import LONGEST
 
 settings.register_profile("slime_like", deadline=None)
+settings.register_profile("short", deadline=None, max_examples=25)  # of scripts/check.sh
 settings.load_profile("slime_like")
 
 MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n(    .*\n)*\]|.*)", re.MULTILINE)
@@ -81,5 +83,6 @@ def pytest_collection() -> Generator[None, object, object]:
             "a test file imports megatron-core, whose groups and threads tests of this process would share: run the test on a rank "
             "(tests/train/jobs.py), or import it within the test's own process"
         )
+    pickled_copies.install()
     gc.set_threshold(20_000, 20, 20)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import subprocess
@@ -12,8 +13,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
 
-from slime_like.config.load.loader import from_yaml, load_config, show, to_yaml
+from slime_like.config.load.loader import _compose_shipped, from_yaml, load_config, show, to_yaml
 from slime_like.config.load.paths import config_folder
 from slime_like.config.schema import algo, policy, role_algo
 from slime_like.config.schema.known import ALGORITHMS, known_keys
@@ -21,6 +24,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.util.deadline import scale
 from slime_like_compat.flags.translate import render
 from tests.config.bad_input import refusal
+from tests.pickled_copies import pickled_copy
 
 PARSER = OverridesParser.create()
 ROOT = Path(__file__).parents[2]
@@ -75,6 +79,21 @@ def test_paths_need_no_quotes(path: str, argv: list[str]) -> None:
     cfg = load_config([*argv, f"data.train={path}", f"evaluation.datasets.held-out={path}"], files=False)
     assert cfg.data.train == path
     assert cfg.evaluation.datasets == {"held-out": path}
+
+
+@pytest.mark.parametrize("groups", [("+recipe=quickstart",), ("+recipe=quickstart_latent", "algo=ppo"), ("guard=off",)])
+def test_copies_of_the_tests_equal_those_of_the_loader(groups: tuple[str, ...]) -> None:
+    """The tests copy composed configs from pickles (tests/pickled_copies.py)."""
+    tree = _compose_shipped(config_folder(), groups)
+    pickled, copied = pickled_copy(tree), copy.deepcopy(tree)
+    assert OmegaConf.to_yaml(pickled) == OmegaConf.to_yaml(copied)
+    assert [OmegaConf.get_type(one, "algo") for one in (pickled, copied)] == [OmegaConf.get_type(tree, "algo")] * 2
+    for one in (pickled, copied):
+        OmegaConf.update(one, "run.seed", 7, merge=True)
+        assert one.run.seed == 7 != tree.run.seed
+        with pytest.raises(ConfigAttributeError, match="seeed"):
+            OmegaConf.update(one, "run.seeed", 7, merge=True)
+    assert pickled_copy(tree).run.seed == tree.run.seed
 
 
 @given(st.text())

@@ -201,13 +201,18 @@ def _compose(overrides: _Overrides) -> DictConfig:
 def _compose_groups(overrides: _Overrides) -> DictConfig:
     groups = tuple(overrides.groups)
     if overrides.config_dir is None:
-        return copy.deepcopy(_compose_shipped(config_folder(), groups))
+        return _copy(_compose_shipped(config_folder(), groups))
     folder = Path(overrides.config_dir).resolve()
     if not folder.is_dir():
         raise ConfigError(
             f"--config-dir {overrides.config_dir}: there is no folder {folder}; put recipes in DIR/recipe"
         )
     return _hydra(config_folder(), (f"hydra.searchpath=[{render(f'file://{folder}')}]", *groups))
+
+
+def _copy(tree: DictConfig) -> DictConfig:
+    """Return a copy whose values can be set."""
+    return copy.deepcopy(tree)
 
 
 @functools.cache  # a composition takes 0.2 s; the files of the package do not change
