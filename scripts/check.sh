@@ -28,6 +28,7 @@ fi
 lint
 # One thread per process, because there is a process per core.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-stage "pytest" "$PYTHON" -m pytest -q -n auto --maxprocesses 8 --dist loadscope -m "${PARTS[unit]} and not slow" "$@"
+stage "pytest" "$PYTHON" -m pytest -q -n auto --maxprocesses 8 --dist loadscope --hypothesis-profile short \
+    -m "${PARTS[unit]} and not slow" "$@"
 ((${#files[@]} == 0)) || join
 summary "$start"

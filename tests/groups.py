@@ -56,6 +56,7 @@ GROUPS = (
 HEAVY_IMPORTS = (
     "tests/engine/",
     "tests/data/",
+    "tests/benchmarks/test_flow_mla.py",
     "tests/benchmarks/test_gdn.py",
     "tests/cluster/test_inputs.py",
     "tests/config/test_foreign_code.py",

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slime_like.util.deadline import scale
 from tests.groups import GroupScheduling
 
@@ -20,6 +22,7 @@ def pytest_xdist_make_scheduler(config, log):
 """
 
 
+@pytest.mark.slow
 def test_tests_after_a_crash_run_and_completed_groups_do_not_return(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name in "abde":

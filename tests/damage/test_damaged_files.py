@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.damage.checks import FAULTS, RunFiles
 from tests.damage.world import FILES
 
-EXAMPLES = 30
+EXAMPLES = settings().max_examples * 3 // 10
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_cac
     return torch.einsum("hql,lhd->qhd", weights_HQL, values[:, of_head])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=settings().max_examples * 2 // 5)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6),
     st.booleans(),

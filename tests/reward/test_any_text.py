@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slime_like.config.schema.names import REWARDS
@@ -65,7 +65,6 @@ PIECES = [*LATEX.split(), *WORDS.split(), *CHARACTERS]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join) | st.text(st.characters(), max_size=40)
 
 
-@settings(max_examples=100)
 @given(
     label=TEXTS,
     texts=st.lists(TEXTS | TEXTS.map(lambda text: rf"</think>Answer: \boxed{{{text}}}"), min_size=1, max_size=2),

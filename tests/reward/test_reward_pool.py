@@ -192,6 +192,7 @@ def test_a_group_reward_must_score_each_sample(score: Score) -> None:
         score([group("a", "b", rm_type=f"{USERS}:too_few")])
 
 
+@pytest.mark.slow
 def test_a_timeout_of_a_group_reward_costs_its_group() -> None:
     pool = RewardPool(RewardConfig(name=f"{USERS}:hangs_for_all", workers=1, timeout_s=0.5, fallback=0.25))
     try:
@@ -230,6 +231,7 @@ def test_evaluation_uses_only_the_reward_of_the_row() -> None:
     assert [s.reward for g in scored for s in g.samples] == [Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(1.0, 1.0)]
 
 
+@pytest.mark.slow
 def test_a_timeout_of_one_weighted_reward_costs_the_sample() -> None:
     pool = RewardPool(
         RewardConfig(

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slime_like.config.schema.rollout import DataConfig
 from slime_like.data.prompts import FileSource, SourceContext
 from slime_like.util.deadline import scale
@@ -33,6 +35,7 @@ def read(path: Path) -> FileSource:
     return FileSource(DataConfig(train=str(path), apply_chat_template=True), context)
 
 
+@pytest.mark.slow
 def test_gsm8k(tmp_path: Path) -> None:
     row = {"question": "How many?", "answer": "9 * 200 = 1800\n#### 1,800"}
     result = prepare(tmp_path, "gsm8k", train=[row, row], test=[row])
@@ -43,6 +46,7 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert test.prompts[0].text.startswith("<user>How many?\n")
 
 
+@pytest.mark.slow
 def test_rows_in_slimes_format_keep_their_messages(tmp_path: Path) -> None:
     result = prepare(tmp_path, "dapo-math-17k", train=[{"prompt": CHAT, "label": 4}])
     assert result.returncode == 0, result.stderr
