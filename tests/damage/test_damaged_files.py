@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -15,8 +18,11 @@ EXAMPLES = settings().max_examples * 3 // 10
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
-    return RunFiles(tmp_path_factory.mktemp("damaged"), trainer=False)
+def world() -> Iterator[RunFiles]:
+    """Yield files in a folder that other users can enter: as root, the test reads them as user nobody, who cannot enter pytest's."""
+    with tempfile.TemporaryDirectory(prefix="damaged") as folder:
+        Path(folder).chmod(0o755)
+        yield RunFiles(Path(folder), trainer=False)
 
 
 @given(kind=st.sampled_from(sorted(FILES)), seed=st.integers(0, 2**32))
