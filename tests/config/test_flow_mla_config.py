@@ -126,6 +126,18 @@ def test_weights_that_the_model_does_not_have_are_refused(name: str, latent: boo
         check_flow_mla_model(cfg.rollout, model)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("fields", [{"attn_dp_size": 3}, {"dp_size": 3, "enable_dp_attention": True}])
+def test_groups_that_do_not_divide_the_ranks_of_a_server_are_refused(fields: dict[str, object]) -> None:
+    """Before SGLang resolves the arguments, which asserts it without a message."""
+    from slime_like_plugins.flow_mla import hooks
+
+    resolved: list[object] = []
+    arguments = {"tp_size": 2, "attn_dp_size": 1, "dp_size": 1, "enable_dp_attention": False, **fields}
+    with pytest.raises(SystemExit, match=r"3 groups .* do not divide tp_size=2: set --attention-data-parallel-size"):
+        hooks.check_arguments(resolved.append, SimpleNamespace(**arguments))
+    assert not resolved
+
+
 def test_the_engine_checks_the_model_that_sglang_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is started by hand has no rules of the config."""
     from slime_like_plugins.flow_mla import hooks

@@ -36,10 +36,22 @@ def options() -> FlowOptions:
     return from_json(os.environ.get(VARIABLE, "{}"))
 
 
-def check_resolved(result: None, server_args: Any) -> None:
-    """Hook after ``ServerArgs.resolve_once``: stop the engine if FlowMLA does not support its arguments."""
+def check_arguments(original: Callable[..., None], server_args: Any) -> None:
+    """Hook around ``ServerArgs.resolve_once``: stop the engine if FlowMLA does not support its arguments.
+
+    SGLang only asserts that ``attn_dp_size`` divides ``tp_size``, without a message.
+    """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
+    groups = max(
+        int(server_args.attn_dp_size or 1), int(server_args.dp_size or 1) * bool(server_args.enable_dp_attention)
+    )
+    if server_args.tp_size % groups:
+        raise SystemExit(
+            f"slime_like plugin {NAME!r}: {groups} groups of data-parallel attention do not divide tp_size={server_args.tp_size}: set "
+            "--attention-data-parallel-size to a divisor of --tp-size"
+        )
+    original(server_args)
     view = resolved_view(server_args)
     if problem := obstacle(view) or model_obstacle(view.quantization, model_config_of(server_args)):
         raise SystemExit(f"slime_like plugin {NAME!r}: {problem}")
@@ -222,7 +234,7 @@ def refuse_checks(runner: Any, *args: Any, **kwargs: Any) -> Any:
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 HOOKS = (
-    Hook("sglang.srt.server_args.ServerArgs.resolve_once", "after", check_resolved),
+    Hook("sglang.srt.server_args.ServerArgs.resolve_once", "around", check_arguments),
     Hook("sglang.srt.utils.common.make_layers", "around", shard_layers),
     Hook(
         "sglang.srt.models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin.post_load_weights",
