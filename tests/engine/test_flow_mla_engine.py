@@ -139,12 +139,21 @@ def test_requests_that_arrive_together(pair: EngineArms) -> None:
 
 
 def test_a_partial_update_is_refused(pair: EngineArms) -> None:
-    """The attention of a layer is missing, of which each rank holds a part. A complete update follows."""
+    """A projection of one layer is missing, of which each rank holds a part. Later layers have overwritten its slot. A complete update
+    follows.
+    """
     engine, tensors = pair.flow, pair.models.tensors("A")
-    part = {name: tensor for name, tensor in tensors.items() if "layers.1.self_attn" not in name}
-    with pytest.raises(EngineError, match=r"rank 0: .*layers\.1\.self_attn.*rank 1: .*layers\.1\.self_attn"):
-        engine.run(engine.push(part, 11))
-    engine.run(engine.push(tensors, 12))
+    is_latent = "model.layers.0.self_attn.kv_b_proj.weight" in tensors
+    copies = {"o_proj": 1, **({"kv_b_proj": 2} if is_latent else {"k_proj": 1})}  # kv_b_proj: and w_kc, w_vc
+    for version, (projection, count) in enumerate(copies.items()):
+        name = f"model.layers.0.self_attn.{projection}.weight"
+        with pytest.raises(EngineError, match=r"layers\.0\.self_attn") as error:
+            engine.run(engine.push({key: tensor for key, tensor in tensors.items() if key != name}, 11 + version))
+        text = str(error.value).partition(" | ")[0]  # each data-parallel group returns the message of all ranks
+        unwritten = re.findall(r"(\S+) \((\d+) of \d+ elements\)", text)
+        assert {item.rpartition(".self_attn")[0] for item, _ in unwritten} == {"model.layers.0"}, text
+        assert sum(int(elements) for _, elements in unwritten) == count * tensors[name].numel(), text
+    engine.run(engine.push(tensors, 13))
     answers(engine, pair.models, "A")
 
 
