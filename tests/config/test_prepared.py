@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_an_error_of_prepare_names_the_key_and_the_line(tmp_path: Path, monkeypa
     )
     with pytest.raises(UserCodeError, match=problem):
         load_prepared(argv)
+
+
+def test_a_cluster_that_does_not_answer_is_reported_before_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "not_called.py").write_text("def make(cfg):\n    raise AssertionError('called')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = [f"model.hf_checkpoint={tmp_path}/m", f"data.train={tmp_path}/d.jsonl", "run.prepare=not_called:make"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(ConfigError, match=rf"placement\.ray_address='{address}': no Ray cluster answers"):
+        load_prepared([*argv, f"placement.ray_address={address}"])
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_prepare(

@@ -71,22 +71,28 @@ def test_a_submitted_run_streams_its_steps_and_returns_its_code(cluster: LocalCl
     assert log.count(f"FlowMLA shards o_proj, qkv_proj of {DENSE.num_hidden_layers} layers over 2 ranks") == 2
 
 
-def test_a_run_with_uploaded_code_is_stopped_with_a_checkpoint(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_run_with_uploaded_code_outlives_its_submitter_and_is_stopped_with_a_checkpoint(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
     python = str(Path(__file__).resolve().parents[2] / ".venv" / "bin" / "python")
     changes = overrides(cluster, tmp_path / "run", "sft.jsonl")
     paths = ("--upload", "--code", "/nowhere", "--python", python)
     process = cluster.submit("run", *paths, "+recipe=quickstart_sft", *changes, "loop.num_rollout=100000")
     job = read_until(process, " submitted; ").splitlines()[-1].split()[1]
     read_until(process, "[2/100000]")
+    process.kill()  # as if the submitting machine were switched off
+    process.communicate()
     code, listing = ended(cluster.submit("list"))
     assert code == 0 and f"{job}  RUNNING" in listing
+    process = cluster.submit("follow", job)
+    read_until(process, "[3/100000]")
     code, output = ended(cluster.submit("stop", job))
     assert code == 0 and f"job {job} STOPPED" in output, output
     code, output = ended(process)
     assert code == 130 and "control: stop: done" in output, output
     assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
-    code, again = ended(cluster.submit("follow", job))
-    assert code == 130 and "[1/100000]" in again and again.count("control: stop: done") == 1
+    code, log = ended(cluster.submit("follow", job))
+    assert code == 130 and "[1/100000]" in log and log.count("control: stop: done") == 1
     _, listing = ended(cluster.submit("list"))
     assert f"{job}  STOPPED (exit code 130)" in listing and "stop-" not in listing
 

@@ -12,6 +12,7 @@ from slime_like.errors import ConfigError
 TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}:\d{2}|\d+-\d{1,2}|\d+(:\d{2})?")  # as in sbatch(1)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,/-]*")
 GCS_PORT = 6379
+MAX_SAVE_S = 65535  # of sbatch's --signal
 NODES_S = 600  # for all nodes to join
 # The first IPv4 address of a node that is not loopback, to which some systems map their own name.
 ADDRESS = (
@@ -71,6 +72,10 @@ def slurm_script(layout: NodeLayout, options: SlurmOptions) -> str:
     """Return the batch script. Raises ``ConfigError`` naming an option that sbatch would refuse."""
     if not TIME.fullmatch(options.time):
         raise ConfigError(f"--time {options.time!r} is not a time limit of sbatch: write e.g. 24:00:00 or 2-00:00:00")
+    if not 1 <= options.save_s <= MAX_SAVE_S:
+        raise ConfigError(
+            f"--save-s {options.save_s} is not a time before the limit that sbatch accepts: 1 to {MAX_SAVE_S}"
+        )
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
         if value is not None and not NAME.fullmatch(value):
             raise ConfigError(f"{flag} {value!r} is not a Slurm name: use letters, digits, _ . , / and -")

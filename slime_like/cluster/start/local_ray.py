@@ -48,6 +48,7 @@ UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")  # methods o
 AGENT_COMMAND = "_build_python_executable_command_memory_profileable"  # function of ray._private.services
 DEPENDENCIES = "get_dashboard_dependency_error"  # function of ray._private.utils
 STAND_IN = Path(no_dashboard_agent.__file__).resolve()
+CLUSTER_FIX = "start it with `ray start --head`, correct the address, or omit the key to start a Ray for this run"
 TIMEOUT_TEXT = "timed out during startup"  # message of a plain Exception: Ray gives its node 30 s, not configurable
 
 _folders: list[Path] = []  # private folders of the Ray that this process has started
@@ -102,27 +103,33 @@ def start(namespace: str) -> None:
         driver_link.report_ray(pids, Path(node.get_logs_dir_path()))
 
 
-def join(address: str, namespace: str) -> None:
-    """Join the cluster that ``placement.ray_address`` names. Raises ``ConfigError`` if none answers."""
-    key = f"placement.ray_address={address!r}"
-    fix = "start it with `ray start --head`, correct the address, or omit the key to start a Ray for this run"
+def reach(address: str) -> str:
+    """Return the host and port at which the cluster of ``placement.ray_address`` answers. Raises ``ConfigError`` if none does."""
     at = address
     try:
         at = services.canonicalize_bootstrap_address(address.removeprefix("ray://")) or address
         host, _, port = at.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        return at
     except (
         OSError,
         ValueError,
     ) as error:  # Ray raises ConnectionError if "auto" finds no cluster
-        raise ConfigError(f"{key}: no Ray cluster answers at {at} ({error}): {fix}") from error
+        raise ConfigError(
+            f"placement.ray_address={address!r}: no Ray cluster answers at {at} ({error}): {CLUSTER_FIX}"
+        ) from error
+
+
+def join(address: str, namespace: str) -> None:
+    """Join the cluster that ``placement.ray_address`` names. Raises ``ConfigError`` if none answers."""
+    at, key = reach(address), f"placement.ray_address={address!r}"
     within = Deadline("driver", "placement", JOIN_S)
     try:
-        with keep_sigterm(), driver_link.bounded_call(within, f"the Ray cluster of {key}: {fix}", at_once=True):
+        with keep_sigterm(), driver_link.bounded_call(within, f"the Ray cluster of {key}: {CLUSTER_FIX}", at_once=True):
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         token = "or give this process the cluster's RAY_AUTH_TOKEN"  # Ray only prints its reason
-        raise ConfigError(f"{key}: the cluster at {at} cannot be joined ({error}): {fix}, {token}") from error
+        raise ConfigError(f"{key}: the cluster at {at} cannot be joined ({error}): {CLUSTER_FIX}, {token}") from error
 
 
 def open_cluster_warning(address: str) -> str:

@@ -27,6 +27,10 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
     cfg = load_config(argv, files=False)
     check_folder(cfg)
     if cfg.run.prepare is not None:
+        if cfg.placement.ray_address is not None:  # checked here because ``run.prepare`` may train for minutes
+            from slime_like.cluster.start.local_ray import reach  # imports Ray, which takes seconds
+
+            reach(cfg.placement.ray_address)
         check_function("run.prepare", cfg.run.prepare, {})
         _check_unwritten(cfg)
         prepare = resolve("run.prepare", cfg.run.prepare, {})
