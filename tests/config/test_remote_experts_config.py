@@ -92,11 +92,20 @@ def test_experts_that_the_model_does_not_have_are_refused(argv: list[str], tmp_p
     with pytest.raises(ConfigError, match="has 0 experts"):
         check(ON, 0)
     load, key = tmp_path / "load.json", tmp_path / "key"
-    for text, message in ((None, "is missing"), ("{", "cannot be read as JSON"), ("{}", "no object 'tokens'")):
+    for text, message in (
+        (None, "is missing"),
+        ("{", "cannot be read as JSON"),
+        ("{}", "no object 'tokens'"),
+        ('{"tokens": {}}', "has no layer"),
+        ('{"tokens": {"1": [1, -1, 0, 0, 0, 0, 0, 0]}}', "no list of counts"),
+        ('{"tokens": {"1": [1, 2]}}', f"load_file={load} has 2 experts of layer 1, .* has 8; record it again"),
+    ):
         if text is not None:
             load.write_text(text)
         with pytest.raises(ConfigError, match=message):
             check(f"{ON} {KEY}.load_file={load}")
+    load.write_text('{"tokens": {"1": [1, 0, 0, 0, 0, 0, 0, 0]}}')
+    check(f"{ON} {KEY}.load_file={load}")
     with pytest.raises(ConfigError, match="is in a folder that does not exist: create it"):
         check(f"{ON} {KEY}.record_load={tmp_path}/missing/load.json")
     settings = f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file={key}"

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from slime_like.config.schema.expert_load import read_load
 from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import ConfigError
 from slime_like_plugins.remote_experts.model import ROWS, RemoteModel
-from slime_like_plugins.remote_experts.placement import LoadRecord, read_load, remote_ids
+from slime_like_plugins.remote_experts.placement import LoadRecord, remote_ids
 from slime_like_plugins.remote_experts.routing import ExpertRows
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slime_like.config.schema.expert_load import FIX, read_load
 from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import ConfigError
-from slime_like.util.reading import InputFile
 from slime_like_plugins.remote_experts.compute import Ids
-
-FIX = "record it again with rollout.remote_experts.record_load"
 
 
 def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[int, ...]:
@@ -42,21 +39,6 @@ def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[in
         num = "no" if loads is None else f"{len(loads)}"
         raise ConfigError(f"remote_experts.load_file={options.load_file} has {num} experts of layer {layer}; {FIX}")
     return tuple(sorted(np.argsort(np.asarray(loads), kind="stable")[: options.count].tolist()))
-
-
-def read_load(path: Path) -> dict[int, list[int]]:
-    """Return the tokens of each expert of each layer in a load file. Raises ``ConfigError`` if it is damaged."""
-    file = InputFile(path, ConfigError, FIX, key="rollout.remote_experts.load_file")
-    layers: Any = file.json_object().get("tokens")
-    if not isinstance(layers, dict):
-        raise file.refused("has no object 'tokens'")
-    loads: dict[int, list[int]] = {}
-    for name, counts in layers.items():
-        valid = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
-        if not (str(name).isdecimal() and valid):
-            raise file.refused(f"has tokens of layer {name!r:.20} that are no list of counts")
-        loads[int(name)] = counts
-    return loads
 
 
 class LoadRecord:

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.expert_load import FIX, read_load
 from slime_like.config.schema.remote_experts import MIN_KEY, UNSUPPORTED_FIELDS, field_obstacle
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -58,10 +59,12 @@ def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
             "stay in the engine"
         )
     if remote.load_file:
-        path = Path(remote.load_file)
-        file = InputFile(path, ConfigError, f"record it again with {KEY}.record_load", key=f"{KEY}.load_file")
-        if "tokens" not in file.json_object():
-            raise file.refused("has no object 'tokens'")
+        lengths = {layer: len(counts) for layer, counts in read_load(Path(remote.load_file)).items()}
+        if others := [layer for layer, length in lengths.items() if length != model.num_experts]:
+            raise ConfigError(
+                f"{KEY}.load_file={remote.load_file} has {lengths[others[0]]} experts of layer {others[0]}, but the model in "
+                f"{model.folder} has {model.num_experts}; {FIX}"
+            )
     if remote.record_load and not Path(remote.record_load).absolute().parent.is_dir():
         raise ConfigError(f"{KEY}.record_load={remote.record_load!r} is in a folder that does not exist: create it")
     if remote.key_file:

@@ -1,0 +1,28 @@
+"""File with the number of tokens of each expert of each layer, which an engine records and the choice of remote experts reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import ConfigError
+from slime_like.util.reading import InputFile
+
+FIX = "record it again with rollout.remote_experts.record_load"
+
+
+def read_load(path: Path) -> dict[int, list[int]]:
+    """Return the tokens of each expert of each layer in a load file. Raises ``ConfigError`` if it is damaged or has no layer."""
+    file = InputFile(path, ConfigError, FIX, key="rollout.remote_experts.load_file")
+    layers: Any = file.json_object().get("tokens")
+    if not isinstance(layers, dict):
+        raise file.refused("has no object 'tokens'")
+    if not layers:
+        raise file.refused("has no layer: the engine that wrote it has computed nothing")
+    loads: dict[int, list[int]] = {}
+    for name, counts in layers.items():
+        valid = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
+        if not (str(name).isdecimal() and valid):
+            raise file.refused(f"has tokens of layer {name!r:.20} that are no list of counts")
+        loads[int(name)] = counts
+    return loads
