@@ -18,11 +18,16 @@ HEADER = "cuda_runtime_api.h"
 LIBRARY = "libcuda.so.1"
 NVML = "libnvidia-ml.so.1"
 SMI = """#!/bin/sh
-# The query of slime_like/util/gpus.py, for the phantom GPUs of this process; nothing else.
-[ "$1" = --query-gpu=name,memory.total,compute_cap ] || { echo "nvidia-smi of phantom GPUs: $* is not supported" >&2; exit 2; }
-capability=${PHANTOM_GPU_CAPABILITY:-90} number=0
+# The queries of slime_like/util/gpus.py and of SGLang, for the phantom GPUs of this process; nothing else.
+memory=$((${PHANTOM_GPU_MEMORY:-85899345920} / 1048576)) capability=${PHANTOM_GPU_CAPABILITY:-90} number=0
+case "$1 $2" in
+    "--query-gpu=name,memory.total,compute_cap --format=csv,noheader")
+        line="Phantom GPU, $memory MiB, ${capability%?}.${capability#"${capability%?}"}" ;;
+    "--query-gpu=memory.total --format=csv,noheader,nounits") line=$memory ;;
+    *) echo "nvidia-smi of phantom GPUs: $* is not supported" >&2; exit 2 ;;
+esac
 while [ "$number" -lt "${PHANTOM_GPU_DEVICES:-1}" ]; do
-    echo "Phantom GPU, $((${PHANTOM_GPU_MEMORY:-85899345920} / 1048576)) MiB, ${capability%?}.${capability#"${capability%?}"}"
+    echo "$line"
     number=$((number + 1))
 done
 """

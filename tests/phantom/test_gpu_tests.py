@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -29,7 +30,9 @@ def gpu_files() -> list[str]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GpuTestOutcome]:
     file = tmp_path_factory.mktemp("gpu") / "outcomes.json"
-    environment = {**PhantomGpu(num_devices=2).environment(), "PHANTOM_GPU_COPY_LIMIT": str(COPIED)}
+    variables = {"PHANTOM_GPU_COPY_LIMIT": str(COPIED), "OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**inherited, **PhantomGpu(num_devices=2).environment(), **variables}
     options = ("-q", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.phantom.gpu_tests")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, f"--outcomes={file}", *gpu_files()],

@@ -1,0 +1,79 @@
+"""Stand-in for sglang-kernel, and for the kernels that SGLang compiles, in an engine on a phantom GPU.
+
+Like all kernels there, they compute nothing: a call leaves the memory of its results as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from types import ModuleType
+from typing import Any
+
+from sglang.kernels.jit.utils.compile import loader
+
+PACKAGES = ("sgl_kernel", "cutlass")
+
+
+class Kernel:
+    """Kernel, or a table of constants of kernels."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Compute nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+kernel = Kernel()
+
+
+def weak_ref_tensor(tensor: Any) -> Any:
+    """Return the tensor, not a weak reference to it."""
+    return tensor
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return kernel
+
+
+class KernelModule(ModuleType):
+    """Module with a kernel for each name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # a package
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return kernel
+
+
+class KernelFinder:
+    """Finder of every submodule."""
+
+    @staticmethod
+    def find_spec(name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec for a submodule of this package."""
+        return importlib.machinery.ModuleSpec(name, KernelFinder) if name.partition(".")[0] in PACKAGES else None  # pyright: ignore[reportArgumentType]
+
+    @staticmethod
+    def create_module(spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the module."""
+        return KernelModule(spec.name)
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """Execute nothing."""
+
+
+sys.meta_path.append(KernelFinder)  # pyright: ignore[reportArgumentType]
+loader.ninja.generate = lambda spec: ""
+loader.cache.compute_build_key = lambda *args, **kwargs: "phantom"
+loader._find_prebuilt = lambda **kwargs: "phantom"
+loader._load = lambda library: KernelModule("phantom")
