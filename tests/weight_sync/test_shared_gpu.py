@@ -25,7 +25,8 @@ ROWS = 4096
 
 
 def test_a_bucket_is_copied_to_page_locked_memory(record_property: Callable[[str, object], None]) -> None:
-    tensors = {f"w{i}": torch.randn(ROWS, 1024, device="cuda", dtype=torch.bfloat16) for i in range(32)}
+    numbers = torch.randn(ROWS, 1024).bfloat16()  # on the host, so that a phantom GPU has them too
+    tensors = {f"w{i}": numbers.roll(i).cuda() for i in range(32)}
     memory = SharedBucketMemory()
     bucket = Bucket(tuple(tensors.items()))
     message = memory.write(bucket)  # allocates and locks the memory
