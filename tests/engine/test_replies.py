@@ -83,6 +83,7 @@ def test_scores_skip_the_first_token_and_are_counted() -> None:
         (b"", {"error": {"message": "too long"}}, "HTTP 400: too long"),
         (b"", {"success": False, "message": "no session"}, "HTTP 400: no session"),
         (b"", {"detail": "paused"}, "HTTP 400: paused"),
+        (b"", {"message": "not complete | open | not complete"}, "HTTP 400: not complete | open"),
         (b"plain", None, "HTTP 400: plain"),
         (b"", None, "HTTP 400: (no message)"),
     ],

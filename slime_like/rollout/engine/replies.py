@@ -93,13 +93,14 @@ def any_aborted(reply: Any) -> bool:
 
 
 def error_text(status: int, body: bytes, reply: Any) -> str:
-    """Return SGLang's error message, in any of its formats."""
+    """Return SGLang's error message, in any of its formats. SGLang joins the messages of data-parallel groups, which may be equal."""
     message: Any = reply
     for name in ("error", "message", "detail"):
         if isinstance(message, dict) and name in message:
             message = message[name]  # pyright: ignore[reportUnknownVariableType]
     text = message if isinstance(message, str) else body.decode(errors="replace")
-    return f"HTTP {status}: {text.strip()[:2000] or '(no message)'}"
+    text = " | ".join(dict.fromkeys(text.strip().split(" | ")))
+    return f"HTTP {status}: {text[:2000] or '(no message)'}"
 
 
 def _completion(item: Any, routing: RoutingShape | None) -> Completion:
