@@ -22,7 +22,7 @@ from pathlib import Path
 from slime_like.cluster.jobs.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, TOKEN_VARIABLE, server_address
 from slime_like.cluster.jobs.code_archive import make_package
 from slime_like.cluster.jobs.follow import follow, wait_for_nodes
-from slime_like.cluster.jobs.job import RUN_DIR, RUN_NAME, STOPPED_CODE, USER, ClusterJob
+from slime_like.cluster.jobs.job import PYTHON, RUN_DIR, RUN_NAME, STOPPED_CODE, USER, ClusterJob
 from slime_like.cluster.jobs.planning import plan_job
 from slime_like.cluster.jobs.server import JobServer
 from slime_like.cluster.jobs.stopping import stop_job
@@ -32,6 +32,7 @@ from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.printable import complaint, visible
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+NO_PROGRAM_CODES = (126, 127)  # of a shell that cannot run a program
 STOP_WAIT_S = 3600.0  # for the current rollout and the checkpoint
 
 
@@ -153,6 +154,8 @@ def _report(job: ClusterJob) -> int:
     """Write the job's outcome; return its exit code."""
     reason = f": {job.reason}" if job.reason else ""
     sys.stderr.write(visible(f"job {job.id} {job.outcome}{reason}\n"))
+    if job.exit_code in NO_PROGRAM_CODES and PYTHON in job.metadata:
+        sys.stderr.write(visible(f"the head has no Python at {job.metadata[PYTHON]}: correct --code or --python\n"))
     return job.code
 
 

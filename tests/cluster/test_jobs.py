@@ -355,6 +355,12 @@ def test_bad_options_name_the_option(argv: tuple[str, ...], message: str, monkey
         command(ServerState(), monkeypatch, *argv)
 
 
+def test_a_missing_python_on_the_head_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    job = read_job({"submission_id": "a", "status": "FAILED", "driver_exit_code": 127, "metadata": OWN})
+    assert job is not None and submit._report(job) == 127  # pyright: ignore[reportPrivateUsage]
+    assert "no Python at /code/.venv/bin/python: correct --code or --python" in capsys.readouterr().err
+
+
 def test_errors_are_printed_with_their_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert submit.main(["--address", "nonsense", "list"]) == 2
     assert capsys.readouterr().err.startswith("ConfigError: --address='nonsense'")
