@@ -37,6 +37,12 @@ SYMMETRIC_MEMORY = Constant(
     "bytes per engine rank with rollout.symmetric_memory",
     "SGLang 0.5.23, arg_groups/memory_hook.py: default of SGLANG_SYMM_MEM_PREALLOC_GB_SIZE",
 )
+FLASHINFER_WORKSPACE = Constant(
+    "FlashInfer's workspace",
+    GIB // 2,
+    "bytes per engine rank with an attention backend of FlashInfer",
+    "SGLang 0.5.23, flashinfer_backend.py: 512 MiB for Qwen models, at most as much for others; 2 GiB with run.deterministic",
+)
 ALLOCATOR = Constant(
     "allocator overhead",
     1.07,
@@ -147,6 +153,7 @@ CONSTANTS = (
     CUDA_CONTEXT,
     NCCL_BUFFERS,
     SYMMETRIC_MEMORY,
+    FLASHINFER_WORKSPACE,
     ALLOCATOR,
     PINNED,
     SGLANG_META,

@@ -152,6 +152,7 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
         ("CUDA context", constants.CUDA_CONTEXT.value, ""),
         ("communicators", constants.NCCL_BUFFERS.value * (s.gpus > 1), "NCCL"),
         ("symmetric memory", constants.SYMMETRIC_MEMORY.value * (s.symmetric_memory and s.gpus > 1), "NCCL, reserved"),
+        ("attention workspace", constants.FLASHINFER_WORKSPACE.value * s.workspaces, "FlashInfer"),
         ("CUDA graphs", graph_bytes(shape, s, hardware.gpu), ""),
         ("prefill", activations, f"activations of {tokens} tokens"),
         ("logits", logits, ""),

@@ -40,6 +40,7 @@ class EngineSettings:
     rank_memory: int | None = None  # bytes of an engine rank on a CPU; None: a share of the machine's memory
     replicated_q: bool = False  # each DCP rank also has the query projections of its group
     symmetric_memory: bool = False  # SGLang's enable_symm_mem
+    workspaces: int = 0  # of FlashInfer's attention, in units of constants.FLASHINFER_WORKSPACE
 
     @property
     def attention_tp(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,26 @@ def test_cuda_graphs_are_those_that_sglangs_fields_name(
 ) -> None:
     settings = engine_settings(EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang=options))
     assert (settings.decode_graphs, settings.prefill_graphs, settings.graph_requests) == graphs
+
+
+@pytest.mark.parametrize(
+    ("device", "fields", "options", "workspaces"),
+    [
+        ("cuda", {}, {}, 0),
+        ("cuda", {}, {"attention_backend": "fa3"}, 0),
+        ("cuda", {}, {"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}, 1),
+        ("cuda", {}, {"attention_backend": "trtllm_mha"}, 1),
+        ("cuda", {"deterministic": True}, {"attention_backend": "flashinfer"}, 4),
+        ("cuda", {"dcp": 2}, {}, 0),
+        ("cuda", {"dcp": 2, "latent": True}, {}, 1),
+        ("cpu", {"dcp": 2, "latent": True}, {}, 0),
+    ],
+)
+def test_backends_of_flashinfer_have_a_workspace(
+    device: str, fields: dict[str, Any], options: dict[str, object], workspaces: int
+) -> None:
+    spec = EngineSpec("", device, "bfloat16", 2, 64, 0, "", 1.0, sglang=options, **fields)
+    assert engine_settings(spec).workspaces == workspaces
 
 
 def test_a_cpu_run_whose_cache_is_short_is_told_of_dcp() -> None:

@@ -38,6 +38,15 @@ def test_a_gpu_needs_the_memory_of_its_largest_phase() -> None:
     assert host_bytes > 8 * trainer.of("weights", "optimizer")
 
 
+def test_an_engine_keeps_flashinfers_workspace_in_every_phase() -> None:
+    """SGLang allocates it outside the regions that its memory saver releases."""
+    plain, flashinfer = (
+        {phase.name: dict(phase.tables)["engine"] for phase in plan("qwen3_4b_gsm8k", *OFFLOAD, *keys).memory.phases}
+        for keys in ((), ("+rollout.sglang.attention_backend=flashinfer",))
+    )
+    assert {name: flashinfer[name].total - plain[name].total for name in plain} == dict.fromkeys(plain, 2**29)
+
+
 @pytest.mark.parametrize(("key", "phase"), [(OFFLOAD[0], "step"), (OFFLOAD[1], "push")])
 def test_one_side_that_stays_counts_in_every_phase(key: str, phase: str) -> None:
     memory, both = plan("qwen3_4b_gsm8k", key).memory, plan("qwen3_4b_gsm8k", *OFFLOAD).memory

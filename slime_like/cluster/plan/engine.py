@@ -7,6 +7,7 @@ from dataclasses import replace
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
 from slime_like.config.schema import remote_experts
+from slime_like.config.schema.dcp import BACKEND_FIELDS, default_backend
 from slime_like.config.schema.flow_mla import from_json
 from slime_like.config.schema.rank_memory import rank_memory
 from slime_like.config.schema.resolved import EngineSpec
@@ -114,7 +115,21 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
         rank_memory=rank_memory() if spec.device == "cpu" else None,
         replicated_q=spec.dcp_replicate_q,
         symmetric_memory=spec.symmetric_memory,
+        workspaces=_workspaces(spec),
     )
+
+
+def _workspaces(spec: EngineSpec) -> int:
+    """Return the size of FlashInfer's workspace in units of ``constants.FLASHINFER_WORKSPACE``; 0 without its attention.
+
+    Backends that SGLang chooses by itself for a GPU are not known here.
+    """
+    names = {str(spec.sglang[field]) for field in BACKEND_FIELDS if spec.sglang.get(field)}
+    if spec.dcp > 1 and not spec.sglang.get(BACKEND_FIELDS[0]):
+        names.add(default_backend(spec.device, latent=spec.latent))
+    if spec.device != "cuda" or not any(name.startswith(("flashinfer", "trtllm")) for name in names):
+        return 0
+    return 4 if spec.deterministic else 1
 
 
 def _captures(spec: EngineSpec, phase: str) -> bool:

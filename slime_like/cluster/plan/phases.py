@@ -14,8 +14,8 @@ from slime_like.planner.table import MemoryTable
 
 ENGINE = "engine"
 COMMUNICATORS = "communicators"
-FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory")
-"""Items that a process keeps while all parts of its state are released."""
+FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory", "attention workspace")
+"""Items that a process keeps while all parts of its state are released. SGLang allocates the workspace outside its memory saver."""
 
 
 @dataclass(frozen=True, slots=True)
