@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz               # for the torch of the lock file
     .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz --older-torch # for torch 2.11: without the names that it lacks
+    .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz --kernels DIR # with a cache of scripts/compile_kernels.py
 
 There, with Python 3.12, torch, Triton, transformers and pytest installed:
 
@@ -45,12 +46,18 @@ PACKAGES = (
     "z3-solver",
 )
 UNUSED = ("tilelang/3rdparty/composable_kernel", "bin")  # headers for AMD's GPUs; z3's program
+INTERMEDIATE = ("*.source", "*.ttir", "*.ttgir", "*.llir", "*.ptx", "*.autotune.json", "lock")  # of a kernel cache
 LIMIT = 900  # seconds of an installation or a compression
 RUN = """#!/usr/bin/env bash
 # Run scripts/gpu_evidence.py with the packages of this folder.
 cd "$(dirname "${BASH_SOURCE[0]}")/project" || exit 1
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH=$PWD:$PWD/plugins:$PWD/../site PYTHONUNBUFFERED=1
+if [ -d ../kernels ]; then
+    kernels=$(cd ../kernels && pwd)
+    python3 -c 'import sys; from pathlib import Path; from slime_like.util.kernel_cache import relocate; relocate(Path(sys.argv[1]))' "$kernels"
+    export TRITON_CACHE_DIR=$kernels TILELANG_CACHE_DIR=$kernels/tilelang
+fi
 exec python3 scripts/gpu_evidence.py "$@"
 """
 # file -> pairs of a pattern and its replacement; each must match. Remove when no machine with torch 2.11 is of interest.
@@ -81,6 +88,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("archive", type=Path, help="file to write")
     parser.add_argument("--older-torch", action="store_true", help="for torch 2.11")
     parser.add_argument("--without-packages", action="store_true", help="the project only")
+    parser.add_argument(
+        "--kernels", type=Path, metavar="DIR", help="folder of compiled kernels (scripts/compile_kernels.py)"
+    )
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="slime_like-bundle-") as name:
         folder = Path(name) / "slime_like_bundle"
@@ -89,10 +99,21 @@ def main(argv: Sequence[str]) -> int:
             edit(folder / "project", OLDER_TORCH)
         if not args.without_packages:
             install(folder / "site", versions(LOCK.read_text()))
+        if args.kernels is not None:
+            copy_kernels(args.kernels, folder / "kernels")
         (folder / "run.sh").write_text(RUN)
         _run(["tar", "--create", "--xz", f"--file={args.archive.resolve()}", folder.name], cwd=folder.parent)
     sys.stdout.write(visible(f"{args.archive}: {args.archive.stat().st_size / 1e6:.1f} MB\n"))
     return 0
+
+
+def copy_kernels(cache: Path, folder: Path) -> None:
+    """Copy the files of a kernel cache that a run loads. Raises ``SystemExit`` if there is no compiled kernel."""
+    if not any(cache.glob("*/*.cubin")):
+        raise SystemExit(
+            f"--kernels {cache}: no compiled kernels: run scripts/compile_kernels.py --cache {cache} first"
+        )
+    shutil.copytree(cache, folder, ignore=shutil.ignore_patterns(*INTERMEDIATE))
 
 
 def export_project(folder: Path) -> None:

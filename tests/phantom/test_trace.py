@@ -108,7 +108,7 @@ def test_a_trace_needs_a_plan() -> None:
 
 
 def test_a_plan_on_a_cpu_has_no_trace() -> None:
-    with pytest.raises(ConfigError, match=r"memory of trainer ranks on GPUs.*--plan-for"):
+    with pytest.raises(ConfigError, match=r"--trace runs a step .* no trainer on GPUs.*--plan-for"):
         show_plan(["+recipe=quickstart", "placement.device=cpu"], trace=True)
 
 

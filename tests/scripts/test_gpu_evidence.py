@@ -110,3 +110,14 @@ def test_the_project_is_packed_with_its_commit(tmp_path: Path) -> None:
     gpu_bundle.export_project(tmp_path / "project")
     assert (tmp_path / "project" / "scripts" / "gpu_evidence.py").is_file()
     assert re.fullmatch(r"[0-9a-f]{7,40}\n", (tmp_path / "project" / "COMMIT").read_text()), sys.version
+
+
+def test_a_kernel_cache_is_packed_without_intermediate_files(tmp_path: Path) -> None:
+    (tmp_path / "cache" / "KEY").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"no compiled kernels: run scripts/compile_kernels\.py"):
+        gpu_bundle.copy_kernels(tmp_path / "cache", tmp_path / "packed")
+    for name in ("a.cubin", "a.json", "__grp__a.json", "a.ttir", "a.ptx", "b.autotune.json", "lock"):
+        (tmp_path / "cache" / "KEY" / name).write_text("x")
+    gpu_bundle.copy_kernels(tmp_path / "cache", tmp_path / "packed")
+    packed = {file.name for file in (tmp_path / "packed" / "KEY").iterdir()}
+    assert packed == {"a.cubin", "a.json", "__grp__a.json"}

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from slime_like.planner.trainer import stage_items
 from slime_like.planner.view import columns
 from slime_like.util.deadline import Deadline
 
+TRACED_RANK = "slime_like.cluster.plan.traced_rank"
 TRACE_SECONDS = 1_800
 UNLIMITED = 1 << 42  # bytes of the phantom GPU, so that a rank that does not fit has a peak too
 RESIDENT = ("weights", "gradients", "optimizer")
@@ -33,49 +34,62 @@ RESIDENT = ("weights", "gradients", "optimizer")
 
 def trace_lines(plan: Plan, argv: Sequence[str], description: str | None) -> Iterator[str]:
     """Trace the run's trainer and describe its memory. Raises ``ConfigError`` if there is nothing to trace."""
-    if not plan.needs_trainer or plan.actor.device != "cuda":
-        raise ConfigError(
-            "--trace shows the memory of trainer ranks on GPUs, and this plan has none: set placement.device=cuda, or describe "
-            "GPUs with --plan-for 8xH100"
-        )
-    _check_host(plan, probe_machine().memory_bytes)
+    check_traceable(plan, "--trace", probe_machine().memory_bytes)
     for trace in run_trace(argv, description):
         yield from _lines(plan, trace)
 
 
-def _check_host(plan: Plan, available: int) -> None:
-    """Refuse a trace whose offloaded optimizer, which takes real memory, does not fit this machine."""
+def check_traceable(plan: Plan, subject: str, available: int) -> None:
+    """Refuse a traced step of a plan without a trainer on GPUs, or whose offloaded optimizer, which takes real memory, does not fit
+    this machine.
+    """
+    if not plan.needs_trainer or plan.actor.device != "cuda":
+        raise ConfigError(
+            f"{subject} runs a step of a trainer rank on a phantom GPU, and this plan has no trainer on GPUs: set "
+            "placement.device=cuda, or describe GPUs with --plan-for 8xH100"
+        )
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return
     needed = offload_items(demand.shapes.actor, demand.settings).of("offloaded optimizer", "pinned gradients")
     if needed > available / 2:
         raise ConfigError(
-            f"--trace with optim.cpu_offload=true needs {gib(needed)} of this machine's main memory, which has {gib(available)}: "
-            "trace with optim.cpu_offload=false, or on a machine with more memory"
+            f"{subject} with optim.cpu_offload=true needs {gib(needed)} of this machine's main memory, which has {gib(available)}: "
+            "use optim.cpu_offload=false, or a machine with more memory"
         )
 
 
 def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, Any]]:
     """Return the traces of the first and the last pipeline stage. Raises ``ConfigError`` with the child's message."""
-    limit = Deadline("driver", "trace", TRACE_SECONDS).remaining("the traced rank")
-    environment = {**os.environ, **PhantomGpu(UNLIMITED).environment()}
+    request = {"argv": list(argv), "machine": description}
+    return run_on_phantom("trace", TRACED_RANK, request, PhantomGpu(UNLIMITED).environment(), TRACE_SECONDS)
+
+
+def run_on_phantom(
+    subject: str, module: str, request: Mapping[str, Any], variables: Mapping[str, str], seconds: float
+) -> list[dict[str, Any]]:
+    """Run ``python -m module REQUEST RESULT`` in a child with the variables of a phantom GPU, and return its result.
+
+    Raises ``ConfigError`` with the child's message.
+    """
+    limit = Deadline("driver", subject, seconds).remaining(module)
+    environment = {**os.environ, **variables}
     environment.setdefault("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join([path for path in (*sys.path, environment["PYTHONPATH"]) if path])
     with tempfile.TemporaryDirectory(prefix="slime_like-trace-") as folder:
-        request, result = Path(folder) / "request.json", Path(folder) / "result.json"
-        request.write_text(json.dumps({"argv": list(argv), "machine": description}), encoding="utf-8")
-        command = [sys.executable, "-m", "slime_like.cluster.plan.traced_rank", str(request), str(result)]
+        request_file, result = Path(folder) / "request.json", Path(folder) / "result.json"
+        request_file.write_text(json.dumps(dict(request)), encoding="utf-8")
+        command = [sys.executable, "-m", module, str(request_file), str(result)]
         try:
             child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
         except subprocess.TimeoutExpired as late:
             raise ConfigError(
-                f"the trace took more than {limit:.0f} s: trace a model with fewer layers, or set "
+                f"the {subject} took more than {limit:.0f} s: use a model with fewer layers, or set "
                 "SLIME_LIKE_DEADLINE_FACTOR"
             ) from late
         if child.returncode != 0 or not result.is_file():
             lines = [line for line in child.stderr.splitlines() if line.strip()]
-            raise ConfigError(f"the trace failed: {' '.join(lines[-1:]) or f'exit code {child.returncode}'}")
+            raise ConfigError(f"the {subject} failed: {' '.join(lines[-1:]) or f'exit code {child.returncode}'}")
         return json.loads(result.read_text(encoding="utf-8"))
 
 

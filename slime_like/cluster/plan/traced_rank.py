@@ -1,6 +1,6 @@
 """Child process of ``train.py --plan --trace``: ``python -m slime_like.cluster.plan.traced_rank REQUEST RESULT`` on a phantom GPU.
 
-REQUEST has the command line and the described machine; the traces are written to RESULT. Both are JSON.
+REQUEST has the command line, the described machine and the choice of kernels; the traces are written to RESULT. Both are JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from slime_like.cluster.plan.shapes import config_values
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
+from slime_like.phantom.autotuning import use_first_configs
 from slime_like.util.imports import heavy_imports
 
 
@@ -25,15 +26,21 @@ def main(request: Path, result: Path) -> int:
     """Trace the ranks and return the exit code."""
     try:
         arguments: dict[str, Any] = json.loads(request.read_text(encoding="utf-8"))
-        result.write_text(json.dumps(traces(arguments["argv"], arguments["machine"])), encoding="utf-8")
+        if arguments.get("first_configs"):
+            use_first_configs()
+        out = traces(arguments["argv"], arguments["machine"], own_kernels=bool(arguments.get("own_kernels")))
+        result.write_text(json.dumps(out), encoding="utf-8")
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
     return 0
 
 
-def traces(argv: list[str], description: str | None) -> list[dict[str, Any]]:
-    """Return a trace of the first rank of the first and of the last pipeline stage."""
+def traces(argv: list[str], description: str | None, *, own_kernels: bool = False) -> list[dict[str, Any]]:
+    """Return a trace of the first rank of the first and of the last pipeline stage.
+
+    With ``own_kernels``, Gated DeltaNet runs on the run's kernels, which Triton or TileLang compiles, instead of torch's.
+    """
     cfg = load_config(argv, files=False, machine=description is None)
     machine = probe_machine() if description is None else described_machine(description)
     plan = make_plan(cfg, machine)
@@ -44,16 +51,20 @@ def traces(argv: list[str], description: str | None) -> list[dict[str, Any]]:
         )
     with tempfile.TemporaryDirectory(prefix="slime_like-trace-") as folder:
         Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
-        spec, note = traceable(plan.actor, folder)
+        spec, note = traceable(plan.actor, folder, own_kernels=own_kernels)
         stages = sorted({0, spec.layout.pp - 1})
         return [{**traced(plan, spec, stage), "note": note} for stage in stages]
 
 
-def traceable(spec: RankSpec, folder: str) -> tuple[RankSpec, str]:
+def traceable(spec: RankSpec, folder: str, *, own_kernels: bool = False) -> tuple[RankSpec, str]:
     """Return the spec with the model of ``folder`` and with kernels that a phantom GPU accepts, and a note on the latter."""
     model = replace(spec.model, hf_checkpoint=folder, megatron_checkpoint=None, ref_checkpoint=None)
     spec = replace(spec, model=model, teacher_checkpoint=spec.teacher_checkpoint and folder)
-    if model.gdn.backend == "torch" or "linear" not in Path(folder, "config.json").read_text(encoding="utf-8"):
+    if (
+        own_kernels
+        or model.gdn.backend == "torch"
+        or "linear" not in Path(folder, "config.json").read_text(encoding="utf-8")
+    ):
         return spec, ""
     torch_kernels = replace(model, gdn=replace(model.gdn, backend="torch"))
     return replace(spec, model=torch_kernels), "; Gated DeltaNet by torch, which keeps more than the run's kernels"

@@ -1,0 +1,115 @@
+"""Compile the Triton and TileLang kernels of a run before its first step, on a machine with or without a GPU.
+
+    .venv/bin/python scripts/compile_kernels.py --plan-for 8xH100 +recipe=...             # for sm_90
+    .venv/bin/python scripts/compile_kernels.py --plan-for 8xB200 --capability 9.0,10.0 +recipe=...
+    export TRITON_CACHE_DIR=$HOME/.cache/slime_like/kernels TILELANG_CACHE_DIR=$HOME/.cache/slime_like/kernels/tilelang
+
+Arguments that are not options are those of train.py. Kernels are launched on a phantom GPU (docs/gpu.md). The command prints the kernels
+that are in the cache. Set both variables for the run. On another machine, the packages' versions must be the same; copy the folder, and
+run `scripts/compile_kernels.py --moved --cache FOLDER` there, because Triton's cache contains absolute paths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
+
+from slime_like.cluster.plan.compiled_kernels import (  # noqa: E402
+    CompileJob,
+    compile_engine,
+    compile_trainer,
+)
+from slime_like.errors import SlimeLikeError, exit_code  # noqa: E402
+from slime_like.printable import visible  # noqa: E402
+from slime_like.util.kernel_cache import cache_lines, cache_variables, read_cache, relocate  # noqa: E402
+
+PARTS: dict[str, Callable[[CompileJob], list[dict[str, Any]]]] = {"trainer": compile_trainer, "engine": compile_engine}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compile for every capability. Return 1 if a function of an engine could not be called."""
+    args, run = _parser().parse_known_args(argv)
+    folder = args.cache.expanduser().resolve()
+    if args.moved:
+        _say(f"{folder}: {relocate(folder)} kernels")
+        return 0
+    failed = False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for capability in args.capability:
+            job = CompileJob(tuple(run), args.plan_for, capability, folder, args.first_configs)
+            for part in args.parts:
+                failed |= _compile(part, job)
+    except SlimeLikeError as error:
+        error.say()
+        return exit_code(error)
+    for line in cache_lines(read_cache(folder)):
+        _say(line)
+    _say("export " + " ".join(f"{name}={value}" for name, value in cache_variables(folder).items()))
+    return int(failed)
+
+
+def _compile(part: str, job: CompileJob) -> bool:
+    """Compile one part and print its seconds. Return True if a function of it could not be called."""
+    start = time.monotonic()
+    results = PARTS[part](job)
+    _say(f"{part}, sm_{job.capability[0]}{job.capability[1]}: {time.monotonic() - start:.0f} s")
+    failures = [f"  {result['name']}: {result['error']}" for result in results if result.get("error")]
+    for line in failures:
+        _say(line)
+    return bool(failures)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"\d{1,2}\.\d", text):
+        raise argparse.ArgumentTypeError(f"{text}: write a compute capability as 9.0")
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def _capabilities(text: str) -> list[tuple[int, int]]:
+    return [_capability(part) for part in text.split(",")]
+
+
+def _parts(text: str) -> list[str]:
+    if unknown := [part for part in text.split(",") if part not in PARTS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: write some of {','.join(PARTS)}")
+    return text.split(",")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan-for", metavar="GPUS", help="machine of the run, as of train.py; default: this machine")
+    parser.add_argument(
+        "--capability", type=_capabilities, default=[(9, 0)], metavar="C,C", help="compute capabilities, 9.0 by default"
+    )
+    parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="P,P", help="trainer,engine by default")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "slime_like" / "kernels",
+        help="folder of the compiled kernels",
+    )
+    parser.add_argument("--moved", action="store_true", help="only make a copied cache usable at its path")
+    parser.add_argument(
+        "--first-configs", action="store_true", help="one configuration of each autotuned kernel: a check, not a cache"
+    )
+    return parser
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(visible(f"{text}\n"))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Kernels of a run, compiled on a machine without a GPU: ``scripts/compile_kernels.py``.
+
+Triton and TileLang compile a kernel when it is launched. Child processes launch the run's kernels on a phantom GPU: a trainer rank
+takes steps of the run's own configuration (``traced_rank``), and SGLang's functions are called with the engine's shapes
+(``slime_like_plugins.compiled_engine``). The compiled kernels stay in a folder, which the run uses as its cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.cluster.plan.machine import described_machine, probe_machine
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.shapes import config_values
+from slime_like.cluster.plan.trace import TRACED_RANK, UNLIMITED, check_traceable, run_on_phantom
+from slime_like.config.load.loader import load_config
+from slime_like.config.rules.hf import HfConfig, hf_config
+from slime_like.config.schema.resolved import EngineSpec
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+from slime_like.phantom.autotuning import NO_RESULTS
+from slime_like.phantom.device import PhantomGpu
+from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
+from slime_like.util.kernel_cache import cache_variables
+
+ENGINE = "slime_like_plugins.compiled_engine"
+SECONDS = 7_200
+
+
+@dataclass(frozen=True, slots=True)
+class CompileJob:
+    """Kernels of the run of ``argv`` on a machine ``description``, for GPUs of one compute capability."""
+
+    argv: tuple[str, ...]
+    description: str | None
+    capability: tuple[int, int]
+    folder: Path
+    first_configs: bool = False  # one configuration of each autotuned kernel
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """Sizes of one engine rank that select its kernels."""
+
+    dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    attention_backend: str  # of SGLang; empty: its default
+    gdn: tuple[int, int, int, int, int] | None  # key heads, value heads, key dim, value dim, convolution width
+
+
+def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
+    """Compile the kernels of a trainer rank. Raises ``ConfigError`` with the reason if a step fails."""
+    check_traceable(_plan(job)[1], "the compilation for the trainer", probe_machine().memory_bytes)
+    request = {"argv": list(job.argv), "machine": job.description}
+    choice = {"own_kernels": True, "first_configs": job.first_configs}
+    return run_on_phantom("compilation for the trainer", TRACED_RANK, request | choice, _environment(job), SECONDS)
+
+
+def compile_engine(job: CompileJob) -> list[dict[str, Any]]:
+    """Compile the kernels of an engine rank: one result per function called, with its error if it failed."""
+    request = {"shape": asdict(engine_shape(job)), "first_configs": job.first_configs}
+    return run_on_phantom("compilation for the engines", ENGINE, request, _environment(job), SECONDS)
+
+
+def engine_shape(job: CompileJob) -> EngineShape:
+    """Return the sizes of the run's first engine. Raises ``ConfigError`` if the run has no engines on GPUs."""
+    cfg, plan = _plan(job)
+    values = config_values(cfg)
+    if not plan.engines or plan.engines[0].device != "cuda":
+        raise ConfigError(
+            "this plan has no engines on GPUs: set placement.device=cuda, or describe GPUs with --plan-for 8xH100"
+        )
+    if values is None:
+        raise ConfigError(
+            f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} has no config.json yet: run the job's run.prepare"
+        )
+    return _shape(plan.engines[0], hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint, values), values)
+
+
+def _plan(job: CompileJob) -> tuple[TrainConfig, Plan]:
+    """Return the run's config and plan."""
+    cfg = load_config(job.argv, files=False, machine=job.description is None)
+    machine = probe_machine() if job.description is None else described_machine(job.description)
+    return cfg, make_plan(cfg, machine)
+
+
+def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> EngineShape:
+    """Return the sizes of an engine's rank: heads are split over tensor parallel ranks."""
+    text = values.get("text_config") or values
+    tp = max(1, engine.tp // engine.dp_attention)
+    gdn = model.gdn
+    return EngineShape(
+        dtype=engine.dtype,
+        num_heads=max(1, model.num_heads // tp),
+        num_kv_heads=max(1, model.num_kv_heads // tp),
+        head_dim=int(text.get("head_dim") or model.hidden_size // model.num_heads),
+        attention_backend=str(engine.sglang.get("attention_backend") or ""),
+        gdn=None
+        if gdn is None
+        else (max(1, gdn.key_heads // tp), max(1, gdn.value_heads // tp), gdn.key_dim, gdn.value_dim, gdn.conv_width),
+    )
+
+
+def _environment(job: CompileJob) -> dict[str, str]:
+    """Return the variables of a child: its GPU, the cache, and the CUDA compiler of NVIDIA's wheels if there is one."""
+    gpu = PhantomGpu(UNLIMITED, capability=job.capability)
+    return {**gpu.environment(), **cache_variables(job.folder), **NO_RESULTS, **toolkit_environment(os.environ)}

@@ -1,0 +1,75 @@
+"""Folder of compiled kernels: Triton's cache, and TileLang's in a subfolder."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TILELANG = "tilelang"
+LOADED = (".cubin", ".json")  # files of an entry that a run reads; the others are Triton's intermediate results
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A compiled kernel of Triton."""
+
+    name: str
+    target: str  # sm_90
+    num_bytes: int
+
+
+def cache_variables(folder: Path) -> dict[str, str]:
+    """Return the variables by which Triton and TileLang use the cache in ``folder``."""
+    return {"TRITON_CACHE_DIR": str(folder), "TILELANG_CACHE_DIR": str(folder / TILELANG)}
+
+
+def read_cache(folder: Path) -> list[CacheEntry]:
+    """Return the kernels of Triton's cache in ``folder``, by target and name."""
+    entries: list[CacheEntry] = []
+    for cubin in folder.glob("*/*.cubin"):
+        try:
+            target = json.loads(cubin.with_suffix(".json").read_text(encoding="utf-8"))["target"]["arch"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # an incomplete entry, which Triton compiles again
+        entries.append(CacheEntry(cubin.stem, f"sm_{target}", cubin.stat().st_size))
+    return sorted(entries, key=lambda entry: (entry.target, entry.name))
+
+
+def cache_lines(entries: Sequence[CacheEntry]) -> list[str]:
+    """Return a table of the kernels: target, name, number of variants, size."""
+    counts = Counter((entry.target, entry.name) for entry in entries)
+    sizes: Counter[tuple[str, str]] = Counter()
+    for entry in entries:
+        sizes[entry.target, entry.name] += entry.num_bytes
+    lines = [
+        f"{target:7} {name:70} {counts[target, name]:4} {sizes[target, name] / 1024:9.0f} KiB"
+        for target, name in sorted(counts)
+    ]
+    total = sum(entry.num_bytes for entry in entries)
+    return [*lines, f"{len(counts)} kernels in {len(entries)} variants, {total / 2**20:.1f} MiB"]
+
+
+def relocate(folder: Path) -> int:
+    """Make a cache usable that was copied to ``folder``, and return the number of kernels.
+
+    Triton writes the absolute path of each file of a kernel to a list, and ignores the kernel unless all of them exist. The new lists
+    have the files that exist and that a run reads. Remove when Triton's lists have relative paths.
+    """
+    count = 0
+    for group in folder.glob("*/__grp__*.json"):
+        try:
+            names: Any = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
+            paths = {str(name): group.parent / str(name) for name in names if str(name).endswith(LOADED)}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if {Path(name).suffix for name, path in paths.items() if path.is_file()} != set(LOADED):
+            continue
+        group.write_text(
+            json.dumps({"child_paths": {name: str(path) for name, path in paths.items()}}), encoding="utf-8"
+        )
+        count += 1
+    return count
