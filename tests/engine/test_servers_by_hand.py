@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.remote_experts import worker
 from examples.flow_mla_server import CPU_ENVIRONMENT, ask, server_arguments
 from slime_like.quickstart.model import MOE, write_model
 from slime_like.rollout.engine.server import derived_ports
@@ -70,12 +71,14 @@ def test_a_server_that_sglang_starts_shards_weights_and_returns_the_models_token
     assert log.count("FlowMLA shards o_proj of 4 layers over 2 ranks (p2p)") == 2
 
 
-def test_a_server_that_sglang_starts_has_half_of_its_experts_in_a_worker(tmp_path: Path) -> None:
+def test_a_server_that_sglang_starts_has_half_of_its_experts_in_a_running_worker(tmp_path: Path) -> None:
     folder, prompt = tmp_path / "model", [5, 6, 7]
     write_model(folder, MOE)
     flags = ["--model-path", str(folder), "--skip-tokenizer-init", "--device", "cpu", "--dtype", "float32"]
     flags += ["--disable-overlap-schedule", "--remote-experts-count", "4", "--remote-experts-transport", "socket"]
-    response, log = respond(lambda port: [*flags, "--port", str(port)], prompt, tmp_path)
+    with worker(tmp_path, slowdown=1.0, name="by_hand") as (address, key_file):
+        flags += ["--remote-experts-workers", address, "--remote-experts-key-file", key_file]
+        response, log = respond(lambda port: [*flags, "--port", str(port)], prompt, tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert response == greedy(model, prompt), log[-3000:]
     assert log.count("slime_like remote experts: ") == 1, log[-3000:]
