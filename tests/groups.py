@@ -46,8 +46,8 @@ FORKED_ENGINES = tuple(
 MORE_FORKED_ENGINES = tuple(
     f"tests/engine/test_{name}.py" for name in ("remote_experts", "flow_mla_engine", "servers_by_hand")
 )
-FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("same_run", "latent", "roles", "worker_server"))
-MORE_FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("split", "hybrid"))
+FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("same_run", "latent", "roles", "library", "worker_server"))
+MORE_FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "hybrid"))
 GROUPS = (
     *(ENGINE, RANKS, NODES, RANKS_OF_WRAPPER),
     *(FORKED_ENGINES, MORE_FORKED_ENGINES, FORKED_RUNS, MORE_FORKED_RUNS),
@@ -70,9 +70,9 @@ HEAVY_IMPORTS = (
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
     *(*FORKED_ENGINES, *RANKS, *NODES),
-    *(*FORKED_RUNS, *MORE_FORKED_RUNS, "tests/e2e/test_library.py"),
+    *(*FORKED_RUNS, *MORE_FORKED_RUNS),
     *(*RANKS_OF_WRAPPER, *ENGINE, *MORE_FORKED_ENGINES),
-    *(f"tests/e2e/test_{name}.py" for name in ("colocated", "ended_by_faults")),
+    "tests/e2e/test_ended_by_faults.py",
     *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
     *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )

@@ -21,6 +21,7 @@ from tests.e2e import checks
 from tests.e2e.conftest import SMALL_ROLLOUTS, WarmStart
 from tests.e2e.custom import HOLD_FOLDER
 from tests.e2e.runs import RunResult, Training, last_step, metrics, outcomes, train
+from tests.e2e.worker_server import forking_workers
 from tests.report.pages import check_self_contained
 
 pytestmark = pytest.mark.e2e
@@ -83,7 +84,9 @@ def run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Stop
         first.wait_until(lambda: "stopping after this rollout" in log.read_text())
     finally:
         (hold / "after").unlink()
-    return StoppedAndResumed(run_dir, first.wait(), train(*command, log=folder / "second.log", environment=environment))
+    stopped = first.wait()
+    resumed = train(*command, log=folder / "second.log", environment=environment | forking_workers())
+    return StoppedAndResumed(run_dir, stopped, resumed)
 
 
 def hold_after(hold: Path, step: int) -> None:

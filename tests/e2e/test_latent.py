@@ -15,7 +15,7 @@ from slime_like.quickstart.model import LATENT, write_model
 from tests.e2e import checks
 from tests.e2e.conftest import SMALL_ROLLOUTS
 from tests.e2e.runs import metrics, train
-from tests.engine.forked_engines import forking_engines
+from tests.e2e.worker_server import forking_workers
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 3
@@ -55,7 +55,7 @@ def test_two_ranks_replay_the_experts_of_a_latent_model(tmp_path: Path) -> None:
         "run.save_hf=true",
         "run.dump_rollouts=true",
         log=tmp_path / "log",
-        environment=forking_engines(),
+        environment=forking_workers(),
     )
     assert result.code == 0, result.output
     assert "2 trainer ranks" in result.output

@@ -14,6 +14,7 @@ from slime_like.data.token_table import load_table, table_path
 from slime_like.types import Sample, Source
 from tests.e2e import checks
 from tests.e2e.runs import REPOSITORY, Training, metrics
+from tests.e2e.worker_server import forking_workers
 
 pytestmark = pytest.mark.e2e
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -40,7 +41,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 def test_a_signal_during_the_warm_start_ends_it_with_its_parent(overrides: tuple[str, ...], tmp_path: Path) -> None:
     """The next test runs the warm start to its end."""
     log = tmp_path / "log"
-    training = Training(*overrides, log=log)
+    training = Training(*overrides, log=log, environment=forking_workers())
     training.wait_until(lambda: "quickstart_tool_sft: Ray is up" in log.read_text())
     training.record()
     assert training.resources.ports, "the ports of the child's Ray, whose absence is asserted below, were recorded"
@@ -56,7 +57,8 @@ def test_the_documented_program_teaches_a_tool(overrides: tuple[str, ...], tmp_p
     assert program is not None
     (tmp_path / "program.py").write_text(program[1])
     run_dir = next(Path(text.removeprefix("run.dir=")) for text in overrides if text.startswith("run.dir="))
-    result = Training(*overrides, log=tmp_path / "log", script=str(tmp_path / "program.py")).wait()
+    script, log = str(tmp_path / "program.py"), tmp_path / "log"
+    result = Training(*overrides, log=log, script=script, environment=forking_workers()).wait()
     assert result.code == 0, result.output
     assert "quickstart: warm start done" in result.output
     assert f"rollout {ROLLOUTS - 1}: version {ROLLOUTS}, best answer" in result.output

@@ -20,7 +20,7 @@ from slime_like.data.token_table import TokenTable, load_table, table_path
 from tests.e2e import checks
 from tests.e2e.conftest import WarmStart
 from tests.e2e.runs import Training, last_step, metrics, outcomes
-from tests.engine.forked_engines import forking_engines
+from tests.e2e.worker_server import forking_workers
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 10
@@ -88,7 +88,7 @@ def distill_dir(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory)
         f"loop.num_rollout={ROLLOUTS}",
         "run.dump_rollouts=true",
         log=folder / "run.log",
-        environment=forking_engines(),
+        environment=forking_workers(),
     )
     result = training.wait()
     assert result.code == 0, result.output
@@ -162,6 +162,7 @@ def test_a_critic_learns_the_returns_of_rollouts(distill_dir: Path, warm_start: 
         f"loop.num_rollout={MAX_REPLAYS}",
         f"run.dir={run_dir}",
         log=tmp_path / "run.log",
+        environment=forking_workers(),
     )
     training.wait_until(lambda: last_step(run_dir) >= MIN_REPLAYS)
     send_request(run_dir, Request.STOP)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import fork_client
 
 SERVER = "slime_like.rollout.engine.server"
+REPOSITORY = str(Path(__file__).parents[3])
 
 
 class EngineServerFinder:
@@ -31,8 +33,10 @@ class EngineServerFinder:
 
         def exec_module(module: ModuleType) -> None:
             run(module)
+            sys.path.append(REPOSITORY)  # which a user's own script does not have on its path
             from tests.engine.forked_engines import fork_engines_of
 
+            sys.path.remove(REPOSITORY)
             fork_engines_of(module)
 
         loader.exec_module = exec_module
