@@ -68,14 +68,14 @@ def run_tree(
 
     Raises ``SystemExit`` if it fails, or does not end within ``limit_s``.
     """
-    peak, ended = [0.0], threading.Event()
+    peak, has_ended = [0.0], threading.Event()
     with log.open("ab") as file:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
 
         def watch() -> None:
-            while not ended.wait(SAMPLE_S):
+            while not has_ended.wait(SAMPLE_S):
                 peak[0] = max(peak[0], _memory(process.pid))
 
         watcher = threading.Thread(target=watch, daemon=True)
@@ -86,7 +86,7 @@ def run_tree(
             raise SystemExit(f"{command_text(process)} did not end within {limit_s:g} s; see {log}") from None
         finally:
             stop(process, stop_s)
-            ended.set()
+            has_ended.set()
             watcher.join(2 * SAMPLE_S)
     if code != 0:
         raise SystemExit(f"{command_text(process)} ended with exit code {code}; see {log}")

@@ -197,10 +197,10 @@ def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace
 
 def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[float, float]:
     """Return the wall and CPU seconds of one call."""
-    spent = arm.cpu_seconds if isinstance(arm, EngineArm) else time.process_time
-    spent_before, start = spent(), time.perf_counter()
+    cpu_clock = arm.cpu_seconds if isinstance(arm, EngineArm) else time.process_time
+    spent_before, start = cpu_clock(), time.perf_counter()
     arm(prompts, steps)
-    return time.perf_counter() - start, spent() - spent_before
+    return time.perf_counter() - start, cpu_clock() - spent_before
 
 
 def print_row(batch: int, kind: str, median: dict[str, float], steps: int) -> None:

@@ -129,9 +129,9 @@ def make_arms(args: argparse.Namespace, port: int) -> dict[str, Arm]:
     weights: dict[str, Tensor] = {}
     arms: dict[str, Arm] = {}
     for name, implementation in TRANSFORMERS.items():
-        chosen = config()
-        chosen._experts_implementation = implementation
-        block: Any = Qwen3MoeSparseMoeBlock(chosen)
+        chosen_config = config()
+        chosen_config._experts_implementation = implementation
+        block: Any = Qwen3MoeSparseMoeBlock(chosen_config)
         if not weights:
             weights = {
                 key: torch.randn_like(value) * value.shape[-1] ** -0.5 for key, value in block.state_dict().items()

@@ -117,8 +117,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--profile", type=at_least(0), default=0, help="functions to list by their own time")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # measure in this process
     options = parser.parse_args(argv)
-    if wrong := [f"{n}x{m}" for n, m in options.sizes if n % options.group]:
-        parser.error(f"--sizes {' '.join(wrong)}: the number of samples must be a multiple of --group {options.group}")
+    if wrong_sizes := [f"{n}x{m}" for n, m in options.sizes if n % options.group]:
+        parser.error(
+            f"--sizes {' '.join(wrong_sizes)}: the number of samples must be a multiple of --group {options.group}"
+        )
     if options.one:
         record = measure(options.sizes[0], options.replies[0], options.group, options.profile)
         sys.stdout.write(visible(json.dumps(record)))
@@ -156,12 +158,12 @@ def measure_in_child(size: tuple[int, int], replies: str, group: int, profile: i
         "--profile",
         str(profile),
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), *words], stdout=subprocess.PIPE, timeout=LIMIT_S, check=False
     )
-    if done.returncode:
-        raise SystemExit(f"the measurement {' '.join(words)} ended with code {done.returncode}")
-    return json.loads(done.stdout)
+    if result.returncode:
+        raise SystemExit(f"the measurement {' '.join(words)} ended with code {result.returncode}")
+    return json.loads(result.stdout)
 
 
 def measure(size: tuple[int, int], replies: str, group: int, profile: int) -> dict[str, Any]:

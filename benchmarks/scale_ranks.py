@@ -74,12 +74,12 @@ def measure(num_ranks: int, rounds: int) -> RankTimes:
     try:
         with tempfile.TemporaryDirectory() as stacks:
             group = _start_ranks(num_ranks, stacks)
-            started = time.perf_counter() - start
+            start_s = time.perf_counter() - start
             batch = make_batch(num_ranks // TP)
             rows = [_rollout(group, batch, num_ranks) for _ in range(rounds + 1)][1:]
     finally:
         local_ray.shutdown()
-    return RankTimes(num_ranks, started, *(median(column) for column in zip(*rows, strict=True)))
+    return RankTimes(num_ranks, start_s, *(median(column) for column in zip(*rows, strict=True)))
 
 
 def _start_ranks(num_ranks: int, stacks: str) -> TrainerGroup:

@@ -69,9 +69,9 @@ def main(argv: list[str]) -> int:
         run_dir = (args.folder or Path(scratch) / "run").resolve()
         if not (run_dir / TERMINAL).is_file() and not run(run_dir, job or list(JOB)):
             return 1
-        written = (run_dir / TERMINAL).read_bytes().decode()
+        output = (run_dir / TERMINAL).read_bytes().decode()
         write_report(run_dir)
-        matching_frames = [frame for frame in frames(written) if REQUIRED_TEXT in frame]
+        matching_frames = [frame for frame in frames(output) if REQUIRED_TEXT in frame]
         if not matching_frames:
             sys.stderr.write(visible(f"no frame of the live view contains {REQUIRED_TEXT!r}\n"))
             return 1
@@ -102,11 +102,11 @@ def main(argv: list[str]) -> int:
 def run(run_dir: Path, job: list[str]) -> bool:
     """Run the job and save its terminal output. Return False after printing the output if it failed."""
     command = [sys.executable, str(REPOSITORY / "train.py"), *job, *ALWAYS, f"run.dir={run_dir}"]
-    code, written = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, MidRunRequests(run_dir))
+    code, output = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, MidRunRequests(run_dir))
     if code:
-        sys.stderr.write(visible(written[-3000:]))
+        sys.stderr.write(visible(output[-3000:]))
         return False
-    (run_dir / TERMINAL).write_text(written, newline="")
+    (run_dir / TERMINAL).write_text(output, newline="")
     return True
 
 

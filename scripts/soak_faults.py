@@ -202,17 +202,17 @@ class FaultSoak:
         scratch = Path(tempfile.mkdtemp(prefix="soak"))
         os.environ["TMPDIR"] = str(scratch)
         num_before, first, bundles = len(faults.read(self.run)[0]), last_step(self.run), set(self.run.glob("crash-*"))
-        started = time.monotonic()
+        start = time.monotonic()
         log = self.folder / f"part_{number}.log"
         training = Training(*self._job, f"run.dir={self.run}", *overrides, log=log)
         try:
-            sent = self._signals(training, rng) if end == STARTING else []
+            signals_sent = self._signals(training, rng) if end == STARTING else []
             code, hung = self._wait(training)
         except BaseException:  # the soak is interrupted: the next one continues after this part
             training.kill()
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - start
         leftovers = [
             *training.leftovers(),
             *(str(path) for path in scratch.iterdir() if path.name.startswith("slime_like")),
@@ -233,7 +233,7 @@ class FaultSoak:
             hung=hung,
             first=max(0, first),
             last=max(0, last_step(self.run)),
-            outcomes=[*outcomes, *sent],
+            outcomes=[*outcomes, *signals_sent],
             leftovers=leftovers,
             last_line=output[0],
             causes=[_first_line(bundle / "cause.txt") for bundle in sorted({*self.run.glob("crash-*")} - bundles)],
@@ -252,16 +252,18 @@ class FaultSoak:
     @staticmethod
     def _signals(training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
         """Send one or two signals during the start. After a single signal the run continues to its first checkpoint."""
-        sent: list[tuple[str, str, str]] = []
+        signals_sent: list[tuple[str, str, str]] = []
         number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         at = rng.uniform(*SIGNAL_TIMES_S)
         time.sleep(at)
         for repeat in range(rng.choice((1, 2))):
             if training.running():
                 training.signal(number)
-                sent.append((f"{number.name} after {at:.1f} s", "driver", "the second" if repeat else "the first"))
+                signals_sent.append(
+                    (f"{number.name} after {at:.1f} s", "driver", "the second" if repeat else "the first")
+                )
                 time.sleep(0.5)
-        return sent
+        return signals_sent
 
     @staticmethod
     def _wait(training: Training) -> tuple[int, bool]:

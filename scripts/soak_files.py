@@ -43,10 +43,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"replace the section of {PAGE.relative_to(REPOSITORY)}")
     parser.add_argument("--show", action="store_true", help="print every trial")
     options = parser.parse_args()
-    started = time.monotonic()
+    start = time.monotonic()
     trials = soak(options.count, options.seed, options.kind, show=options.show)
     command = f"scripts/soak_files.py --count {options.count} --seed {options.seed}"
-    text = section(trials, command, time.monotonic() - started)
+    text = section(trials, command, time.monotonic() - start)
     print(visible(text))
     if options.write:
         replace_section(PAGE, TITLE, text)

@@ -199,13 +199,13 @@ def soak(count: int, seed: int, folder: Path, table: TableFile | None, limit_s: 
     """Kill nodes ``count`` times, or fewer in ``limit_s``; yield a line for each kill, and the page at the end. Raises ``AssertionError``."""
     kills = plan(count, seed)
     command = f"python scripts/soak_nodes.py --kills {count} --seed {seed}"
-    started = time.monotonic()
+    start = time.monotonic()
     with ray_nodes(NUM_NODES, folder) as cluster:
         soaking = NodeSoak(cluster, make_job(folder), folder / "run", random.Random(seed))
         run = soaking.start(kills[0].transport)
         soaking.add_engines(run, kills[0].transport)
         for number, kill in enumerate(kills):
-            if time.monotonic() - started > limit_s:
+            if time.monotonic() - start > limit_s:
                 break
             next_transport = kills[number + 1].transport if number + 1 < count else kill.transport
             run = soaking.kill(run, kill, next_transport)

@@ -171,12 +171,12 @@ def _print_jobs(jobs: tuple[ClusterJob, ...]) -> int:
     """Print the runs among ``jobs``, oldest first."""
     for job in jobs:
         if job.is_ours and RUN_NAME in job.metadata:
-            started = (
+            start = (
                 "-" if job.started_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started_at))
             )
             code = "" if job.exit_code is None else f" (exit code {job.exit_code})"
             run_dir, user = job.metadata.get(RUN_DIR, "?"), job.metadata.get(USER, "?")
-            print(visible(f"{job.id}  {job.outcome}{code}  {started}  {user}  {run_dir}"))
+            print(visible(f"{job.id}  {job.outcome}{code}  {start}  {user}  {run_dir}"))
     return 0
 
 

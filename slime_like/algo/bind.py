@@ -63,10 +63,10 @@ class UserLoss:
             output = cast(object, self.loss(view))  # user code may return anything
             columns = _columns_of(output) if isinstance(output, LossOutput) else {}
             expected = tuple(view.logprobs.shape)
-            wrong = [f"{name} {shape}" for name, shape in columns.items() if shape != expected]
-        if wrong or not isinstance(output, LossOutput):
+            wrong_columns = [f"{name} {shape}" for name, shape in columns.items() if shape != expected]
+        if wrong_columns or not isinstance(output, LossOutput):
             raise UserCodeError(
-                f"{LOSS}={self.name} returned {', '.join(wrong) or type(output).__name__} for {subject}: return "
+                f"{LOSS}={self.name} returned {', '.join(wrong_columns) or type(output).__name__} for {subject}: return "
                 "LossOutput(loss, means, maxima) with one loss per token, neither weighted nor summed, and tensors of the "
                 "same shape in means and maxima"
             )

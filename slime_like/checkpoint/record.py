@@ -154,15 +154,15 @@ def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], 
     for name, file in side.items():
         _check_size(rollout_folder / name, file.size, folder)
     try:
-        changed = changed_files(folder, files) + changed_files(rollout_folder, side)
+        changed_paths = changed_files(folder, files) + changed_files(rollout_folder, side)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename}: cannot be read ({error.strerror}); {other_iterations(folder)}"
         ) from error
-    if changed:
-        suffix = f" (and so are {', '.join(path.name for path in changed[1:4])})" if changed[1:] else ""
+    if changed_paths:
+        suffix = f" (and so are {', '.join(path.name for path in changed_paths[1:4])})" if changed_paths[1:] else ""
         raise CheckpointError(
-            f"{changed[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{suffix}; "
+            f"{changed_paths[0]}: changed since it was written: its SHA-256 is not the one in {MANIFEST}{suffix}; "
             f"{other_iterations(folder)}, or "
             "load it as it is with run.verify_checkpoint=size"
         )

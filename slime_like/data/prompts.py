@@ -127,17 +127,17 @@ class FileSource:
         With at least as many prompts as the batch needs, no batch contains a prompt twice, even across epochs: prompts at the
         end of one epoch move back in the next.
         """
-        chosen: list[Prompt] = []
-        while len(chosen) < n:
+        prompts: list[Prompt] = []
+        while len(prompts) < n:
             if self._offset == len(self.prompts):
                 self._before = self._order[len(self.prompts) - self._distinct + 1 :].tolist()
                 self._epoch += 1
                 self._offset = 0
                 self._order = self._order_of(self._epoch)
-            indices: list[int] = self._order[self._offset : self._offset + n - len(chosen)].tolist()
-            chosen.extend(self.prompts[i] for i in indices)
+            indices: list[int] = self._order[self._offset : self._offset + n - len(prompts)].tolist()
+            prompts.extend(self.prompts[i] for i in indices)
             self._offset += len(indices)
-        return chosen
+        return prompts
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return ``data/bad_rows``: rows skipped under ``data.on_bad_row=skip``."""

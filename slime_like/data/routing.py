@@ -119,8 +119,8 @@ def _with_experts(sample: Sample, shape: RoutingShape) -> Sample:
         raise EngineError(
             f"{name} has routed experts {experts.dtype}{list(experts.shape)}, the model has {shape.dtype}{list(expected)}"
         )
-    chosen = experts[sources][:, list(shape.sparse_blocks)]
-    missing = chosen[..., 0] == chosen[..., 1]
+    chosen_experts = experts[sources][:, list(shape.sparse_blocks)]
+    missing = chosen_experts[..., 0] == chosen_experts[..., 1]
     if missing.any():
         token, block = (int(axis[0]) for axis in np.nonzero(missing))
         raise EngineError(

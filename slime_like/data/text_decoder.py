@@ -84,5 +84,5 @@ def _byte_table(backend: Any) -> ByteTable | None:
 def _byte_characters() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary. Source: ``bytes_to_unicode`` of GPT-2's encoder.py."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    other_bytes = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(other_bytes)}

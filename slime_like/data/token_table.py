@@ -71,17 +71,17 @@ def choose_samples(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens:
         for index, sample_id in enumerate(micro_batch.sample_ids)
         if int(sample_id) != FILLER_ID
     }
-    chosen: list[tuple[PackedBatch, int]] = []
+    chosen_sequences: list[tuple[PackedBatch, int]] = []
     remaining_tokens = max_tokens
     for sample_id in _candidates(groups):
-        if sample_id not in places or len(chosen) == MAX_SAMPLES:
+        if sample_id not in places or len(chosen_sequences) == MAX_SAMPLES:
             continue
         micro_batch, index = places[sample_id]
         length = int(micro_batch.cu_seqlens[index + 1] - micro_batch.cu_seqlens[index])
         if length <= remaining_tokens:
-            chosen.append((micro_batch, index))
+            chosen_sequences.append((micro_batch, index))
             remaining_tokens -= length
-    return _pack(chosen) if chosen else None
+    return _pack(chosen_sequences) if chosen_sequences else None
 
 
 def token_table(batch: PackedBatch, trainer_logprobs_T: F32, version: int) -> TokenTable:
@@ -157,9 +157,11 @@ def _score(reward: Reward | None) -> float:
     return 0.0 if reward is None else reward.score
 
 
-def _pack(chosen: Sequence[tuple[PackedBatch, int]]) -> PackedBatch:
+def _pack(chosen_sequences: Sequence[tuple[PackedBatch, int]]) -> PackedBatch:
     """Pack the chosen sequences of several micro-batches into one."""
-    places = [(batch, slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])), i) for batch, i in chosen]
+    places = [
+        (batch, slice(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])), i) for batch, i in chosen_sequences
+    ]
     lengths = [span.stop - span.start for _, span, _ in places]
     advantages = [batch.advantages[i] for batch, _, i in places if batch.advantages is not None]
     names = sorted(set.intersection(*(set(batch.extras) for batch, _, _ in places)))

@@ -133,8 +133,8 @@ def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
         )
     excess = memory.table.total - hardware.gpu.memory
     if memory.pool > 0 and excess > 0:
-        fits = math.floor(1000 * (settings.static - excess / usable_bytes)) / 1000
-        advice = f"set --static {fits:g} or less" if fits > 0 else "raise --tp, or use larger GPUs"
+        max_static = math.floor(1000 * (settings.static - excess / usable_bytes)) / 1000
+        advice = f"set --static {max_static:g} or less" if max_static > 0 else "raise --tp, or use larger GPUs"
         raise ConfigError(
             f"--static {settings.static}: with context, graphs and activations the engine needs {gib(memory.table.total)} "
             f"of each GPU's {gib(hardware.gpu.memory)}: {advice}"

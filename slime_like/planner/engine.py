@@ -43,8 +43,8 @@ class EngineMemory:
 
     def requests(self, tokens_per_request: float) -> int:
         """Return the number of requests of this length that the engine holds at once."""
-        fit = int(self.group_tokens // max(1.0, tokens_per_request))
-        return self.groups * (min(fit, self.state_requests) if self.slot_bytes else fit)
+        num_requests = int(self.group_tokens // max(1.0, tokens_per_request))
+        return self.groups * (min(num_requests, self.state_requests) if self.slot_bytes else num_requests)
 
 
 def useful_dcp(shape: ModelShape, settings: EngineSettings) -> int:

@@ -32,20 +32,20 @@ def offload_items(
     shard = sum(parameters.shard(s) for parameters in stages) / s.pp
     weights = PARAMETER_BYTES[s.dtype]
     process = ("processes", constants.HOST_RANK.value, "torch, megatron-core and Ray")
-    moved = pinned_share * weights * total if in_rollouts else 0.0
+    moved_bytes = pinned_share * weights * total if in_rollouts else 0.0
     moved_note = "pinned, during rollouts"
     if s.task == SCORING:
-        return MemoryTable(items(process, ("offloaded state", moved, moved_note)))
+        return MemoryTable(items(process, ("offloaded state", moved_bytes, moved_note)))
     state = MOMENT_BYTES + (MAIN_BYTES if s.dtype == "bfloat16" else 0)
     on_host, on_device = shard * s.offload, shard * (1 - s.offload)
-    moved += pinned_share * state * on_device if in_rollouts else 0.0
+    moved_bytes += pinned_share * state * on_device if in_rollouts else 0.0
     snapshot = pinned_share * (weights * total / (s.dp * s.cp) + state * on_device) + state * on_host
     return MemoryTable(
         items(
             process,
             ("offloaded optimizer", state * on_host, "float32 weights and moments"),
             ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
-            ("offloaded state", moved, moved_note),
+            ("offloaded state", moved_bytes, moved_note),
             (
                 "copies of weights",
                 num_copies * weights * total,

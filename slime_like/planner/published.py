@@ -74,35 +74,35 @@ def _spread(engine: EngineSettings) -> EngineSettings:
 def _flow_h20() -> Iterator[PublishedRun]:
     tensor = EngineSettings(8, weights="fp8", tuned=True)
     plain = _spread(tensor)
-    base, changed = (_steady("8xH20", s) for s in (tensor, replace(plain, flow_mla=("o_proj",))))
+    base, variant = (_steady("8xH20", s) for s in (tensor, replace(plain, flow_mla=("o_proj",))))
     memory = engine_memory(find_shape("MODEL", "DeepSeek-R1"), plain, parse_hardware("--on", "8xH20"))
     for quantity, published_batch, predicted, tolerance in (
         ("batch, TP (fitted)", 52, base.running, 0.02),
         ("batch, DP attention (out of memory)", 0, memory.requests(3_072), 0.0),
-        ("batch, FlowMLA", 136, changed.running, QUARTER),
+        ("batch, FlowMLA", 136, variant.running, QUARTER),
     ):
         yield PublishedRun(H20, quantity, published_batch, predicted, "requests", FLOW_SOURCE, tolerance)
-    yield from _gains(H20, 8, base, changed, batch=136 / 52, gain=41, speed=128)
+    yield from _gains(H20, 8, base, variant, batch=136 / 52, gain=41, speed=128)
 
 
 def _flow_h800() -> Iterator[PublishedRun]:
     plain, shape = _spread(EngineSettings(32)), find_shape("MODEL", "DeepSeek-R1")
-    base, changed = (_steady("4x8xH800", s) for s in (plain, replace(plain, flow_mla=("o_proj",))))
+    base, variant = (_steady("4x8xH800", s) for s in (plain, replace(plain, flow_mla=("o_proj",))))
     # The article counts each projection once; an engine also keeps kv_up in its absorbed form.
     attention = 2 * shape.count("latent") * shape.mixer_parameters("latent") / 1e9
     yield PublishedRun(H800, "attention weights per GPU", 22, attention, "GB", FLOW_SOURCE, 0.05)
-    for quantity, published_batch, steady in (("DP attention", 30, base), ("FlowMLA", 83, changed)):
+    for quantity, published_batch, steady in (("DP attention", 30, base), ("FlowMLA", 83, variant)):
         quantity = f"batch per GPU, {quantity}"
         yield PublishedRun(H800, quantity, published_batch, steady.running / 32, "requests", FLOW_SOURCE, QUARTER)
-    yield from _gains(H800, 32, base, changed, batch=83 / 30, gain=43, speed=280)
+    yield from _gains(H800, 32, base, variant, batch=83 / 30, gain=43, speed=280)
 
 
 def _gains(
-    case: str, gpus: int, base: Throughput, changed: Throughput, *, batch: float, gain: float, speed: float
+    case: str, gpus: int, base: Throughput, variant: Throughput, *, batch: float, gain: float, speed: float
 ) -> Iterator[PublishedRun]:
-    predicted = changed.running / base.running
+    predicted = variant.running / base.running
     yield PublishedRun(case, "batch gain", batch, predicted, "x", FLOW_SOURCE, QUARTER)
-    predicted = 100 * (changed.tokens_per_second / base.tokens_per_second - 1)
+    predicted = 100 * (variant.tokens_per_second / base.tokens_per_second - 1)
     yield PublishedRun(case, "throughput gain", gain, predicted, "%", FLOW_SOURCE, THIRD)
     predicted = base.tokens_per_second / gpus
     yield PublishedRun(case, "speed per GPU without FlowMLA", speed, predicted, "tokens/s", FLOW_SOURCE, THIRD)
@@ -135,13 +135,13 @@ def _dcp() -> Iterator[PublishedRun]:
         (8, 80, 24.7),
     ):
         lengths = random_lengths(32_000, 1_000 * output, REQUESTS_PER_CLIENT * clients)
-        base, changed = (simulate(shape, s, hardware, lengths, clients) for s in layouts.values())
+        base, variant = (simulate(shape, s, hardware, lengths, clients) for s in layouts.values())
         note = " (fitted)" if (output, clients) != (8, 80) and clients > 32 else ""
         quantity = f"32k/{output}k, gain at concurrency {clients}{note}"
-        predicted = 100 * (changed.output_per_second / base.output_per_second - 1)
+        predicted = 100 * (variant.output_per_second / base.output_per_second - 1)
         yield PublishedRun(QWEN, quantity, published_gain, predicted, "%", DCP_SOURCE, THIRD, POINTS * (clients == 32))
         if clients == 96:
-            for label, speed, result in (("TP", 4_897, base), ("DCP 2", 5_679, changed)):
+            for label, speed, result in (("TP", 4_897, base), ("DCP 2", 5_679, variant)):
                 quantity = f"32k/4k, all tokens at concurrency 96, {label}"
                 yield PublishedRun(QWEN, quantity, speed, result.total_per_second, "tokens/s", DCP_SOURCE, THIRD)
     lengths = random_lengths(32_000, 4_000, REQUESTS_PER_CLIENT)

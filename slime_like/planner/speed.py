@@ -104,8 +104,8 @@ def throughput(
 
     The engine alternates: it prefills a request in one go, and decodes all running requests together.
     """
-    fit = engine_memory(shape, settings, hardware).requests(workload.cached_tokens)
-    running = min(fit, settings.max_running or fit)
+    num_fitting = engine_memory(shape, settings, hardware).requests(workload.cached_tokens)
+    running = min(num_fitting, settings.max_running or num_fitting)
     if running < 1:
         return None
     step = decode_step(shape, settings, hardware, running, workload.mean_context)

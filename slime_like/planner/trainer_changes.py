@@ -77,8 +77,8 @@ def _parallel_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[
 
 
 def _change(settings: TrainerSettings, **values: str | float) -> TrainerChange:
-    changed = replace(settings, **values)  # pyright: ignore[reportArgumentType]
-    return TrainerChange(tuple((name, _text(value)) for name, value in values.items()), changed)
+    changed_settings = replace(settings, **values)  # pyright: ignore[reportArgumentType]
+    return TrainerChange(tuple((name, _text(value)) for name, value in values.items()), changed_settings)
 
 
 def _text(value: str | float) -> str:

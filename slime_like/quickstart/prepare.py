@@ -120,13 +120,13 @@ def _write_assets(folder: Path, job: PreparedJob) -> None:
     stamp = _stamp(job)
     if _read_stamp(folder) == stamp:
         return
-    started = time.monotonic()
+    start = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(UNFINISHED)
     job.task.write(folder)
     write_model(folder / "model", job.model)
     (folder / STAMP).write_text(json.dumps(stamp))
-    _say(f"wrote datasets and a random model to {folder} in {time.monotonic() - started:.1f} s")
+    _say(f"wrote datasets and a random model to {folder} in {time.monotonic() - start:.1f} s")
 
 
 def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path) -> None:
@@ -134,7 +134,7 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
     stamp = _stamp(job) | {"recipe": [_digest(recipes / f"{name}.yaml") for name in ("quickstart_sft", job.warm_start)]}
     if _read_stamp(run_dir) == stamp:
         return
-    started = time.monotonic()
+    start = time.monotonic()
     _say(f"warm start: supervised fine-tuning on demonstrations, once; its files go to {run_dir}")
     _empty(run_dir)
     command = [
@@ -152,7 +152,7 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
     if code := run_child("the warm start", command, deadline):
         raise WorkerError(f"the warm start ended with exit code {code}; its message is above")
     (run_dir / STAMP).write_text(json.dumps(stamp))
-    _say(f"warm start done in {time.monotonic() - started:.0f} s")
+    _say(f"warm start done in {time.monotonic() - start:.0f} s")
 
 
 def _empty(folder: Path) -> None:

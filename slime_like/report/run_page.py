@@ -177,13 +177,13 @@ def _time(record: RunRecord) -> Iterator[str]:
         return
     yield _bar(totals, total)
     nested = {phase: sum(_seconds(row, phase) for row in rows) for phase in NESTED_PHASES}
-    cells = [(phase, "phase of the loop", spent, spent / total) for phase, spent in totals.items() if spent]
-    cells += [(phase, "concurrent or nested", spent, spent / total) for phase, spent in nested.items() if spent]
+    cells = [(phase, "phase of the loop", phase_s, phase_s / total) for phase, phase_s in totals.items() if phase_s]
+    cells += [(phase, "concurrent or nested", phase_s, phase_s / total) for phase, phase_s in nested.items() if phase_s]
     yield table(
         ("", "", "s", "s per step", "share of the loop"),
         (
-            (name, kind, f"{spent:.1f}", f"{spent / len(rows):.3f}", f"{share:.1%}")
-            for name, kind, spent, share in cells
+            (name, kind, f"{phase_s:.1f}", f"{phase_s / len(rows):.3f}", f"{share:.1%}")
+            for name, kind, phase_s, share in cells
         ),
         numbers=(2, 3, 4),
     )
@@ -199,9 +199,9 @@ def _time(record: RunRecord) -> Iterator[str]:
 def _bar(totals: Mapping[str, float], total: float) -> str:
     pieces: list[str] = []
     x = 0.0
-    for colour, (phase, spent) in enumerate(totals.items()):
-        width = 1000 * spent / total
-        title = html(f"{phase}: {spent / total:.1%}")
+    for colour, (phase, phase_s) in enumerate(totals.items()):
+        width = 1000 * phase_s / total
+        title = html(f"{phase}: {phase_s / total:.1%}")
         pieces.append(
             f'<rect class="c{colour}" x="{x:.1f}" y="0" width="{width:.1f}" height="22"><title>{title}</title></rect>'
         )

@@ -198,19 +198,19 @@ class SampleStore:
         for experts in batch.experts:
             if experts is not None:
                 self._expert_shape = ExpertEntry(experts.shape[1:], experts.dtype)
-        needed = ends[positions]
-        spare = np.maximum(needed // 2, MIN_SPARE)
+        required_sizes = ends[positions]
+        spare = np.maximum(required_sizes // 2, MIN_SPARE)
         if batch.is_finished is not None:
             spare[batch.is_finished[positions]] = 0
-        stops = np.cumsum(needed + spare)
+        stops = np.cumsum(required_sizes + spare)
         key = self._allocate(int(stops[-1]), num_extents=len(positions))
-        rows, starts = batch.rows[positions], stops - needed - spare
+        rows, starts = batch.rows[positions], stops - required_sizes - spare
         self._copy_rows(rows, key, starts)
         for position, row, start in zip(positions.tolist(), rows.tolist(), starts.tolist(), strict=True):
             if batch.experts and batch.experts[position] is not None:
                 self._set_experts(row, key, start, batch.experts[position], int(ends[position]))
         old = self._rows.extent[rows].tolist()
-        extents = self._extents.add(key, starts, needed + spare)
+        extents = self._extents.add(key, starts, required_sizes + spare)
         self._extents.used[extents] = self._rows.length[rows]
         self._rows.extent[rows], self._rows.slab[rows], self._rows.start[rows] = extents, key, starts
         num_shared = self._drop_references(old)

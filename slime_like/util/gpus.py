@@ -60,15 +60,15 @@ def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:
     """Return the ``items`` that ``CUDA_VISIBLE_DEVICES=variable`` allows; CUDA stops at the first invalid entry."""
     if variable is None:
         return items
-    chosen: list[T] = []
+    visible: list[T] = []
     for entry in (text.strip() for text in variable.split(",")):
         if entry.isdigit() and int(entry) < len(items):
-            chosen.append(items[int(entry)])
+            visible.append(items[int(entry)])
         elif entry.startswith(("GPU-", "MIG-")) and items:
-            chosen.append(items[0])
+            visible.append(items[0])
         else:
             break
-    return tuple(chosen)
+    return tuple(visible)
 
 
 def _model(information: str) -> str:

@@ -181,8 +181,8 @@ def _is_assignment(item: Word | Array) -> bool:
 
 def _computed_element(item: Word) -> str:
     """Return NAME of ``NAME[$I]=word``, an element with a computed index; empty for any other word."""
-    written = "".join(part.text if part.kind == "text" and not part.quoted else "$" for part in item.parts)
-    match = _ELEMENT.match(written)
+    name_text = "".join(part.text if part.kind == "text" and not part.quoted else "$" for part in item.parts)
+    match = _ELEMENT.match(name_text)
     return match[1] if match else ""
 
 

@@ -49,8 +49,8 @@ def map_critic(job: Job) -> None:
 def _same_as_actor(job: Job) -> None:
     """Refuse settings or verl defaults of the critic that differ from the actor's, which the critic uses here."""
     for name in ("weight_decay", "clip_grad", "betas"):
-        key, read = f"{CRITIC}.{name}", job.pair if name == "betas" else job.number
-        _compare(job, key, read(key), read(f"{OPTIM}.{name}"))
+        key, read_value = f"{CRITIC}.{name}", job.pair if name == "betas" else job.number
+        _compare(job, key, read_value(key), read_value(f"{OPTIM}.{name}"))
     critic, actor = schedule_of(job, CRITIC), schedule_of(job, OPTIM)
     _compare(job, critic.key, critic.shape, actor.shape)
     if critic.shape == actor.shape != "constant":

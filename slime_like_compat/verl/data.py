@@ -72,9 +72,9 @@ def map_evaluation(job: Job) -> None:
     job.report("trainer.test_freq", "mapped", "here also after the last rollout", "evaluation.interval")
     job.set("evaluation.before_train", before_train, "trainer.val_before_train")
     for (our_key, _), key in zip(sampling.items(), keys, strict=True):
-        read = job.integer if our_key in ("n_samples_per_prompt", "top_k") else job.number
-        number = read(key)
-        job.set(f"evaluation.{our_key}", number if read == job.integer else float(number), key)
+        read_value = job.integer if our_key in ("n_samples_per_prompt", "top_k") else job.number
+        number = read_value(key)
+        job.set(f"evaluation.{our_key}", number if read_value == job.integer else float(number), key)
 
 
 def _paths_by_name(paths: list[str]) -> dict[str, str]:

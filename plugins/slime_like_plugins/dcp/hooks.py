@@ -59,9 +59,9 @@ def measure_exchanges(result: Any, *args: Any, **kwargs: Any) -> None:
         exchange_time.measure(group, exchange_time.DeviceClock(torch.cuda))
 
 
-def _all_to_all_on_cpu(process_group: Any, received: torch.Tensor, sent: torch.Tensor) -> None:
+def _all_to_all_on_cpu(process_group: Any, outputs: torch.Tensor, inputs: torch.Tensor) -> None:
     """Exchange equal parts between the ranks of a group on a CPU. SGLang's own operator needs a GPU."""
-    torch.distributed.all_to_all_single(received, sent, group=process_group)
+    torch.distributed.all_to_all_single(outputs, inputs, group=process_group)
 
 
 def check_resolved(result: None, server_args: Any) -> None:

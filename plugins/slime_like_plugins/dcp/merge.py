@@ -48,9 +48,9 @@ def all_to_all(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Ten
     size = group.world_size
     packed = torch.cat((out_TAD, lse_TA[..., None]), -1)
     tokens, heads, width = packed.shape
-    sent = packed.view(tokens, size, heads // size, width).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    group.all_to_all_single(received, sent)
+    sent_parts = packed.view(tokens, size, heads // size, width).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent_parts)
+    group.all_to_all_single(received, sent_parts)
     return merge(received[..., :-1], received[..., -1])
 
 

@@ -166,8 +166,8 @@ def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, wei
         original(model, is_nextn, weight_names)
         return
     (weights,) = _models
-    every = (absorbed.source_name(layer) for layer in range(model.model.start_layer, model.model.end_layer))
-    names = every if weight_names is None else weight_names
+    source_names = (absorbed.source_name(layer) for layer in range(model.model.start_layer, model.model.end_layer))
+    names = source_names if weight_names is None else weight_names
     absorbed.compute_by_layer(lambda names: original(model, is_nextn, names), weights.update, model.model, names)
 
 
@@ -176,9 +176,9 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
     for weights in _models:
         if (layer := weights.layer_of(module)) is not None:
             weights.update(layer, lambda: original(method, module))
-            if moved := weights.moved():
+            if problems := weights.moved():
                 raise SystemExit(
-                    f"slime_like plugin {NAME!r}: {moved[0]} after SGLang's post-processing: its FP8 kernels need weights or scales of "
+                    f"slime_like plugin {NAME!r}: {problems[0]} after SGLang's post-processing: its FP8 kernels need weights or scales of "
                     "another type here, as DeepGEMM does on Blackwell; serve without FlowMLA, or with other kernels (--fp8-gemm-backend)"
                 )
             return

@@ -149,14 +149,14 @@ class ShardedWeights:
 
     def moved(self) -> list[str]:
         """Return messages on weights that are no longer views of their slots, because SGLang replaced their memory."""
-        moved: list[str] = []
+        problems: list[str] = []
         for index, layer in enumerate(self.layers):
             buffer = self.pipeline.slot(index).buffer
             for position, weight in enumerate(layer.weights):
                 address = getattr(weight.module, weight.attribute).data_ptr()
                 if address != layer.layout.view(buffer, position).data_ptr():
-                    moved.append(f"sharded layer {index}: {weight.name} is not in its slot")
-        return moved
+                    problems.append(f"sharded layer {index}: {weight.name} is not in its slot")
+        return problems
 
     def aliases(self) -> list[str]:
         """Return a message for each tensor that SGLang created as a view of a weight before the weight's layer got another slot."""

@@ -63,8 +63,8 @@ class Admission:
     def _record(self, request: Any) -> None:
         if not _has_fixed_length(request):
             reason = request.finished_reason
-            ended = reason is not None and reason.to_json()["type"] == "stop"
-            self._finished.append((len(request.output_ids), ended))
+            has_ended = reason is not None and reason.to_json()["type"] == "stop"
+            self._finished.append((len(request.output_ids), has_ended))
 
 
 admission = Admission()

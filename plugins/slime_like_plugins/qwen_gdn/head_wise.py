@@ -56,8 +56,8 @@ class HeadWise:
         num_heads = inputs.beta.shape[1]
         sections = (*inputs.qkv.split(self.channels, -1), inputs.beta, inputs.alpha)
         by_share = [s.unflatten(-1, (self.size, -1)).transpose(0, 1) for s in sections]  # [size, L, width / size] each
-        sent = torch.cat(by_share, -1)
-        received: Tensor = all_to_all(self.group, sent).flatten(0, 1)[packed.in_order]
+        sent_rows = torch.cat(by_share, -1)
+        received: Tensor = all_to_all(self.group, sent_rows).flatten(0, 1)[packed.in_order]
         widths = (sum(self.channels) // self.size, num_heads // self.size, num_heads // self.size)
         qkv, beta, alpha = received.split(widths, -1)
         return DeltaInputs(
@@ -81,6 +81,8 @@ class HeadWise:
         if self.size == 1:
             return out
         assert packed.by_rank is not None
-        sent = out.flatten(1)[packed.by_rank].unflatten(0, (self.size, -1))
-        received: Tensor = all_to_all(self.group, sent)  # [size, L, HV / size * V], heads of one rank after another
+        sent_rows = out.flatten(1)[packed.by_rank].unflatten(0, (self.size, -1))
+        received: Tensor = all_to_all(
+            self.group, sent_rows
+        )  # [size, L, HV / size * V], heads of one rank after another
         return received.transpose(0, 1).reshape(received.shape[1], -1, self.heads.value_dim)

@@ -121,12 +121,10 @@ class WorkerClient:
         return "socket" if self._region is None else "shared"
 
     def _share(self, shapes: ExpertShapes) -> None:
-        needed = region_bytes(IN_FLIGHT, shapes.max_request)
+        required_bytes = region_bytes(IN_FLIGHT, shapes.max_request)
         problem = ""
-        if 0 < (limit := self.settings.shared_bytes) < needed:
-            problem = (
-                f"shared_bytes={limit} is too small: {IN_FLIGHT} requests need {needed}; raise it, or lower capacity"
-            )
+        if 0 < (limit := self.settings.shared_bytes) < required_bytes:
+            problem = f"shared_bytes={limit} is too small: {IN_FLIGHT} requests need {required_bytes}; raise it, or lower capacity"
         else:
             slot_bytes = (limit - region_bytes(IN_FLIGHT, 0)) // IN_FLIGHT if limit else shapes.max_request
             region = Region.create(IN_FLIGHT, slot_bytes // 64 * 64 if limit else slot_bytes)
@@ -179,7 +177,7 @@ class WorkerClient:
     # ---- compute -----------------------------------------------------------------------------------------------------
     def submit(self, layer: int, rows: Tensor, ids: Ids, weights: Weights) -> ExpertRequest:
         """Send a request for the weighted sums of remote experts ``ids`` [N, K] of ``rows`` [N, H]."""
-        started = time.monotonic()
+        start = time.monotonic()
         row_type = self.settings.row_type
         if row_type is RowType.float16 or self._region is None:
             rows, row_type = encode_rows(rows, row_type)
@@ -202,7 +200,7 @@ class WorkerClient:
         self.traffic.calls += 1
         self.traffic.rows += num_rows
         self.traffic.payload_bytes += header.payload_bytes
-        self.traffic.wait_s += time.monotonic() - started
+        self.traffic.wait_s += time.monotonic() - start
         return request
 
     def poll(self) -> None:
@@ -221,10 +219,10 @@ class WorkerClient:
 
     def result(self, request: ExpertRequest) -> Tensor:
         """Return the float32 sums [N, H] of a request. Waits until its deadline."""
-        started = time.monotonic()
+        start = time.monotonic()
         self._wait(request)
         assert request.rows is not None
-        self.traffic.wait_s += time.monotonic() - started
+        self.traffic.wait_s += time.monotonic() - start
         return request.rows
 
     def close(self) -> None:
@@ -305,10 +303,16 @@ class WorkerClient:
         request.buffers.clear()
         self._free.append(request.slot)
 
-    def _rows(self, frame: Frame, sent: Header) -> Tensor:
+    def _rows(self, frame: Frame, request_header: Header) -> Tensor:
         """Return the rows of a result as float32, in memory of their own."""
         h = frame.header
-        expected = (sent.version, sent.layer, sent.num_rows, sent.hidden, sent.slot)
+        expected = (
+            request_header.version,
+            request_header.layer,
+            request_header.num_rows,
+            request_header.hidden,
+            request_header.slot,
+        )
         if (h.version, h.layer, h.num_rows, h.hidden, h.slot) != expected:
             raise FrameError(
                 f"{self.settings.name} answered request {h.sequence} with weight version {h.version}, layer {h.layer}, "

@@ -166,7 +166,7 @@ class RemoteExperts:
         """
         sums: Tensor | None = None
         while not self._is_replaced:
-            started, waited = time.monotonic(), self._link.client.traffic.wait_s if self._link.is_open else 0.0
+            start, waited = time.monotonic(), self._link.client.traffic.wait_s if self._link.is_open else 0.0
             try:
                 if not self._link.is_open:
                     self._respawn()
@@ -181,7 +181,7 @@ class RemoteExperts:
             self._restarts_in_a_row = 0
             num_rows = sum(len(bucket.tokens) for bucket in buckets)
             wait_s = self._link.client.traffic.wait_s - waited
-            self._chooser.record(num_rows, time.monotonic() - started, wait_s)
+            self._chooser.record(num_rows, time.monotonic() - start, wait_s)
             return _added(sums, answers)
         if sums is None:
             sums = compute_local(lambda: None)

@@ -55,9 +55,11 @@ class ExpertMemory:
             for name, matrix in matrices.items():
                 if not bool(torch.isnan(matrix.sum(dtype=torch.float32))):
                     continue
-                for expert, counted in enumerate(torch.isnan(matrix).sum((1, 2)).tolist()):
-                    if counted:
-                        report.append((f"layer {layer} {name} of remote expert {expert}", counted, matrix[0].numel()))
+                for expert, num_missing in enumerate(torch.isnan(matrix).sum((1, 2)).tolist()):
+                    if num_missing:
+                        report.append(
+                            (f"layer {layer} {name} of remote expert {expert}", num_missing, matrix[0].numel())
+                        )
         return report
 
     def commit(self, version: int) -> None:

@@ -44,9 +44,9 @@ class ModeChooser:
         """Take a measurement of ``next_mode``: remote rows, the time of the layer's experts, and the wait for the worker in it."""
         if self.setting != "auto" or num_rows <= STREAM_ROWS:
             return
-        measured, rate = self.next_mode, num_rows / max(seconds, 1e-9)
-        if not (self._probe == PROBE_LENGTH and measured not in self.rates):
-            self.rates[measured] = rate + (1 - SMOOTHING) * (self.rates.get(measured, rate) - rate)
+        measured_mode, rate = self.next_mode, num_rows / max(seconds, 1e-9)
+        if not (self._probe == PROBE_LENGTH and measured_mode not in self.rates):
+            self.rates[measured_mode] = rate + (1 - SMOOTHING) * (self.rates.get(measured_mode, rate) - rate)
         self._since_probe += 1
         if self._probe:
             self._probe -= 1
@@ -58,20 +58,20 @@ class ModeChooser:
             self._probe, self._since_probe = PROBE_LENGTH, 0
 
     def _choose(self) -> None:
-        other = _other(self.mode)
-        changes = self.rates[other] > FASTER * self.rates[self.mode]
+        other_mode = _other(self.mode)
+        changes = self.rates[other_mode] > FASTER * self.rates[self.mode]
         if not changes and not self._has_decided:
             logger.info(
                 "slime_like remote experts keep %s mode: %.0f rows/s, %s mode %.0f rows/s",
-                *(self.mode, self.rates[self.mode], other, self.rates[other]),
+                *(self.mode, self.rates[self.mode], other_mode, self.rates[other_mode]),
             )
         self._has_decided = True
         if changes:
             logger.info(
                 "slime_like remote experts change from %s to %s mode: %.0f instead of %.0f rows/s",
-                *(self.mode, other, self.rates[other], self.rates[self.mode]),
+                *(self.mode, other_mode, self.rates[other_mode], self.rates[self.mode]),
             )
-            self.mode, self.changes = other, self.changes + 1
+            self.mode, self.changes = other_mode, self.changes + 1
 
 
 def _other(mode: str) -> str:

@@ -46,7 +46,7 @@ class Region:
     @classmethod
     def attach(cls, offer: RegionOffer) -> Region:
         """Map the region of another process. Raises ``FrameError`` if it cannot be opened, or is not sealed memory of this user."""
-        needed = region_bytes(offer.num_slots, offer.slot_bytes)
+        required_bytes = region_bytes(offer.num_slots, offer.slot_bytes)
         try:
             memory = map_sealed(offer.pid, offer.fd, mmap.ACCESS_WRITE)
         except OSError as error:
@@ -55,7 +55,7 @@ class Region:
             ) from error
         except ValueError as error:
             raise FrameError(str(error)) from error
-        if min(offer.num_slots, offer.slot_bytes) < 1 or len(memory) < needed:
+        if min(offer.num_slots, offer.slot_bytes) < 1 or len(memory) < required_bytes:
             raise FrameError(
                 f"the shared region is too small: {len(memory)} bytes for {offer.num_slots} slots of {offer.slot_bytes} bytes"
             )

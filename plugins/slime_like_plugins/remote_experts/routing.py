@@ -60,9 +60,9 @@ def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[Token
     Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. Up to ``STREAM_ROWS`` tokens, such as
     those of a decode step, form a single bucket: the worker then computes each expert once, and a layer takes one request.
     """
-    used = weights != 0
-    local = np.where(used, rows.local_rows[ids], -1)
-    remote = np.where(used, rows.remote_rows[ids], -1)
+    is_used = weights != 0
+    local = np.where(is_used, rows.local_rows[ids], -1)
+    remote = np.where(is_used, rows.remote_rows[ids], -1)
     is_remote = remote >= 0
     counts = is_remote.sum(1)
     tokens = np.flatnonzero(counts)

@@ -129,11 +129,11 @@ class Service:
                 f"{h.num_rows} rows of {h.hidden} numbers with {h.num_selected} experts in {h.payload_bytes} bytes do not fit "
                 f"{shapes}"
             )
-        started = time.monotonic()
+        start = time.monotonic()
         with torch.inference_mode():
             sums = memory.sums(h.layer, *decode_request(self._payload(frame), h))
             rows, row_type = encode_rows(sums, h.row_type)
-        time.sleep((self._settings.slowdown - 1.0) * (time.monotonic() - started))
+        time.sleep((self._settings.slowdown - 1.0) * (time.monotonic() - start))
         size = reply_bytes(h.num_rows, h.hidden, row_type)
         reply = Header(
             FrameKind.RESULT,

@@ -40,10 +40,10 @@ def local_choices(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         out = torch.zeros_like(x)
         if len(tokens) == 0:
             return out
-        chosen = topk_output._replace(
+        chosen_output = topk_output._replace(
             topk_ids=topk_output.topk_ids[tokens, choices, None],
             topk_weights=topk_output.topk_weights[tokens, choices, None],
         )
-        return out.index_add_(0, tokens, forward(layer, x[tokens], chosen, config))
+        return out.index_add_(0, tokens, forward(layer, x[tokens], chosen_output, config))
 
     return wrapped

@@ -54,14 +54,14 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode]) -> JobPlan:
 def _machine(nodes: Sequence[ClusterNode]) -> Machine:
     """Return the nodes as one described machine, with the CPUs of the smallest node that a rank or engine may run on."""
     with_gpus = [node for node in nodes if node.num_gpus]
-    used = with_gpus or list(nodes)
+    used_nodes = with_gpus or list(nodes)
     return Machine(
         num_gpus=sum(node.num_gpus for node in nodes),
-        cpu_count=max(1, min(node.num_cpus for node in used)),
-        memory_bytes=sum(node.memory_bytes for node in used)
+        cpu_count=max(1, min(node.num_cpus for node in used_nodes)),
+        memory_bytes=sum(node.memory_bytes for node in used_nodes)
         if not with_gpus
-        else min(node.memory_bytes for node in used),
+        else min(node.memory_bytes for node in used_nodes),
         gpu_names=tuple(node.gpu_name for node in with_gpus),
         is_local=False,
-        nodes=len(used),
+        nodes=len(used_nodes),
     )

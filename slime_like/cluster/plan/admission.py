@@ -29,12 +29,12 @@ class EngineLoad:
 
     def limit_on(self, engine: EngineMemory) -> str:
         """Return the factor that limits the concurrent requests of an engine with this memory, e.g. ``KV_CACHE``."""
-        fit = engine.requests(self.sequence_len)
-        if self.max_running is not None and self.max_running <= min(fit, self.num_samples):
+        num_fitting = engine.requests(self.sequence_len)
+        if self.max_running is not None and self.max_running <= min(num_fitting, self.num_samples):
             return "rollout.max_running_requests"
-        if fit >= self.num_samples:
+        if num_fitting >= self.num_samples:
             return "the rollout's size"
-        return STATES if engine.slot_bytes and fit == engine.groups * engine.state_requests else KV_CACHE
+        return STATES if engine.slot_bytes and num_fitting == engine.groups * engine.state_requests else KV_CACHE
 
 
 def engine_load(cfg: TrainConfig, context: int) -> EngineLoad:

@@ -77,18 +77,18 @@ def _on_cpu(
     cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], nodes_per_engine: int
 ) -> dict[str, tuple[ClusterNode, ...]]:
     usable = [node for node in nodes if node.num_cpus]
-    needed = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
-    if len(usable) < needed:
+    num_required = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
+    if len(usable) < num_required:
         raise MissingResources(
-            f"placement.actor_num_nodes={needed}, but the Ray cluster has {len(usable)} nodes with CPUs{_describe_free_gpus(nodes)}: add "
+            f"placement.actor_num_nodes={num_required}, but the Ray cluster has {len(usable)} nodes with CPUs{_describe_free_gpus(nodes)}: add "
             f"nodes, or lower placement.actor_num_nodes"
         )
     if len(usable) < nodes_per_engine:
         raise MissingResources(
             f"{KEY}={nodes_per_engine}, but the Ray cluster has {len(usable)} nodes with CPUs: add nodes, or lower {KEY}"
         )
-    trainers = usable[:needed] if plan.needs_trainer else usable
-    engine_nodes = trainers if plan.colocated else usable[needed:] or trainers
+    trainers = usable[:num_required] if plan.needs_trainer else usable
+    engine_nodes = trainers if plan.colocated else usable[num_required:] or trainers
     if len(engine_nodes) < nodes_per_engine:
         engine_nodes = usable
     return {
@@ -207,10 +207,12 @@ def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], node
     if block.role == TRAINER:
         num_nodes = cfg.placement.actor_num_nodes
         total = size * num_nodes
-        fits = next((n for n in range(num_nodes, total + 1) if total % n == 0 and _have(nodes, n, total // n)), None)
+        num_fitting = next(
+            (n for n in range(num_nodes, total + 1) if total % n == 0 and _have(nodes, n, total // n)), None
+        )
         fix = (
-            f"set placement.actor_num_nodes={fits} placement.actor_num_gpus_per_node={total // fits}"
-            if fits
+            f"set placement.actor_num_nodes={num_fitting} placement.actor_num_gpus_per_node={total // num_fitting}"
+            if num_fitting
             else "lower placement.actor_num_nodes or placement.actor_num_gpus_per_node"
         )
         return (

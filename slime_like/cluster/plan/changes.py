@@ -48,8 +48,8 @@ def changes(demand: Demand, dcp: DcpPlan) -> Iterator[SettingChange]:
     if demand.engines and demand.hardware is not None and offloaded != demand.offload_settings and may_offload(demand):
         yield SettingChange(OFFLOAD_KEYS, replace(demand, offloads=offloaded).plan())
     if demand.engines:
-        for setting, changed in _engine_changes(demand, shape, dcp):
-            yield SettingChange(setting, changed.plan())
+        for setting, changed_demand in _engine_changes(demand, shape, dcp):
+            yield SettingChange(setting, changed_demand.plan())
 
 
 def _engine_changes(demand: Demand, shape: ModelShape, dcp: DcpPlan) -> Iterator[tuple[str, Demand]]:

@@ -41,9 +41,9 @@ def check_node_memory(demand: Demand, machine: Machine, table: MemoryTable) -> N
 def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
     """Return the largest offloaded fraction that fits node and GPU; otherwise a change that reduces the largest items."""
     for percent in range(int(100 * demand.settings.offload) - 5, -1, -5):
-        changed = replace(demand, trainer=replace(demand.settings, offload=percent / 100))
-        plan = changed.plan()
-        if node_memory(changed, machine).total <= machine.memory_bytes and plan.needed_bytes <= plan.available:
+        changed_demand = replace(demand, trainer=replace(demand.settings, offload=percent / 100))
+        plan = changed_demand.plan()
+        if node_memory(changed_demand, machine).total <= machine.memory_bytes and plan.needed_bytes <= plan.available:
             return f"set optim.cpu_offload_fraction={percent / 100:g}" if percent else "set optim.cpu_offload=false"
     if table.of("copies of weights"):
         return "train without a reference and a swapped teacher (algo.*, teacher.placement), or use more nodes"

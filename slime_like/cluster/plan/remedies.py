@@ -25,7 +25,7 @@ def refusal(demand: Demand, plan: MemoryPlan) -> str:
     phase = f" in phase {plan.peak.name}" if plan.peak.name else ""
     largest = sorted(worst[1].items, key=lambda item: -item.num_bytes)[:2]
     detail = ", ".join(f"{item.name} {gib(item.num_bytes)}" for item in largest)
-    fixes = [key for key, changed in _remedies(demand, plan) if _fits(changed)]
+    fixes = [key for key, changed_demand in _remedies(demand, plan) if _fits(changed_demand)]
     advice = f"set {' or '.join(fixes[:3])}" if fixes else "use more or larger GPUs, or raise parallel.tp, pp or ep"
     return (
         f"the run needs {gib(plan.needed_bytes)} on a GPU{phase} ({parts}; the {worst[0]}'s {detail}), but each {plan.gpu} has "

@@ -51,10 +51,10 @@ def check_traceable(plan: Plan, subject: str, available: int) -> None:
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return
-    needed = offload_items(demand.shapes.actor, demand.settings).of("offloaded optimizer", "pinned gradients")
-    if needed > available / 2:
+    required_bytes = offload_items(demand.shapes.actor, demand.settings).of("offloaded optimizer", "pinned gradients")
+    if required_bytes > available / 2:
         raise ConfigError(
-            f"{subject} with optim.cpu_offload=true needs {gib(needed)} of this machine's main memory, which has {gib(available)}: "
+            f"{subject} with optim.cpu_offload=true needs {gib(required_bytes)} of this machine's main memory, which has {gib(available)}: "
             "use optim.cpu_offload=false, or a machine with more memory"
         )
 

@@ -124,8 +124,8 @@ class ReplayRollout:
 
     def collect(self, rollout_id: int) -> CollectedRollout:
         """Return the dumped rollout of this id."""
-        started = time.time()
-        return CollectedRollout(load_groups(rollout_path(self.dumps, rollout_id)), started, time.time(), ())
+        start = time.time()
+        return CollectedRollout(load_groups(rollout_path(self.dumps, rollout_id)), start, time.time(), ())
 
     def evaluate(self) -> EvalResult:
         """Return no metrics: there is no engine."""
@@ -151,9 +151,9 @@ class DemonstrationRollout:
 
     def collect(self, rollout_id: int) -> CollectedRollout:
         """Return the next rows as groups of one sample."""
-        started = time.time()
+        start = time.time()
         groups = self.demonstrations.next(self.rows_per_rollout, first_group_id=rollout_id * self.rows_per_rollout)
-        return CollectedRollout(tuple(groups), started, time.time(), ())
+        return CollectedRollout(tuple(groups), start, time.time(), ())
 
     def evaluate(self) -> EvalResult:
         """Return no metrics: there is no engine."""

@@ -230,8 +230,8 @@ class Placement:
     def start_manager(self) -> ActorHandle[RolloutActor]:
         """Start the rollout manager."""
         log = self._logs / "rollout_manager.log"
-        here = on_node(ray.get_runtime_context().get_node_id())  # reads the driver's files
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": here}
+        local_node = on_node(ray.get_runtime_context().get_node_id())  # reads the driver's files
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": local_node}
         self._manager = start_actor(RolloutActor, **options)(self._stacks_dir, CPU_ENV, str(log))
         return self._manager
 

@@ -147,13 +147,13 @@ def _check_same_run(
     saved_config = record.run["config"] if record.run is not None else _settings_of(run_dir / "config.yaml")
     if auto and saved_config is not None:
         _check_same_settings(cfg, run_dir, saved_config)
-    changed = changed_inputs(record.run, run) if record.run is not None else []
-    if auto and changed:
+    changed_names = changed_inputs(record.run, run) if record.run is not None else []
+    if auto and changed_names:
         raise ConfigError(
-            f"run.dir={cfg.run.dir!r}: {_join_names(changed)} changed since {source.name} was written: restore the old version, "
+            f"run.dir={cfg.run.dir!r}: {_join_names(changed_names)} changed since {source.name} was written: restore the old version, "
             f"choose another run.dir for a new run, or run.resume={run_dir / 'checkpoints'} to continue with the current files"
         )
-    if changed_keys := [name for name in changed if name != DATA]:
+    if changed_keys := [name for name in changed_names if name != DATA]:
         sys.stderr.write(
             visible(
                 f"warning: run.resume={cfg.run.resume!r}: {_join_names(changed_keys)} differs from the files with which the checkpoint was trained\n"
@@ -163,11 +163,11 @@ def _check_same_run(
 
 def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, Any]) -> None:
     old, new = flatten(saved_settings(saved)), flatten(asdict(cfg))
-    changed = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _may_change(key)]
-    if changed:
+    changed_keys = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _may_change(key)]
+    if changed_keys:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r} holds a run with other settings "
-            f"({_join_names([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed])}): choose another run.dir for a "
+            f"({_join_names([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed_keys])}): choose another run.dir for a "
             f"new run, or run.resume={run_dir / 'checkpoints'} to continue with the new settings"
         )
 

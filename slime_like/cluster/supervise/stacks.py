@@ -58,7 +58,7 @@ def gather_stacks(folder: Path, seconds: float) -> None:
 def _files_of_live_processes(folder: Path) -> list[Path]:
     """Return the files of live processes."""
     name_parts = ((path, path.stem.rsplit(".", 2)) for path in folder.glob("*.txt"))
-    return [path for path, (_, pid, started) in name_parts if start_time(int(pid)) == started]
+    return [path for path, (_, pid, start) in name_parts if start_time(int(pid)) == start]
 
 
 def _sizes(folder: Path) -> dict[Path, int]:

@@ -107,15 +107,15 @@ def _root_cause(
     Ray reports a dead process immediately, but those of a lost node only once it has declared the node dead.
     """
     if not any(_died(error) or _is_specific(error) for error in errors):
-        waiting, waited_s = dict(pending), 0.0
+        waiting_refs, waited_s = dict(pending), 0.0
         is_collective = any(isinstance(error, CollectiveError) for error in errors)
-        limit = DECLARED_S if waiting and is_collective and _has_several_nodes() else GRACE_S
+        limit = DECLARED_S if waiting_refs and is_collective and _has_several_nodes() else GRACE_S
         # The deadline may pass during this wait, and is not the cause.
         extended_deadline = replace(deadline, seconds=deadline.seconds + DECLARED_S)
-        while waiting and waited_s < limit and not any(map(_died, errors)):
-            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=POLL_S)
-            errors = [*errors, *_errors(ready, waiting, extended_deadline)]
-            waiting = {ref: name for ref, name in waiting.items() if ref not in set(ready)}
+        while waiting_refs and waited_s < limit and not any(map(_died, errors)):
+            ready, _ = ray.wait(list(waiting_refs), num_returns=len(waiting_refs), timeout=POLL_S)
+            errors = [*errors, *_errors(ready, waiting_refs, extended_deadline)]
+            waiting_refs = {ref: name for ref, name in waiting_refs.items() if ref not in set(ready)}
             waited_s += POLL_S
     return min(errors, key=lambda error: (not _died(error), not _is_specific(error), isinstance(error, WorkerError)))
 

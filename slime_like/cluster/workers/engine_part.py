@@ -42,15 +42,15 @@ class EnginePart:
         Needed until SGLang's watchdog of subprocesses covers nodes other than the first without data-parallel attention, too: a
         rank that a signal ends leaves their servers alive.
         """
-        ended: tuple[int, ...] = ()
-        while self._server.alive() and not (ended := processes.ended_pids(self._rank_pids)):
+        ended_pids: tuple[int, ...] = ()
+        while self._server.alive() and not (ended_pids := processes.ended_pids(self._rank_pids)):
             if self._closing.wait(POLL_S):
                 return ""
         if self._closing.is_set():
             return ""
-        if ended:
+        if ended_pids:
             self._server.kill()
-        rank = f"the process of a rank (pid {ended[0]}) has ended; " if ended else ""
+        rank = f"the process of a rank (pid {ended_pids[0]}) has ended; " if ended_pids else ""
         return rank + self._server.cause_of_death()
 
     def stopped_pids(self) -> tuple[int, ...]:

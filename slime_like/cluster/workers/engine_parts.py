@@ -75,8 +75,8 @@ class EngineParts:
         try:
             wait_all(refs, deadline)
         except WorkerError as error:
-            lost = error.died and not self._closing.is_set()  # ``stop`` kills the actors
-            raise (EngineNodeLost if lost else EngineError)(str(error)) from error
+            is_lost = error.died and not self._closing.is_set()  # ``stop`` kills the actors
+            raise (EngineNodeLost if is_lost else EngineError)(str(error)) from error
 
     def raise_loss(self, error: EngineError) -> None:
         """Raise ``EngineNodeLost`` or ``EngineError`` if a part is lost. The message includes ``error``, that of the first node:
@@ -110,9 +110,9 @@ class EngineParts:
     def _watch(self) -> None:
         """Wait for the end of any part, then end the engine: its other ranks would wait in a collective for the missing ones."""
         while self._ends and not self._closing.is_set():
-            ended, _ = ray.wait(list(self._ends), num_returns=1, timeout=POLL_S)
-            if ended and not self._closing.is_set():
-                self._record_loss(ended[0])
+            ended_refs, _ = ray.wait(list(self._ends), num_returns=1, timeout=POLL_S)
+            if ended_refs and not self._closing.is_set():
+                self._record_loss(ended_refs[0])
                 self._end_engine()
                 return
 

@@ -149,8 +149,8 @@ class EngineStarter:
             )
             raise EngineError(f"engine {index} cannot be started: {reason}")
         load = Counter(host for hosts in self._hosts.values() for host in hosts)
-        chosen = sorted(nodes, key=lambda node: (load[node.address], node.address))[:count]
-        return [NodeSlot(node.node_id, node.address) for node in chosen]
+        chosen_nodes = sorted(nodes, key=lambda node: (load[node.address], node.address))[:count]
+        return [NodeSlot(node.node_id, node.address) for node in chosen_nodes]
 
     async def _reserve(self, index: int, count: int, kept: Sequence[NodeSlot]) -> list[NodeSlot]:
         """Reserve the engine's GPUs on ``count`` nodes other than those of its ``kept`` parts.
@@ -189,8 +189,10 @@ class EngineStarter:
             for probe in probes:
                 ray.kill(probe)
         addresses = {node.node_id: node.address for node in cluster_nodes(ray.nodes())}
-        if lost := [node_id for node_id, _ in locations if node_id not in addresses]:
-            raise EngineError(f"engine {index} cannot be started: node {lost[0]} was lost after its GPUs were reserved")
+        if lost_nodes := [node_id for node_id, _ in locations if node_id not in addresses]:
+            raise EngineError(
+                f"engine {index} cannot be started: node {lost_nodes[0]} was lost after its GPUs were reserved"
+            )
         return [NodeSlot(node_id, addresses[node_id], gpus) for node_id, gpus in locations]
 
 

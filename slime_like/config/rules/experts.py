@@ -16,10 +16,10 @@ def stage_ranks(cfg: TrainConfig, world: int) -> int:
     p = cfg.parallel
     stage = world // p.pp
     if stage % (p.ep * p.etp):
-        fits = ", ".join(str(n) for n in range(1, stage + 1) if stage % (n * p.etp) == 0)
+        valid_sizes = ", ".join(str(n) for n in range(1, stage + 1) if stage % (n * p.etp) == 0)
         ranks = math.lcm(p.tp * p.cp, p.ep * p.etp) * p.pp
         sizes = f"parallel.ep={p.ep}" + (f" * parallel.etp={p.etp} = {p.ep * p.etp}" if p.etp > 1 else "")
-        change = f"parallel.ep to one of {fits}" if fits else f"parallel.etp to a divisor of {stage}"
+        change = f"parallel.ep to one of {valid_sizes}" if valid_sizes else f"parallel.etp to a divisor of {stage}"
         raise ConfigError(
             f"{sizes} does not divide the {stage} ranks of a pipeline stage (parallel.tp {p.tp} * parallel.cp "
             f"{p.cp} * data parallel {stage // (p.tp * p.cp)}), which share the experts: set {change}, or "
@@ -47,9 +47,9 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
             )
         return
     if experts % p.ep:
-        fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        valid_sizes = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
         raise ConfigError(
-            f"parallel.ep={p.ep} does not divide the {experts} experts of the model in {model.folder}: set parallel.ep to one of {fits}"
+            f"parallel.ep={p.ep} does not divide the {experts} experts of the model in {model.folder}: set parallel.ep to one of {valid_sizes}"
         )
     if model.expert_width % p.etp:
         raise ConfigError(

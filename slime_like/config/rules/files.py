@@ -138,10 +138,10 @@ def _check_engine_support(cfg: TrainConfig, model: HfConfig) -> None:
 
 def _check_divides(key: str, size: int, total: int, unit: str, model: HfConfig) -> None:
     if total % size:
-        fits = [str(n) for n in range(1, total + 1) if total % n == 0]
+        valid_sizes = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
             f"{key}={size} does not divide the {total} {unit} of the model in {model.folder}: "
-            f"set one of {', '.join(fits)}"
+            f"set one of {', '.join(valid_sizes)}"
         )
 
 

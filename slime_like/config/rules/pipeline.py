@@ -85,18 +85,20 @@ def parse_layout(text: str) -> tuple[int, ...]:
     flat = re.sub(r"[,\s]", "", text)
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
         flat = re.sub(pattern, lambda match: match[1] * int(match[2]), flat)
-    wrong = f"parallel.pipeline_layout={text!r}"
+    setting = f"parallel.pipeline_layout={text!r}"
     if unknown_characters := sorted(set(flat) - set("EtL|")):
         raise ConfigError(
-            f"{wrong} has {''.join(unknown_characters)!r}: write t (layer), E (embedding), L (loss), |, x*n, (...)*n"
+            f"{setting} has {''.join(unknown_characters)!r}: write t (layer), E (embedding), L (loss), |, x*n, (...)*n"
         )
     parts = flat.split("|")
     if flat.count("E") != 1 or flat.count("L") != 1 or not (flat.startswith("E") and flat.endswith("L")):
-        raise ConfigError(f"{wrong}: write the embedding E once, at the start, and the output layer L once, at the end")
+        raise ConfigError(
+            f"{setting}: write the embedding E once, at the start, and the output layer L once, at the end"
+        )
     sizes = tuple(part.count("t") for part in parts)
     if 0 in sizes:
         raise ConfigError(
-            f"{wrong}: segment {sizes.index(0) + 1} of {len(sizes)} has no layer t; every segment needs at least one"
+            f"{setting}: segment {sizes.index(0) + 1} of {len(sizes)} has no layer t; every segment needs at least one"
         )
     return sizes
 
@@ -137,13 +139,13 @@ def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
         )
     per_rank = [middle // ranks] * ranks if ranks else []
     per_rank = [*([first] if first is not None else []), *per_rank, *([last] if last is not None else [])]
-    if bad := [n for n in per_rank if n % vpp]:
+    if indivisible := [n for n in per_rank if n % vpp]:
         raise ConfigError(
-            f"{settings}: ranks have {per_rank} layers; parallel.vpp={vpp} does not divide {bad[0]}: lower parallel.vpp"
+            f"{settings}: ranks have {per_rank} layers; parallel.vpp={vpp} does not divide {indivisible[0]}: lower parallel.vpp"
         )
     return tuple(n // vpp for n in per_rank) * vpp
 
 
 def _divisors(num_layers: int, pp: int) -> str:
-    fits = [str(n) for n in range(1, num_layers + 1) if num_layers % (pp * n) == 0]
-    return f"one of {', '.join(fits)}" if fits else f"a parallel.pp that divides {num_layers}"
+    valid_sizes = [str(n) for n in range(1, num_layers + 1) if num_layers % (pp * n) == 0]
+    return f"one of {', '.join(valid_sizes)}" if valid_sizes else f"a parallel.pp that divides {num_layers}"

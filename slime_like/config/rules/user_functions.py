@@ -126,6 +126,6 @@ def _check(key: str, name: str, function: Callable[..., Any] | None, signature: 
     instance_call = getattr(function, "__call__", None)  # noqa: B004  of an instance with an async __call__
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(instance_call)
     if is_async != signature.is_async:
-        wrong = "is not a coroutine function" if signature.is_async else "is a coroutine function, but is not awaited"
-        raise ConfigError(f"{key}={name!r} {wrong}: it must be {signature.call}{location(function)}")
+        problem = "is not a coroutine function" if signature.is_async else "is a coroutine function, but is not awaited"
+        raise ConfigError(f"{key}={name!r} {problem}: it must be {signature.call}{location(function)}")
     check_signature(key, name, function, signature.call, signature.num_args)

@@ -163,8 +163,8 @@ def _describe_rank(reading: Reading | None, now: int) -> str:
     op = f"{record.op.name} #{record.sequence} of group {record.group.label}"
     if record.in_flight:
         return f"{process}, in {op} for {(now - record.started_ns) / 1e9:.1f} s, phase {record.phase}"
-    ended = max(record.ended_ns, record.started_ns)
-    return f"{process}, last op {op} {(now - ended) / 1e9:.1f} s ago, phase {record.phase}"
+    end_ns = max(record.ended_ns, record.started_ns)
+    return f"{process}, last op {op} {(now - end_ns) / 1e9:.1f} s ago, phase {record.phase}"
 
 
 def missing_ranks(readings: Mapping[str, Reading], ranks: Iterable[int], role: str, rebuild: int) -> str:

@@ -213,35 +213,37 @@ def _read(path: Path) -> Reading | None:
         description = {"groups": [], "phases": []}
     if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
         return None
-    _, pid, started, slots, _, rebuilds, free, process_bytes, total, query_ns = struct.unpack_from("=10q", data)
+    _, pid, start_ticks, slots, _, rebuilds, free, process_bytes, total, query_ns = struct.unpack_from("=10q", data)
     groups = {
         number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in description["groups"]
     }
     records = sorted(_records(data, slots, groups, description["phases"]), key=lambda record: record.index)
     memory = MemoryState(free, process_bytes, total, query_ns) if query_ns else None
-    return Reading(path.stem, pid, process_state(pid, started), tuple(records), rebuilds, memory)
+    return Reading(path.stem, pid, process_state(pid, start_ticks), tuple(records), rebuilds, memory)
 
 
 def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list[str]) -> Iterator[OpRecord]:
     for slot in range(slots):
-        index, started, ended, size, code, sequence, peer = RECORD.unpack_from(data, HEAD + slot * RECORD.size)
+        index, start_ns, end_ns, size, code, sequence, peer = RECORD.unpack_from(data, HEAD + slot * RECORD.size)
         op, phase = code & ((1 << OP_BITS) - 1), (code >> OP_BITS) & ((1 << PHASE_BITS) - 1)
         number = code >> (OP_BITS + PHASE_BITS)
-        if not started or op >= len(OPS) or number not in groups:
+        if not start_ns or op >= len(OPS) or number not in groups:
             continue
         name = phases[phase] if phase < len(phases) else "?"
         peer_or_none = None if peer == NO_PEER else peer
-        yield OpRecord(index, started, ended, size, OPS[op], name, groups[number], sequence, peer_or_none)
+        yield OpRecord(index, start_ns, end_ns, size, OPS[op], name, groups[number], sequence, peer_or_none)
 
 
 NO_PEER = -2
 
 
-def process_state(pid: int, started: int) -> str:
+def process_state(pid: int, start_ticks: int) -> str:
     """Return the state of the process with this id and start time: running, stopped or dead."""
     state, since = _stat(pid)
     return (
-        {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "running") if since == started else "dead"
+        {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "running")
+        if since == start_ticks
+        else "dead"
     )
 
 
@@ -296,7 +298,7 @@ def _is_alive(path: Path) -> bool:
         return False
     if len(head) < HEAD:
         return True  # another process is creating it
-    magic, pid, started, _, namespace = struct.unpack_from("=5q", head)
+    magic, pid, start_ticks, _, namespace = struct.unpack_from("=5q", head)
     if magic != MAGIC or namespace != pid_namespace():
         return True  # another process is creating it, or it belongs to a container whose processes are not visible here
-    return process_state(pid, started) != "dead"
+    return process_state(pid, start_ticks) != "dead"

@@ -121,15 +121,15 @@ def to_yaml(ranks: Mapping[str, list[MeasuredOp]], origin: str) -> str:
         f"threshold: {size}MiB  # {reason}",
         "ops:",
     ]
-    for advice in [*(measured := advise(ranks)), *_advise_unmeasured({advice.op for advice in measured})]:
+    for advice in [*(measured_advice := advise(ranks)), *_advise_unmeasured({advice.op for advice in measured_advice})]:
         lines += [f"  {advice.op}: {advice.checks}  # {advice.reason}"]
     return "\n".join(lines) + "\n"
 
 
-def _advise_unmeasured(measured: Set[str]) -> Iterator[Advice]:
+def _advise_unmeasured(measured_ops: Set[str]) -> Iterator[Advice]:
     """Yield ``auto`` for every op that is not in ``measured``."""
     for op in OPS:
-        if op.name not in measured:
+        if op.name not in measured_ops:
             yield Advice(op.name, "auto", "not measured: the op did not occur")
 
 

@@ -68,11 +68,11 @@ class Guard:
     def _should_query(self, counter: Counter, schedule: QuerySchedule, now: int) -> bool:
         """Return True if it is time for a query under ``auto``. Runs a cheap check first if it is time for one."""
         if schedule.next_reading_at <= now < schedule.next_query_at:
-            started = time.perf_counter_ns()
+            start_ns = time.perf_counter_ns()
             process_bytes = self.source.process_bytes()
-            schedule.record_cheap_check(started, time.perf_counter_ns() - started, process_bytes)
+            schedule.record_cheap_check(start_ns, time.perf_counter_ns() - start_ns, process_bytes)
             self._set_check_times(counter.policy, schedule)
-            counter.check_ns += time.perf_counter_ns() - started
+            counter.check_ns += time.perf_counter_ns() - start_ns
         if now < schedule.next_query_at:
             counter.check_at = 0 if self._polls_requests else schedule.next_reading_at
             return False
@@ -80,11 +80,11 @@ class Guard:
 
     def _set_check_times(self, policy: MemoryPolicy, schedule: QuerySchedule) -> None:
         """Set ``check_at`` of all counters of a policy to the schedule's next reading."""
-        started = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         for counter in () if self._polls_requests else self._counters:
             if counter.policy is policy or counter.policy == policy:
                 counter.check_at = schedule.next_reading_at
-        schedule.charge(time.perf_counter_ns() - started)
+        schedule.charge(time.perf_counter_ns() - start_ns)
 
     def _schedule(self, policy: MemoryPolicy) -> QuerySchedule:
         schedule = self._schedules.get(policy)
@@ -94,19 +94,21 @@ class Guard:
 
     def _query(self, counter: Counter, policy: MemoryPolicy) -> None:
         """Query free memory, update the schedule, and act on a shortage."""
-        started = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         num_free, threshold = self.source.free(), policy.threshold.in_bytes(self.source.total)
         short = num_free < threshold
         if policy.checks == "auto":
             schedule, held_started = self._schedule(policy), time.perf_counter_ns()
             process_bytes = self.source.process_bytes()
-            ended = time.perf_counter_ns()
-            schedule.record_query(started, ended - started, num_free, process_bytes, threshold, ended - held_started)
+            end_ns = time.perf_counter_ns()
+            schedule.record_query(
+                start_ns, end_ns - start_ns, num_free, process_bytes, threshold, end_ns - held_started
+            )
             short = short or schedule.too_late
             self._set_check_times(policy, schedule)
         self.min_free = num_free if self.min_free is None else min(self.min_free, num_free)
         counter.checks += 1
-        counter.check_ns += time.perf_counter_ns() - started
+        counter.check_ns += time.perf_counter_ns() - start_ns
         if num_free >= threshold * (1 + policy.hysteresis):
             self._in_shortage.discard(policy)
         if short and not (policy.checks in ("below", "auto") and policy in self._in_shortage):
@@ -117,7 +119,7 @@ class Guard:
 
     def _act(self, counter: Counter, action: str, reason: str) -> None:
         """Perform ``action`` on this rank."""
-        started, free_before = time.perf_counter_ns(), self.source.free()
+        start_ns, free_before = time.perf_counter_ns(), self.source.free()
         counter.shortages += 1
         match action:
             case "trim":
@@ -134,4 +136,4 @@ class Guard:
                 return
         counter.clears += 1
         counter.freed += max(0, self.source.free() - free_before)
-        counter.clear_ns += time.perf_counter_ns() - started
+        counter.clear_ns += time.perf_counter_ns() - start_ns

@@ -51,10 +51,10 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
         except KeyError:
             counter = w.add_counter(op, group)
         counter.calls += 1
-        started = clock()
-        if started >= counter.check_at and w.composite_thread != get_ident():
-            check(counter, started)
-            started = clock()
+        start_ns = clock()
+        if start_ns >= counter.check_at and w.composite_thread != get_ident():
+            check(counter, start_ns)
+            start_ns = clock()
         size = 0
         if payload is not None:
             tensors = b if payload else a
@@ -63,7 +63,7 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
             size = tensors.nbytes if tensors.__class__ is Tensor else size_of(tensors)
             counter.bytes += size
         index, offset, end = next_record()
-        pack(memory, offset, index, started, 0, size, counter.code, counter.next_sequence(), NO_PEER)
+        pack(memory, offset, index, start_ns, 0, size, counter.code, counter.next_sequence(), NO_PEER)
         try:
             if more_args or kw or b is OMITTED:
                 opts, work = _issue(raw, counter.target, (a, b, c, *more_args), kw)
@@ -73,13 +73,13 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
                 opts, work = c, raw(counter.target, a, b, c)
             if work is not None:
                 if opts.asyncOp if opts.__class__ in ASYNC_OPTIONS else getattr(opts, "asyncOp", True):
-                    return w.add_pending(work, counter, index, started)
+                    return w.add_pending(work, counter, index, start_ns)
                 torch_wait(work)
         except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
             explained_error = w.record_failure(counter, index, error)
             raise explained_error from explained_error.__cause__
-        words[end] = ended = clock()
-        counter.ns += ended - started
+        words[end] = end_ns = clock()
+        counter.ns += end_ns - start_ns
         return None  # tells torch that the op has ended
 
     return call
@@ -105,10 +105,10 @@ def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> C
         except KeyError:
             counter = w.add_counter(op, group)
         counter.calls += 1
-        started = clock()
-        if started >= counter.check_at and w.composite_thread != get_ident():
-            check(counter, started)
-            started = clock()
+        start_ns = clock()
+        if start_ns >= counter.check_at and w.composite_thread != get_ident():
+            check(counter, start_ns)
+            start_ns = clock()
         size, peer = 0, NO_PEER
         if has_payload:
             tensors = a[0] if a.__class__ is list and len(a) == 1 else a
@@ -120,7 +120,7 @@ def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> C
         except KeyError:
             sequence = counter.add_peer(peer)
         index, offset, end = next_record()
-        pack(memory, offset, index, started, 0, size, counter.code, sequence, peer)
+        pack(memory, offset, index, start_ns, 0, size, counter.code, sequence, peer)
         try:
             if more_args or kw or c is OMITTED:
                 work = raw(counter.target, *[x for x in (a, b, c, *more_args) if x is not OMITTED], **kw)
@@ -132,10 +132,10 @@ def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> C
         if work is None:
             words[end] = clock()
         elif id(work) in pending or len(pending) > MAX_PENDING:
-            return w.add_pending(work, counter, index, started)
+            return w.add_pending(work, counter, index, start_ns)
         else:
             pending[id(work)] = (ref(work), counter, index)
-        counter.ns += clock() - started
+        counter.ns += clock() - start_ns
         return work
 
     return call
@@ -151,17 +151,17 @@ def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
         if pending is None or pending[0]() is not work:
             return raw(work, *args, **kwargs)
         _, counter, index = pending
-        started = clock()
+        start_ns = clock()
         try:
             result = raw(work, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001 (fault boundary: any error ends the op and is raised again)
             explained_error = w.record_failure(counter, index, error)
             raise explained_error from explained_error.__cause__
-        ended = clock()
-        counter.ns += ended - started
+        end_ns = clock()
+        counter.ns += end_ns - start_ns
         start = first_word + (index & mask) * width
         if words[start] == index:  # else a later op has overwritten the record
-            words[start + ENDED] = ended
+            words[start + ENDED] = end_ns
         return result
 
     return call
@@ -182,13 +182,13 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
             return raw(*args, **kwargs)
         counter = w.counters_by_op[op.name].get(group) or w.add_counter(op, group)
         counter.calls += 1
-        started = clock()
-        if started >= counter.check_at and w.composite_thread != get_ident():
-            w.guard.check(counter, started)
-            started = clock()
+        start_ns = clock()
+        if start_ns >= counter.check_at and w.composite_thread != get_ident():
+            w.guard.check(counter, start_ns)
+            start_ns = clock()
         index, offset, _ = w.ring.next_record()
-        RECORD.pack_into(w.ring.memory, offset, index, started, 0, 0, counter.code, counter.calls, NO_PEER)
-        with w.in_composite(counter, index, started):
+        RECORD.pack_into(w.ring.memory, offset, index, start_ns, 0, 0, counter.code, counter.calls, NO_PEER)
+        with w.in_composite(counter, index, start_ns):
             return raw(*args, **kwargs)
 
     return call

@@ -89,9 +89,9 @@ class Profile:
         source, counters = w.guard.source, w.counters_by_op[op.name]
         bytes_before = counters[group].bytes if group in counters else 0
         held_before = source.process_bytes()
-        started = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         free_before = source.free()
-        query_ns = time.perf_counter_ns() - started
+        query_ns = time.perf_counter_ns() - start_ns
         try:
             yield
         finally:

@@ -195,7 +195,7 @@ def release(w: Wrapper) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     dist.barrier()
-    started = time.perf_counter_ns()
+    start_ns = time.perf_counter_ns()
     _delete_address_keys(dist.distributed_c10d._get_default_store())
     w.released = tuple(_reloadables)
     for counters in w.counters_by_op.values():
@@ -208,7 +208,7 @@ def release(w: Wrapper) -> None:
         _reloadables[group].live_group = None
         for backend in _reloadables[group].backends.values():
             backend.drop()
-    w.reload_ns += time.perf_counter_ns() - started
+    w.reload_ns += time.perf_counter_ns() - start_ns
 
 
 def rebuild(w: Wrapper) -> None:
@@ -217,7 +217,7 @@ def rebuild(w: Wrapper) -> None:
     All ranks created their groups in the same order. Ranks that two groups have in common therefore build the same group
     first, which excludes a deadlock. Raises ``CollectiveError`` if a rank does not join.
     """
-    started, number = time.perf_counter_ns(), next(_rebuild_numbers)
+    start_ns, number = time.perf_counter_ns(), next(_rebuild_numbers)
     w.ring.record_rebuild(number)
     for group in w.released:
         for backend in _reloadables[group].backends.values() if group in _reloadables else ():
@@ -240,7 +240,7 @@ def rebuild(w: Wrapper) -> None:
             w.counters_by_op[op][group] = counter
     w.released_counters.clear()
     w.generation += 1
-    w.reload_ns += time.perf_counter_ns() - started
+    w.reload_ns += time.perf_counter_ns() - start_ns
 
 
 def _delete_address_keys(store: Any) -> None:

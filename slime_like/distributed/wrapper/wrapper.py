@@ -221,15 +221,15 @@ class Wrapper:
             self.native.ring.composite_thread = thread
 
     # ---- asynchronous ops and ends of ops -------------------------------------------------------------------
-    def add_pending(self, work: Any, counter: Counter, index: int, started: int) -> Any:
+    def add_pending(self, work: Any, counter: Counter, index: int, start_ns: int) -> Any:
         """Register the ``work`` of an asynchronous op, which its caller may wait for later or never. Return ``work``."""
         deleted_work = self.pending_works.get(id(work))  # a work that was deleted; ``work`` has its id
         if deleted_work is not None:
-            self.record_end(deleted_work[2], started)
+            self.record_end(deleted_work[2], start_ns)
         self.pending_works[id(work)] = (weakref.ref(work), counter, index)
         if len(self.pending_works) > op_wrappers.MAX_PENDING:
             self.record_completed()
-        counter.ns += clock() - started
+        counter.ns += clock() - start_ns
         return work
 
     def record_end(self, index: int, time_ns: int) -> None:
@@ -259,7 +259,7 @@ class Wrapper:
                 self.pending_works.pop(key, None)
 
     @contextlib.contextmanager
-    def in_composite(self, counter: Counter, index: int, started: int) -> Generator[None]:
+    def in_composite(self, counter: Counter, index: int, start_ns: int) -> Generator[None]:
         """Run the composite function of ``counter``, whose ops on this thread are not guarded."""
         outer, self.composite_thread = self.composite_thread, get_ident()
         try:
@@ -272,4 +272,4 @@ class Wrapper:
             self.composite_thread = (
                 outer if outer == get_ident() else 0
             )  # another thread may have left its composite since
-            counter.ns += clock() - started
+            counter.ns += clock() - start_ns

@@ -30,12 +30,12 @@ class AgentLoop:
 
         Raises ``AgentTimeout`` after ``seconds``, not counting the growth of ``paused_s()`` in the meantime.
         """
-        started, paused_before_s = time.monotonic(), paused_s()
+        start, paused_before_s = time.monotonic(), paused_s()
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_without_exit(work), self._ensure_loop()))
         remaining_s = seconds
         try:
             while not (await asyncio.wait([future], timeout=remaining_s))[0]:
-                remaining_s = seconds + paused_s() - paused_before_s - (time.monotonic() - started)
+                remaining_s = seconds + paused_s() - paused_before_s - (time.monotonic() - start)
                 if remaining_s <= 0:
                     raise AgentTimeout
                 remaining_s = max(remaining_s, MIN_WAIT_S)

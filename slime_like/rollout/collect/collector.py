@@ -56,10 +56,10 @@ class GroupCollector:
         Raises ``DataError`` if too few passed after ``max_refills`` rounds, for example with a filter that hardly any prompt passes.
         """
         self._initial_states[rollout_id] = self.state()
-        started = time.time()
+        start = time.time()
         groups, num_generated, num_refills = await self._collect(rollout_id)
         report = self._filters.report()
-        return GeneratedRollout(rollout_id, tuple(groups), started, time.time(), num_generated, num_refills, report)
+        return GeneratedRollout(rollout_id, tuple(groups), start, time.time(), num_generated, num_refills, report)
 
     def metrics(self) -> list[Metric]:
         """Return metrics of groups in flight since the last call."""

@@ -178,8 +178,8 @@ def _fork_prompt(store: SampleStore, token_ids: I32, count: int) -> range:
         num_shared = store.length(prompt)
         if num_shared < len(token_ids):
             was_sampled = bool((store.columns(prompt).versions >= 0).any())
-            added = context_columns(token_ids[num_shared:], TOOL_TOKEN if was_sampled else PROMPT_TOKEN)
-            store.append_batch(Batch(np.array([prompt]), added, np.array([len(added)])))
+            added_columns = context_columns(token_ids[num_shared:], TOOL_TOKEN if was_sampled else PROMPT_TOKEN)
+            store.append_batch(Batch(np.array([prompt]), added_columns, np.array([len(added_columns)])))
     rows = store.fork(prompt, count=count)
     store.release([prompt])
     return rows

@@ -32,7 +32,7 @@ class LearningSignal:
         rollout_id: int,
         groups: Sequence[SampleGroup],
         num_waiting: int,
-        dropped: str,
+        drop_summary: str,
         example: SampleGroup | None,
     ) -> list[RunWarning]:
         """Count one rollout and return the warnings for the user.
@@ -46,7 +46,7 @@ class LearningSignal:
         quoted = _quote(groups[0] if groups else example)
         if _is_due(self.num_empty, FIRST_EMPTY):
             streak = f" ({self.num_empty} in a row)" if self.num_empty > 1 else ""
-            return [RunWarning(f"rollout {rollout_id} is empty{streak}: nothing is trained on; {dropped}", quoted)]
+            return [RunWarning(f"rollout {rollout_id} is empty{streak}: nothing is trained on; {drop_summary}", quoted)]
         if groups and _is_due(self.num_flat, FIRST_FLAT):
             return [
                 RunWarning(

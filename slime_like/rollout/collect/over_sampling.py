@@ -106,15 +106,15 @@ class OverSamplingCollector(GroupCollector):
         refills = 0
         while True:
             self._filter_finished()
-            passed = [group_task for group_task in self._in_flight if group_task.group is not None]
+            passed_groups = [group_task for group_task in self._in_flight if group_task.group is not None]
             unfinished = [group_task for group_task in self._in_flight if group_task.group is None]
-            if len(passed) >= batch_size and not self._waits_for_required(passed, unfinished, rollout_id):
+            if len(passed_groups) >= batch_size and not self._waits_for_required(passed_groups, unfinished, rollout_id):
                 break
-            if len(passed) + len(unfinished) < batch_size and refills < max_refills:
+            if len(passed_groups) + len(unfinished) < batch_size and refills < max_refills:
                 num_requested += self._start_groups(rollout_id, num_requested, round_size)
                 refills += 1
-            elif len(passed) + len(unfinished) < batch_size and max_refills:
-                text = f"{len(passed)} of {num_requested} groups passed rollout.filters or may still pass"
+            elif len(passed_groups) + len(unfinished) < batch_size and max_refills:
+                text = f"{len(passed_groups)} of {num_requested} groups passed rollout.filters or may still pass"
                 raise self._too_few(rollout_id, text)
             elif unfinished:
                 await asyncio.wait(
@@ -206,19 +206,19 @@ class OverSamplingCollector(GroupCollector):
         return oldest is not None and rollout_id + 1 - oldest > self._max_staleness
 
     def _waits_for_required(
-        self, passed: Sequence[GroupTask], unfinished: Sequence[GroupTask], rollout_id: int
+        self, passed_groups: Sequence[GroupTask], unfinished: Sequence[GroupTask], rollout_id: int
     ) -> bool:
         """Return whether required groups are unfinished and fewer than ``batch_size`` required groups have passed."""
-        num_required = sum(self._is_required(group_task, rollout_id) for group_task in passed)
+        num_required = sum(self._is_required(group_task, rollout_id) for group_task in passed_groups)
         return num_required < self._cfg.batch_size and any(
             self._is_required(group_task, rollout_id) for group_task in unfinished
         )
 
     def _select(self, rollout_id: int) -> list[GroupTask]:
         """Take the groups of this rollout: required groups first, then in order of completion."""
-        passed = [group_task for group_task in self._in_flight if group_task.group is not None]
-        passed.sort(key=lambda group_task: not self._is_required(group_task, rollout_id))
-        selected = passed[: self._cfg.batch_size]
+        passed_groups = [group_task for group_task in self._in_flight if group_task.group is not None]
+        passed_groups.sort(key=lambda group_task: not self._is_required(group_task, rollout_id))
+        selected = passed_groups[: self._cfg.batch_size]
         self._in_flight = [group_task for group_task in self._in_flight if group_task not in selected]
         return selected
 

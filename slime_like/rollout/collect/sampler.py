@@ -117,13 +117,15 @@ class GroupSampler:
         """Return the samples of a generate function. Raises ``UserCodeError`` if it returned anything else."""
         if isinstance(returned, Sequence):
             items = cast("Sequence[object]", returned)
-            wrong = [item for item in items if not isinstance(item, Sample)]
-            if items and not wrong:
+            wrong_items = [item for item in items if not isinstance(item, Sample)]
+            if items and not wrong_items:
                 samples = tuple(cast("Sequence[Sample]", items))
                 if problem := next(filter(None, (_problem(sample, group_id) for sample in samples)), ""):
                     raise UserCodeError(f"rollout.generate={self.generate_name} for {subject}: {problem}")
                 return samples
-            description = f"a list with {wrong[0]!r:.80} ({type(wrong[0]).__name__})" if wrong else "no sample"
+            description = (
+                f"a list with {wrong_items[0]!r:.80} ({type(wrong_items[0]).__name__})" if wrong_items else "no sample"
+            )
         else:
             description = f"{returned!r:.80} ({type(returned).__name__})"
         raise UserCodeError(

@@ -143,18 +143,18 @@ class EngineServer:
         except subprocess.TimeoutExpired:
             return f"engine at {self.url} (pid {self.pid}) is alive"
         lines = self._last_lines()
-        ended = processes.describe_exit(code) + processes.headline(lines)
+        summary = processes.describe_exit(code) + processes.headline(lines)
         log_end = "\n".join(lines[-processes.LOG_LINES :])
-        return f"engine at {self.url} (pid {self.pid}) {ended}; end of {self._spec.log_path}:\n{log_end}"
+        return f"engine at {self.url} (pid {self.pid}) {summary}; end of {self._spec.log_path}:\n{log_end}"
 
     def exit_summary(self) -> str:
         """Return one line on how the server ended, before it is replaced; empty if it does not end within a second."""
         assert self._process is not None, "it was started"
         try:
-            ended = processes.describe_exit(self._process.wait(REPLACED_EXIT_S))
+            summary = processes.describe_exit(self._process.wait(REPLACED_EXIT_S))
         except subprocess.TimeoutExpired:
             return ""
-        return ended + processes.headline(self._last_lines())
+        return summary + processes.headline(self._last_lines())
 
     def stop(self) -> None:
         """Kill the engine's process group and nothing else, and remove its shared memory. Idempotent.

@@ -135,9 +135,11 @@ class EnginePool:
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
         """Return recoveries that are new or changed since the last call."""
-        changed = {i: recovery for i, recovery in enumerate(self.recoveries) if self._reported.get(i) is not recovery}
-        self._reported |= changed
-        return tuple(changed.values())
+        changed_recoveries = {
+            i: recovery for i, recovery in enumerate(self.recoveries) if self._reported.get(i) is not recovery
+        }
+        self._reported |= changed_recoveries
+        return tuple(changed_recoveries.values())
 
     def report(self, message: str) -> None:
         """Add a message for the user."""

@@ -279,10 +279,10 @@ def check_experts(difference: RoutingDifference, version: int, tolerance: float)
 
 
 def _check_differences(difference: F32, version: int, tolerance: float, description: str, cause: str) -> None:
-    worst = float(difference.max()) if np.isfinite(difference).all() else float("inf")
-    if not worst <= tolerance:
+    max_difference = float(difference.max()) if np.isfinite(difference).all() else float("inf")
+    if not max_difference <= tolerance:
         raise ConsistencyError(
-            f"after the push of version {version} engine and trainer disagree: largest |log-probability difference| {worst:.3g}"
+            f"after the push of version {version} engine and trainer disagree: largest |log-probability difference| {max_difference:.3g}"
             f" "
             f"over {difference.size} tokens ({description}), above weights.probe_tolerance={tolerance:g}. {cause}; no step was "
             f"trained after this push"

@@ -54,18 +54,20 @@ class PoolResizer:
         if num_engines < 1:
             raise ConfigError(f"engines={num_engines}: a run needs at least one engine; to end it, request stop")
         before = self.num_engines
-        removed = [*sorted(self._starts, reverse=True), *sorted(self._slots, reverse=True)][: before - num_engines]
+        removed_indices = [*sorted(self._starts, reverse=True), *sorted(self._slots, reverse=True)][
+            : before - num_engines
+        ]
         if before > num_engines:
-            await asyncio.gather(*(self._remove(index) for index in removed))
-            names = ", ".join(f"engine {index}" for index in sorted(removed))
+            await asyncio.gather(*(self._remove(index) for index in removed_indices))
+            names = ", ".join(f"engine {index}" for index in sorted(removed_indices))
             return f"{num_engines} engines: {names} removed"
         free = (index for index in itertools.count() if index not in self._slots and index not in self._starts)
-        added = list(itertools.islice(free, num_engines - before))
-        for index in added:
+        added_indices = list(itertools.islice(free, num_engines - before))
+        for index in added_indices:
             self._starts[index] = asyncio.create_task(self._add(index))
-        if not added:
+        if not added_indices:
             return f"{num_engines} engines, as before"
-        names = ", ".join(f"engine {index}" for index in added)
+        names = ", ".join(f"engine {index}" for index in added_indices)
         return f"{num_engines} engines: {names} started, to serve after a push and its probe"
 
     async def _add(self, index: int) -> None:

@@ -34,16 +34,16 @@ class GroupedExperts(Experts):
         if self.num_experts and self.groups is not None:
             self._check_groups(*self.groups)
 
-    def _check_groups(self, groups: int, chosen: int) -> None:
+    def _check_groups(self, groups: int, num_chosen: int) -> None:
         size, top_k = self.num_experts // max(1, groups), int(self.hf.num_experts_per_tok)
-        if groups < 1 or self.num_experts % groups or not 0 < chosen <= groups:
+        if groups < 1 or self.num_experts % groups or not 0 < num_chosen <= groups:
             problem = "n_group must divide the experts, and topk_group be between 1 and n_group"
-        elif size < self.num_group_scores or chosen * size < top_k:
+        elif size < self.num_group_scores or num_chosen * size < top_k:
             problem = f"a group has {size} experts, too few to rank groups or to choose {top_k} experts"
         else:
             return
         raise ConfigError(
-            f"config.json: n_group={groups}, topk_group={chosen} of {self.num_experts} experts: {problem}; "
+            f"config.json: n_group={groups}, topk_group={num_chosen} of {self.num_experts} experts: {problem}; "
             "use the config.json that belongs to these weights"
         )
 
@@ -71,13 +71,13 @@ class GroupedExperts(Experts):
         return block >= int(self.hf.first_k_dense_replace or 0) and block % moe_interval == 0
 
     def router_fields(self) -> dict[str, Any]:
-        groups, chosen = self.groups or (None, None)
+        groups, num_chosen = self.groups or (None, None)
         return {
             **super().router_fields(),
             "moe_router_score_function": self.score_function,
             "moe_router_topk_scaling_factor": float(self.hf.routed_scaling_factor),
             "moe_router_num_groups": groups,
-            "moe_router_group_topk": chosen,
+            "moe_router_group_topk": num_chosen,
         }
 
 

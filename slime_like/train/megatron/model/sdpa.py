@@ -53,9 +53,9 @@ def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches
     order = np.argsort(-lengths, kind="stable")
     shapes = _shapes(lengths[order].tolist())
     slots, slot_of = 0, np.empty(int(cu_seqlens[-1]), np.int64)
-    chosen = iter(order.tolist())
+    order_iterator = iter(order.tolist())
     for count, longest in shapes:
-        for sequence in (next(chosen) for _ in range(count)):
+        for sequence in (next(order_iterator) for _ in range(count)):
             slot_of[cu_seqlens[sequence] : cu_seqlens[sequence + 1]] = slots + np.arange(lengths[sequence])
             slots += longest
     token_of = np.full(slots, -1, np.int64)

@@ -54,11 +54,13 @@ class _Scores(torch.autograd.Function):
             row_max = logits.amax(-1) if part.num_real else max_N[rows].clone()
             _all_reduce(row_max, part, dist.ReduceOp.MAX)
             logits.sub_(row_max[:, None])
-            chosen = logits.gather(1, local[:, None])[:, 0] * inside if part.num_real else torch.zeros_like(row_max)
+            target_logits = (
+                logits.gather(1, local[:, None])[:, 0] * inside if part.num_real else torch.zeros_like(row_max)
+            )
             exp = logits.exp()
             total = exp.sum(-1)
             weighted = exp.mul_(logits).sum(-1) if entropy else torch.zeros_like(total)
-            stats_N3[rows] = torch.stack((total, chosen, weighted), -1)
+            stats_N3[rows] = torch.stack((total, target_logits, weighted), -1)
             max_N[rows] = row_max
         _all_reduce(stats_N3, part, dist.ReduceOp.SUM)
         total_N, chosen_N, weighted_N = stats_N3.unbind(-1)
@@ -111,9 +113,9 @@ def _full_vocabulary(
     entropy_N = torch.empty_like(logprob_N) if entropy else None
     for rows in _chunks(n, chunk):
         logits = _logits(hidden_NH[rows], weight_VH, part, temperature)
-        logprobs, chosen = torch.log_softmax(logits, -1), target_N[rows, None]
-        logprob_N[rows] = logprobs.gather(1, chosen)[:, 0]
-        lse_N[rows] = logits.gather(1, chosen)[:, 0] - logprob_N[rows]
+        logprobs, target_index = torch.log_softmax(logits, -1), target_N[rows, None]
+        logprob_N[rows] = logprobs.gather(1, target_index)[:, 0]
+        lse_N[rows] = logits.gather(1, target_index)[:, 0] - logprob_N[rows]
         if entropy_N is not None:
             entropy_N[rows] = -(logits.copy_(logprobs).exp_().mul_(logprobs)).sum(-1)
     ctx.save_for_backward(hidden_NH, weight_VH, target_N, lse_N, entropy_N)

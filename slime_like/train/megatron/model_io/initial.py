@@ -74,10 +74,10 @@ def load_megatron(model: ModelSegments, source: Path, key: str, family: Family, 
         entries = [entry for state in requested_tensors.values() for entry in state.values()]
         _check_stored(entries, metadata, source, key)
         _check_unread(entries, metadata, source, key)
-        loaded: Any = dist_checkpointing.load(requested_tensors, str(source))
+        loaded_tensors: Any = dist_checkpointing.load(requested_tensors, str(source))
     for policy, name in zip(policies, requested_tensors, strict=True):
         # Not strict: megatron's states include layers without tensors, which are not in the folder.
-        policy.load_state_dict(loaded[name], strict=False)
+        policy.load_state_dict(loaded_tensors[name], strict=False)
 
 
 def _use_gpt_keys(state: dict[str, Any], stored: dict[str, Any], family: Family) -> None:

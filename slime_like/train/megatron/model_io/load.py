@@ -47,8 +47,8 @@ def load_weights(state: RankState, source: Path) -> None:
     """Load only the weights of an iteration's folder. Collective. Raises the errors of ``load_checkpoint``."""
     _check_model(read_verified_manifest(source, verify=state.verify), state, source)
     with convert_damage(lambda reason: f"{source}: damaged ({reason}); use another iteration"):
-        loaded = _read(sharded_weights(state), source)
-    state.model.load_state_dict(loaded["model"])
+        loaded_state = _read(sharded_weights(state), source)
+    state.model.load_state_dict(loaded_state["model"])
     state.optimizer.reload_model_params()  # the optimizer has copies of the weights
 
 
@@ -61,16 +61,16 @@ def _restore(state: RankState, source: Path, manifest: Manifest) -> None:
     same_layout = manifest.layout == layout_sizes(state.rank_info)
     if same_layout:  # RNG states belong to ranks
         sharded["rng"] = rng_object(state.rank_info, None)
-    loaded = _read(sharded, source)
-    state.model.load_state_dict(loaded["model"])
+    loaded_state = _read(sharded, source)
+    state.model.load_state_dict(loaded_state["model"])
     with torch.no_grad():
-        state.optimizer.load_state_dict(loaded["optimizer"])
+        state.optimizer.load_state_dict(loaded_state["optimizer"])
     for group, (max_lr, min_lr) in zip(state.optimizer.param_groups, configured_lrs, strict=True):
         group["max_lr"], group["min_lr"] = max_lr, min_lr
     state.schedule.num_steps = manifest.schedule_steps
     state.schedule.step(0)
     if same_layout:
-        set_rng_state(loaded["rng"])
+        set_rng_state(loaded_state["rng"])
 
 
 def _read(sharded: dict[str, Any], source: Path) -> Any:
