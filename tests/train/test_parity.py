@@ -60,7 +60,7 @@ def job(name: str, kind: str, layout: Layout, model: dict[str, Any] | None = Non
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
-    """Return the kinds to test: tied, and untied on few ranks and in the layouts of ``UNTIED``."""
+    """Return the kinds of embeddings to test. On 4 ranks, untied ones are tested only in the layouts of ``UNTIED``."""
     return ("tied",) if name in LAYOUTS[4] and name not in UNTIED else ("tied", "untied")
 
 

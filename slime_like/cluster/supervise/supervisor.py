@@ -152,7 +152,7 @@ class Supervisor:
         return None
 
     def _confirm_ray(self) -> None:
-        """Confirm to a driver that lost an actor that Ray is alive, once a dead process of Ray would have been detected."""
+        """Tell a driver that has lost an actor that Ray is alive, once a dead process of Ray would have been detected."""
         requested_at = self._state.ray_check_requested_at
         if requested_at is not None and time.monotonic() - requested_at > TOGETHER_S:
             self._state.ray_check_requested_at = None

@@ -62,7 +62,7 @@ class PackedRows(PackedSeqParams):
     def batches(self) -> sdpa.AttentionBatches | None:
         """The same sequences in batches for kernels that need equal lengths; None with context parallelism.
 
-        Made at the first use, because the variable-length kernels of a GPU do not read it.
+        Computed at the first use, because variable-length kernels on a GPU do not need it.
         """
         if self.attention_batches is None and self.by_rank is None and self.query_cu is not None:
             bounds: Any = self.cu_seqlens_q

@@ -55,7 +55,7 @@ class RoutingReplay:
         return self.record(micros) if self._mode == "old" else self.replay(micros, compare=True)
 
     def in_reference_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay the engine's experts in the reference's pass if the run does."""
+        """Replay the engine's experts in the reference's pass if ``algo.routing_replay_reference`` is set."""
         return self.replay(micros if self._in_reference else (), compare=False)
 
     def in_training(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
