@@ -47,10 +47,12 @@ class SharedBucketMemory:
         self._bucket = Bucket(
             tuple((name, view(memory, dtype, shape, offset)) for name, dtype, shape, offset in entries)
         )
-        for (_, copy), (_, tensor) in zip(self._bucket.tensors, bucket.tensors, strict=True):
-            copy.copy_(tensor.detach(), non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        try:
+            for (_, copy), (_, tensor) in zip(self._bucket.tensors, bucket.tensors, strict=True):
+                copy.copy_(tensor.detach(), non_blocking=True)
+        finally:  # after an error too: ``close`` unlocks the memory
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()
         return MAGIC + json.dumps({"pid": os.getpid(), "fd": self._fd, "tensors": entries}).encode()
 
     @property

@@ -72,10 +72,13 @@ class TensorSender:
 
     def _messages(self, bucket: Bucket, region: SharedBucketMemory) -> list[tuple[Sequence[WeightReceiver], bytes]]:
         """Return (engines, message) pairs for ``bucket``."""
-        message = region.write(bucket)  # also for remote engines: one copy from the GPU, to page-locked memory
-        local = [(self._local, message)] if self._local else []
-        remote = [(self._remote, serialize(region.bucket))] if self._remote else []
-        return [*local, *remote]
+        messages: list[tuple[Sequence[WeightReceiver], bytes]] = []
+        if self._local or any(tensor.is_cuda for _, tensor in bucket.tensors):
+            messages.append((self._local, region.write(bucket)))
+            bucket = region.bucket  # also for remote engines: one copy from the GPU, to page-locked memory
+        if self._remote:
+            messages.append((self._remote, serialize(bucket)))
+        return messages
 
 
 def serialize(bucket: Bucket) -> bytes:

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from slime_like.config.schema.resolved import TransportSpec
-from slime_like.errors import EngineLost
+from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.phantom import counters
 from slime_like.phantom.store import join_world
 from slime_like.util import cuda_ipc
 from slime_like.weight_sync.device_memory import CudaHandles
 from slime_like.weight_sync.ipc import IpcSender
+from slime_like.weight_sync.pinned import pin, unpin
 from slime_like.weight_sync.tensor import TensorSender
 from tests.train.ranks import RankWorld
 from tests.weight_sync.ipc_doubles import DeviceEngine, StageWeights
@@ -194,6 +195,7 @@ def host_memory() -> dict[str, Any]:
         "buckets": len(local.shared),
         "pinned": (grown, counters.pinned_bytes() - pinned),
         "pageable": pageable_copies(source),
+        "refused": refused_lock(),
     }
 
 
@@ -204,6 +206,20 @@ def pageable_copies(source: RankWeights) -> int:
         for _, tensor in bucket.tensors:
             tensor.cpu()
     return (counters.read_counts() - before).pageable_copies
+
+
+def refused_lock() -> str:
+    """Return the error of memory that is locked twice. A kernel that follows must not raise it again."""
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+    pin(memory)
+    try:
+        pin(memory)
+    except WeightSyncError as error:
+        return str(error)
+    finally:
+        torch.ones(1, device="cuda").add_(1)
+        unpin(memory)
+    return ""
 
 
 def shared_memory() -> dict[str, Any]:

@@ -97,6 +97,7 @@ def test_weights_are_copied_to_pinned_host_memory_once(observations: dict[str, A
     grown, kept = pushed["pinned"]
     assert grown >= 2 * 3 * 4000 and kept == 0
     assert pushed["pageable"] == 6, "the counter sees copies to pageable memory"
+    assert "cannot page-lock 1 MiB" in pushed["refused"] and "ulimit -l" in pushed["refused"]
 
 
 @pytest.mark.slow
@@ -168,6 +169,42 @@ def test_a_process_sees_the_devices_of_its_variable(variable: str, expected: str
     command = ("--devices", "4", "env", f"CUDA_VISIBLE_DEVICES={variable}", sys.executable, "-c", UUIDS)
     result = run_command(*command)
     assert result.stdout == f"4 {expected}\n", result.stderr  # NVML lists all devices of the machine
+
+
+HANDLES = """
+import ctypes, os
+cuda = ctypes.CDLL("libcuda.so.1")
+class Handle(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_uint64 * 8)]
+def share(text):
+    memory, handle = ctypes.c_void_p(), Handle()
+    assert cuda.cudaMalloc(ctypes.byref(memory), 4096) == 0
+    ctypes.memmove(memory, text, len(text))
+    assert cuda.cudaIpcGetMemHandle(ctypes.byref(handle), memory) == 0
+    return memory, handle
+def read(handle):
+    memory = ctypes.c_void_p()
+    return b"%d" % error if (error := cuda.cudaIpcOpenMemHandle(ctypes.byref(memory), handle, 1)) else ctypes.string_at(memory, 3)
+def in_child(function):
+    output, end = os.pipe()
+    if not os.fork():
+        os.write(end, function())
+        os._exit(0)
+    os.wait()
+    return os.read(output, 64)
+memory, handle = share(b"abc")
+print(read(handle).decode(), in_child(lambda: read(handle)).decode())
+cuda.cudaFree(memory)
+other, _ = share(b"def")
+print(other.value == memory.value, read(handle).decode(), in_child(lambda: read(handle)).decode())
+print(read(Handle.from_buffer_copy(in_child(lambda: bytes(share(b"ghi")[1])))).decode())
+"""
+
+
+def test_handles_of_freed_memory_and_of_ended_processes_are_refused() -> None:
+    """Freed memory whose address and file descriptor other memory has since taken is refused too."""
+    result = run_command(sys.executable, "-c", HANDLES)
+    assert result.stdout == "abc abc\nTrue 1 1\n1\n", result.stdout + result.stderr
 
 
 def test_the_query_of_installed_gpus_lists_the_devices() -> None:

@@ -50,3 +50,12 @@ def test_an_engine_that_refuses_a_bucket_ends_the_push(weights: dict[str, torch.
     assert source.ended
     asyncio.run(tensor_sender.close())
     assert other_engine.closed
+
+
+def test_engines_of_other_machines_need_no_shared_memory_on_a_cpu(weights: dict[str, torch.Tensor]) -> None:
+    receiver = Receiver("10.0.0.2")
+    tensor_sender = sender(receiver)
+    asyncio.run(tensor_sender.send(RankWeights(weights)))
+    assert not any(region.bucket.tensors for region in tensor_sender._regions)  # pyright: ignore[reportPrivateUsage]
+    assert all(torch.equal(receiver.tensors[name], tensor) for name, tensor in weights.items())
+    asyncio.run(tensor_sender.close())

@@ -109,7 +109,7 @@ API cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags) {
 }
 API cudaError_t cudaHostUnregister(void *p) {
     pthread_mutex_lock(&lock);
-    block **link = block_at(p), *registered = *link && (*link)->owner == REGISTERED ? *link : 0;
+    block **link = block_at(p), *registered = *link && (*link)->start == p && (*link)->owner == REGISTERED ? *link : 0;
     if (registered) {
         *link = registered->next;
         pinned -= registered->size;

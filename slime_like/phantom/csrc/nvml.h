@@ -8,7 +8,7 @@ API int nvmlSystemGetCudaDriverVersion_v2(int *v) { *v = CUDART_VERSION; return 
 API const char *nvmlErrorString(int error) { return "phantom GPU"; }
 enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3 };
 API int nvmlDeviceGetHandleByIndex_v2(unsigned d, void **h) {
-    if ((int)d >= num_installed()) return NVML_INVALID_ARGUMENT;
+    if (d >= (unsigned)num_installed()) return NVML_INVALID_ARGUMENT;
     *h = (void *)(uintptr_t)(d + 1);
     return 0;
 }

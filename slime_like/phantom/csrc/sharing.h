@@ -65,12 +65,19 @@ static void *map_foreign(const shared_memory *shared) {  // 0: the memory has be
     pthread_mutex_unlock(&lock);
     return start;
 }
+static void *own_memory(const shared_memory *shared) {  // 0: the memory has been freed
+    struct stat state;
+    pthread_mutex_lock(&lock);
+    block *b = *block_at(shared->start);
+    void *start = b && b->file >= 0 && !fstat(b->file, &state) && state.st_ino == shared->inode ? b->start : 0;
+    pthread_mutex_unlock(&lock);
+    return start;
+}
 // A driver refuses a handle in the process that made it. Here that process gets the memory itself.
 API cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t h, unsigned flags) {
     shared_memory shared;
     memcpy(&shared, &h, sizeof shared);
-    int is_own = shared.pid == getpid();
-    *p = !is_own ? map_foreign(&shared) : owner_of(shared.start) >= 0 ? shared.start : 0;
+    *p = shared.pid == getpid() ? own_memory(&shared) : map_foreign(&shared);
     if (!*p) return last_error = INVALID_VALUE;
     count(OPENINGS);
     return 0;

@@ -1,4 +1,5 @@
-// GPUs of the machine, and those that CUDA_VISIBLE_DEVICES names: as in a driver, the first invalid entry ends the list.
+// GPUs of the machine, and those that CUDA_VISIBLE_DEVICES names: as in a driver, the first invalid entry ends the list. Entries are
+// numbers: a UUID, which a driver accepts, is invalid here, and a repeated number, which a driver refuses, is accepted.
 #define MAX_DEVICES 64
 #define UUID_BYTE 17  // of GPU 0, in each place
 
