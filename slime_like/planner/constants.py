@@ -41,7 +41,7 @@ FLASHINFER_WORKSPACE = Constant(
     "FlashInfer's workspace",
     GIB // 2,
     "bytes per engine rank with an attention backend of FlashInfer",
-    "SGLang 0.5.23, flashinfer_backend.py: 512 MiB for Qwen models, at most as much for others; 2 GiB with run.deterministic",
+    "SGLang 0.5.23, flashinfer_backend.py: 512 MiB for Qwen models, at most as much for others; 2 GiB with run.deterministic; trtllm_mha_backend.py: 512 MiB more",
 )
 ALLOCATOR = Constant(
     "allocator overhead",

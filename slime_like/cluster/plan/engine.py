@@ -127,9 +127,9 @@ def _workspaces(spec: EngineSpec) -> int:
     names = {str(spec.sglang[field]) for field in BACKEND_FIELDS if spec.sglang.get(field)}
     if spec.dcp > 1 and not spec.sglang.get(BACKEND_FIELDS[0]):
         names.add(default_backend(spec.device, latent=spec.latent))
-    if spec.device != "cuda" or not any(name.startswith(("flashinfer", "trtllm")) for name in names):
+    if spec.device != "cuda" or not any(name.startswith(("flashinfer", "trtllm", "cutedsl")) for name in names):
         return 0
-    return 4 if spec.deterministic else 1
+    return (4 if spec.deterministic else 1) + ("trtllm_mha" in names)  # which allocates another one
 
 
 def _captures(spec: EngineSpec, phase: str) -> bool:
