@@ -28,7 +28,7 @@ from slime_like.cluster.plan.compiled_kernels import (  # noqa: E402
     compile_engine,
     compile_trainer,
 )
-from slime_like.errors import SlimeLikeError, exit_code  # noqa: E402
+from slime_like.errors import ConfigError, SlimeLikeError, exit_code  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.util.kernel_cache import cache_lines, cache_variables, read_cache, relocate  # noqa: E402
 
@@ -39,12 +39,11 @@ def main(argv: Sequence[str]) -> int:
     """Compile for every capability. Return 1 if a function of an engine could not be called."""
     args, run = _parser().parse_known_args(argv)
     folder = args.cache.expanduser().resolve()
-    if args.moved:
-        _say(f"{folder}: {relocate(folder)} kernels")
-        return 0
     failed = False
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if args.moved:
+            return _relocate(folder)
+        _create(folder)
         for capability in args.capability:
             job = CompileJob(tuple(run), args.plan_for, capability, folder, args.first_configs)
             for part in args.parts:
@@ -56,6 +55,20 @@ def main(argv: Sequence[str]) -> int:
         _say(line)
     _say("export " + " ".join(f"{name}={value}" for name, value in cache_variables(folder).items()))
     return int(failed)
+
+
+def _relocate(folder: Path) -> int:
+    if not (count := relocate(folder)):
+        raise ConfigError(f"--cache {folder} has no compiled kernels of Triton: give the folder that was copied")
+    _say(f"{folder}: {count} kernels")
+    return 0
+
+
+def _create(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--cache {folder} cannot be created ({error.strerror}): give another folder") from error
 
 
 def _compile(part: str, job: CompileJob) -> bool:

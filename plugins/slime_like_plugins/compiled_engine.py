@@ -39,9 +39,12 @@ def main(request: Path, result: Path) -> int:
 
 
 def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
-    """Return the functions to call: of the request pool, of attention by Triton, of Gated DeltaNet if the model has it."""
+    """Return the functions to call: of the request pool, of attention by Triton, of Gated DeltaNet if the model has it.
+
+    Latent attention is not compiled.
+    """
     out: list[Callable[[Sizes], None]] = [request_pool]
-    if sizes["attention_backend"] in ("", "triton"):  # the default of some models and GPUs
+    if not sizes["latent"] and sizes["attention_backend"] in ("", "triton"):  # "": the default of some models and GPUs
         out += [attention_prefill, attention_decode]
     if sizes["gdn"]:
         out += [convolution, gated_delta_prefill, gated_delta_decode]

@@ -60,15 +60,15 @@ def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:
     """Return the ``items`` that ``CUDA_VISIBLE_DEVICES=variable`` allows; CUDA stops at the first invalid entry."""
     if variable is None:
         return items
-    visible: list[T] = []
+    visible_items: list[T] = []
     for entry in (text.strip() for text in variable.split(",")):
         if entry.isdigit() and int(entry) < len(items):
-            visible.append(items[int(entry)])
+            visible_items.append(items[int(entry)])
         elif entry.startswith(("GPU-", "MIG-")) and items:
-            visible.append(items[0])
+            visible_items.append(items[0])
         else:
             break
-    return tuple(visible)
+    return tuple(visible_items)
 
 
 def _model(information: str) -> str:

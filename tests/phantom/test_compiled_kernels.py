@@ -88,7 +88,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_finds_its_kernels_compiled(cache: Path) -> None:
+def test_the_kernels_of_trainer_and_engine_are_compiled(cache: Path) -> None:
     entries = read_cache(cache)
     names = Counter(entry.name for entry in entries)
     assert names.keys() >= FLA | SGLANG
@@ -113,6 +113,19 @@ def test_the_shape_of_an_engine_is_that_of_a_rank() -> None:
     shape = engine_shape(CompileJob(argv, "4x8xH100", (9, 0), Path()))
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype) == (4, 1, 256, "bfloat16")
     assert shape.gdn == (4, 8, 128, 128, 4)
+
+
+def test_latent_attention_is_not_compiled_with_the_shapes_of_other_attention() -> None:
+    from slime_like_plugins import compiled_engine
+
+    names = [
+        {
+            function.__name__
+            for function in compiled_engine.functions({"attention_backend": "", "gdn": None, "latent": latent})
+        }
+        for latent in (False, True)
+    ]
+    assert names[0] - names[1] == {"attention_prefill", "attention_decode"} and "request_pool" in names[1]
 
 
 def test_a_run_without_gpus_is_refused(tmp_path: Path) -> None:
@@ -143,6 +156,17 @@ def test_a_copied_cache_has_its_own_paths(tmp_path: Path) -> None:
     listed = json.loads((cache / "whole" / "__grp__kernel.json").read_text())["child_paths"]
     assert listed == {f"kernel{suffix}": str(cache / "whole" / f"kernel{suffix}") for suffix in (".cubin", ".json")}
     assert compile_kernels.main(("--moved", "--cache", str(cache))) == 0
+
+
+def test_a_copied_cache_without_kernels_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compile_kernels.main(("--moved", "--cache", str(tmp_path / "missing"))) == 2
+    assert "missing has no compiled kernels of Triton: give the folder that was copied" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_created_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert compile_kernels.main(("--cache", str(tmp_path / "file" / "cache"), "+recipe=one_gpu")) == 2
+    assert "file/cache cannot be created (Not a directory): give another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GpuTestOutco
         timeout=SECONDS * scale(),
         check=False,
     )
-    assert file.exists(), run.stdout + run.stderr
+    assert file.exists() and run.returncode in (0, 1), run.stdout + run.stderr  # 2: a file could not be imported
     return read_outcomes(file)
 
 

@@ -51,6 +51,7 @@ class EngineShape:
     num_kv_heads: int
     head_dim: int
     attention_backend: str  # of SGLang; empty: its default
+    latent: bool  # latent attention, whose kernels have other shapes
     gdn: tuple[int, int, int, int, int] | None  # key heads, value heads, key dim, value dim, convolution width
 
 
@@ -101,6 +102,7 @@ def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> En
         num_kv_heads=max(1, model.num_kv_heads // tp),
         head_dim=int(text.get("head_dim") or model.hidden_size // model.num_heads),
         attention_backend=str(engine.sglang.get("attention_backend") or ""),
+        latent=model.latent,
         gdn=None
         if gdn is None
         else (max(1, gdn.key_heads // tp), max(1, gdn.value_heads // tp), gdn.key_dim, gdn.value_dim, gdn.conv_width),
