@@ -17,7 +17,7 @@ import yaml
 
 from scripts import make_job_files  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
 from slime_like.cluster.jobs.layout import NodeLayout, node_layout
-from slime_like.cluster.jobs.slurm import SlurmOptions, slurm_script
+from slime_like.cluster.jobs.slurm import ADDRESS, SlurmOptions, slurm_script
 from slime_like.util.deadline import Deadline
 from tests.cluster.rayjob_schema import CRD_VARIABLE, RAY_JOB, published_schema
 
@@ -232,6 +232,24 @@ def test_slurms_signal_lets_the_run_save_and_ends_ray(tmp_path: Path) -> None:
 def test_the_batch_script_returns_the_code_of_train_py(tmp_path: Path, code: str) -> None:
     with run_script(tmp_path, TRAIN_CODE=code) as process:
         assert end(process) == int(code)
+
+
+@pytest.mark.parametrize(
+    ("name", "listing", "address"),
+    [
+        ("echo 10.0.0.1", "exit 1", "10.0.0.1"),
+        ("echo ::1 127.0.1.1", "echo 'fd00::1 10.0.0.2 10.0.0.3 '", "10.0.0.2"),
+        ("exit 1", "echo 10.0.0.2", "10.0.0.2"),
+        ("echo 127.0.0.1", "exit 1", ""),
+    ],
+)
+def test_the_address_of_a_node_is_not_loopback(tmp_path: Path, name: str, listing: str, address: str) -> None:
+    hostname = tmp_path / "hostname"
+    hostname.write_text(f'#!/bin/bash\n[ "$1" = --ip-address ] && {{ {name}; exit; }}\n{listing}\n')
+    hostname.chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = f'set -euo pipefail\nhead=$({ADDRESS})\necho "head $head"'
+    assert subprocess.check_output(["bash", "-c", script], env=variables, text=True) == f"head {address}\n"
 
 
 def test_nodes_that_do_not_join_end_the_batch_script(tmp_path: Path) -> None:

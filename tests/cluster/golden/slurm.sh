@@ -14,7 +14,7 @@
 # WANDB_API_KEY and other keys: export them before `sbatch`, which passes its environment on.
 set -euo pipefail
 cd '/shared/slime like'
-head=$({ hostname --ip-address || true; hostname --all-ip-addresses; } 2>/dev/null | awk -v RS="[ \n]+" "/^[0-9.]+\$/ && !/^127[.]/ && !n++")
+head=$({ hostname --ip-address; hostname --all-ip-addresses; true; } 2>/dev/null | awk -v RS="[ \n]+" "/^[0-9.]+\$/ && !/^127[.]/ && !n++")
 [ -n "$head" ] || { echo "$(hostname) has no IPv4 address other than loopback" >&2; exit 1; }
 token=$(.venv/bin/python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$token RAY_USAGE_STATS_ENABLED=0 HEAD=$head
@@ -22,7 +22,7 @@ export RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265
 
 # A step does not inherit --cpus-per-task, and a cluster may bind each task to its number of CPUs.
 srun --cpus-per-task=64 --kill-on-bad-exit=1 bash -c '
-    ip=$({ hostname --ip-address || true; hostname --all-ip-addresses; } 2>/dev/null | awk -v RS="[ \n]+" "/^[0-9.]+\$/ && !/^127[.]/ && !n++")
+    ip=$({ hostname --ip-address; hostname --all-ip-addresses; true; } 2>/dev/null | awk -v RS="[ \n]+" "/^[0-9.]+\$/ && !/^127[.]/ && !n++")
     if [ "$SLURM_NODEID" = 0 ]; then
         exec .venv/bin/ray start --head --node-ip-address="$ip" --port=6379 --dashboard-host=127.0.0.1 --block
     fi
