@@ -12,7 +12,7 @@ PACKAGES = ("slime_like", "slime_like_compat", "plugins", "scripts", "benchmarks
 
 
 CLASS_LINE = re.compile(
-    r"^[ \t]*class[ \t\\]+(\w+)", re.MULTILINE
+    r"^[ \t\f]*class(?:[ \t\f]|\\\n)+(\w+)", re.MULTILINE
 )  # matches every definition, and some lines of strings
 
 
@@ -45,7 +45,7 @@ def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
 
 def test_a_repeated_class_name_is_detected(tmp_path: Path) -> None:
     for name, source in (
-        ("one", "class Twice: ...\nTEXT = '''\nclass Once: ...\n'''\n"),
+        ("one", "class \\\n  Twice: ...\nTEXT = '''\nclass Once: ...\n'''\n"),
         ("two", "if 1:\n    class Twice(object): ...\nclass Once: ...\n"),
     ):
         (tmp_path / name).mkdir()
