@@ -33,10 +33,13 @@ class EngineServerFinder:
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            sys.path.append(REPOSITORY)  # which a user's own script does not have on its path
+            is_missing = REPOSITORY not in sys.path  # as in a user's own script
+            if is_missing:
+                sys.path.append(REPOSITORY)
             from tests.engine.forked_engines import fork_engines_of
 
-            sys.path.remove(REPOSITORY)
+            if is_missing:
+                sys.path.remove(REPOSITORY)
             fork_engines_of(module)
 
         loader.exec_module = exec_module
