@@ -128,7 +128,7 @@ def test_weights_that_the_model_does_not_have_are_refused(name: str, latent: boo
 
 @pytest.mark.parametrize("fields", [{"attn_dp_size": 3}, {"dp_size": 3, "enable_dp_attention": True}])
 def test_groups_that_do_not_divide_the_ranks_of_a_server_are_refused(fields: dict[str, object]) -> None:
-    """Before SGLang resolves the arguments, which asserts it without a message."""
+    """Check the sizes before SGLang resolves the arguments, which asserts the same without a message."""
     from slime_like_plugins.flow_mla import hooks
 
     resolved: list[object] = []

@@ -256,7 +256,7 @@ def test_slots_whose_memory_was_released_are_gathered_again() -> None:
 
 
 def test_an_engine_stops_if_its_weights_were_loaded_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another loader, ``finish_loading`` is not called, and all weights are still views of one slot."""
+    """Another loader does not call ``finish_loading``, and all weights are still views of one slot."""
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
     group = ranks(1)
 

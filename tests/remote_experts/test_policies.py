@@ -226,7 +226,7 @@ def test_a_worker_that_always_fails_is_replaced_a_few_times(monkeypatch: pytest.
 def test_a_listening_worker_that_nobody_starts_again_ends_the_engine_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With respawn: the limit of a new connection is not that of a start, of which four exceed SGLang's watchdog."""
+    """The limit of a new connection with respawn is shorter than that of a start: four starts exceed SGLang's watchdog."""
     monkeypatch.setattr("slime_like_plugins.remote_experts.experts.RECONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         path = private_key(tmp_path)
