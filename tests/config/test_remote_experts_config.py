@@ -81,7 +81,7 @@ def test_requests_have_up_to_4096_tokens(keys: str, capacity: int, argv: list[st
 
 def test_experts_that_the_model_does_not_have_are_refused(argv: list[str], tmp_path: Path) -> None:
     def check(keys: str, num_experts: int = 8) -> None:
-        model: Any = SimpleNamespace(num_experts=num_experts, folder="models/M")
+        model: Any = SimpleNamespace(num_experts=num_experts, sparse_layers=(1, 3), folder="models/M")
         check_remote_experts_model(load_config([*argv, *keys.split()], files=False), model)
 
     for keys in (f"{KEY}.count=7", f"{KEY}.experts=[0,7]", ""):
@@ -99,12 +99,13 @@ def test_experts_that_the_model_does_not_have_are_refused(argv: list[str], tmp_p
         ('{"tokens": {}}', "has no layer"),
         ('{"tokens": {"1": [1, -1, 0, 0, 0, 0, 0, 0]}}', "no list of counts"),
         ('{"tokens": {"1": [1, 2]}}', f"load_file={load} has 2 experts of layer 1, .* has 8; record it again"),
+        ('{"tokens": {"1": [1, 0, 0, 0, 0, 0, 0, 0]}}', "has 0 experts of layer 3, .* has 8; record it again"),
     ):
         if text is not None:
             load.write_text(text)
         with pytest.raises(ConfigError, match=message):
             check(f"{ON} {KEY}.load_file={load}")
-    load.write_text('{"tokens": {"1": [1, 0, 0, 0, 0, 0, 0, 0]}}')
+    load.write_text('{"tokens": {"1": [1, 0, 0, 0, 0, 0, 0, 0], "3": [0, 0, 0, 0, 0, 0, 0, 1]}}')
     check(f"{ON} {KEY}.load_file={load}")
     with pytest.raises(ConfigError, match="is in a folder that does not exist: create it"):
         check(f"{ON} {KEY}.record_load={tmp_path}/missing/load.json")
