@@ -250,6 +250,17 @@ def test_an_engine_waits_for_a_worker_that_serves_another_engine_or_has_not_star
     assert [message.rpartition("; ")[2] for message in messages] == ["trying again for 60 s", "trying again for 0 s"]
 
 
+@pytest.mark.parametrize(("deadline_s", "limit_s"), [(30.0, 60), (300.0, 300)])
+def test_the_kernel_keeps_a_connection_until_the_deadline_of_a_request(
+    deadline_s: float, limit_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's limit also counts while a busy worker does not read further requests."""
+    monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        WorkerClient(Connection(sock, "worker 0", 1000), ClientSettings(deadline_s=deadline_s))
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * limit_s
+
+
 def test_an_impostor_that_does_not_know_the_key_is_not_used(tmp_path: Path) -> None:
     path = private_key(tmp_path)
     ours, theirs = socket.socketpair()

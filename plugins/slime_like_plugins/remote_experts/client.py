@@ -88,6 +88,7 @@ class WorkerClient:
     """Connection of an engine's rank to its worker. Any of ``FAILURES`` ends its use; call ``close`` then."""
 
     def __init__(self, connection: Connection, settings: ClientSettings) -> None:
+        connection.keep_for(settings.deadline_s)  # a busy worker does not read
         self._connection, self.settings = connection, settings
         self._shapes: ExpertShapes | None = None
         self._region: Region | None = None

@@ -43,6 +43,11 @@ class Connection:
         self._end = ""  # description of the end of the connection
         self.bytes_sent = self.bytes_received = 0
 
+    def keep_for(self, seconds: float) -> None:
+        """Keep the connection to a peer that reads nothing for ``seconds``, if they are more than ``PEER_TIMEOUT_S``."""
+        if self._socket.family != socket.AF_UNIX and seconds > PEER_TIMEOUT_S:
+            end_with_lost_peer(self._socket, seconds * scale())
+
     def queue(self, header: Header, json: bytes = b"", buffers: Sequence[Buffer] = ()) -> None:
         """Append a frame to those that wait to be sent, and send as much as the kernel accepts. Buffers are not copied."""
         for buffer in (pack(header), json, *buffers):
