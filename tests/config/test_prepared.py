@@ -52,12 +52,17 @@ def test_an_error_of_prepare_names_the_key_and_the_line(tmp_path: Path, monkeypa
         load_prepared(argv)
 
 
+def argv_with_uncalled_prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the arguments of a run whose ``run.prepare`` fails the test if it is called."""
+    (folder / "not_called.py").write_text("def make(cfg):\n    raise AssertionError('called')\n")
+    monkeypatch.syspath_prepend(str(folder))
+    return [f"model.hf_checkpoint={folder}/m", f"data.train={folder}/d.jsonl", "run.prepare=not_called:make"]
+
+
 def test_a_cluster_that_does_not_answer_is_reported_before_prepare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "not_called.py").write_text("def make(cfg):\n    raise AssertionError('called')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    argv = [f"model.hf_checkpoint={tmp_path}/m", f"data.train={tmp_path}/d.jsonl", "run.prepare=not_called:make"]
+    argv = argv_with_uncalled_prepare(tmp_path, monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(ConfigError, match=rf"placement\.ray_address='{address}': no Ray cluster answers"):
@@ -67,9 +72,7 @@ def test_a_cluster_that_does_not_answer_is_reported_before_prepare(
 def test_a_folder_that_cannot_be_written_is_refused_before_prepare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "calls.py").write_text("def make(cfg):\n    raise AssertionError('called')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    argv = [f"model.hf_checkpoint={tmp_path}/m", f"data.train={tmp_path}/d.jsonl", "run.prepare=calls:make"]
+    argv = argv_with_uncalled_prepare(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"run\.dir='/proc/run' cannot be written"):
         load_prepared([*argv, "run.dir=/proc/run"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -36,6 +36,10 @@ class HangingGroup:
         self.calls.append("abort")
         self._aborted.set()
 
+    def release(self) -> None:
+        """End the waiting broadcasts, if no abort has."""
+        self._aborted.set()
+
     def destroy(self) -> None:
         """Leave the group after its ops have ended, as NCCL does."""
         assert self._ended.wait(WAIT_S)
@@ -51,31 +55,40 @@ class LostEngine:
     async def close(self) -> None: ...
 
 
-def test_the_broadcast_to_a_lost_engine_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's watchdog would end the trainer's process at the timeout of the group."""
-    group: Any = HangingGroup()
+def push_to_lost_engine(
+    monkeypatch: pytest.MonkeyPatch, group: HangingGroup, push: Callable[[BroadcastSender], Awaitable[object]]
+) -> None:
+    """Check that ``push`` with a sender whose ``group`` hangs raises the loss of its engine; close the sender."""
     engine: Any = LostEngine()
+    hanging: Any = group
     monkeypatch.setattr(broadcast, "_broadcast", lambda group, bucket: group.broadcast())
     monkeypatch.setattr(broadcast, "LEAVE_S", 2.0)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.destroy())
     transport = TransportSpec(kind="broadcast", backend="nccl", max_bytes=1, deadline_s=20)
     sender = BroadcastSender([engine], transport=transport, group_name="lost", host="127.0.0.1")
-    sender._group = group
+    sender._group = hanging
 
-    async def push() -> None:
+    async def run() -> None:
         with pytest.raises(EngineLost, match="engine 0 is lost"):
-            await sender._send_bucket(BUCKET)
+            await push(sender)
         await sender.close()
 
-    asyncio.run(push())
+    try:
+        asyncio.run(run())
+    finally:
+        group.release()
+
+
+def test_the_broadcast_to_a_lost_engine_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's watchdog would end the trainer's process at the timeout of the group."""
+    group = HangingGroup()
+    push_to_lost_engine(monkeypatch, group, lambda sender: sender._send_bucket(BUCKET))
     assert group.calls == ["abort", "destroy"]
-    group.abort()  # ends the thread, if the test fails
 
 
 def test_the_broadcast_is_aborted_before_other_buckets_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the gathering would wait for the broadcast to the lost engine until the timeout of the group."""
-    group: Any = HangingGroup()
-    engine: Any = LostEngine()
+    group = HangingGroup()
 
     class ThreeBuckets:
         is_sender = True
@@ -86,17 +99,5 @@ def test_the_broadcast_is_aborted_before_other_buckets_are_gathered(monkeypatch:
                 yield BUCKET
 
     source: Any = ThreeBuckets()
-    monkeypatch.setattr(broadcast, "_broadcast", lambda group, bucket: group.broadcast())
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.destroy())
-    transport = TransportSpec(kind="broadcast", backend="nccl", max_bytes=1, deadline_s=20)
-    sender = BroadcastSender([engine], transport=transport, group_name="lost", host="127.0.0.1")
-    sender._group = group
-
-    async def push() -> None:
-        with pytest.raises(EngineLost, match="engine 0 is lost"):
-            await sender.send(source)
-        await sender.close()
-
-    asyncio.run(push())
+    push_to_lost_engine(monkeypatch, group, lambda sender: sender.send(source))
     assert group.calls == ["gather", "abort", "gather", "gather", "destroy"]
-    group.abort()  # ends the thread, if the test fails
