@@ -119,6 +119,6 @@ class GroupScheduling(LoadScopeScheduling):
             tests.pop(crashed, None)
             if tests:
                 self.workqueue[group] = tests
-        for other in self.assigned_work:
-            self._reschedule(other)
+        for other_work in self.assigned_work:
+            self._reschedule(other_work)
         return crashed

@@ -29,13 +29,13 @@ def test_engines_have_the_same_bytes_and_the_capacity_of_the_planner(model: Path
     """DCP multiplies the tokens, and the attention weights that FlowMLA saves become tokens. SGLang sizes the caches."""
     specs = {name: flow_mla.make_spec(name, model) for name in flow_mla.ARMS}
     assert len({spec.log_path for spec in specs.values()}) == len(specs)
-    planned = {name: flow_mla.planned_tokens(spec) for name, spec in specs.items()}
+    num_tokens = {name: flow_mla.planned_tokens(spec) for name, spec in specs.items()}
     assert all("max_total_tokens" not in spec.sglang for spec in specs.values())
     row_bytes = 4 * 8 * (64 + 16)  # bytes of one token's latents and rotated keys
     saved_tokens = (flow_mla.sharded_bytes(False) - flow_mla.sharded_bytes(True)) / row_bytes
-    assert planned["FlowMLA"] - planned["off"] == pytest.approx(saved_tokens, abs=1)
-    assert planned["DCP"] == pytest.approx(2 * planned["off"], abs=2)
-    assert planned["both"] == pytest.approx(2 * planned["FlowMLA"], abs=2)
+    assert num_tokens["FlowMLA"] - num_tokens["off"] == pytest.approx(saved_tokens, abs=1)
+    assert num_tokens["DCP"] == pytest.approx(2 * num_tokens["off"], abs=2)
+    assert num_tokens["both"] == pytest.approx(2 * num_tokens["FlowMLA"], abs=2)
 
 
 def test_the_table_compares_capacities_and_responses() -> None:

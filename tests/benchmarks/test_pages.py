@@ -22,16 +22,22 @@ DECODE = (
 )
 
 
-def started(bare: float, first: float, *, warm: bool = False) -> Any:
+def startup_row(bare: float, first: float, *, warm: bool = False) -> Any:
     return startup.Round(bare, {"ready": first - 1}, first, warm)
 
 
 @pytest.mark.parametrize(
     ("rounds", "warm_start"),
     [
-        ([started(9, 99), started(10, 15), started(10, 17)], "present before the first pair, and every round used it"),
-        ([started(9, 99, warm=True), started(10, 15), started(10, 17)], "created in the pair that is left out"),
-        ([started(9, 99), started(10, 15), started(10, 17, warm=True)], "was created in round 2"),
+        (
+            [startup_row(9, 99), startup_row(10, 15), startup_row(10, 17)],
+            "present before the first pair, and every round used it",
+        ),
+        (
+            [startup_row(9, 99, warm=True), startup_row(10, 15), startup_row(10, 17)],
+            "created in the pair that is left out",
+        ),
+        ([startup_row(9, 99), startup_row(10, 15), startup_row(10, 17, warm=True)], "was created in round 2"),
     ],
 )
 def test_a_page_of_starts_names_the_origin_of_the_warm_start(rounds: list[Any], warm_start: str) -> None:

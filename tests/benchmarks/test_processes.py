@@ -31,11 +31,11 @@ def test_lines_and_exit_code_of_a_process() -> None:
 )
 def test_a_process_that_does_not_end_is_stopped(hang: str) -> None:
     process = start(hang)
-    started = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(SystemExit, match=r"-S -c \.\.\. did not end within 0\.5 s"):
         list(read_lines(process, limit_s=0.5, stop_s=20))
     assert process.returncode == -15
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - start_time < 30
 
 
 def test_a_process_that_ignores_sigterm_is_killed() -> None:

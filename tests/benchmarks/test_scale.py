@@ -15,7 +15,7 @@ def test_every_engine_takes_part_in_a_push(monkeypatch: pytest.MonkeyPatch) -> N
     requests: list[str] = []
     original = ControlEndpoints.app
 
-    def counted(engine: ControlEndpoints) -> web.Application:
+    def counting_app(engine: ControlEndpoints) -> web.Application:
         app = original(engine)
 
         async def count(request: web.Request, _: web.StreamResponse) -> None:
@@ -24,7 +24,7 @@ def test_every_engine_takes_part_in_a_push(monkeypatch: pytest.MonkeyPatch) -> N
         app.on_response_prepare.append(count)
         return app
 
-    monkeypatch.setattr(ControlEndpoints, "app", counted)
+    monkeypatch.setattr(ControlEndpoints, "app", counting_app)
     times = asyncio.run(measure(3, rounds=2))
     assert times.num_engines == 3 and min(times.begin, times.commit, times.resume, times.health) > 0
     pushes = 3  # one opens the connections

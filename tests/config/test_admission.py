@@ -34,8 +34,8 @@ def test_nonsense_is_refused(case: tuple[str, ...], argv: list[str]) -> None:
 def test_the_engine_gets_a_number_or_admits_by_its_cache(
     plan: Callable[..., Plan], value: str, limit: int | None
 ) -> None:
-    planned = plan(f"rollout.max_running_requests={value}")
-    (engine,) = planned.engines
+    run_plan = plan(f"rollout.max_running_requests={value}")
+    (engine,) = run_plan.engines
     assert engine.max_running_requests == limit
     assert engine.admits_by_kv == (value == "auto")
     environment = child_environment(engine, "/scratch")
@@ -43,12 +43,12 @@ def test_the_engine_gets_a_number_or_admits_by_its_cache(
     assert "kv_usage" in plugins
     assert ("kv_admission" in plugins) == engine.admits_by_kv
     assert ("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION" in environment) == engine.admits_by_kv
-    decision_keys = {decision.key for decision in planned.decisions}
+    decision_keys = {decision.key for decision in run_plan.decisions}
     assert ("rollout.max_running_requests" in decision_keys) == engine.admits_by_kv
 
 
-def reason(planned: Plan) -> str:
-    return next(d.reason for d in planned.decisions if d.key == "rollout.max_running_requests")
+def reason(run_plan: Plan) -> str:
+    return next(d.reason for d in run_plan.decisions if d.key == "rollout.max_running_requests")
 
 
 def test_the_plan_gives_the_capacity_and_the_concurrency_at_first(plan: Callable[..., Plan]) -> None:

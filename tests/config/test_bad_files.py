@@ -81,11 +81,11 @@ def test_a_reference_that_the_actor_would_compute_otherwise_is_named(
 ) -> None:
     """The reference's weights are swapped into the actor's model, which has the actor's rope and norms."""
     values: dict[str, Any] = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-    actor, other = write_model(tmp_path / "actor", **values), write_model(tmp_path / "other")
-    config = json.loads((other / "config.json").read_text()) | values | {name: value, "text_config": None}
-    (other / "config.json").write_text(json.dumps(config))
+    actor, reference = write_model(tmp_path / "actor", **values), write_model(tmp_path / "other")
+    config = json.loads((reference / "config.json").read_text()) | values | {name: value, "text_config": None}
+    (reference / "config.json").write_text(json.dumps(config))
     argv = [f"model.hf_checkpoint={actor}", f"data.train={data}"]
-    text = message(argv, f"model.ref_checkpoint={other}", files=True, error=CheckpointError)
+    text = message(argv, f"model.ref_checkpoint={reference}", files=True, error=CheckpointError)
     assert f"has another {name} than" in text
     load_config([*argv, f"model.ref_checkpoint={write_model(tmp_path / 'silent')}"])
 

@@ -34,21 +34,21 @@ def quickstart(*overrides: str) -> Plan:
     return make_plan(load_config(["+recipe=quickstart", AUTO, *overrides], files=False, machine=False), LAPTOP)
 
 
-def reason(planned: Plan) -> str:
+def reason(run_plan: Plan) -> str:
     """Return the reason of the chosen size; check that the plan and its engines agree on the size."""
-    (decision,) = [decision for decision in planned.decisions if decision.key == "rollout.dcp"]
-    assert {int(decision.value), planned.dcp.size} == {engine.dcp for engine in planned.engines}
+    (decision,) = [decision for decision in run_plan.decisions if decision.key == "rollout.dcp"]
+    assert {int(decision.value), run_plan.dcp.size} == {engine.dcp for engine in run_plan.engines}
     return decision.reason
 
 
 def test_a_small_cache_on_a_cpu_is_spread() -> None:
-    planned = quickstart("rollout.tp=4", SMALL)
-    assert planned.engines[0].dcp == 2 and planned.engines[0].dcp_comm == "a2a"
-    assert "the KV cache holds 32 of the 512 requests of 64 tokens" in reason(planned)
-    assert "with 2 ranks per head 64" in reason(planned)
-    assert planned.memory.engine is not None and planned.memory.engine.tokens == 4096
+    run_plan = quickstart("rollout.tp=4", SMALL)
+    assert run_plan.engines[0].dcp == 2 and run_plan.engines[0].dcp_comm == "a2a"
+    assert "the KV cache holds 32 of the 512 requests of 64 tokens" in reason(run_plan)
+    assert "with 2 ranks per head 64" in reason(run_plan)
+    assert run_plan.memory.engine is not None and run_plan.memory.engine.tokens == 4096
     cfg = load_config(["+recipe=quickstart", AUTO, "rollout.tp=4", SMALL], files=False, machine=False)
-    text = render_plan(cfg, planned, LAPTOP)
+    text = render_plan(cfg, run_plan, LAPTOP)
     assert "KV cache of a sequence over 2 ranks" in text and "would hold" not in text
 
 
@@ -72,9 +72,9 @@ def test_a_small_cache_on_a_cpu_is_spread() -> None:
     ],
 )
 def test_one_rank_stores_whole_sequences_otherwise(overrides: tuple[str, ...], expected: str) -> None:
-    planned = quickstart(*overrides)
-    assert planned.engines[0].dcp == 1
-    assert expected in reason(planned)
+    run_plan = quickstart(*overrides)
+    assert run_plan.engines[0].dcp == 1
+    assert expected in reason(run_plan)
 
 
 def test_groups_that_over_sampling_starts_count() -> None:
@@ -83,15 +83,15 @@ def test_groups_that_over_sampling_starts_count() -> None:
 
 def test_a_configured_cache_counts_for_each_rank(plan: Callable[..., Plan]) -> None:
     by_cache = ("rollout.max_running_requests=auto", "rollout.max_response_len=500", "rollout.max_context_len=600")
-    planned = plan(*COPIES, "rollout.sglang.max_total_tokens=300", AUTO, *by_cache)
-    reasons = {decision.key: decision.reason for decision in planned.decisions}
-    assert planned.engines[0].dcp == 2
+    run_plan = plan(*COPIES, "rollout.sglang.max_total_tokens=300", AUTO, *by_cache)
+    reasons = {decision.key: decision.reason for decision in run_plan.decisions}
+    assert run_plan.engines[0].dcp == 2
     assert "the KV cache of 600 tokens" in reasons["rollout.max_running_requests"]
 
 
 def test_nothing_is_decided_without_engines(plan: Callable[..., Plan], tmp_path: Path) -> None:
-    planned = plan(AUTO, "run.mode=train_only", f"run.replay_from={tmp_path}")
-    assert "rollout.dcp" not in {decision.key for decision in planned.decisions}
+    run_plan = plan(AUTO, "run.mode=train_only", f"run.replay_from={tmp_path}")
+    assert "rollout.dcp" not in {decision.key for decision in run_plan.decisions}
 
 
 def test_the_exchange_may_be_set_on_a_cpu_and_is_checked_on_a_gpu(plan: Callable[..., Plan]) -> None:
@@ -143,6 +143,6 @@ def test_recurrent_states_that_limit_a_hybrid_model_are_not_sharded(plan: Callab
 
 
 def test_data_parallel_attention_divides_the_ranks_that_share_heads(plan: Callable[..., Plan]) -> None:
-    planned = plan(*COPIES, "rollout.dp_attention=2", AUTO, machine=SERVER)
-    assert planned.memory.engine is not None and planned.memory.engine.groups == 2
-    assert "an engine 4 attention ranks" in reason(planned)
+    run_plan = plan(*COPIES, "rollout.dp_attention=2", AUTO, machine=SERVER)
+    assert run_plan.memory.engine is not None and run_plan.memory.engine.groups == 2
+    assert "an engine 4 attention ranks" in reason(run_plan)

@@ -147,8 +147,8 @@ def test_options_of_the_exchange(keys: str, gpus: bool, plan: Callable[..., Plan
     words = OPTIONS[keys, gpus]
     on_gpus = ("placement.actor_num_gpus_per_node=8",) if gpus else ()
     with contextlib.nullcontext() if words is None else pytest.raises(ConfigError, match=words):
-        planned = plan(*ON.split(), *keys.split(), *on_gpus, **({"machine": SERVER} if gpus else {}))
-        arguments = server_arguments(EngineLaunch(planned.engines[0], "key", "127.0.0.1", 1))
+        run_plan = plan(*ON.split(), *keys.split(), *on_gpus, **({"machine": SERVER} if gpus else {}))
+        arguments = server_arguments(EngineLaunch(run_plan.engines[0], "key", "127.0.0.1", 1))
         assert arguments.get("enable_symm_mem", False) == ("symmetric" in keys)
         assert arguments.get("dcp_replicate_q_proj", False) == ("replicate" in keys)
 
@@ -232,21 +232,21 @@ def test_the_prefix_cache_of_a_hybrid_model_keeps_states_at_pages(
 @pytest.mark.parametrize("field", BACKEND_FIELDS)
 def test_flashinfer_is_replaced_on_a_gpu(field: str, plan: Callable[..., Plan]) -> None:
     """SGLang's own FlashInfer backend ignores DCP, so the engine gets this project's and refuses SGLang's."""
-    planned = plan(
+    run_plan = plan(
         *ON.split(), "placement.actor_num_gpus_per_node=8", f"rollout.sglang.{field}=flashinfer", machine=SERVER
     )
-    arguments = server_arguments(EngineLaunch(planned.engines[0], "key", "127.0.0.1", 1))
+    arguments = server_arguments(EngineLaunch(run_plan.engines[0], "key", "127.0.0.1", 1))
     assert arguments[field] == "flashinfer_dcp"
     assert arguments["attention_backend"] == ("flashinfer_dcp" if field == "attention_backend" else "triton")
     assert backend_obstacle("flashinfer", "cuda") is not None and backend_obstacle("flashinfer_dcp", "cuda") is None
 
 
 def test_flashinfer_without_dcp_is_sglangs(plan: Callable[..., Plan]) -> None:
-    planned = plan(
+    run_plan = plan(
         *["rollout.tp=8", "placement.actor_num_gpus_per_node=8", "rollout.sglang.attention_backend=flashinfer"],
         machine=SERVER,
     )
-    arguments = server_arguments(EngineLaunch(planned.engines[0], "key", "127.0.0.1", 1))
+    arguments = server_arguments(EngineLaunch(run_plan.engines[0], "key", "127.0.0.1", 1))
     assert arguments["attention_backend"] == "flashinfer"
 
 
@@ -272,15 +272,15 @@ def test_flashinfer_has_both_exchanges(exchange: str, plan: Callable[..., Plan])
 
 @pytest.mark.parametrize(("setting", "exchange"), [("auto", "a2a"), ("ag_rs", "ag_rs"), ("a2a", "a2a")])
 def test_engines_are_started_with_it(setting: str, exchange: str, plan: Callable[..., Plan]) -> None:
-    planned = plan(*ON.split(), f"rollout.dcp_comm={setting}")
-    assert (planned.engines[0].tp, planned.engines[0].dcp, planned.engines[0].dcp_comm) == (8, 2, exchange)
-    values = {decision.key: decision.value for decision in planned.decisions}
+    run_plan = plan(*ON.split(), f"rollout.dcp_comm={setting}")
+    assert (run_plan.engines[0].tp, run_plan.engines[0].dcp, run_plan.engines[0].dcp_comm) == (8, 2, exchange)
+    values = {decision.key: decision.value for decision in run_plan.decisions}
     assert values.get("rollout.dcp_comm") == (exchange if setting == "auto" else None)
 
 
 def test_the_exchange_on_a_gpu_is_chosen(plan: Callable[..., Plan]) -> None:
-    planned = plan(*ON.split(), "placement.actor_num_gpus_per_node=8", machine=SERVER)
-    assert planned.engines[0].dcp_comm == "ag_rs"
+    run_plan = plan(*ON.split(), "placement.actor_num_gpus_per_node=8", machine=SERVER)
+    assert run_plan.engines[0].dcp_comm == "ag_rs"
 
 
 # attention ranks, dcp, KV heads -> words of the refusal; None if it fits
@@ -322,8 +322,8 @@ def test_latent_attention_is_sharded_by_sglangs_backends(
     backend: str | None, exchange: str, latent: Callable[..., Plan]
 ) -> None:
     """Each rank stores the latents of all tokens, so every divisor of the ranks is useful."""
-    named = () if backend is None else (f"rollout.sglang.attention_backend={backend}",)
-    (engine,) = latent("rollout.dcp=8", f"rollout.dcp_comm={exchange}", *named).engines
+    backend_override = () if backend is None else (f"rollout.sglang.attention_backend={backend}",)
+    (engine,) = latent("rollout.dcp=8", f"rollout.dcp_comm={exchange}", *backend_override).engines
     arguments = server_arguments(EngineLaunch(engine, "key", "127.0.0.1", 1))
     assert arguments["attention_backend"] == (backend or "flashinfer")
     assert (arguments["dcp_size"], arguments["dcp_comm_backend"]) == (8, exchange)

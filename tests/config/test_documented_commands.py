@@ -42,10 +42,10 @@ def blocks(text: str) -> Iterator[str]:
 def commands(text: str) -> Iterator[str]:
     """Yield the arguments of every ``train.py`` command, with the first value of a loop's variables."""
     for block in blocks(text):
-        joined = re.sub(r"\\+\n\s*", " ", block)
-        for name, value in LOOP.findall(joined):
-            joined = re.sub(rf"\$\{{?{name}\b\}}?", value, joined)
-        for match in COMMAND.finditer(joined):
+        script = re.sub(r"\\+\n\s*", " ", block)
+        for name, value in LOOP.findall(script):
+            script = re.sub(rf"\$\{{?{name}\b\}}?", value, script)
+        for match in COMMAND.finditer(script):
             arguments = re.split(r"\s#|\s[|>&]|;| -> |\s\(", match[2])[0]
             arguments = " ".join(re.sub(r"\$\{?(\w+)\}?", r"\1", arguments).split())
             if match[1] == "quickstart.sh" and "+recipe=" not in arguments:

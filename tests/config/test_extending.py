@@ -131,10 +131,10 @@ def test_a_sink_that_does_not_fit_is_named_before_a_process_starts(name: str, ar
         file.write(
             "class Deaf(Sink):\n    def log(self, step): ...\n\ndef score(config, context):\n    return config.x\n"
         )
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error_info:
         cfg = load_config([*argv, f"metrics.sinks=[own_parts.py:{name}]"], files=False)
         open_sinks(cfg.metrics, folder, first_step=0, num_steps=2, console=io.StringIO())
-    text = str(refused.value)
+    text = str(error_info.value)
     assert "metrics.sinks='" in text and f":{name}'" in text and WRONG_SINKS[name] in text and "own_parts.py:" in text
 
 

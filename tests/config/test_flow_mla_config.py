@@ -154,9 +154,9 @@ def test_the_engine_checks_the_model_that_sglang_read(monkeypatch: pytest.Monkey
         text = hooks.model_obstacle(None, SimpleNamespace(attention_arch=arch, hf_quant_config={}))
         assert text is None if missing is None else f"(--flow-mla-weights) has {missing}, which" in (text or "")
     monkeypatch.delenv(VARIABLE)
-    for stored, refused in (({}, True), ({"quant_method": "fp8", "weight_block_size": [128, 128]}, False)):
-        text = hooks.model_obstacle("fp8", SimpleNamespace(attention_arch=latent, hf_quant_config=stored))
-        assert refused == ("without FP8 weights" in (text or "")), text
+    for quantisation, is_refused in (({}, True), ({"quant_method": "fp8", "weight_block_size": [128, 128]}, False)):
+        text = hooks.model_obstacle("fp8", SimpleNamespace(attention_arch=latent, hf_quant_config=quantisation))
+        assert is_refused == ("without FP8 weights" in (text or "")), text
 
 
 def test_the_engine_receives_the_settings(plan: Callable[..., Plan]) -> None:

@@ -26,9 +26,9 @@ def f(cfg: TrainConfig, settings: OptimConfig):
     print(self._settings.eps)
     return p.tp + settings.lr + cfg.rollout.batch_size + other.seed + self._loss.eps_clip
 """
-    read = script.keys_read(source)
-    assert {"parallel.tp", "optim.lr", "optim.eps", "rollout.batch_size", "algo.eps_clip"} <= read
-    assert "run.seed" not in read
+    keys = script.keys_read(source)
+    assert {"parallel.tp", "optim.lr", "optim.eps", "rollout.batch_size", "algo.eps_clip"} <= keys
+    assert "run.seed" not in keys
 
 
 def test_every_key_is_read_outside_config() -> None:

@@ -86,12 +86,14 @@ def test_copies_of_the_tests_equal_those_of_the_loader(groups: tuple[str, ...]) 
     tree = _compose_shipped(config_folder(), groups)
     pickled, copied = pickled_copy(tree), _copy(tree)  # the loader's: this file was imported before the replacement
     assert OmegaConf.to_yaml(pickled) == OmegaConf.to_yaml(copied)
-    assert [OmegaConf.get_type(one, "algo") for one in (pickled, copied)] == [OmegaConf.get_type(tree, "algo")] * 2
-    for one in (pickled, copied):
-        OmegaConf.update(one, "run.seed", 7, merge=True)
-        assert one.run.seed == 7 != tree.run.seed
+    assert [OmegaConf.get_type(tree_copy, "algo") for tree_copy in (pickled, copied)] == [
+        OmegaConf.get_type(tree, "algo")
+    ] * 2
+    for tree_copy in (pickled, copied):
+        OmegaConf.update(tree_copy, "run.seed", 7, merge=True)
+        assert tree_copy.run.seed == 7 != tree.run.seed
         with pytest.raises(ConfigAttributeError, match="seeed"):
-            OmegaConf.update(one, "run.seeed", 7, merge=True)
+            OmegaConf.update(tree_copy, "run.seeed", 7, merge=True)
     assert pickled_copy(tree).run.seed == tree.run.seed
 
 

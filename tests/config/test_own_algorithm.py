@@ -83,7 +83,7 @@ def test_a_user_correction_weighs_the_loss(argv: list[str]) -> None:
 def test_a_loss_of_another_shape_is_named(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     loss = bind_loss(load_config([*argv, f"algo.loss={OWN}:Reinforce"], files=False).algo)
     total, per_token = torch.tensor(1.0), torch.ones(2)
-    for returned, words in (
+    for loss_output, words in (
         (LossOutput(total, {}, {}), r"loss \(\) .*one loss per token"),
         (LossOutput(cast(Any, 1.0), {}, {}), "loss float"),
         (LossOutput(per_token, {"kl": total}, {"ratio": total}), r"means\['kl'\] \(\), maxima\['ratio'\] \(\) for"),
@@ -92,7 +92,7 @@ def test_a_loss_of_another_shape_is_named(argv: list[str], monkeypatch: pytest.M
             r"means\['kl'\] float .*tensors of the same shape in means",
         ),
     ):
-        monkeypatch.setattr("tests.config.own_algorithm.Reinforce.__call__", lambda self, view, out=returned: out)
+        monkeypatch.setattr("tests.config.own_algorithm.Reinforce.__call__", lambda self, view, out=loss_output: out)
         with pytest.raises(UserCodeError, match=rf"algo\.loss=.*returned {words}"):
             loss(loss_view(torch.tensor([1.0, 1.0])))
     with pytest.raises(UserCodeError, match=r"algo\.group_advantage=.*one finite number per reward"):

@@ -101,8 +101,8 @@ def test_the_plan_counts_and_shows_the_segments(argv: list[str]) -> None:
     cfg = load_config([*argv, "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"])
     plan = make_plan(cfg, machine)
     assert (plan.actor.layout.vpp, plan.actor.layout.segments) == (2, (1, 1, 1, 1))
-    shown = render_plan(cfg, plan, machine)
-    assert "pp 2 of 2 virtual stages" in shown and "layers per pipeline segment" in shown
+    text = render_plan(cfg, plan, machine)
+    assert "pp 2 of 2 virtual stages" in text and "layers per pipeline segment" in text
 
 
 def test_a_model_that_does_not_fit_is_refused_at_load(argv: list[str], tmp_path: Path) -> None:

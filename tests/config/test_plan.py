@@ -113,8 +113,8 @@ def test_cuda_ipc_needs_engines_on_one_node(plan) -> None:
         "placement.actor_num_gpus_per_node=2",
         "rollout.tp=4",
     )
-    planned = plan(*settings, machine=four_nodes)
-    assert (planned.engines[0].num_nodes, planned.transport.kind) == (2, "tensor")
+    run_plan = plan(*settings, machine=four_nodes)
+    assert (run_plan.engines[0].num_nodes, run_plan.transport.kind) == (2, "tensor")
     refusal = r"weights.transport=ipc with engines on 2 nodes each.*weights.transport=auto or tensor"
     with pytest.raises(ConfigError, match=refusal):
         plan(*settings, "weights.transport=ipc", machine=four_nodes)

@@ -53,13 +53,13 @@ def test_no_advice_for_unknown_or_fully_used_devices(plan) -> None:
 
 @pytest.mark.parametrize("greedy", ["evaluation.temperature=0", "evaluation.overrides.held.top_k=1"])
 def test_equal_samples_of_an_evaluation_are_named(plan, data: Path, greedy: str) -> None:
-    used = ("placement.actor_num_gpus_per_node=8", "rollout.num_engines=8", f"evaluation.datasets.held={data}")
-    four = (*used, "evaluation.n_samples_per_prompt=4")
+    settings = ("placement.actor_num_gpus_per_node=8", "rollout.num_engines=8", f"evaluation.datasets.held={data}")
+    four = (*settings, "evaluation.n_samples_per_prompt=4")
     sampled = () if greedy.startswith("evaluation.temperature") else ("evaluation.temperature=1.0",)
     (line,) = plan(*four, *sampled, greedy).advice
     assert "evaluation of held draws 4 samples per prompt" in line and "pass@4 equals pass@1" in line
     assert plan(*four, "evaluation.temperature=1.0").advice == ()
-    assert plan(*used).advice == ()
+    assert plan(*settings).advice == ()
 
 
 def test_an_interval_without_datasets_is_named(plan) -> None:

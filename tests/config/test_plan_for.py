@@ -69,10 +69,16 @@ def test_the_fix_for_an_engine_of_too_many_described_nodes_is_named(keys: tuple[
 
 def test_an_engine_over_whole_nodes_is_planned_as_on_one_node() -> None:
     wide = ("rollout.tp=8", "rollout.num_engines=1", "placement.ray_address=auto")
-    one, two = (plan("qwen3_4b_gsm8k", *wide, machine=described_machine(text)) for text in ("8xH100", "2x4xH100"))
-    assert two.memory.tables == one.memory.tables and two.roles == one.roles and one.advice == two.advice == ()
-    assert (one.engines[0].num_nodes, two.engines[0].num_nodes) == (1, 2)
-    (decision,) = [decision for decision in two.decisions if decision.key == "rollout.engine_num_nodes"]
+    single_node, two_nodes = (
+        plan("qwen3_4b_gsm8k", *wide, machine=described_machine(text)) for text in ("8xH100", "2x4xH100")
+    )
+    assert (
+        two_nodes.memory.tables == single_node.memory.tables
+        and two_nodes.roles == single_node.roles
+        and single_node.advice == two_nodes.advice == ()
+    )
+    assert (single_node.engines[0].num_nodes, two_nodes.engines[0].num_nodes) == (1, 2)
+    (decision,) = [decision for decision in two_nodes.decisions if decision.key == "rollout.engine_num_nodes"]
     assert (decision.value, decision.reason) == ("2", "rollout.tp=8 and 4 GPUs on each node")
 
 

@@ -114,11 +114,11 @@ def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: s
     target = described_machine(machine) if machine else Machine(0, 8, 64 * 2**30, ())
     base = plan(recipe, *extra, machine=target)
     assert base.memory.demand is not None
-    listed = list(changes(base.memory.demand, base.dcp))
-    names = {change.setting.split("=")[0] for change in listed}
+    rows = list(changes(base.memory.demand, base.dcp))
+    names = {change.setting.split("=")[0] for change in rows}
     assert "model.logits_chunk" in names and ("model.recompute" in names) is (BY_BLOCK not in extra)
-    assert any(change.setting == "rollout.dcp=2" for change in listed) is ("rollout.tp=8" in extra or not machine)
-    for change in listed:
+    assert any(change.setting == "rollout.dcp=2" for change in rows) is ("rollout.tp=8" in extra or not machine)
+    for change in rows:
         overrides = change.setting.split()
         if change.plan.gpu and change.plan.needed_bytes > change.plan.available:
             continue

@@ -25,11 +25,11 @@ def test_a_gpu_needs_the_memory_of_its_largest_phase() -> None:
     assert phases["step"]["engine"].total == engine.of("CUDA context", "communicators")
     assert phases["push"]["trainer"].of("weights") == trainer.of("weights")
     assert phases["push"]["trainer"].of("gradients", "optimizer") == 0
-    saved = phases["save"]
-    assert saved["trainer"].of("weights", "optimizer") == trainer.of("weights", "optimizer")
+    save_phase = phases["save"]
+    assert save_phase["trainer"].of("weights", "optimizer") == trainer.of("weights", "optimizer")
     assert (
-        saved["engine"].of(*WEIGHT_ITEMS) == engine.of(*WEIGHT_ITEMS)
-        and saved["engine"].of("KV cache", "CUDA graphs") == 0
+        save_phase["engine"].of(*WEIGHT_ITEMS) == engine.of(*WEIGHT_ITEMS)
+        and save_phase["engine"].of("KV cache", "CUDA graphs") == 0
     )
     assert memory.peak.name == "push" and memory.needed_bytes == sum(t.total for t in phases["push"].values())
     assert memory.needed_bytes < resident.needed_bytes - 10 * 2**30

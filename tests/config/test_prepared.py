@@ -124,10 +124,10 @@ def test_the_plan_knows_the_model_that_a_default_job_writes(path: str, monkeypat
 
 
 def test_every_default_job_has_a_model_in_the_plan() -> None:
-    named = {
+    datasets = {
         line for file in CONFIGS.rglob("*.yaml") for line in re.findall(r"^  prepare: (\S+)$", file.read_text(), re.M)
     }
-    assert named - {"null"} == set(PREPARED)
+    assert datasets - {"null"} == set(PREPARED)
 
 
 def test_data_of_the_user_is_not_taken_for_that_of_a_default_job(

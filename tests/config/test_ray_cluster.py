@@ -25,7 +25,7 @@ RESIDENT = (
 )
 
 
-def planned(*overrides: str, recipe: str = "qwen3_4b_gsm8k") -> tuple[TrainConfig, Plan]:
+def plan_of(*overrides: str, recipe: str = "qwen3_4b_gsm8k") -> tuple[TrainConfig, Plan]:
     resident = RESIDENT if recipe == "qwen3_4b_gsm8k" else ()
     cfg = load_config([f"+recipe={recipe}", *JOINED, *resident, *overrides], files=False, machine=False)
     return cfg, make_plan(cfg, described_machine("4x8xH200"))
@@ -55,9 +55,9 @@ def test_rays_names_of_gpus_are_the_planners(name: str, gpu: str) -> None:
 
 
 def test_a_run_that_fits_the_nodes_is_accepted() -> None:
-    assert plan_on_nodes(*planned(), [H100]).warnings == ()
+    assert plan_on_nodes(*plan_of(), [H100]).warnings == ()
     two = ClusterNode("10.0.0.2", 4, 32, 512 * GIB, "H100")
-    assert plan_on_nodes(*planned(), [two, two, ClusterNode("10.0.0.9", 0, 4, GIB)]).warnings == ()
+    assert plan_on_nodes(*plan_of(), [two, two, ClusterNode("10.0.0.9", 0, 4, GIB)]).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,19 @@ def test_nodes_that_are_too_small_are_refused(
     overrides: tuple[str, ...], nodes: list[ClusterNode], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_on_nodes(*planned(*overrides), nodes)
+        plan_on_nodes(*plan_of(*overrides), nodes)
 
 
 def test_the_named_offload_fraction_fits() -> None:
     node = ClusterNode("a", 8, 64, 190 * GIB, "H100")
     with pytest.raises(ConfigError, match="set optim") as refusal:
-        plan_on_nodes(*planned("optim.cpu_offload=true"), [node])
+        plan_on_nodes(*plan_of("optim.cpu_offload=true"), [node])
     fix = str(refusal.value).split("set ")[1].split()[0]
-    assert plan_on_nodes(*planned("optim.cpu_offload=true", fix), [node]).warnings == ()
+    assert plan_on_nodes(*plan_of("optim.cpu_offload=true", fix), [node]).warnings == ()
 
 
 def test_gpus_without_a_known_kind_are_reported() -> None:
-    (warning,) = plan_on_nodes(*planned(), [ClusterNode("a", 8, 64, 512 * GIB)]).warnings
+    (warning,) = plan_on_nodes(*plan_of(), [ClusterNode("a", 8, 64, 512 * GIB)]).warnings
     assert "is not checked: the planner does not know the GPU ''" in warning
 
 
@@ -101,8 +101,8 @@ def test_a_driver_without_gpus_has_to_say_where_to_run(argv: list[str], plan: An
     cfg = load_config([*argv, joined_address])
     with pytest.raises(ConfigError, match=r"the Ray cluster at .* has 8 GPUs: set placement\.device=cuda"):
         plan_on_nodes(cfg, plan(joined_address), [H100])
-    chosen = load_config([*argv, joined_address, "placement.device=cpu"])
-    assert plan_on_nodes(chosen, plan(joined_address, "placement.device=cpu"), [H100]).warnings == ()
+    run_config = load_config([*argv, joined_address, "placement.device=cpu"])
+    assert plan_on_nodes(run_config, plan(joined_address, "placement.device=cpu"), [H100]).warnings == ()
 
 
 def test_the_memory_of_nodes_without_gpus_is_summed(argv: list[str], plan: Any) -> None:

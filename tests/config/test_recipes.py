@@ -43,7 +43,7 @@ def qwen3_4b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def planned(recipe: str, model: Path, data: Path) -> tuple[TrainConfig, Plan, Machine]:
+def plan_of(recipe: str, model: Path, data: Path) -> tuple[TrainConfig, Plan, Machine]:
     if recipe.startswith("qwen3_4b"):
         first = load_config([f"+recipe={recipe}"], files=False)
         heldout = ", ".join(f"{name}: {data}" for name in first.evaluation.datasets)
@@ -62,7 +62,7 @@ def planned(recipe: str, model: Path, data: Path) -> tuple[TrainConfig, Plan, Ma
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
 def test_a_recipe_is_planned_on_its_machine(recipe: str, qwen3_4b: Path, data: Path) -> None:
-    cfg, plan, machine = planned(recipe, qwen3_4b, data)
+    cfg, plan, machine = plan_of(recipe, qwen3_4b, data)
     assert cfg.run.name == recipe
     assert plan.num_gpus == machine.num_gpus, "a recipe uses all GPUs of its machine"
     assert f"run        {recipe}" in render_plan(cfg, plan, machine)
@@ -71,8 +71,8 @@ def test_a_recipe_is_planned_on_its_machine(recipe: str, qwen3_4b: Path, data: P
 
 @pytest.mark.parametrize("task", ["dapo", "gsm8k"])
 def test_a_4b_run_and_its_split_differ_in_placement_only(task: str, qwen3_4b: Path, data: Path) -> None:
-    colocated, plan, _ = planned(f"qwen3_4b_{task}", qwen3_4b, data)
-    separate, split, _ = planned(f"qwen3_4b_{task}_async", qwen3_4b, data)
+    colocated, plan, _ = plan_of(f"qwen3_4b_{task}", qwen3_4b, data)
+    separate, split, _ = plan_of(f"qwen3_4b_{task}_async", qwen3_4b, data)
     assert plan.colocated and not split.colocated
     assert (plan.actor.layout.dp, split.actor.layout.dp, split.roles[1].devices) == (4, 2, ((4, 5), (6, 7)))
     assert (plan.transport.kind, split.transport.kind) == ("ipc", "broadcast")
@@ -107,7 +107,7 @@ def test_the_comment_of_a_recipe_for_gpus_gives_its_planned_memory(recipe: str) 
 def test_an_engine_of_a_large_recipe_is_on_the_nodes_that_its_comment_names(
     recipe: str, qwen3_4b: Path, data: Path
 ) -> None:
-    _, plan, _ = planned(recipe, qwen3_4b, data)
+    _, plan, _ = plan_of(recipe, qwen3_4b, data)
     assert plan.engines[0].num_nodes == (4 if recipe.startswith("deepseek") else 1)
 
 
@@ -123,7 +123,7 @@ def test_each_large_model_has_a_recipe() -> None:
 
 
 def test_qwen3_5_has_the_settings_of_the_pull_request_it_mirrors(qwen3_4b: Path, data: Path) -> None:
-    cfg, plan, _ = planned("qwen3_5_35b_a3b", qwen3_4b, data)
+    cfg, plan, _ = plan_of("qwen3_5_35b_a3b", qwen3_4b, data)
     sizes = cfg.parallel
     assert (sizes.tp, sizes.cp, sizes.ep, sizes.pp, plan.num_gpus) == (2, 4, 8, 1, 8)
     assert (cfg.rollout.max_response_len, cfg.model.gdn.backend, cfg.guard.checks) == (8192, "flashqla", "always")
@@ -133,6 +133,6 @@ def test_qwen3_5_has_the_settings_of_the_pull_request_it_mirrors(qwen3_4b: Path,
 
 @pytest.mark.parametrize(("recipe", "dcp"), [("qwen3_235b_a22b", 2), ("qwen3_next_80b_a3b", 4)])
 def test_dcp_stores_each_token_once_per_kv_head(recipe: str, dcp: int, qwen3_4b: Path, data: Path) -> None:
-    cfg, plan, machine = planned(recipe, qwen3_4b, data)
+    cfg, plan, machine = plan_of(recipe, qwen3_4b, data)
     assert cfg.rollout.dcp == plan.dcp.size == dcp
     assert "rollout.dcp=" not in render_plan(cfg, plan, machine), "the plan suggests another size"

@@ -171,6 +171,6 @@ def test_the_plan_has_the_experts_of_workers(plan: Callable[..., Plan]) -> None:
     assert shape.experts is not None
     plain = engine_settings(engine)
     remote = replace(plain, remote_experts=shape.experts.count // 2, remote_copy=True)
-    saved = rank_weights(shape, plain) - rank_weights(shape, remote)
+    difference = rank_weights(shape, plain) - rank_weights(shape, remote)
     names = {item.name: item.num_bytes for item in host_engine(shape, remote, host_pool(shape, remote, 1e12)).items}
-    assert saved > 0 and names["remote experts"] == names["copy of remote experts"] == pytest.approx(saved)
+    assert difference > 0 and names["remote experts"] == names["copy of remote experts"] == pytest.approx(difference)

@@ -20,24 +20,24 @@ from tests.config.model_folder import SHAPE, write_model
 
 
 def test_the_critic_is_a_role_with_the_actors_layout(plan) -> None:
-    planned = plan("algo=ppo", "parallel.tp=2", "critic.warmup_rollouts=10", "critic.lr=1e-5")
-    assert [(role.name, len(role.devices)) for role in planned.roles] == [("trainer", 2), ("engine", 1), ("critic", 2)]
-    assert planned.critic is not None
-    assert planned.critic.rank.layout == replace(planned.actor.layout, segments=())
-    assert (planned.critic.rank.optim.lr, planned.actor.optim.lr) == (1e-5, 1e-6)
-    assert (planned.critic.rank.num_steps, planned.actor.num_steps) == (100, 90)
-    assert planned.trainer_threads == 1  # actor and critic train concurrently
-    assert "critic rank" in planned.summary
+    run_plan = plan("algo=ppo", "parallel.tp=2", "critic.warmup_rollouts=10", "critic.lr=1e-5")
+    assert [(role.name, len(role.devices)) for role in run_plan.roles] == [("trainer", 2), ("engine", 1), ("critic", 2)]
+    assert run_plan.critic is not None
+    assert run_plan.critic.rank.layout == replace(run_plan.actor.layout, segments=())
+    assert (run_plan.critic.rank.optim.lr, run_plan.actor.optim.lr) == (1e-5, 1e-6)
+    assert (run_plan.critic.rank.num_steps, run_plan.actor.num_steps) == (100, 90)
+    assert run_plan.trainer_threads == 1  # actor and critic train concurrently
+    assert "critic rank" in run_plan.summary
     assert plan("algo=grpo").critic is None
     assert plan("algo=ppo", "run.mode=rollout_only").critic is None
 
 
 def test_virtual_and_uneven_segments_apply_to_the_actor_only(plan) -> None:
     for split in ("parallel.vpp=2", "parallel.first_stage_layers=1"):
-        planned = plan("algo=ppo", "parallel.pp=2", split)
-        assert len(set(planned.actor.layout.segments)) > 1 or planned.actor.layout.vpp == 2
-        assert planned.critic is not None
-        layout = planned.critic.rank.layout
+        run_plan = plan("algo=ppo", "parallel.pp=2", split)
+        assert len(set(run_plan.actor.layout.segments)) > 1 or run_plan.actor.layout.vpp == 2
+        assert run_plan.critic is not None
+        layout = run_plan.critic.rank.layout
         assert (layout.pp, layout.vpp, layout.segments) == (2, 1, ())
 
 
@@ -48,9 +48,9 @@ def test_a_critic_warmup_error_names_its_own_key(plan) -> None:
 
 
 def test_a_critic_has_its_own_layout_and_devices(plan) -> None:
-    planned = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", "critic.dp=2", "critic.placement=split", machine=SERVER)
-    assert planned.roles[-1].devices == ((4,), (5,), (6,), (7,))
-    assert (planned.critic.rank.layout.tp, planned.critic.rank.layout.dp, planned.num_gpus) == (2, 2, 8)
+    run_plan = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", "critic.dp=2", "critic.placement=split", machine=SERVER)
+    assert run_plan.roles[-1].devices == ((4,), (5,), (6,), (7,))
+    assert (run_plan.critic.rank.layout.tp, run_plan.critic.rank.layout.dp, run_plan.num_gpus) == (2, 2, 8)
     shared = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", machine=SERVER)
     assert (shared.roles[-1].devices, shared.num_gpus) == (((0,), (1,)), 4)
     assert not shared.critic.rank.layout.sequence_parallel or shared.critic.rank.layout.tp > 1
@@ -149,22 +149,22 @@ def test_invalid_roles_are_refused_at_load(name: str, argv: list[str], model: Pa
     }
     for key, vocabulary in (("TOKENIZED", {"a": 0, "c": 1, "b": 2}), ("OTHER_TOKENS", {"a": 0, "b": 1})):
         (folders[key] / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    filled = []
+    overrides = []
     for text in extra:
         key, _, value = text.partition("=")
-        filled.append(f"{key}={folders.get(value, value)}")
+        overrides.append(f"{key}={folders.get(value, value)}")
     with refusal(words, SlimeLikeError):
-        load_config([*argv, *filled])
+        load_config([*argv, *overrides])
 
 
 def test_a_critics_checkpoint_fits_a_tied_policy_and_any_optimizer(plan, tmp_path: Path) -> None:
     """A critic's manifest is untied, and loading weights only ignores the optimizer kind."""
     load = critics_checkpoint(tmp_path / "critic")
     tied_model = write_model(tmp_path / "tied", tie_word_embeddings=True)
-    planned = plan(
+    run_plan = plan(
         f"model.hf_checkpoint={tied_model}", "algo=ppo", f"critic.load={load}", "parallel.distributed_optimizer=false"
     )
-    assert planned.critic.load == str(load / "iter_0000003")
+    assert run_plan.critic.load == str(load / "iter_0000003")
 
 
 def test_messages_of_a_role_name_its_own_key(plan, model: Path) -> None:

@@ -36,9 +36,9 @@ VALUES: dict[str, object] = {
 
 
 def test_every_field_of_sglang_is_classified() -> None:
-    listed = [line for line in LISTED.read_text().splitlines() if line and not line.startswith("#")]
+    names = [line for line in LISTED.read_text().splitlines() if line and not line.startswith("#")]
     fields = {name for name in foreign.table(foreign.SGLANG) if not name.startswith("_")}
-    classified = [*listed, *CHANGES_SAMPLES, *foreign.OWNED[foreign.SGLANG]]
+    classified = [*names, *CHANGES_SAMPLES, *foreign.OWNED[foreign.SGLANG]]
     new_names, removed_names = sorted(fields - set(classified)), sorted(set(classified) - fields)
     assert not new_names, (
         f"read what these do in {foreign.source(foreign.SGLANG)}: CHANGES_SAMPLES, or {LISTED.name}: {new_names}"
@@ -60,11 +60,11 @@ def test_keys_that_change_samples_are_refused_in_training(field: str) -> None:
 
 def test_every_sampling_variable_of_sglang_is_classified() -> None:
     lines = [line for line in VARIABLES.read_text().splitlines() if line and not line.startswith("#")]
-    listed, sglang = {*lines, *CHANGES_SAMPLES_BY_VARIABLE}, sglang_variables()
-    new = {name for name in sglang if re.search(SAMPLING_PATTERN, name)} - listed
+    variables, sglang = {*lines, *CHANGES_SAMPLES_BY_VARIABLE}, sglang_variables()
+    new = {name for name in sglang if re.search(SAMPLING_PATTERN, name)} - variables
     assert not new, f"read what these do in sglang: CHANGES_SAMPLES_BY_VARIABLE, or {VARIABLES.name}: {sorted(new)}"
-    assert not listed - sglang, f"{foreign.source(foreign.SGLANG)} no longer has {sorted(listed - sglang)}"
-    assert len(listed) == len(lines) + len(CHANGES_SAMPLES_BY_VARIABLE), "a variable is classified once"
+    assert not variables - sglang, f"{foreign.source(foreign.SGLANG)} no longer has {sorted(variables - sglang)}"
+    assert len(variables) == len(lines) + len(CHANGES_SAMPLES_BY_VARIABLE), "a variable is classified once"
 
 
 def sglang_variables() -> set[str]:

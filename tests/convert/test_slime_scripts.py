@@ -79,10 +79,10 @@ def test_scripts_become_an_equivalent_recipe_or_none(name: str, tmp_path: Path) 
     assert out.exists() == (code != NONE)
     if code == NONE:
         drops = conversion.problem.rpartition("add: ")[2].split()
-        refused = {flag for flag, verdict in verdicts.items() if verdict == "refused"}
-        assert {f"--drop={flag}" for flag in refused - {"--hf-checkpoint"}} <= {*drops}
+        refused_flags = {flag for flag, verdict in verdicts.items() if verdict == "refused"}
+        assert {f"--drop={flag}" for flag in refused_flags - {"--hf-checkpoint"}} <= {*drops}
         assert "--drop=--hf-checkpoint" not in drops, "a job needs a model"
-        assert ("without the others" in conversion.problem) == ("--hf-checkpoint" in refused)
+        assert ("without the others" in conversion.problem) == ("--hf-checkpoint" in refused_flags)
         return
     command = ["--config-dir", str(tmp_path), "+recipe=a"]
     cfg = load_config(command, files=False, machine=False, code=False)
@@ -142,10 +142,10 @@ def test_own_functions_of_an_algorithm_are_in_the_recipe_until_they_are_ported(f
         assert conversion.code == CODE, conversion.problem
         path = module.replace(f".{before}", f":{before}")
         assert f"{key.partition('.')[2]}: {path} #" in (tmp_path / "recipe" / "a.yaml").read_text()
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError) as error_info:
             load_config(command, files=False)
-        assert all(word in str(refused.value) for word in [f"{key}='{path}'", *words]), refused.value
-        assert "\n" not in str(refused.value)
+        assert all(word in str(error_info.value) for word in [f"{key}='{path}'", *words]), error_info.value
+        assert "\n" not in str(error_info.value)
     ported = load_config([*command, f"{key}=tests.config.own_algorithm:{after}"], files=False)
     assert getattr(ported.algo, key.partition(".")[2]).endswith(after)
 

@@ -58,20 +58,20 @@ CONTENTS: dict[str, tuple[bytes, Callable[[InputFile], object], str]] = {
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_content_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
-    content, read, words = CONTENTS[name]
+    content, reader, words = CONTENTS[name]
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as error:
-        read(InputFile(path, CheckpointError, "copy it", key="some.key"))
+        reader(InputFile(path, CheckpointError, "copy it", key="some.key"))
     text = str(error.value)
     assert text.startswith(f"some.key: {path} ") and words in text and text.endswith("; copy it")
     assert text.isprintable() and len(text) < 600
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "link to itself", "NUL"])
-@pytest.mark.parametrize("read", [InputFile.data, InputFile.json, InputFile.yaml, InputFile.arrays])
+@pytest.mark.parametrize("reader", [InputFile.data, InputFile.json, InputFile.yaml, InputFile.arrays])
 def test_a_path_that_is_no_regular_file_is_named(
-    kind: str, read: Callable[[InputFile], object], tmp_path: Path
+    kind: str, reader: Callable[[InputFile], object], tmp_path: Path
 ) -> None:
     path = tmp_path / ("a\0b" if kind == "NUL" else "file")
     if kind == "folder":
@@ -81,7 +81,7 @@ def test_a_path_that_is_no_regular_file_is_named(
     elif kind == "link to itself":
         path.symlink_to(path)
     with pytest.raises(CheckpointError, match="; copy it"):
-        read(InputFile(path, CheckpointError, "copy it"))
+        reader(InputFile(path, CheckpointError, "copy it"))
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,11 @@ def test_demonstrations_report_no_reward() -> None:
 
 
 def test_a_failed_sample_enters_no_mean_reward() -> None:
-    scored = group(0, [2, 2, 2, 2])
+    base_group = group(0, [2, 2, 2, 2])
     rewards = (0.1, 0.1, 0.1, 0.0)  # three times 0.1 has a standard deviation of 1e-17
-    samples = [replace(s, reward=Reward(r)) for s, r in zip(scored.samples, rewards, strict=True)]
+    samples = [replace(s, reward=Reward(r)) for s, r in zip(base_group.samples, rewards, strict=True)]
     samples[3] = replace(samples[3], status=Status.FAILED)
-    values = reduce_metrics(group_metrics([replace(scored, samples=tuple(samples))], trainer_version=2))
+    values = reduce_metrics(group_metrics([replace(base_group, samples=tuple(samples))], trainer_version=2))
     assert values["rollout/raw_reward"] == pytest.approx(0.1)
     assert values["rollout/zero_std_ratio"] == 1.0
 

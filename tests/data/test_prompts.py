@@ -255,15 +255,15 @@ def test_no_batch_across_two_epochs_repeats_a_prompt(
 
 
 def test_a_batch_larger_than_the_file_still_holds_every_prompt(tmp_path: Path) -> None:
-    loaded = source(write(tmp_path / "a.jsonl", TEN), batch_size=25, max_prompts=25)
-    assert [sorted(p.prompt_id for p in loaded.next(10)) for _ in range(3)] == [list(range(10))] * 3
+    data_source = source(write(tmp_path / "a.jsonl", TEN), batch_size=25, max_prompts=25)
+    assert [sorted(p.prompt_id for p in data_source.next(10)) for _ in range(3)] == [list(range(10))] * 3
 
 
 def test_epochs_of_a_long_file_stay_shuffled(tmp_path: Path) -> None:
     """With 400 prompts and batches of 8, few prompts are moved: positions in two epochs are uncorrelated."""
     rows = [{"prompt": f"{i}+1=", "label": "1"} for i in range(400)]
-    loaded = source(write(tmp_path / "a.jsonl", rows), batch_size=8, max_prompts=8, seed=1)
-    first, second = (np.argsort([p.prompt_id for p in loaded.next(400)]) for _ in range(2))
+    data_source = source(write(tmp_path / "a.jsonl", rows), batch_size=8, max_prompts=8, seed=1)
+    first, second = (np.argsort([p.prompt_id for p in data_source.next(400)]) for _ in range(2))
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.15
 
 

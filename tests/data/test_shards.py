@@ -35,8 +35,8 @@ def test_columns_return_to_their_micro_batches(dp: int, sizes: list[int], num_ra
     for k in range(len(sizes)):
         assert len({len(shard[k]) for shard in redistributed}) == 1  # equally many micro-batches on each rank
     columns = [[[row.token_ids.astype(np.float32) for row in step] for step in shard] for shard in redistributed]
-    for rank, returned in enumerate(redistribute(columns, batch, dp)):
-        for step, step_columns in zip(steps, returned, strict=True):
+    for rank, rank_steps in enumerate(redistribute(columns, batch, dp)):
+        for step, step_columns in zip(steps, rank_steps, strict=True):
             for row, column in zip(step.micro_batches[rank], step_columns, strict=True):
                 assert column.tolist() == row.token_ids.tolist()
 

@@ -60,7 +60,7 @@ def run_all(
         "gloo", init_method=f"tcp://{world.host}:{world.port}", rank=world.rank, world_size=world.size
     )
     out |= cycles(world)
-    released = {name: train_releasing(world, models[kind], layout, SPEC) for name, (layout, kind) in layouts.items()}
+    releasing = {name: train_releasing(world, models[kind], layout, SPEC) for name, (layout, kind) in layouts.items()}
     out["refused"]["removal"] = _error(install.remove)
     out["refused"]["no release"] = _error(
         lambda: install.install(GuardSpec(wrap=True), torch.device("cpu"), world.rank)
@@ -73,7 +73,7 @@ def run_all(
         name: train_releasing(world, models[kind], layout, GuardSpec()) for name, (layout, kind) in layouts.items()
     }
     imported = sorted(sys.modules.keys() & {"torch._dynamo", "wandb"})
-    return {**out, "released training": released, "plain training": plain, "imported": imported}
+    return {**out, "released training": releasing, "plain training": plain, "imported": imported}
 
 
 # ---- alone -----------------------------------------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def refusals(groups: list[Any]) -> dict[str, str]:
     out: dict[str, str] = {}
     work = dist.irecv(torch.zeros(2), (dist.get_rank() - 1) % dist.get_world_size())
     out["in flight"] = _error(install.release)
-    sent = dist.isend(torch.zeros(2), (dist.get_rank() + 1) % dist.get_world_size())
-    for pending in (sent, work):
+    send_work = dist.isend(torch.zeros(2), (dist.get_rank() + 1) % dist.get_world_size())
+    for pending in (send_work, work):
         assert pending is not None
         pending.wait()
     bypassing = torch.ones(2)

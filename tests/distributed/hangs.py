@@ -75,14 +75,14 @@ def cases(world: RankWorld, folder: Path) -> dict[str, tuple[str, float]]:
         )
         for _ in range(3):
             dist.all_reduce(torch.zeros(4))
-        started = time.monotonic()
+        start = time.monotonic()
         try:
             with install.phase("step"):
                 fault(world.rank, rings)
             message = ""
         except CollectiveError as error:
             message = str(error)
-        out[name] = (message, time.monotonic() - started)
+        out[name] = (message, time.monotonic() - start)
         store.set(f"{name}{world.rank}", "ended")
         store.wait([f"{name}{rank}" for rank in range(world.size)])
         dist.destroy_process_group()
@@ -163,9 +163,9 @@ def _unnoticed(world: RankWorld, store: dist.Store, folder: Path) -> str:
     dist.all_reduce(torch.zeros(4))
     if world.rank == 0:
         with contextlib.redirect_stderr(stderr):
-            ended = watchdog_event(wrapper)
+            end_event = watchdog_event(wrapper)
             work = dist.all_reduce(torch.zeros(4), async_op=True)
-            assert ended.wait(60 * scale())
+            assert end_event.wait(60 * scale())
         store.set("reported", "")
         assert work is not None
         work.wait()
@@ -179,9 +179,9 @@ def _unnoticed(world: RankWorld, store: dist.Store, folder: Path) -> str:
 
 def watchdog_event(wrapper: Wrapper) -> threading.Event:
     """Return an event that is set when a watchdog with a deadline of 0.1 s would end the process."""
-    ended = threading.Event()
-    Watchdog(wrapper, 0.1, ended.set)
-    return ended
+    end_event = threading.Event()
+    Watchdog(wrapper, 0.1, end_event.set)
+    return end_event
 
 
 def killed(world: RankWorld, folder: Path) -> None:

@@ -123,14 +123,14 @@ def test_a_send_reads_the_size_before_its_number(wrapper: Wrapper) -> None:
 def test_issue_and_wait_times_are_counted(wrapper: Wrapper) -> None:
     for call in (lambda: dist.isend(torch.zeros(2), 1), lambda: dist.all_reduce(torch.zeros(2), async_op=True)):
         call()
-        spent: list[int] = []
+        totals: list[int] = []
         for _ in range(2):
             work = call()
-            spent.append(sum(counter.ns for counter in wrapper.counters()))
+            totals.append(sum(counter.ns for counter in wrapper.counters()))
             assert work is not None
             work.wait()
-            spent.append(sum(counter.ns for counter in wrapper.counters()))
-        assert spent == sorted(set(spent))
+            totals.append(sum(counter.ns for counter in wrapper.counters()))
+        assert totals == sorted(set(totals))
 
 
 def test_recording_completed_ops_keeps_a_new_work_under_a_reused_id(wrapper: Wrapper) -> None:
@@ -139,10 +139,10 @@ def test_recording_completed_ops_keeps_a_new_work_under_a_reused_id(wrapper: Wra
     (counter,) = wrapper.counters()
     later: Any = (lambda: counter, counter, 1)
 
-    def dropped() -> None:
+    def drop() -> None:
         wrapper.pending_works[7] = later
 
-    wrapper.pending_works[7] = (dropped, counter, 0)  # pyright: ignore[reportArgumentType]
+    wrapper.pending_works[7] = (drop, counter, 0)  # pyright: ignore[reportArgumentType]
     wrapper.record_completed()
     assert wrapper.pending_works.pop(7) == later
 
@@ -151,7 +151,7 @@ def times(wrapper: Wrapper, count: int) -> list[tuple[int, int]]:
     """Return start and end times of the last ops, oldest first."""
     slots = range(wrapper.ring.slots)
     records = sorted(RECORD.unpack_from(wrapper.ring.memory, HEAD + slot * RECORD.size)[:3] for slot in slots)
-    return [(started, ended) for _, started, ended in records if started][-count:]
+    return [(begin_ns, end_ns) for _, begin_ns, end_ns in records if begin_ns][-count:]
 
 
 def test_ops_of_a_batch_are_timed_within_it(wrapper: Wrapper) -> None:
@@ -159,10 +159,10 @@ def test_ops_of_a_batch_are_timed_within_it(wrapper: Wrapper) -> None:
     dist.batch_isend_irecv(batch)
     ns_before = {counter.op.name: counter.ns for counter in wrapper.counters()}
     dist.batch_isend_irecv(batch)
-    spent = {counter.op.name: counter.ns - ns_before[counter.op.name] for counter in wrapper.counters()}
+    durations = {counter.op.name: counter.ns - ns_before[counter.op.name] for counter in wrapper.counters()}
     (composite, end), (sends, _), (receives, _) = times(wrapper, 3)
     assert composite <= sends < receives < end
-    assert spent["isend"] + spent["irecv"] < spent["batch_isend_irecv"]
+    assert durations["isend"] + durations["irecv"] < durations["batch_isend_irecv"]
 
 
 def test_a_destroyed_group_is_forgotten(wrapper: Wrapper) -> None:

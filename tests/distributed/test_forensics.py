@@ -72,7 +72,7 @@ def cases(outcomes: Outcomes) -> list[dict[str, tuple[str, float]]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("case", "named"),
+    ("case", "fault"),
     [
         (
             "stopped",
@@ -82,12 +82,12 @@ def cases(outcomes: Outcomes) -> list[dict[str, tuple[str, float]]]:
         ("no send", r"irecv #1 in group world: did not arrive: rank 1, the sender \(process \d+ running"),
     ],
 )
-def test_the_rank_at_fault_is_named(case: str, named: str, cases: list[dict[str, tuple[str, float]]]) -> None:
+def test_the_rank_at_fault_is_named(case: str, fault: str, cases: list[dict[str, tuple[str, float]]]) -> None:
     failed_ranks = [rank[case] for rank in (cases[0], cases[2]) if rank[case][0]]
     assert failed_ranks
     message, seconds = failed_ranks[0]
     first = message.splitlines()[0]
-    assert re.search(named, first), message
+    assert re.search(fault, first), message
     assert "failed on rank" in first
     assert "phase step, in group world (ranks 0, 1, 2)" in first
     assert re.search(MEMORY, message)
@@ -109,7 +109,7 @@ def test_a_rank_missing_at_a_rebuild_of_communicators_is_named(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("kind", "named"),
+    ("kind", "fault"),
     [
         ("size", "rank 1 issued all_reduce of 256 bytes; ranks 0, 2 all_reduce of 128 bytes"),
         ("op", "rank 1 issued broadcast of 128 bytes; ranks 0, 2 all_reduce of 128 bytes"),
@@ -117,7 +117,7 @@ def test_a_rank_missing_at_a_rebuild_of_communicators_is_named(
 )
 def test_a_mismatch_is_found_in_the_rings_of_dead_ranks(
     kind: str,
-    named: str,
+    fault: str,
     outcomes: Outcomes,
     folder: Path,
     tmp_path: Path,
@@ -130,10 +130,10 @@ def test_a_mismatch_is_found_in_the_rings_of_dead_ranks(
     assert "ended with" in error
     first = findings(read_rings(rings_folder))[0]
     bundle = write_bundle(run_dir, WorkerError("trainer rank 1 died", died=True))
-    assert first.headline.endswith(f"#2 in group world: {named}")
+    assert first.headline.endswith(f"#2 in group world: {fault}")
     assert (ended_ns - first.since_ns) / 1e9 < LIMIT_S * scale()
     text = (bundle / "collectives.txt").read_text()
-    assert f"#2 in group world: {named}" in text.splitlines()[0]
+    assert f"#2 in group world: {fault}" in text.splitlines()[0]
     for rank in range(3):
         state = rf"trainer_rank{rank}: process \d+ dead, memory [\d.]+ s ago: [\d.]+ of [\d.]+ GiB free, it held [\d.]+"
         assert re.search(state, text), text

@@ -40,8 +40,8 @@ def test_groups_share_one_device(plugins: dict[str, Any]) -> None:
     gloo_device.share_gloo_device()
     gloo_device.share_gloo_device()
     groups = [make(plugins, store, name) for name in ("first", "second", "third")]
-    first, *others = (group.options for group in groups)
-    for options in others:
+    first, *other_options = (group.options for group in groups)
+    for options in other_options:
         assert options._devices == first._devices
         assert (options._threads, options._timeout, options.enable_reconfigure) == (
             first._threads,
@@ -61,8 +61,8 @@ def test_another_interface_has_a_device_of_its_own(plugins: dict[str, Any], monk
     gloo_device.share_gloo_device()
     on_loopback = make(plugins, store, "loopback")
     monkeypatch.delenv(gloo_device.INTERFACE)
-    other = make(plugins, store, "other")
-    assert other.options._devices != on_loopback.options._devices
+    external = make(plugins, store, "other")
+    assert external.options._devices != on_loopback.options._devices
 
 
 def test_another_creator_of_gloo_groups_is_kept(plugins: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def small() -> torch.Tensor:
     return torch.zeros(8)
 
 
-def waited(work: Any) -> None:
+def wait_for(work: Any) -> None:
     """Wait for a work, as a caller does."""
     work.wait()
 
@@ -71,7 +71,7 @@ def in_phase() -> None:
 # Every way of calling an op that a backend without communication accepts: plain calls, odd arguments and errors.
 CALLS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(small()),
-    "later": lambda: waited(dist.all_reduce(small(), async_op=True)),
+    "later": lambda: wait_for(dist.all_reduce(small(), async_op=True)),
     "dropped": lambda: dist.all_reduce(small(), async_op=True) and None,
     "broadcast": lambda: dist.broadcast(small(), 0),
     "a parameter": lambda: dist.broadcast(torch.nn.Parameter(small(), requires_grad=False), 0),
@@ -82,18 +82,18 @@ CALLS: dict[str, Callable[[], object]] = {
     "barrier": lambda: dist.barrier(),
     "own method": lambda: group().allreduce([small()]).wait(),
     "named": lambda: group().barrier(opts=c10d.BarrierOptions()),
-    "isend": lambda: waited(dist.isend(small(), 1)),
-    "irecv": lambda: waited(dist.irecv(small(), 1)),
+    "isend": lambda: wait_for(dist.isend(small(), 1)),
+    "irecv": lambda: wait_for(dist.irecv(small(), 1)),
     "no wait": lambda: dist.isend(small(), 1) and None,
-    "anyone": lambda: waited(group().recv_anysource([small()], 0)),
+    "anyone": lambda: wait_for(group().recv_anysource([small()], 0)),
     "send": lambda: dist.send(small(), 1),
     "recv of a named group": lambda: dist.recv(small(), 1, group=group()),
-    "batch": lambda: [waited(work) for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, small(), 1)])],
+    "batch": lambda: [wait_for(work) for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, small(), 1)])],
     "no batch": lambda: dist.batch_isend_irecv([]),
     "objects": lambda: dist.broadcast_object_list([1], src=0),
     "coalesced": coalesced,
     "phase": in_phase,
-    "twice": lambda: [waited(work) for work in [dist.isend(small(), 1)] * 2],
+    "twice": lambda: [wait_for(work) for work in [dist.isend(small(), 1)] * 2],
     "no tensor": lambda: group().allreduce("nothing"),
     "nothing": lambda: group().allreduce(),
     "no such word": lambda: group().allreduce([small()], nonsense=1),
@@ -132,10 +132,10 @@ def run_calls(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
         counts = [(c.op.name, c.calls, c.bytes, c.ns > 0, c.code, dict.fromkeys(c.peers)) for c in w.counters()]
         records: list[Any] = []
         for slot in range(w.ring.slots):
-            index, started, ended, *fields = RECORD.unpack_from(w.ring.memory, HEAD + slot * RECORD.size)
-            state = {0: "in flight", FAILED: "failed"}.get(ended, "ended")
-            assert state != "ended" or started <= ended or not started
-            records.append((index, started > 0, state, *fields))
+            index, start, end, *fields = RECORD.unpack_from(w.ring.memory, HEAD + slot * RECORD.size)
+            state = {0: "in flight", FAILED: "failed"}.get(end, "ended")
+            assert state != "ended" or start <= end or not start
+            records.append((index, start > 0, state, *fields))
         return outcomes, counts, records, len(w.pending_works), w.composite_thread
 
 
@@ -182,7 +182,7 @@ def test_repeated_calls_leak_no_reference() -> None:
             for name in CALLS:
                 outcome(CALLS[name])
                 dist.all_reduce(tensor)
-                waited(dist.isend(tensor, 1))
+                wait_for(dist.isend(tensor, 1))
                 dist.send(tensor, 1)
             gc.collect()
             w.record_completed()

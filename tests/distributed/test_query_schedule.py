@@ -28,7 +28,7 @@ class Simulation:
     process_bytes: Callable[[float], float] = lambda _: 0.0
     schedule: QuerySchedule = field(default_factory=lambda: QuerySchedule(BUDGET))
     now: float = 0.0
-    spent: float = 0.0
+    total_cost: float = 0.0
     num_queries: int = 0
 
     def op(self) -> bool:
@@ -48,7 +48,7 @@ class Simulation:
         return free < THRESHOLD or self.schedule.too_late
 
     def _spend(self, cost: float) -> None:
-        self.spent += cost
+        self.total_cost += cost
         self.now += cost
 
 
@@ -69,7 +69,7 @@ def test_auto_stays_within_its_budget(
     for cost in costs:
         simulation.cost, simulation.check_cost = cost, cost / cost_ratio
         simulation.op()
-    assert simulation.spent <= BUDGET * simulation.now + (MAX_OVERDRAFT + 3) * max(costs)
+    assert simulation.total_cost <= BUDGET * simulation.now + (MAX_OVERDRAFT + 3) * max(costs)
 
 
 @given(
@@ -145,4 +145,4 @@ def test_memory_that_oscillates_with_every_step_is_no_shortage(
     )
     while simulation.now < 80e9 and simulation.num_queries < 2_000:
         assert not simulation.op(), f"acted at {simulation.now / 1e9:.2f} s"
-    assert simulation.spent <= BUDGET * simulation.now + MAX_OVERDRAFT * cost
+    assert simulation.total_cost <= BUDGET * simulation.now + MAX_OVERDRAFT * cost

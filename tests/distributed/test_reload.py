@@ -61,17 +61,17 @@ def test_nothing_grows_over_the_cycles(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.ranks
 def test_refused_operations_name_the_reason(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        refused = rank["refused"]
-        assert "cannot be released while irecv has not ended" in refused["in flight"]
-        assert "called without slime_like's wrapper, does not support allreduce" in refused["past the wrapper"]
-        assert "all_reduce in group world, phase start: its communicators are released" in refused["released"]
-        assert "all_gather_object in group world" in refused["released object"]
+        messages = rank["refused"]
+        assert "cannot be released while irecv has not ended" in messages["in flight"]
+        assert "called without slime_like's wrapper, does not support allreduce" in messages["past the wrapper"]
+        assert "all_reduce in group world, phase start: its communicators are released" in messages["released"]
+        assert "all_gather_object in group world" in messages["released object"]
         for operation in ("removal", "no release"):
             assert re.match(
                 r"CollectiveError: the wrapper cannot be removed while \d\d+ groups have releasable communicators",
-                refused[operation],
+                messages[operation],
             )
-            assert refused[operation].endswith("destroy them first (torch.distributed.destroy_process_group)")
+            assert messages[operation].endswith("destroy them first (torch.distributed.destroy_process_group)")
 
 
 @pytest.mark.ranks

@@ -43,9 +43,9 @@ def test_ranks_that_meet_by_url_listen_at_its_address_only() -> None:
     sockets_before = listened_on([os.getpid()])
     with PortLease(HOST) as port:
         url = f"{RENDEZVOUS_SCHEME}://{HOST}:{port}"
-        (store, *first), (other, *second) = (next(rendezvous(url, rank, 2, timeout=TIMEOUT)) for rank in range(2))
+        (store, *first), (other_store, *second) = (next(rendezvous(url, rank, 2, timeout=TIMEOUT)) for rank in range(2))
     assert (first, second, SCHEME) == ([0, 2], [1, 2], RENDEZVOUS_SCHEME)
-    other.set("key", "value")
+    other_store.set("key", "value")
     assert store.get("key") == b"value"
     new_sockets = listened_on([os.getpid()])
     assert [new_sockets[inode] for inode in new_sockets.keys() - sockets_before.keys()] == [f"{HOST}:{port}"]

@@ -29,7 +29,7 @@ def dead_ring(folder: Path) -> None:
 
 
 def test_a_process_that_ends_during_a_read_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, reads, started = Path.read_text, itertools.count(), start_time(os.getpid())
+    original, reads, own_start = Path.read_text, itertools.count(), start_time(os.getpid())
 
     def once(path: Path, *args: Any, **kwargs: Any) -> str:
         if next(reads):
@@ -37,8 +37,8 @@ def test_a_process_that_ends_during_a_read_is_dead(monkeypatch: pytest.MonkeyPat
         return original(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", once)
-    assert process_state(os.getpid(), started) == "running"
-    assert process_state(os.getpid(), started) == "dead"
+    assert process_state(os.getpid(), own_start) == "running"
+    assert process_state(os.getpid(), own_start) == "dead"
 
 
 def test_a_ring_removed_during_a_read_is_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,16 +89,16 @@ def test_a_rank_ends_even_if_the_report_of_its_hang_fails(monkeypatch: pytest.Mo
     def broken(folder: object) -> str:
         raise OSError("no report")
 
-    ended: list[str] = []
+    calls: list[str] = []
     monkeypatch.setattr(watchdog, "report", broken)
     monkeypatch.setattr(watchdog, "oldest_in_flight", lambda wrapper: 0)
     wrapper: Any = SimpleNamespace(record_completed=lambda: None, ring=SimpleNamespace(folder=None))
     thread = object.__new__(watchdog.Watchdog)
     thread._wrapper, thread._limit, thread._period, thread._records = wrapper, 0.0, 0.0, True
-    thread._stopped, thread._end_process = watchdog.threading.Event(), lambda: ended.append("ended")
+    thread._stopped, thread._end_process = watchdog.threading.Event(), lambda: calls.append("ended")
     with pytest.raises(OSError, match="no report"):
         thread._watch()
-    assert ended == ["ended"]
+    assert calls == ["ended"]
 
 
 def test_the_last_reading_is_reported_if_memory_queries_hang() -> None:

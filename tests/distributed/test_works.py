@@ -41,27 +41,27 @@ def test_outstanding_works_are_kept_as_in_a_dict(steps: list[tuple[str, int]]) -
 
 
 def test_a_table_owns_its_entries_and_releases_them() -> None:
-    works, thing = module.Works(), Thing()
-    bare = sys.getrefcount(thing)
+    works, value = module.Works(), Thing()
+    bare = sys.getrefcount(value)
     for key in range(1000):
-        works[key] = (thing, thing, key)
+        works[key] = (value, value, key)
     for key in range(1000):
-        works[key] = (thing, None, key)
-    assert sys.getrefcount(thing) == bare + 1000
+        works[key] = (value, None, key)
+    assert sys.getrefcount(value) == bare + 1000
     for key in range(0, 1000, 2):
         works.pop(key)
     assert [key for key in range(1000) if works.get(key) is not None] == list(range(1, 1000, 2))
-    assert sys.getrefcount(thing) == bare + 500
+    assert sys.getrefcount(value) == bare + 500
     del works
-    assert sys.getrefcount(thing) == bare
+    assert sys.getrefcount(value) == bare
 
 
 def test_a_table_in_a_reference_cycle_is_collected() -> None:
-    works, thing = module.Works(), Thing()
-    thing.works = works  # pyright: ignore[reportAttributeAccessIssue]
-    works[1] = (thing, thing, 1)
-    reference = weakref.ref(thing)
-    del works, thing
+    works, value = module.Works(), Thing()
+    value.works = works  # pyright: ignore[reportAttributeAccessIssue]
+    works[1] = (value, value, 1)
+    reference = weakref.ref(value)
+    del works, value
     gc.collect()
     assert reference() is None
 

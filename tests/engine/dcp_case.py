@@ -22,7 +22,7 @@ class ThreadGroup:
 
     def __init__(self, size: int) -> None:
         self.world_size, self._barrier = size, threading.Barrier(size, timeout=30 * scale())
-        self._sent: list[Tensor] = [torch.empty(0)] * size
+        self._inputs: list[Tensor] = [torch.empty(0)] * size
         self._local = threading.local()
         self.device_group = self
 
@@ -35,11 +35,11 @@ class ThreadGroup:
         self._local.rank = rank
 
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self._sent[self.rank_in_group] = tensor.clone()
+        self._inputs[self.rank_in_group] = tensor.clone()
         self._barrier.wait()
-        sent = list(self._sent)
+        inputs = list(self._inputs)
         self._barrier.wait()
-        return sent
+        return inputs
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         return torch.cat(self._exchange(tensor), dim)
@@ -47,9 +47,9 @@ class ThreadGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._exchange(tensor)).sum(0)
 
-    def all_to_all_single(self, received: Tensor, sent: Tensor) -> None:
-        parts = [tensor.chunk(self.world_size)[self.rank_in_group] for tensor in self._exchange(sent)]
-        received.copy_(torch.cat(parts))
+    def all_to_all_single(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
+        parts = [tensor.chunk(self.world_size)[self.rank_in_group] for tensor in self._exchange(input_tensor)]
+        output_tensor.copy_(torch.cat(parts))
 
 
 def by_threads[T](group: ThreadGroup, work: Callable[[int], T]) -> list[T]:

@@ -37,8 +37,8 @@ class Linear(nn.Module):
         vars(self.weight)["weight_loader"] = self.load
 
     @staticmethod
-    def load(parameter: nn.Parameter, loaded: Tensor, first_row: int = 0) -> None:
-        parameter.data[first_row : first_row + len(loaded)].copy_(loaded)
+    def load(parameter: nn.Parameter, new_rows: Tensor, first_row: int = 0) -> None:
+        parameter.data[first_row : first_row + len(new_rows)].copy_(new_rows)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -216,7 +216,7 @@ class RankMessages:
         text[: len(message)] = torch.tensor([*message], dtype=torch.uint8)
         texts = [[torch.empty_like(text) for _ in range(self._group.size())]]
         self._group.allgather(texts, [text]).wait()
-        return [bytes(other.tolist()).rstrip(b"\0") for other in texts[0]]
+        return [bytes(encoded_text.tolist()).rstrip(b"\0") for encoded_text in texts[0]]
 
     def barrier(self) -> None:
         self._group.barrier().wait()

@@ -49,14 +49,14 @@ def fake_compiler(folder: Path, body: str) -> Path:
 
 @needs_compiler
 def test_a_build_is_reused_until_its_source_changes(cache: Path, short_source: Path) -> None:
-    built = build().path
+    library = build().path
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert [built.name for built in cache.iterdir()] == [built.name]  # no partial file is left
-    build_time = built.stat().st_mtime_ns
-    assert build().path == built
-    assert built.stat().st_mtime_ns == build_time
+    assert [library.name for library in cache.iterdir()] == [library.name]  # no partial file is left
+    build_time = library.stat().st_mtime_ns
+    assert build().path == library
+    assert library.stat().st_mtime_ns == build_time
     short_source.write_text("int two(void) { return 2; }\n")
-    assert build().path != built
+    assert build().path != library
 
 
 def test_the_object_name_depends_on_the_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

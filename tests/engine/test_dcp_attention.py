@@ -120,7 +120,7 @@ def test_any_mix_of_lengths_over_ranks(
     layer = SimpleNamespace(layer_id=0, tp_q_head_num=heads, tp_k_head_num=1, qk_head_dim=DIM, v_head_dim=DIM)
     layer.scaling = DIM**-0.5
     parallel = SimpleNamespace(dcp_group=group, attn_dcp_size=size, dcp_comm_backend=form, dcp_replicate_q_proj=False)
-    released: list[int] = []  # ranks that released the hidden states of a prefill
+    releases: list[int] = []  # ranks that released the hidden states of a prefill
 
     def run(rank: int) -> Tensor:
         table = SimpleNamespace(req_to_token=case.table)
@@ -128,7 +128,7 @@ def test_any_mix_of_lengths_over_ranks(
         backend = attention.ShardedAttention(runner, CKernels(build.build().path) if in_c else None)  # each its buffers
         backend._rank = rank
         if not decode:
-            queries: Any = SimpleNamespace(release=lambda: released.append(rank))
+            queries: Any = SimpleNamespace(release=lambda: releases.append(rank))
             backend._queries = {0: queries}
         backend.init_forward_metadata(batch)
         q = case.q_THD[:, rank * heads : (rank + 1) * heads].reshape(num_new, -1)
@@ -139,7 +139,7 @@ def test_any_mix_of_lengths_over_ranks(
         patch.setattr(attention, "get_parallel", lambda: parallel)
         out = torch.cat([part.view(num_new, heads, DIM) for part in by_threads(group, run)], 1)
     torch.testing.assert_close(out.double(), case.exact(), atol=3e-6, rtol=1e-5)
-    assert sorted(released) == ([] if decode else list(range(size)))
+    assert sorted(releases) == ([] if decode else list(range(size)))
     for rank, pool in enumerate(pools):  # each token is stored once
         assert int(pool.keys.isfinite().all(-1).sum()) == int((case.slots_L % size == rank).sum())
 

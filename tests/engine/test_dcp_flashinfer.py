@@ -68,9 +68,9 @@ def test_any_mix_of_lengths_over_ranks(
 
 
 @settings(max_examples=20, deadline=None)
-@given(lens=st.lists(st.integers(1, 40), min_size=3, max_size=3), size=st.integers(2, 4), known=st.booleans())
-def test_a_graph_reads_the_plan_of_its_replay(lens: list[int], size: int, known: bool) -> None:
-    """A graph is captured with sequences of one token; ``known``: the lengths on the host, which FlashInfer's fast plan reads."""
+@given(lens=st.lists(st.integers(1, 40), min_size=3, max_size=3), size=st.integers(2, 4), has_host_lens=st.booleans())
+def test_a_graph_reads_the_plan_of_its_replay(lens: list[int], size: int, has_host_lens: bool) -> None:
+    """A graph is captured with sequences of one token; ``has_host_lens``: the lengths on the host, which FlashInfer's fast plan reads."""
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
     case = sharded_case([(1, length - 1) for length in lens], size, 2, decode=True)
@@ -87,7 +87,7 @@ def test_a_graph_reads_the_plan_of_its_replay(lens: list[int], size: int, known:
             rank.init_forward_metadata_out_graph(captured, in_capture=True)
             wrapper = rank.forward_metadata.decode_wrappers[0]
             assert wrapper.is_cuda_graph_enabled
-            if not known:
+            if not has_host_lens:
                 batch.seq_lens_cpu = None
             rank.init_forward_metadata_out_graph(batch)
         out = forward(ranks, group, case, batch)

@@ -116,23 +116,23 @@ def test_a_captured_graph() -> None:
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, backend, group)
         patch.setattr(ThreadGroup, "all_gather", lambda self, tensor, dim: tensor)  # the queries of the group are given
-        for rank, built in enumerate(build_ranks(backend, group, case, pools, "cuda", DTYPE)):
+        for rank, attention in enumerate(build_ranks(backend, group, case, pools, "cuda", DTYPE)):
             own_mask = case.fresh_L & (case.slots_L % size == rank)
             rows = (case.slots_L[own_mask] // size).cuda()
             pools[rank].keys[rows], pools[rank].values[rows] = (
                 t[own_mask][:, None].to("cuda", DTYPE) for t in (case.keys, case.values)
             )
-            built.init_cuda_graph_state(count, count)
-            built.init_forward_metadata_out_graph(captured, in_capture=True)
-            wrapper, layer = built.forward_metadata.decode_wrappers[0], stub_layer(4, DIM)
-            indptr = built.kv_indptr[0][: count + 1]
-            attend = lambda: built._attend_rows(wrapper, q_TAD, layer, indptr[1:] == indptr[:-1])  # noqa: B023, E731
+            attention.init_cuda_graph_state(count, count)
+            attention.init_forward_metadata_out_graph(captured, in_capture=True)
+            wrapper, layer = attention.forward_metadata.decode_wrappers[0], stub_layer(4, DIM)
+            indptr = attention.kv_indptr[0][: count + 1]
+            attend = lambda: attention._attend_rows(wrapper, q_TAD, layer, indptr[1:] == indptr[:-1])  # noqa: B023, E731
             attend()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 out, lse = attend()
-            built.init_forward_metadata_out_graph(stub_batch(case, "cuda"))
+            attention.init_forward_metadata_out_graph(stub_batch(case, "cuda"))
             graph.replay()
             torch.cuda.synchronize()
             outs.append(out.float())

@@ -180,9 +180,9 @@ def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tup
     ids, sampling = prompt(90, seed=6), make_sampling(0.8, tokens=20)
     for version, name in ((3, "A"), (4, "B")):
         engine.run(engine.push(models.tensors(name), version))
-        ((_, scored),) = engine.run(engine.client.score_with_experts([ids], 1.0))
-        assert scored is not None
-        np.testing.assert_array_equal(np.sort(scored), chosen_by_hf(models.hf[name], ids)[:-1])
+        ((_, experts),) = engine.run(engine.client.score_with_experts([ids], 1.0))
+        assert experts is not None
+        np.testing.assert_array_equal(np.sort(experts), chosen_by_hf(models.hf[name], ids)[:-1])
         completions = engine.run(engine.client.generate(ids, [1, 2], sampling))
         sequences = [np.concatenate([ids, completion.token_ids]) for completion in completions]
         completions += engine.run(engine.client.extend(sequences, [1, 2], [5, 7], sampling))
@@ -202,10 +202,10 @@ def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tup
 @torch.no_grad()
 def chosen_by_hf(model: Any, ids: I32) -> Any:
     """Return the sorted experts [L, layers, experts per token] that the routers of transformers choose."""
-    chosen: list[Any] = []
+    expert_ids: list[Any] = []
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    hooks = [gate.register_forward_hook(lambda gate, inputs, outputs: chosen.append(outputs[2])) for gate in gates]
+    hooks = [gate.register_forward_hook(lambda gate, inputs, outputs: expert_ids.append(outputs[2])) for gate in gates]
     model(input_ids=torch.from_numpy(ids.astype(np.int64))[None])
     for hook in hooks:
         hook.remove()
-    return np.sort(torch.stack(chosen, 1).numpy())
+    return np.sort(torch.stack(expert_ids, 1).numpy())

@@ -72,11 +72,13 @@ def inputs(rank: int, step: int) -> Tensor:
 
 def parameters(layers: list[FlowLayer]) -> list[tuple[str, Tensor]]:
     """Return the tensors that a commit checks: of sharded weights, this rank's part."""
-    named = [(f"{index}.{name}", p) for index, layer in enumerate(layers) for name, p in layer.named_parameters()]
+    named_tensors = [
+        (f"{index}.{name}", p) for index, layer in enumerate(layers) for name, p in layer.named_parameters()
+    ]
     for index, layer in enumerate(layers):
         if isinstance(layer.self_attn, AbsorbedAttention):
-            named += [(f"{index}.{name}", getattr(layer.self_attn, name)) for name in ("w_kc", "w_vc")]
-    return [(name, getattr(tensor, HELD_PART, tensor)) for name, tensor in named]
+            named_tensors += [(f"{index}.{name}", getattr(layer.self_attn, name)) for name in ("w_kc", "w_vc")]
+    return [(name, getattr(tensor, HELD_PART, tensor)) for name, tensor in named_tensors]
 
 
 @torch.no_grad()
@@ -167,7 +169,7 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer(
         gather = group.gather(rank, transport)
         allocate, share, storages = gather.allocate, gather.share, StorageCounter()
 
-        def counted(num_bytes: int, device: torch.device) -> Tensor:
+        def allocate_counted(num_bytes: int, device: torch.device) -> Tensor:
             part = allocate(num_bytes, device)
             storages.count(part)  # shared memory is not allocated by torch
             return part
@@ -176,7 +178,7 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer(
             with _disable_current_modes():
                 share(parts)  # exchanges messages
 
-        vars(gather).update(allocate=counted, share=uncounted)
+        vars(gather).update(allocate=allocate_counted, share=uncounted)
         weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, size, gather)
         layers: list[FlowLayer] = []
         with storages:
@@ -186,7 +188,9 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer(
             weights.bind()
             load(layers, checkpoint, weights.update)
         counts = weights.finish_loading()
-        others = sum(p.nbytes for layer in layers for _, p in layer.named_parameters() if not hasattr(p, HELD_PART))
+        unsharded_bytes = sum(
+            p.nbytes for layer in layers for _, p in layer.named_parameters() if not hasattr(p, HELD_PART)
+        )
         # One element for each matrix that SGLang creates, and the results of SGLang that it writes to w_kc and w_vc.
         placeholders = sum(4 for layer in layers for _, p in layer.named_parameters() if hasattr(p, HELD_PART))
         absorbed = (
@@ -194,7 +198,7 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer(
         )
         layer_bytes = weights.layers[0].layout.num_bytes
         assert counts.loading == counts.private + layer_bytes == weights.peak_bytes
-        assert counts.loading <= storages.peak - others <= counts.loading + placeholders + absorbed
+        assert counts.loading <= storages.peak - unsharded_bytes <= counts.loading + placeholders + absorbed
         assert weights.held_bytes() == counts.private + num_slots * layer_bytes
         x, full = inputs(rank, rank), expected(kind, count, [1])
         assert torch.equal(forward(layers, x), forward(full, x))

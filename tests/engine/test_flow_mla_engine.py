@@ -199,16 +199,16 @@ def test_a_rank_holds_the_bytes_of_the_formula(pair: EngineArms) -> None:
 def test_the_kv_cache_has_the_bytes_that_the_weights_leave(pair: EngineArms) -> None:
     """Compare the cache that SGLang sizes by the weights in memory with the one that the planner sizes by config.json."""
     num_tokens: list[int] = []
-    planned: list[int] = []
+    planned_tokens: list[int] = []
     for engine in (pair.plain, pair.flow):
         spec = engine.server._spec  # pyright: ignore[reportPrivateUsage]
         shape, settings = read_shape("model.hf_checkpoint", spec.model_path), engine_settings(spec)
-        planned.append(host_pool(shape, replace(settings, rank_memory=RANK_MEMORY), 0).tokens)
+        planned_tokens.append(host_pool(shape, replace(settings, rank_memory=RANK_MEMORY), 0).tokens)
         (tokens,) = {int(text) for text in re.findall(r"max_total_num_tokens=(\d+)", log_text(engine))}
-        assert tokens == pytest.approx(planned[-1], rel=0.01)
+        assert tokens == pytest.approx(planned_tokens[-1], rel=0.01)
         num_tokens.append(tokens)
     # These models have few layers, so the slots take as much memory as the parts save, or more.
-    assert num_tokens[1] - num_tokens[0] == pytest.approx(planned[1] - planned[0], abs=2)
+    assert num_tokens[1] - num_tokens[0] == pytest.approx(planned_tokens[1] - planned_tokens[0], abs=2)
 
 
 def test_an_engine_ends_if_one_of_its_ranks_is_killed(pair: EngineArms) -> None:

@@ -42,8 +42,8 @@ class BlockLinear(nn.Module):
         self.weight_scale_inv: Any = BlockParameter(scales, self.load)
 
     @staticmethod
-    def load(parameter: nn.Parameter, loaded: Tensor) -> None:
-        parameter.data.copy_(loaded)
+    def load(parameter: nn.Parameter, checkpoint_weight: Tensor) -> None:
+        parameter.data.copy_(checkpoint_weight)
 
     def postprocess(self) -> None:
         """Change weights and scales in place, as SGLang does for some kernels."""
@@ -80,8 +80,8 @@ def load(layers: list[BlockLayer], seed: int, weights: ShardedWeights | None, *,
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:
         linear = layer.o_proj
-        loaded = torch.randn(SHAPE, generator=generator).to(torch.float8_e4m3fn)
-        linear.weight.weight_loader(linear.weight, loaded)
+        checkpoint_weight = torch.randn(SHAPE, generator=generator).to(torch.float8_e4m3fn)
+        linear.weight.weight_loader(linear.weight, checkpoint_weight)
         scales = 0.1 + torch.rand(linear.weight_scale_inv.shape, generator=generator)
         linear.weight_scale_inv.weight_loader(linear.weight_scale_inv, scales)
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
@@ -106,16 +106,18 @@ def test_fp8_blocks_are_sharded_after_post_processing(transport: str, monkeypatc
     group, models = GlooRanks(RANKS, SLOTS), SimpleNamespace()
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
     monkeypatch.setattr(hooks, "_models", models)
-    built: dict[int, tuple[list[BlockLayer], ShardedWeights]] = {}
+    rank_models: dict[int, tuple[list[BlockLayer], ShardedWeights]] = {}
     for rank in range(RANKS):
         weights = ShardedWeights(FlowOptions(), rank, RANKS, group.gather(rank, transport))
-        built[rank] = [BlockLayer() for _ in range(LAYERS)], weights
-        for layer in built[rank][0]:
+        rank_models[rank] = [BlockLayer() for _ in range(LAYERS)], weights
+        for layer in rank_models[rank][0]:
             weights.add(layer)
-    monkeypatch.setattr(hooks, "_models", [weights for _, weights in built.values()])  # finds the rank by the module
+    monkeypatch.setattr(
+        hooks, "_models", [weights for _, weights in rank_models.values()]
+    )  # finds the rank by the module
 
     def work(rank: int) -> None:
-        layers, weights = built[rank]
+        layers, weights = rank_models[rank]
         weights.bind()
         per_layer = SHAPE[0] * SHAPE[1] + 4 * SHAPE[0] * SHAPE[1] // BLOCK**2
         padded = -(-per_layer // 128) * 128

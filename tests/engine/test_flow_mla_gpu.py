@@ -100,11 +100,11 @@ def tokens(rank: int, step: int) -> Tensor:
     return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(10 * rank + step)).cuda()
 
 
-def assert_equal(result: Tensor, expected: Tensor, where: str = "") -> None:
+def assert_equal(result: Tensor, expected: Tensor, location: str = "") -> None:
     """Compare bits, where a device computes them."""
-    assert result.shape == expected.shape, where
+    assert result.shape == expected.shape, location
     if has_values():
-        assert torch.equal(result, expected), where
+        assert torch.equal(result, expected), location
 
 
 def compare_eager(rank: int, gather: PullGather) -> bool:
@@ -176,7 +176,7 @@ def one_matrix(rows: int, columns: int) -> torch.nn.Module:
     """Return a layer with one weight on the GPU."""
     layer, projection = torch.nn.Module(), torch.nn.Module()
     weight = torch.nn.Parameter(torch.empty(rows, columns, device="cuda"), requires_grad=False)
-    vars(weight)["weight_loader"] = lambda parameter, loaded: parameter.data.copy_(loaded)
+    vars(weight)["weight_loader"] = lambda parameter, checkpoint_weight: parameter.data.copy_(checkpoint_weight)
     projection.weight = weight
     layer.add_module("o_proj", projection)
     return layer
@@ -214,24 +214,24 @@ def trace_overlap(rank: int, gather: PullGather) -> dict[str, float]:
     """
     memory = DeviceParts(torch.device("cuda", 0), SLOTS)
     gather = PullGather(rank, RANKS, gather._exchange, memory)  # pyright: ignore[reportPrivateUsage]
-    timed, width, num_layers = TimedGather(gather, memory), 4096, 8
+    timed_gather, width, num_layers = TimedGather(gather, memory), 4096, 8
     layout = layer_layout([Matrix((width, width), (width, 1), torch.bfloat16)], RANKS)
     parts = [gather.allocate(layout.part_bytes, torch.device("cuda")) for _ in range(num_layers)]
     for part in parts:
         part.zero_()
     torch.cuda.synchronize()
-    timed.share(parts)
+    timed_gather.share(parts)
     if rank:
         return {}
-    pipeline = GatherPipeline([layout] * num_layers, SLOTS, timed, torch.device("cuda", 0))
-    x, others = (
+    pipeline = GatherPipeline([layout] * num_layers, SLOTS, timed_gather, torch.device("cuda", 0))
+    x, other_matrices = (
         torch.randn(2048, width, device="cuda", dtype=torch.bfloat16),
         torch.randn(4, width, width, device="cuda", dtype=torch.bfloat16),
     )
     layer_times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def products(weight: Tensor) -> None:
-        for matrix in (weight, *others):
+        for matrix in (weight, *other_matrices):
             torch.mm(x, matrix)
 
     def gathered() -> None:
@@ -256,18 +256,18 @@ def trace_overlap(rank: int, gather: PullGather) -> dict[str, float]:
 
     def whole_weights() -> None:
         for _ in range(num_layers):
-            products(others[0])
+            products(other_matrices[0])
 
-    whole = milliseconds(whole_weights)
+    unsharded_ms = milliseconds(whole_weights)
     forward_ms = milliseconds(gathered)
     zero = layer_times[0][0]
     spans = [(zero.elapsed_time(begin), zero.elapsed_time(end)) for begin, end in layer_times]
-    copies = {layer: (zero.elapsed_time(b), zero.elapsed_time(e)) for layer, (b, e) in timed.copies.items()}
+    copies = {layer: (zero.elapsed_time(b), zero.elapsed_time(e)) for layer, (b, e) in timed_gather.copies.items()}
     inner = range(SLOTS, num_layers)  # copies of this forward
     hidden = sum(max(0.0, min(copies[i][1], spans[i - 1][1]) - max(copies[i][0], spans[i - 1][0])) for i in inner)
     total = sum(copies[i][1] - copies[i][0] for i in inner)
     share = hidden / total if has_values() else 0.0
-    return {"forward": forward_ms, "whole": whole, "copy": total / len(inner), "hidden": share}
+    return {"forward": forward_ms, "whole": unsharded_ms, "copy": total / len(inner), "hidden": share}
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------

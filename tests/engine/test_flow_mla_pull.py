@@ -50,7 +50,7 @@ def reference(seed: int) -> list[FlowLayer]:
 @torch.no_grad()
 def test_a_rank_runs_forwards_in_which_the_others_take_no_part() -> None:
     """Rank 1 runs a single forward, and waits until rank 0 has run more. All-gathers would wait for it."""
-    group, ended = GlooRanks(RANKS, SLOTS), threading.Event()
+    group, end_event = GlooRanks(RANKS, SLOTS), threading.Event()
     full = reference(1)
 
     def work(rank: int) -> None:
@@ -59,8 +59,8 @@ def test_a_rank_runs_forwards_in_which_the_others_take_no_part() -> None:
         for step in range(1 if rank else 6):
             assert torch.equal(outputs(layers, step), outputs(full, step))
         if rank == 0:
-            ended.set()
-        assert ended.wait(30), "rank 0 has not ended its forwards"
+            end_event.set()
+        assert end_event.wait(30), "rank 0 has not ended its forwards"
 
     group.run(work)
 
@@ -69,18 +69,18 @@ def test_a_rank_runs_forwards_in_which_the_others_take_no_part() -> None:
 def test_a_rank_does_not_write_its_part_while_another_one_reads_it() -> None:
     """Rank 1 begins an update at once, and rank 0 after its forward, whose last layers have the weights of before."""
     group, full = GlooRanks(RANKS, SLOTS), reference(1)
-    begun = threading.Event()
+    begin_event = threading.Event()
 
     def work(rank: int) -> None:
         layers, weights = layers_of(group, rank)
         load(layers, tensors(layers, 1), weights.update)
         outputs(layers, 0)
         if rank == 0:
-            assert begun.wait(30)
+            assert begin_event.wait(30)
             for step in range(3):
                 assert torch.equal(outputs(layers, step), outputs(full, step))
         else:
-            begun.set()
+            begin_event.set()
         load(layers, tensors(layers, 2), weights.update)
         assert torch.equal(outputs(layers, 7), outputs(reference(2), 7))
 

@@ -52,14 +52,14 @@ def test_auto_does_not_retract_where_a_fixed_concurrency_does_and_samples_the_sa
     fixed_engine: RunningEngine, auto_engine: RunningEngine
 ) -> None:
     fixed_rollout, fixed_usage = rollout(fixed_engine, LONG)
-    chosen, usage = rollout(auto_engine, LONG)
+    auto_rollout, usage = rollout(auto_engine, LONG)
     assert fixed_usage.retractions > 0
     assert usage.retractions == 0
     assert fixed_usage.capacity_tokens == usage.capacity_tokens == CAPACITY
     assert usage.running_requests_max >= 0.9 * WORST_CASE, "the cache is used"
     assert usage.share > 0.8
-    for one, same in zip(fixed_rollout, chosen, strict=True):
-        np.testing.assert_array_equal(one.token_ids, same.token_ids)
+    for fixed_sample, auto_sample in zip(fixed_rollout, auto_rollout, strict=True):
+        np.testing.assert_array_equal(fixed_sample.token_ids, auto_sample.token_ids)
 
 
 def test_auto_runs_more_requests_when_responses_turn_out_short(auto_engine: RunningEngine) -> None:

@@ -222,12 +222,12 @@ def test_a_worker_that_is_killed_is_replaced(arms: Mapping[str, ExpertArm]) -> N
 def test_a_worker_that_is_stopped_is_replaced_by_the_engine(arms: Mapping[str, ExpertArm]) -> None:
     """Stop the worker of one of two ranks; the other rank keeps its worker."""
     arm = arms["float16 latent tp2 dcp2"]
-    worker, other = arm.workers
+    worker, other_worker = arm.workers
     worker.send_signal(signal.SIGSTOP)
     for version, weights in enumerate("AB", start=20):
         compare(arm, weights, BOUNDS["float16 latent tp2 dcp2"], seed=version)
         if version == 20:
-            assert [process.pid for process in arm.workers] == [other.pid]
+            assert [process.pid for process in arm.workers] == [other_worker.pid]
             assert "the engine computes its experts itself" in arm.log
             arm.engine.run(push(arm.engine, arm.models.tensors("B"), 21))
 
@@ -264,16 +264,16 @@ def test_a_rollout_survives_the_loss_of_a_required_worker(arms: Mapping[str, Exp
     async def scenario() -> None:
         manager = pair.manager()
         await pair.push(manager, "B")
-        killed: list[tuple[str, int]] = []
+        kills: list[tuple[str, int]] = []
 
         def kill_worker(name: str) -> None:
             (worker,) = workers_of(pair.supervisor(name).server.pid)
             worker.send_signal(signal.SIGKILL)
-            killed.append((name, worker.pid))
+            kills.append((name, worker.pid))
 
         at_first_answer(kill_worker)
         check_rollout(await manager.collect(0), 0, pair.models, "B", pair.version)
-        ((name, pid),) = killed
+        ((name, pid),) = kills
         await until(lambda: not [slot for slot in manager._pool.slots if slot.is_restarting])
         (recovery,) = manager._pool.recoveries
         assert recovery.engine == name and recovery.groups >= 1

@@ -17,16 +17,17 @@ observations = st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=4
 
 def estimate(pairs: list[tuple[int, bool]]) -> ResponseLengths:
     return ResponseLengths.estimate(
-        np.array([length for length, _ in pairs], np.int64), np.array([ended for _, ended in pairs], np.bool_)
+        np.array([length for length, _ in pairs], np.int64),
+        np.array([is_complete for _, is_complete in pairs], np.bool_),
     )
 
 
 def share_longer(pairs: list[tuple[int, bool]], tokens: int) -> float:
     """The product-limit estimate by its definition, with NUM_ENDLESS more responses that never end."""
     share = 1.0
-    for length in sorted({length for length, ended in pairs if ended and length <= tokens}):
+    for length in sorted({length for length, is_complete in pairs if is_complete and length <= tokens}):
         at_risk = NUM_ENDLESS + sum(num_tokens >= length for num_tokens, _ in pairs)
-        share *= 1 - sum(ended and num_tokens == length for num_tokens, ended in pairs) / at_risk
+        share *= 1 - sum(is_complete and num_tokens == length for num_tokens, is_complete in pairs) / at_risk
     return share
 
 
@@ -56,9 +57,9 @@ def test_without_observations_responses_reach_their_maximum() -> None:
 
 
 def test_short_responses_that_end_first_do_not_hide_the_long_ones_that_run() -> None:
-    ended, requests = [(10, True)] * 80, (np.zeros(64, np.int64), np.full(64, 1000))
-    few_endless, known = estimate(ended), estimate(ended + [(500, False)] * 240)
-    assert few_endless.reservation(*requests) < 20_000 < 45_000 < known.reservation(*requests)
+    complete_responses, requests = [(10, True)] * 80, (np.zeros(64, np.int64), np.full(64, 1000))
+    few_endless, with_endless = estimate(complete_responses), estimate(complete_responses + [(500, False)] * 240)
+    assert few_endless.reservation(*requests) < 20_000 < 45_000 < with_endless.reservation(*requests)
 
 
 @dataclass
@@ -68,7 +69,7 @@ class SimulatedEngine:
     capacity: int
     maximum: int
     running: list[list[int]] = field(default_factory=list[list[int]])  # [generated, length]
-    finished: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
+    responses: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
     num_retractions: int = 0
     num_steps: int = 0
 
@@ -80,7 +81,7 @@ class SimulatedEngine:
             ratio = max(0.098, 0.7 - 0.001 * self.num_steps)
             return used_tokens + ratio * sum(self.maximum - g for g, _ in self.running) + self.maximum <= self.capacity
         generated = np.array([*(g for g, _ in self.running), 0])
-        lengths = estimate([*self.finished[-512:], *((g, False) for g, _ in self.running)])
+        lengths = estimate([*self.responses[-512:], *((g, False) for g, _ in self.running)])
         return used_tokens + lengths.reservation(generated, np.full(len(generated), self.maximum)) <= self.capacity
 
     def run(self, lengths: list[int], *, reserve: bool) -> None:
@@ -93,7 +94,7 @@ class SimulatedEngine:
                 self.num_retractions += 1
             for response in self.running:
                 response[0] += 1
-            self.finished += [(g, g < self.maximum) for g, length in self.running if g >= length]
+            self.responses += [(g, g < self.maximum) for g, length in self.running if g >= length]
             self.running = [response for response in self.running if response[0] < response[1]]
             self.num_steps += 1
 

@@ -60,8 +60,8 @@ def _range(*bounds: Any) -> Iterator[_Index]:
 def _first_config(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run with the first config instead of autotuning, which needs a GPU driver."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
-    chosen = self.prune_configs(kwargs)[0]
-    meta = {name: value for name, value in chosen.all_kwargs().items() if name in self.fn.arg_names}
+    kernel_config = self.prune_configs(kwargs)[0]
+    meta = {name: value for name, value in kernel_config.all_kwargs().items() if name in self.fn.arg_names}
     self.nargs = None
     return self.fn.run(*args, **kwargs, **meta)
 
@@ -85,7 +85,7 @@ def on_ranks(world: RankWorld) -> dict[str, Any]:
     backend, shared = FlaGDN(), cast("Any", importlib.import_module("fla.ops.cp.chunk_delta_h"))
     gather, calls = shared.all_gather_into_tensor, list[int]()
 
-    def counted(states: torch.Tensor, *, group: Any) -> Any:
+    def counting_exchange(states: torch.Tensor, *, group: Any) -> Any:
         calls.append(states.numel())
         flat = states.new_empty(
             world.size * len(states), *states.shape[1:]
@@ -93,10 +93,10 @@ def on_ranks(world: RankWorld) -> dict[str, Any]:
         return gather(states, flat, group)[0].unflatten(0, (world.size, -1)), None
 
     def without_backward(states: torch.Tensor, *, group: Any) -> Any:
-        gathered, handle = counted(states, group=group)
+        gathered, handle = counting_exchange(states, group=group)
         return (gathered, handle) if len(calls) % 2 else (torch.zeros_like(gathered), handle)
 
-    shared.all_gather_into_tensor = counted
+    shared.all_gather_into_tensor = counting_exchange
     results = {name: range_errors(world, case, backend, torch.float32) for name, case in STREAMS.items()}
     sizes = list(calls)
     shared.all_gather_into_tensor = without_backward

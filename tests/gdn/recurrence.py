@@ -41,11 +41,11 @@ class RecurrenceCase:
     def to(self, dtype: torch.dtype, device: str = "cpu", *, wide: Collection[str] = ("g",)) -> RecurrenceCase:
         """Return a copy in ``dtype`` as new leaves; inputs named in ``wide`` are at least float32."""
         at_least_f32 = torch.promote_types(dtype, torch.float32)
-        moved = {
+        tensors = {
             name: tensor.detach().to(device, at_least_f32 if name in wide else dtype)
             for name, tensor in self.leaves().items()
         }
-        return replace(self, **{name: tensor.requires_grad_() for name, tensor in moved.items()})
+        return replace(self, **{name: tensor.requires_grad_() for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ def recurrence(case: RecurrenceCase) -> tuple[Tensor, Tensor]:
         state = case.v.new_zeros(size) if case.initial is None else case.initial[n]
         for t in range(start, stop):
             state = state * case.g[0, t].exp()[:, None, None]
-            read = torch.einsum("hkv,hk->hv", state, k[t])
-            write = case.beta[0, t][:, None] * (case.v[0, t] - read)
+            old_value = torch.einsum("hkv,hk->hv", state, k[t])
+            write = case.beta[0, t][:, None] * (case.v[0, t] - old_value)
             state = state + torch.einsum("hk,hv->hkv", k[t], write)
             outputs.append(torch.einsum("hkv,hk->hv", state, q[t]) * scale)
         finals.append(state)

@@ -71,8 +71,8 @@ def test_unsplit_flashqla_has_equal_bits_with_and_without_gradient() -> None:
     arguments = (case.q, case.k, case.v, case.g, case.beta)
     update = backend.chunk_rule(*arguments, cu_seqlens=bounds, cu_seqlens_cpu=case.bounds)[0]
     with torch.no_grad():
-        scored = backend.chunk_rule(*arguments, cu_seqlens=bounds, cu_seqlens_cpu=case.bounds)[0]
-    assert torch.equal(update, scored)
+        scores = backend.chunk_rule(*arguments, cu_seqlens=bounds, cu_seqlens_cpu=case.bounds)[0]
+    assert torch.equal(update, scores)
 
 
 def test_flashqla_is_faster_than_fla(record_property: Callable[[str, object], None]) -> None:

@@ -165,10 +165,10 @@ def test_gpu_backends_are_refused_on_a_cpu_at_load(hybrid: list[str]) -> None:
     ],
 )
 def test_bad_options(hybrid: list[str], extra: list[str], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error_info:
         load_config([*hybrid, *extra])
     for word in words:
-        assert word in str(refused.value), refused.value
+        assert word in str(error_info.value), error_info.value
 
 
 def test_a_backend_without_gdn_layers_is_refused(argv: list[str]) -> None:

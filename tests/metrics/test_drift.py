@@ -7,26 +7,26 @@ import math
 from slime_like.metrics.drift import MEAN_DIFFERENCE, DriftWatch
 
 
-def warned(*means: float, factor: float | None = 2.0) -> list[int]:
+def warning_steps(*means: float, factor: float | None = 2.0) -> list[int]:
     """Return the indices of rollouts with a warning, given the mean difference of each."""
     watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=factor)
     return [index for index, mean in enumerate(means) if watch.warnings({MEAN_DIFFERENCE: mean})]
 
 
 def test_rounding_is_not_warned_of() -> None:
-    assert warned(0.001, 0.019, 0.001, 0.01) == []  # above the median, but within rounding
-    assert warned(0.05, 0.06, 0.09, 0.05) == []  # a model with larger rounding
+    assert warning_steps(0.001, 0.019, 0.001, 0.01) == []  # above the median, but within rounding
+    assert warning_steps(0.05, 0.06, 0.09, 0.05) == []  # a model with larger rounding
 
 
 def test_a_drift_is_warned_of_at_its_start_and_at_each_doubling() -> None:
-    assert warned(0.01, 0.011, 0.012, 0.03, 0.04, 0.059, 0.07, 0.01, 0.05) == [3, 6, 8]
-    assert warned(0.01, 2.0, 2.5, 2.2) == [1]  # directly after the first push
-    assert warned(0.01, math.nan) == [1]
-    assert warned(0.05, math.nan, 0.05, 0.12) == [1, 3]
+    assert warning_steps(0.01, 0.011, 0.012, 0.03, 0.04, 0.059, 0.07, 0.01, 0.05) == [3, 6, 8]
+    assert warning_steps(0.01, 2.0, 2.5, 2.2) == [1]  # directly after the first push
+    assert warning_steps(0.01, math.nan) == [1]
+    assert warning_steps(0.05, math.nan, 0.05, 0.12) == [1, 3]
 
 
 def test_the_first_rollout_is_compared_with_the_ceiling() -> None:
-    assert warned(0.14) == [] and warned(0.16) == [0]
+    assert warning_steps(0.14) == [] and warning_steps(0.16) == [0]
 
 
 def test_the_warning_names_both_numbers_and_can_be_turned_off() -> None:
@@ -37,7 +37,7 @@ def test_the_warning_names_both_numbers_and_can_be_turned_off() -> None:
         f"{MEAN_DIFFERENCE} is 0.08, the median of earlier rollouts is 0.015" in line
         and "weights.drift_warning" in line
     )
-    assert warned(0.01, 5.0, factor=None) == []
+    assert warning_steps(0.01, 5.0, factor=None) == []
 
 
 def test_mixed_samples_are_compared_with_samples_of_one_version() -> None:

@@ -56,8 +56,8 @@ def test_a_request_that_grows_beyond_the_cache_is_retracted_and_prefilled_again(
     lengths = [(10, 1_000), (10, 1_000)]  # the second is admitted, since a tenth of the first's tokens is reserved
     settings = small(1_300)
     result = simulate(SHAPE, settings, HARDWARE, lengths, 2)
-    two, one = (simulate(SHAPE, PLAIN, HARDWARE, lengths, clients).seconds for clients in (2, 1))
-    assert two < result.seconds < one
+    two_clients, one_client = (simulate(SHAPE, PLAIN, HARDWARE, lengths, clients).seconds for clients in (2, 1))
+    assert two_clients < result.seconds < one_client
     assert result.output_tokens == 2_000
 
 

@@ -55,10 +55,10 @@ def test_gathering_of_flow_mla_is_hidden_by_a_long_step_and_exposed_by_a_short_o
 
 
 def test_experts_are_read_as_far_as_the_batch_selects_them() -> None:
-    few, more, most = (latent_step(TENSOR, requests).weights for requests in (1, 24, 480))
+    at_1, at_24, at_480 = (latent_step(TENSOR, requests).weights for requests in (1, 24, 480))
     experts = R1.routed_parameters / 8 / (H20.gpu.hbm * BANDWIDTH_SHARE.value)
-    assert more - few == pytest.approx(experts * ((1 - 1 / 32) - (1 - 1 / 32) ** 24), rel=0.02)
-    assert most > more
+    assert at_24 - at_1 == pytest.approx(experts * ((1 - 1 / 32) - (1 - 1 / 32) ** 24), rel=0.02)
+    assert at_480 > at_24
 
 
 def test_parts_of_sequences_that_end_early_leave_multiprocessors_idle() -> None:

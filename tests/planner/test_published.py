@@ -68,8 +68,8 @@ def test_page_shows_every_case_with_its_prediction() -> None:
     head, *tables = "\n".join(published.lines()).split("\n\n")
     for table in (head, *tables):
         columns = table.splitlines()[0]
-        shown = re.search(rf"^{re.escape(columns)}\n(?:\|.*\n)*", page, re.MULTILINE)
-        assert shown is not None and shown[0].rstrip() == table, (
+        published_table = re.search(rf"^{re.escape(columns)}\n(?:\|.*\n)*", page, re.MULTILINE)
+        assert published_table is not None and published_table[0].rstrip() == table, (
             "run python -m slime_like.planner.published and copy its tables into docs/planner.md"
         )
 

@@ -128,21 +128,21 @@ async def push(host: str, engines: list[str]) -> None:
     await sender.send(Weights(1, 10))
     weights = Weights(MANY, SIZE)
     report("sending")
-    started = time.monotonic()
+    start = time.monotonic()
     try:
         await sender.send(weights)
     except EngineLost as error:
-        report(f"lost after {time.monotonic() - started:.1f} s: {error}")
-    started = time.monotonic()
+        report(f"lost after {time.monotonic() - start:.1f} s: {error}")
+    start = time.monotonic()
     await sender.close()
-    report(f"closed after {time.monotonic() - started:.1f} s")
+    report(f"closed after {time.monotonic() - start:.1f} s")
     wrapper = install.current()
     assert wrapper is not None
     report(f"oldest op in flight: {oldest_in_flight(wrapper)}")
     sender = BroadcastSender(clients[1:], transport=TRANSPORT, group_name="second", host=host)
-    sent = await sender.send(Weights(2, 10))
+    tensors = await sender.send(Weights(2, 10))
     await sender.close()
-    report(f"sent {len(sent)} tensors to the other engine")
+    report(f"sent {len(tensors)} tensors to the other engine")
 
 
 def report(text: str) -> None:

@@ -22,10 +22,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_the_loss_ends_the_push_and_leaves_the_other_engine_and_the_watchdog_alone(net: Network) -> None:
-    sender, lost, other = (net.add() for _ in range(3))
+    sender, lost_node, other_node = (net.add() for _ in range(3))
     command = [sys.executable, "-m", "tests.power.broadcast_push"]
     process = subprocess.Popen(
-        [*command, *(f"{node.name}={node.address}" for node in (sender, lost, other))],
+        [*command, *(f"{node.name}={node.address}" for node in (sender, lost_node, other_node))],
         stdout=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,
@@ -40,14 +40,14 @@ def test_the_loss_ends_the_push_and_leaves_the_other_engine_and_the_watchdog_alo
         for line in process.stdout:
             lines.append(line.strip())
             if lines[-1] == "sending":
-                lost.disconnect()
+                lost_node.disconnect()
             if lines[-1] == "end":
                 break
         output = "\n".join(lines)
         noticed, closed = (float(seconds) for seconds in re.findall(r"^(?:lost|closed) after ([\d.]+) s", output, re.M))
         assert noticed < 4 * PEER_TIMEOUT_S, output
         assert closed < PEER_TIMEOUT_S, output
-        assert f"{lost.address} at http://{lost.address}:8000/update_weights_from_distributed" in output
+        assert f"{lost_node.address} at http://{lost_node.address}:8000/update_weights_from_distributed" in output
         assert "oldest op in flight: None" in output
         assert lines[-2:] == ["sent 8 tensors to the other engine", "end"]
     finally:

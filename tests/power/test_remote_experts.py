@@ -46,7 +46,7 @@ def test_a_worker_serves_the_next_engine_after_the_first_one_lost_power(
     monkeypatch.setenv(FACTOR_VARIABLE, "1")
     monkeypatch.setattr(connection, "PEER_TIMEOUT_S", PEER_TIMEOUT_S)
     monkeypatch.setattr(key, "PROOF_S", 0.5)
-    worker, lost, other = (net.add() for _ in range(3))
+    worker, lost_node, other_node = (net.add() for _ in range(3))
     origin = WorkerOrigin(f"{worker.address}:{PORT}", private_key(tmp_path))
     settings = ClientSettings(transport="socket")
 
@@ -58,9 +58,9 @@ def test_a_worker_serves_the_next_engine_after_the_first_one_lost_power(
     with in_network(worker, lambda: socket.create_server((worker.address, PORT))) as listener:
         secret = key.read_key(tmp_path / "key")
         threading.Thread(target=accept_all, args=(listener, secret), daemon=True).start()
-        with contextlib.closing(in_network(lost, open_client)):
-            lost.disconnect()
-            started = time.monotonic()
-            in_network(other, open_client).close()
-            assert PEER_TIMEOUT_S / 2 < time.monotonic() - started < 4 * PEER_TIMEOUT_S
+        with contextlib.closing(in_network(lost_node, open_client)):
+            lost_node.disconnect()
+            start = time.monotonic()
+            in_network(other_node, open_client).close()
+            assert PEER_TIMEOUT_S / 2 < time.monotonic() - start < 4 * PEER_TIMEOUT_S
         listener.shutdown(socket.SHUT_RDWR)

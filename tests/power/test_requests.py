@@ -77,25 +77,25 @@ def test_requests_to_a_node_without_power_end_and_those_to_a_stopped_engine_wait
 ) -> None:
     monkeypatch.setenv(FACTOR_VARIABLE, "1")
     node = net.add()
-    (lost, lost_log), (stopped, stopped_log) = (start_server(net, tmp_path) for _ in range(2))
+    (lost_node, lost_log), (stopped_node, stopped_log) = (start_server(net, tmp_path) for _ in range(2))
     for log in (lost_log, stopped_log):
         wait_for(log, "ready")
-    client = Client(node, lost, stopped)
+    client = Client(node, lost_node, stopped_node)
     to_lost, to_stopped = client.engines
     waiting = client.submit(to_stopped.version())
     pending = [client.submit(to_lost.version()), client.submit(to_lost.update_from_tensors(BODY))]
     wait_for(stopped_log, "/model_info")
     wait_for(lost_log, "/model_info", "/update_weights_from_tensor")
-    for process in psutil.Process(stopped.init).children(recursive=True):
+    for process in psutil.Process(stopped_node.init).children(recursive=True):
         process.suspend()
-    lost.disconnect()
-    started = time.monotonic()
+    lost_node.disconnect()
+    start = time.monotonic()
     pending.append(client.submit(to_lost.flush()))  # opens a connection
     for request in pending:
-        with pytest.raises(EngineLost, match=lost.address):
+        with pytest.raises(EngineLost, match=lost_node.address):
             request.result(LIMIT_S)
-    assert time.monotonic() - started < 4 * PEER_TIMEOUT_S
-    time.sleep(max(0.0, started + 2 * PEER_TIMEOUT_S - time.monotonic()))
+    assert time.monotonic() - start < 4 * PEER_TIMEOUT_S
+    time.sleep(max(0.0, start + 2 * PEER_TIMEOUT_S - time.monotonic()))
     assert not waiting.done()
     waiting.cancel()
     client.end()

@@ -45,11 +45,11 @@ def score(pool: RewardPool) -> Iterator[Score]:
 def test_every_sample_is_scored_in_place_by_its_rows_reward(pool: RewardPool, score: Score) -> None:
     groups = [group("4", "5", "4.0"), group("4.0", " 4", rm_type="exact"), group("abc", rm_type=f"{USERS}:length")]
     pool.metrics()
-    scored = score(groups)
-    assert [scores(g) for g in scored] == [[1, 0, 1], [0, 1], [3]]
-    assert scored[0].samples[1].reward == Reward(0.0, 0.0)
+    scored_groups = score(groups)
+    assert [scores(g) for g in scored_groups] == [[1, 0, 1], [0, 1], [3]]
+    assert scored_groups[0].samples[1].reward == Reward(0.0, 0.0)
     assert groups[0].samples[0].reward is None
-    assert [replace(s, reward=None) for s in scored[2].samples] == list(groups[2].samples)
+    assert [replace(s, reward=None) for s in scored_groups[2].samples] == list(groups[2].samples)
     assert reduce_metrics(pool.metrics()) == counts(calls=6)
 
 
@@ -111,11 +111,11 @@ def test_a_hanging_call_is_killed_with_its_children(tmp_path: Path, fallback: fl
     pids = tmp_path / "pids"
     pool = RewardPool(RewardConfig(name=f"{USERS}:hangs_on_x", workers=1, timeout_s=1.5, fallback=fallback))
     try:
-        scored = asyncio.run(pool.score([group("a", "x", "b", metadata={"pids": str(pids)})]))[0]
+        scored_group = asyncio.run(pool.score([group("a", "x", "b", metadata={"pids": str(pids)})]))[0]
     finally:
         pool.close()
-    assert scores(scored) == [1.0, fallback or 0.0, 1.0]
-    assert [s.status for s in scored.samples] == [Status.COMPLETED, status, Status.COMPLETED]
+    assert scores(scored_group) == [1.0, fallback or 0.0, 1.0]
+    assert [s.status for s in scored_group.samples] == [Status.COMPLETED, status, Status.COMPLETED]
     assert reduce_metrics(pool.metrics()) == counts(calls=3, timeouts=1, fallbacks=1)
     (warning,) = pool.warnings()
     consequence = "count as -0.5" if fallback is not None else "are excluded from training"
@@ -130,8 +130,8 @@ def test_a_killed_process_costs_its_sample_and_is_replaced(by: str, tmp_path: Pa
     pids = tmp_path / "pids"
     pool = RewardPool(RewardConfig(name=f"{USERS}:ends_on_x", workers=1, timeout_s=20, fallback=-0.5, memory_gb=0.75))
     try:
-        scored = asyncio.run(pool.score([group("a", "x", "b", "x", metadata={"by": by, "pids": str(pids)})]))[0]
-        assert scores(scored) == [1.0, -0.5, 1.0, -0.5]
+        scored_group = asyncio.run(pool.score([group("a", "x", "b", "x", metadata={"by": by, "pids": str(pids)})]))[0]
+        assert scores(scored_group) == [1.0, -0.5, 1.0, -0.5]
         assert reduce_metrics(pool.metrics()) == counts(calls=4, killed=2, fallbacks=2)
         (warning,) = pool.warnings()
         end = "ran out of memory" if by == "memory" else f"was killed by {by}"
@@ -196,10 +196,10 @@ def test_a_group_reward_must_score_each_sample(score: Score) -> None:
 def test_a_timeout_of_a_group_reward_costs_its_group() -> None:
     pool = RewardPool(RewardConfig(name=f"{USERS}:hangs_for_all", workers=1, timeout_s=0.5, fallback=0.25))
     try:
-        scored = asyncio.run(pool.score([group("a", "b", "c")]))[0]
+        scored_group = asyncio.run(pool.score([group("a", "b", "c")]))[0]
     finally:
         pool.close()
-    assert scores(scored) == [0.25] * 3
+    assert scores(scored_group) == [0.25] * 3
     assert reduce_metrics(pool.metrics()) == counts(calls=1, timeouts=1, fallbacks=3)
 
 
@@ -208,16 +208,16 @@ def test_weighted_rewards_are_summed_and_recorded() -> None:
     weights = {"rm_type": 2.0, f"{USERS}:length": 0.5, f"{USERS}:ranks": -1.0}
     pool = RewardPool(RewardConfig(name="answer", workers=1, weights=weights))
     try:
-        scored = asyncio.run(pool.score([group("4", "four"), group("abc", rm_type="dapo")]))
+        scored_groups = asyncio.run(pool.score([group("4", "four"), group("abc", rm_type="dapo")]))
     finally:
         pool.close()
-    assert scores(scored[0]) == [2.0 + 0.5 - 0.0, 0.0 + 2.0 - 1.0]
+    assert scores(scored_groups[0]) == [2.0 + 0.5 - 0.0, 0.0 + 2.0 - 1.0]
     parts = (("answer", 0.0), (f"{USERS}:length", 4.0), (f"{USERS}:ranks", 1.0))
-    assert scored[0].samples[1].reward == Reward(1.0, 0.0, parts)
-    assert scored[1].samples[0].reward == Reward(
+    assert scored_groups[0].samples[1].reward == Reward(1.0, 0.0, parts)
+    assert scored_groups[1].samples[0].reward == Reward(
         -0.5, 0.0, (("dapo", -1.0), (f"{USERS}:length", 3.0), (f"{USERS}:ranks", 0.0))
     )
-    metrics = reduce_metrics(group_metrics(scored[:1], 0))
+    metrics = reduce_metrics(group_metrics(scored_groups[:1], 0))
     assert (metrics["rollout/reward/answer"], metrics[f"rollout/reward/{USERS}:length"]) == (0.5, 2.5)
     assert unknown(metrics) == []
 
@@ -225,10 +225,14 @@ def test_weighted_rewards_are_summed_and_recorded() -> None:
 def test_evaluation_uses_only_the_reward_of_the_row() -> None:
     pool = RewardPool(RewardConfig(name="answer", workers=1, weights={"rm_type": 2.0, f"{USERS}:length": 0.5}))
     try:
-        scored = asyncio.run(pool.score([group("4", "5"), group("Answer: 4", rm_type="dapo")], unshaped=True))
+        scored_groups = asyncio.run(pool.score([group("4", "5"), group("Answer: 4", rm_type="dapo")], unshaped=True))
     finally:
         pool.close()
-    assert [s.reward for g in scored for s in g.samples] == [Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(1.0, 1.0)]
+    assert [s.reward for g in scored_groups for s in g.samples] == [
+        Reward(1.0, 1.0),
+        Reward(0.0, 0.0),
+        Reward(1.0, 1.0),
+    ]
 
 
 @pytest.mark.slow
@@ -239,10 +243,10 @@ def test_a_timeout_of_one_weighted_reward_costs_the_sample() -> None:
         )
     )
     try:
-        scored = asyncio.run(pool.score([group("abc")]))[0]
+        scored_group = asyncio.run(pool.score([group("abc")]))[0]
     finally:
         pool.close()
-    assert scored.samples[0].reward == Reward(-1.0)
+    assert scored_group.samples[0].reward == Reward(-1.0)
 
 
 def counts(**changes: float) -> dict[str, float]:

@@ -29,14 +29,14 @@ def test_every_part_names_files_that_exist() -> None:
 
 
 def test_every_gpu_test_is_in_a_part() -> None:
-    listed = {argument for part in gpu_evidence.PARTS for argument in part.arguments}
+    arguments = {argument for part in gpu_evidence.PARTS for argument in part.arguments}
     marked = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "tests").rglob("test_*.py")
         if re.search(r"^(pytestmark = .*|@|    )pytest\.mark\.gpu\b", file.read_text(), re.MULTILINE)
         and "phantom" not in file.parts
     }
-    assert marked - listed == set()
+    assert marked - arguments == set()
 
 
 def test_a_part_becomes_a_page_and_a_result(tmp_path: Path) -> None:

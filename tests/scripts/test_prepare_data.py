@@ -30,7 +30,7 @@ def prepare(tmp_path: Path, name: str, **splits: list[dict[str, Any]]) -> subpro
     return subprocess.run(command, capture_output=True, text=True, timeout=120 * scale(), env=env)
 
 
-def read(path: Path) -> FileSource:
+def open_source(path: Path) -> FileSource:
     context = SourceContext(str(path), characters(template=TEMPLATE), 512, lambda rm_type: rm_type == "math")
     return FileSource(DataConfig(train=str(path), apply_chat_template=True), context)
 
@@ -40,7 +40,7 @@ def test_gsm8k(tmp_path: Path) -> None:
     row = {"question": "How many?", "answer": "9 * 200 = 1800\n#### 1,800"}
     result = prepare(tmp_path, "gsm8k", train=[row, row], test=[row])
     assert result.returncode == 0, result.stderr
-    train, test = (read(tmp_path / "out" / "gsm8k" / f"{split}.jsonl") for split in ("train", "test"))
+    train, test = (open_source(tmp_path / "out" / "gsm8k" / f"{split}.jsonl") for split in ("train", "test"))
     assert (len(train), len(test)) == (2, 1)
     assert (test.prompts[0].label, test.prompts[0].rm_type) == ("1800", "math")
     assert test.prompts[0].text.startswith("<user>How many?\n")
@@ -50,7 +50,7 @@ def test_gsm8k(tmp_path: Path) -> None:
 def test_rows_in_slimes_format_keep_their_messages(tmp_path: Path) -> None:
     result = prepare(tmp_path, "dapo-math-17k", train=[{"prompt": CHAT, "label": 4}])
     assert result.returncode == 0, result.stderr
-    (prompt,) = read(tmp_path / "out" / "dapo-math-17k" / "train.jsonl").prompts
+    (prompt,) = open_source(tmp_path / "out" / "dapo-math-17k" / "train.jsonl").prompts
     assert (prompt.label, prompt.text) == ("4", "<user>What is 2+2?<assistant>")
 
 

@@ -26,7 +26,7 @@ MARKERS = ("engine", "ranks", "e2e", "gpu")
 SCRIPT = re.compile(r"(?:^|\s)((?:\.ci|scripts)/[\w./-]+)((?: +[\w-]+)*)")  # followed by plain arguments
 
 
-def read(path: Path) -> Any:
+def load_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
@@ -41,7 +41,7 @@ def parts() -> Mapping[str, str]:
 def commands(workflow: Path) -> Sequence[str]:
     """Return the ``run:`` of each step, once for each value of its job's matrix."""
     problems: list[str] = []
-    for job in read(workflow)["jobs"].values():
+    for job in load_yaml(workflow)["jobs"].values():
         matrix: dict[str, list[str]] = job.get("strategy", {}).get("matrix", {})
         for step, values in itertools.product(job["steps"], itertools.product(*matrix.values())):
             text: str = step.get("run", "")
@@ -58,7 +58,7 @@ def selects(expression: Expression, markers: Sequence[str]) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_yaml_mappings(path: Path) -> None:
-    assert isinstance(read(path), dict)
+    assert isinstance(load_yaml(path), dict)
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
@@ -96,18 +96,18 @@ def test_an_unknown_part_is_refused_with_the_list(argument: str) -> None:
 
 
 def test_nightly_packages_are_pinned_and_known() -> None:
-    packages: list[str] = read(GITHUB / "workflows" / "nightly.yml")["jobs"]["upstream"]["strategy"]["matrix"][
+    packages: list[str] = load_yaml(GITHUB / "workflows" / "nightly.yml")["jobs"]["upstream"]["strategy"]["matrix"][
         "package"
     ]
     exact = {line.partition("==")[0] for line in lines(ROOT / "scripts/requirements/runtime.in") if "==" in line}
-    refused = bash(f"bash '{ROOT}/scripts/next_upstream.sh' numpy")
-    assert refused.returncode == 1 and "unknown package 'numpy'" in refused.stderr
+    upgrade = bash(f"bash '{ROOT}/scripts/next_upstream.sh' numpy")
+    assert upgrade.returncode == 1 and "unknown package 'numpy'" in upgrade.stderr
     assert set(packages) <= exact
-    assert set(packages) == set(re.findall(r"[\w-]+", refused.stderr.partition("give ")[2])) - {"or"}
+    assert set(packages) == set(re.findall(r"[\w-]+", upgrade.stderr.partition("give ")[2])) - {"or"}
 
 
 def test_pins_agree_with_the_locks() -> None:
-    (ruff,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
+    (ruff,) = load_yaml(ROOT / ".pre-commit-config.yaml")["repos"]
     assert ruff["rev"] == f"v{pins('cpu')['ruff']}", (
         "scripts/lock.sh has moved ruff: set rev of .pre-commit-config.yaml"
     )
@@ -115,9 +115,9 @@ def test_pins_agree_with_the_locks() -> None:
     python = {
         step["with"]["python-version"]
         for workflow in WORKFLOWS
-        for job in read(workflow)["jobs"].values()
+        for job in load_yaml(workflow)["jobs"].values()
         for step in job["steps"]
         if "python-version" in step.get("with", {})
     }
     assert python == {project["tool"]["basedpyright"]["pythonVersion"]}
-    assert read(ROOT / "CITATION.cff")["version"] == version("slime-like")
+    assert load_yaml(ROOT / "CITATION.cff")["version"] == version("slime-like")

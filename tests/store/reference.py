@@ -36,9 +36,9 @@ class ScalarRow:
             self.logprobs.append(logprob)
             self.versions.append(version)
         zero = [[0] * TOP] * BLOCKS
-        kept = self.experts if experts is None else experts[: len(self.token_ids)]
-        if kept is not None:
-            self.experts = [*kept, *[zero] * (len(self.token_ids) - len(kept))]
+        experts_kept = self.experts if experts is None else experts[: len(self.token_ids)]
+        if experts_kept is not None:
+            self.experts = [*experts_kept, *[zero] * (len(self.token_ids) - len(experts_kept))]
 
     def columns(self) -> TokenColumns:
         """Return the columns."""

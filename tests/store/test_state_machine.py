@@ -78,7 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Append to a random subset of the rows, also to finished ones: then nothing may change."""
         rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
         tokens = [data.draw(TOKENS) for _ in rows]
-        finished = [data.draw(st.booleans()) for _ in rows]
+        finished_flags = [data.draw(st.booleans()) for _ in rows]
         experts = [
             self._experts(data, len(self.rows[row].token_ids) + len(new)) if routed else None
             for row, new in zip(rows, tokens, strict=True)
@@ -88,7 +88,7 @@ class StoreMachine(RuleBasedStateMachine):
             flat([token for new in tokens for token in new]),
             np.array([len(new) for new in tokens], dtype=np.int64),
             experts if routed else (),
-            np.array(finished, dtype=np.bool_),
+            np.array(finished_flags, dtype=np.bool_),
         )
         before = num_tables(self.store)
         try:
@@ -100,7 +100,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert num_tables(self.store) == before
             return  # ``same_bytes`` checks that no row has changed
         assert not any(self.rows[row].is_finished for row in rows)
-        for row, new, own, is_finished in zip(rows, tokens, experts, finished, strict=True):
+        for row, new, own, is_finished in zip(rows, tokens, experts, finished_flags, strict=True):
             self.rows[row].append(new, None if own is None else own.tolist())
             self.rows[row].is_finished = is_finished
 

@@ -125,12 +125,12 @@ def test_columns_are_read_only_views() -> None:
 
 def test_the_longest_row_that_begins_a_sequence_is_its_prefix() -> None:
     store = SampleStore()
-    short, long, other = (store.add(context_columns(np.array(ids))) for ids in ([1, 2], [1, 2, 3], [1, 5, 3, 4]))
+    short, long, sibling = (store.add(context_columns(np.array(ids))) for ids in ([1, 2], [1, 2, 3], [1, 5, 3, 4]))
     assert store.longest_prefix(context_columns(np.array([1, 2, 3, 4]))) == long
     store.release([long])
     assert store.longest_prefix(context_columns(np.array([1, 2, 3, 4]))) == short
     assert store.longest_prefix(context_columns(np.array([2, 2]))) is None
-    assert store.longest_prefix(context_columns(np.array([1, 5, 3, 4]))) == other
+    assert store.longest_prefix(context_columns(np.array([1, 5, 3, 4]))) == sibling
 
 
 def test_spans_and_versions_are_the_same_information() -> None:

@@ -150,8 +150,8 @@ def layer_reference(
     rule = RecurrenceCase(
         **{n: t[None] for n, t in heads.items()}, g=decay[None], beta=b.sigmoid()[None], initial=None, cu_seqlens=edges
     )
-    read = recurrence(rule)[0][0]
-    normed = read * (read.square().mean(-1, keepdim=True) + eps).rsqrt() * part["norm"]
+    retrieval = recurrence(rule)[0][0]
+    normed = retrieval * (retrieval.square().mean(-1, keepdim=True) + eps).rsqrt() * part["norm"]
     return (normed * F.silu(z.unflatten(-1, (VALUE_HEADS, VALUE)))).flatten(1) @ part["out_proj"].T
 
 

@@ -64,7 +64,7 @@ def peak_bytes(world: RankWorld, shared: Shared, kind: str) -> int:
         nonlocal live
         live -= num_bytes
 
-    def counted(*args: Any) -> Tensor:
+    def counting_dequantise(*args: Any) -> Tensor:
         nonlocal live, peak
         out = stock(*args)
         live += out.nbytes
@@ -72,6 +72,6 @@ def peak_bytes(world: RankWorld, shared: Shared, kind: str) -> int:
         weakref.finalize(out, free, out.nbytes)
         return out
 
-    with replace_attribute(hf, "dequantise", counted):
+    with replace_attribute(hf, "dequantise", counting_dequantise):
         make_actor(world, shared.models[kind], Layout())
     return peak

@@ -112,12 +112,12 @@ def import_trainer(*modules: str) -> None:
         from slime_like.train.megatron.platform import host
 
         host.install("cpu")
-        used = (
+        rank_modules = (
             "slime_like.train.megatron.rank.critic",
             "slime_like.train.megatron.rank.teacher",
             "slime_like.train.megatron.rank.trainer",
         )
-        for name in (*used, *modules):
+        for name in (*rank_modules, *modules):
             importlib.import_module(name)
 
 

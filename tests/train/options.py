@@ -45,7 +45,7 @@ def recompute(
     out: dict[str, Recomputed] = {}
     for name, model in {"none": {}, **variants}.items():
         actor = make_actor(world, shared.models["tied"], layout, algo=ALGO, model={"cpu_kernels": kernels, **model})
-        with _counted() as calls:
+        with _count_calls() as calls:
             grads = gradients(actor)
         expected = expected or grads
         errors = [float((grads[key] - expected[key]).abs().max() / expected[key].abs().max()) for key in expected]
@@ -63,7 +63,7 @@ def gradients(actor: Any) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _counted() -> Generator[dict[str, int]]:
+def _count_calls() -> Generator[dict[str, int]]:
     """Yield the number of forward calls per part of a layer, counted until exit."""
     from megatron.core.transformer.mlp import MLP
 
@@ -119,7 +119,7 @@ def overlap(world: RankWorld, shared: Shared, kind: str, layout: Layout, fault: 
         group.register_grad_ready = ready
     gathered_at_read: list[bool] = []
 
-    def read(hidden: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def read_weight(hidden: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         group = wrapped.param_to_bucket_group[weight]
         gathered_at_read.append(group.param_gather_dispatched and group.param_gather_handle is None)
         return stock_scores(hidden, weight, *args, **kwargs)
@@ -135,7 +135,7 @@ def overlap(world: RankWorld, shared: Shared, kind: str, layout: Layout, fault: 
                 contextlib.suppress(AssertionError)
             )  # raised by megatron at the next gather of that bucket
         if layout.overlap_param_gather:
-            stack.enter_context(replace_attribute(actor.model.last, "vocab_scores", read))
+            stack.enter_context(replace_attribute(actor.model.last, "vocab_scores", read_weight))
         for seed in (1, 2):
             train(actor, layout, 2 * seed, steps=2, make=four_micro_batches)
             weights.append(digest(actor))
@@ -314,11 +314,13 @@ def offload(world: RankWorld, shared: Shared, layout: Layout, fraction: float) -
         for actor in (divided, resumed):
             for seed in (3, 4):
                 train(actor, layout, seed)
-    inner = [one.optimizer for one in divided.optimizer.chained_optimizers]
-    assert all(isinstance(one, HybridDeviceOptimizer) for one in inner)
+    inner = [chained.optimizer for chained in divided.optimizer.chained_optimizers]
+    assert all(isinstance(chained, HybridDeviceOptimizer) for chained in inner)
     return {
-        "host": sum(len(one.cpu_optimizers) for one in inner),
-        "device": sum(len(g["params"]) for one in inner if one.gpu_optimizer for g in one.gpu_optimizer.param_groups),
+        "host": sum(len(chained.cpu_optimizers) for chained in inner),
+        "device": sum(
+            len(g["params"]) for chained in inner if chained.gpu_optimizer for g in chained.gpu_optimizer.param_groups
+        ),
         "equal": digest(divided) == digest(plain),
         "restored": restored,
         "resumed": digest(resumed) == digest(divided),

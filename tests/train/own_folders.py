@@ -36,7 +36,7 @@ def save_load_and_export(world: RankWorld, shared: Shared, layout: Layout) -> di
     folder = shared.scratch / f"node{world.rank}"
     actor = actor_with_own_folder(world, shared, layout)
     train(actor, layout, 1)
-    saved = digest(actor)
+    saved_digest = digest(actor)
     actor.begin_save(folder, 1)
     train(actor, layout, 2)
     actor.finish_save(wait=True)
@@ -50,7 +50,7 @@ def save_load_and_export(world: RankWorld, shared: Shared, layout: Layout) -> di
     train(resumed, layout, 2)
     return {
         "after save": after_save,
-        "loaded": resumed_digest == saved,
+        "loaded": resumed_digest == saved_digest,
         "continues": digest(resumed) == digest(actor),
         "files": files_of(folder),
     }
@@ -75,10 +75,10 @@ def full_disk_of_rank_zero(world: RankWorld, shared: Shared, layout: Layout) -> 
             gather_files(folder, names, info)
     except CheckpointError as error:
         message = str(error)
-    kept = files_of(folder)
+    files = files_of(folder)
     gather_files(folder, names, info)
     equal = world.rank == 1 or all((folder / name).read_bytes() == content for name, content in contents.items())
-    return {"error": message, "kept": kept, "equal": equal, "exists": folder.exists()}
+    return {"error": message, "kept": files, "equal": equal, "exists": folder.exists()}
 
 
 def missing_checkpoint(world: RankWorld, shared: Shared, layout: Layout) -> str:

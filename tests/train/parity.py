@@ -122,12 +122,12 @@ def _balance(router_logits: list[list[tuple[Tensor, ...]]], top: int) -> tuple[T
     loads: list[float] = []
     for layer in range(len(router_logits[0][0])):
         scores = [torch.softmax(torch.cat([s[layer] for s in micro]), -1) for micro in router_logits]
-        chosen = [torch.zeros_like(p).scatter(1, p.topk(top, -1).indices, 1.0) for p in scores]
+        choices = [torch.zeros_like(p).scatter(1, p.topk(top, -1).indices, 1.0) for p in scores]
         losses = [
-            p.shape[1] * (c.mean(0) / top * p.mean(0)).sum() * len(p) for p, c in zip(scores, chosen, strict=True)
+            p.shape[1] * (c.mean(0) / top * p.mean(0)).sum() * len(p) for p, c in zip(scores, choices, strict=True)
         ]
         layers.append(torch.stack(losses).sum() / sum(map(len, scores)))
-        counts = torch.cat(chosen).sum(0)
+        counts = torch.cat(choices).sum(0)
         loads.append(float(counts.max() / counts.mean()))
     return torch.stack(layers), float(np.mean(loads))
 
@@ -167,8 +167,8 @@ def choosing(model: Any, routed_experts: Any = None) -> Generator[None]:
     def replay(block: int) -> Any:
         def hook(gate: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
             logits, _, own = outputs
-            chosen = torch.from_numpy(routed_experts[:, block].astype(np.int64))
-            indices = torch.where(chosen[:, :1] != chosen[:, 1:], chosen, own)
+            engine_ids = torch.from_numpy(routed_experts[:, block].astype(np.int64))
+            indices = torch.where(engine_ids[:, :1] != engine_ids[:, 1:], engine_ids, own)
             weights = torch.softmax(logits.float(), -1).gather(1, indices)
             return logits, weights / weights.sum(-1, keepdim=True), indices
 
@@ -218,9 +218,9 @@ class RelativeErrors:
 
 def comparison(results: Results, name: str) -> RelativeErrors:
     """Return the result of a job of ``compare``: exactly one of its ranks reports."""
-    (reported,) = [result for result in results[name] if result is not None]
-    assert isinstance(reported, RelativeErrors)
-    return reported
+    (relative_errors,) = [result for result in results[name] if result is not None]
+    assert isinstance(relative_errors, RelativeErrors)
+    return relative_errors
 
 
 def assert_equals_hf(errors: RelativeErrors, bound: float) -> None:

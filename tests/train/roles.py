@@ -172,8 +172,8 @@ def critic_resumes(world: RankWorld, shared: Shared, layout: Layout) -> dict[str
     _, report = ppo_rollout(actor, resumed, layout)
     out = {"expected": expected, "resumed": values, "version": resumed.version, "report": report}
     load = str(folder / "iter_0000001")
-    started = make_critic(world, shared.models["untied"], layout, load=load)
-    out["loaded"], _ = started.score(rollout(layout, started.rank_info.dp_rank)[0])
+    initial_critic = make_critic(world, shared.models["untied"], layout, load=load)
+    out["loaded"], _ = initial_critic.score(rollout(layout, initial_critic.rank_info.dp_rank)[0])
     plain = make_critic(world, shared.models["untied"], replace(layout, distributed_optimizer=False), load=load)
     out["loaded by a plain optimizer"], _ = plain.score(rollout(layout, plain.rank_info.dp_rank)[0])
     for name, kind, action in (
@@ -212,8 +212,8 @@ def distill(
         actor.open_rollout(steps)
         columns: dict[str, Columns] = {}
         if teacher is not None:
-            scored, _ = teacher.score(steps)
-            shards = gather_shards(scored, teacher.rank_info.dp_rank)
+            scores, _ = teacher.score(steps)
+            shards = gather_shards(scores, teacher.rank_info.dp_rank)
             columns = {"teacher_logprobs": shards[actor.rank_info.dp_rank]}
         assert actor.compute_advantages(columns) is None
         metrics.append(reduce_metrics(actor.update(counts, frozen=False)))

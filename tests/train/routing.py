@@ -39,7 +39,7 @@ def old_choice(world: RankWorld, shared: Shared, layout: Layout, model: dict[str
     micros = [actor.lay_out(row) for row in shards[0]]
     routers = [weight for key, weight in named_weights(actor.model) if key.endswith("router.weight")]
     with actor.routing.in_old_pass(micros):
-        recorded = actor._scores(micros)
+        first_scores = actor._scores(micros)
     with torch.no_grad():
         for weight in routers:
             weight.neg_()
@@ -57,4 +57,6 @@ def old_choice(world: RankWorld, shared: Shared, layout: Layout, model: dict[str
     def largest(first: Any, second: Any) -> float:
         return max((float((a - b).abs().max()) for a, b in zip(first, second, strict=True)), default=0.0)
 
-    return OldChoice(largest(again, recorded), largest(own, replayed), difference.share, difference.max_gap, metrics)
+    return OldChoice(
+        largest(again, first_scores), largest(own, replayed), difference.share, difference.max_gap, metrics
+    )

@@ -66,7 +66,7 @@ def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[s
         shards = [batch[actor.rank_info.dp_rank :: layout.dp] for batch in batches]
         return reduce_metrics(actor.train_rollout(shards, [count_tokens(batch) for batch in batches]))
 
-    def refused(
+    def train_error(
         columns: Sequence[Columns], change: Callable[[PackedBatch], PackedBatch] = lambda row: row
     ) -> tuple[str, bool]:
         before = digest(actor), actor.version
@@ -80,21 +80,21 @@ def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[s
     results: dict[str, Any] = {"healthy": train(initial_scores, 0)}
     actor.spec = replace(actor.spec, drift_by_layer=False)  # which takes longer than all else, and changes no refusal
     current_scores = scores()
-    results["older weights"] = refused(initial_scores)
-    results["shifted"] = refused(
+    results["older weights"] = train_error(initial_scores)
+    results["shifted"] = train_error(
         current_scores, lambda row: replace(row, rollout_logprobs=np.roll(row.rollout_logprobs, 1))
     )
     actor.logprob_settings = replace(actor.logprob_settings, temperature=0.75)
-    results["temperature"] = refused(scores())
+    results["temperature"] = train_error(scores())
     actor.logprob_settings = replace(actor.logprob_settings, temperature=0.7)
     actor.spec = replace(actor.spec, sample_tolerance=math.inf)
-    results["not a number"] = refused(
+    results["not a number"] = train_error(
         current_scores, lambda row: replace(row, rollout_logprobs=row.rollout_logprobs * np.float32(np.nan))
     )
     actor.spec = replace(actor.spec, sample_tolerance=TOLERANCE)
     results["mixed"] = train(current_scores, actor.version, begun_by_another)
     with one_tensor_left_behind(actor):
-        results["reference"] = refused(scores())
+        results["reference"] = train_error(scores())
     return results
 
 

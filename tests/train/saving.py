@@ -90,7 +90,7 @@ def save_during_training(world: RankWorld, shared: Shared, layout: Layout) -> di
 
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     train(actor, layout, 1)
-    saved, version = digest(actor), actor.version
+    saved_digest, version = digest(actor), actor.version
     with waiting_writers() as release, hashing_threads() as hashed_by:
         if world.rank < world.size - 1:
             release.set()
@@ -112,7 +112,7 @@ def save_during_training(world: RankWorld, shared: Shared, layout: Layout) -> di
         "complete": is_complete,
         "hashed": all(file.sha256 for file in record.files.values()) and len(record.files) > world.size,
         "hashed by": sorted(hashed_by),
-        "loaded": resumed_digest == saved and version_loaded == version,
+        "loaded": resumed_digest == saved_digest and version_loaded == version,
         "continues": digest(resumed) == digest(actor),
     }
 
@@ -182,15 +182,15 @@ def full_disks(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, An
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     folder = shared.scratch / "checkpoints"
     train(actor, layout, 1)
-    saved = digest(actor)
+    saved_digest = digest(actor)
     save_checkpoint(actor, folder, 1)
     train(actor, layout, 2)
     out: dict[str, Any] = {}
     for name in FULL:
         with disk().watching(folder, full_at=name if world.rank == 0 else None):
-            out[name] = _refused(actor, folder)
+            out[name] = _load_error(actor, folder)
     with small_files(20_000 if world.rank == world.size - 1 else None):
-        out["shard"] = _refused(actor, folder)
+        out["shard"] = _load_error(actor, folder)
     dist.barrier()
     files = sorted(path.name for path in folder.iterdir())
     dist.barrier()
@@ -201,12 +201,12 @@ def full_disks(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, An
     return {
         "errors": out,
         "files": files,
-        "first is intact": digest(resumed) == saved,
+        "first is intact": digest(resumed) == saved_digest,
         "latest": latest_iteration(folder),
     }
 
 
-def _refused(actor: Any, folder: Path) -> str:
+def _load_error(actor: Any, folder: Path) -> str:
     try:
         actor.begin_save(folder, 2)
         actor.finish_save(wait=True)

@@ -30,7 +30,7 @@ JOBS[2].append(RankJob("algorithms local sums", TARGET, (Layout(cp=2), True)))
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 
 
-def reported(results: Results, name: str) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+def reporter_metrics(results: Results, name: str) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     (reporter_result,) = [rank for rank in results[f"algorithms {name}"] if rank[0]]  # exactly one rank reports
     return reporter_result
 
@@ -38,8 +38,8 @@ def reported(results: Results, name: str) -> tuple[dict[str, dict[str, float]], 
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_loss_and_gradient_do_not_depend_on_the_layout(algo: str, layout: str, results: Results) -> None:
-    single, _ = reported(results, "single")
-    metrics, expected = reported(results, layout)
+    single, _ = reporter_metrics(results, "single")
+    metrics, expected = reporter_metrics(results, layout)
     assert metrics[algo]["train/loss"] == pytest.approx(expected[algo], rel=BOUND, abs=BOUND)
     assert metrics[algo]["train/entropy"] > 0, "entropy is reported for every loss"
     for metric, value in single[algo].items():
@@ -49,7 +49,7 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(algo: str, layout: str, r
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_own_loss_and_advantage_train_a_step(layout: str, results: Results) -> None:
-    metrics, expected = reported(results, layout)
+    metrics, expected = reporter_metrics(results, layout)
     assert metrics["own"]["train/loss"] == pytest.approx(expected["own"], rel=BOUND, abs=BOUND)
     assert metrics["own"]["train/reinforce_loss"] == pytest.approx(expected["own"], rel=BOUND, abs=BOUND)
     assert metrics["own"]["train/grad_norm"] > 0
@@ -68,14 +68,14 @@ def test_own_loss_and_advantage_train_a_step(layout: str, results: Results) -> N
 def test_a_loss_with_other_names_for_another_micro_batch_or_rank_is_refused(
     layout: str, message: str, results: Results
 ) -> None:
-    metrics, _ = reported(results, layout)
+    metrics, _ = reporter_metrics(results, layout)
     (error,) = metrics["names"]
     assert message in error
 
 
 def test_sums_over_one_context_parallel_rank_are_detected(results: Results) -> None:
-    single, _ = reported(results, "single")
-    faulty, _ = reported(results, "local sums")
+    single, _ = reporter_metrics(results, "single")
+    faulty, _ = reporter_metrics(results, "local sums")
     wrong = {
         algo
         for algo in ALGORITHMS
@@ -86,7 +86,7 @@ def test_sums_over_one_context_parallel_rank_are_detected(results: Results) -> N
 
 def test_clipping_and_masking_affect_some_tokens(results: Results) -> None:
     """Check that the comparisons above cover both sides of every bound."""
-    metrics_of, _ = reported(results, "single")
+    metrics_of, _ = reporter_metrics(results, "single")
     shares: dict[str, Any] = {
         "gspo": "pg_clipfrac",
         "cispo": "pg_clipfrac",

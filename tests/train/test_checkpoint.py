@@ -25,13 +25,13 @@ JOBS = {
 
 
 def test_resume_is_the_same_run_bit_for_bit(results: Results) -> None:
-    for saved, resumed in zip(
+    for uninterrupted, resumed in zip(
         [*results["save single"], *results[SAVED]], [*results["resume single"], *results["resume dp2"]], strict=True
     ):
         assert resumed["iteration"] == 2 and resumed["version"] == 2
-        assert resumed["losses"] == saved["losses"]
-        assert resumed["weights"] == saved["weights"]
-        assert resumed["random"] == saved["random"]  # the RNG state is restored
+        assert resumed["losses"] == uninterrupted["losses"]
+        assert resumed["weights"] == uninterrupted["weights"]
+        assert resumed["random"] == uninterrupted["random"]  # the RNG state is restored
 
 
 def test_a_resumed_run_follows_its_own_learning_rate(results: Results) -> None:

@@ -41,6 +41,6 @@ def test_the_other_ranks_learn_of_every_error(
 
 @pytest.mark.ranks
 def test_a_rank_that_cannot_enter_the_checkpoint_tells_the_others(results: Results) -> None:
-    ((message, sent),) = results["unreadable checkpoint"]
+    ((message, broadcasts),) = results["unreadable checkpoint"]
     assert message.startswith("/c/iter_0000001: cannot be read (Permission denied)"), message
-    assert len(sent) == 1 and sent[0] is not None
+    assert len(broadcasts) == 1 and broadcasts[0] is not None

@@ -293,7 +293,7 @@ def test_attention_gives_the_same_bits_on_any_number_of_threads() -> None:
             outputs.append(_outputs_and_gradients(attend, inputs))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, three) for one, three in zip(*outputs, strict=True))
+    assert all(torch.equal(one_thread, three_threads) for one_thread, three_threads in zip(*outputs, strict=True))
 
 
 def test_bounds_outside_the_tokens_are_refused() -> None:
@@ -313,9 +313,9 @@ def test_rows_shared_by_threads_give_the_same_gradients() -> None:
             outputs.append(_outputs_and_gradients(lambda x, w: RMSNormFunction.apply(x, w, EPS, C()), inputs))
     finally:
         torch.set_num_threads(before)
-    for one, three, repeated in zip(*outputs, strict=True):
-        torch.testing.assert_close(one, three, atol=1e-4, rtol=1e-4)
-        assert torch.equal(three, repeated)
+    for one_thread, three_threads, repeated in zip(*outputs, strict=True):
+        torch.testing.assert_close(one_thread, three_threads, atol=1e-4, rtol=1e-4)
+        assert torch.equal(three_threads, repeated)
 
 
 def test_inputs_of_other_shapes_strides_and_dtypes_are_refused() -> None:

@@ -73,8 +73,8 @@ def test_every_rank_gets_the_tensors_of_all_stages_in_the_same_buckets(name: str
     first = exported[0].replicated
     assert len(first) > 3
     assert all(e.replicated == first for e in exported)
-    sent = {tensor: digest for e in exported for tensor, digest in e.sent.items()}
-    assert {tensor: digest for bucket in first for tensor, digest in bucket} == sent
+    digests = {tensor: digest for e in exported for tensor, digest in e.sent.items()}
+    assert {tensor: digest for bucket in first for tensor, digest in bucket} == digests
     stages = [[m[0] for m in e.manifest] for e in exported if e.is_sender]
     assert [tensor for bucket in first for tensor, _ in bucket] == [tensor for stage in stages for tensor in stage]
 

@@ -53,16 +53,16 @@ def test_an_export_has_the_weights_that_transformers_loads(models: dict[str, Pat
     from transformers import AutoModelForCausalLM
 
     with dequantising():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(models[KIND], dtype=torch.float32)
+        hf_model: Any = AutoModelForCausalLM.from_pretrained(models[KIND], dtype=torch.float32)
     folder: Path = results["float8 round trip"][0]
     exported = tensors_of(folder)
-    expected: dict[str, Tensor] = by_expert(loaded.state_dict())
+    expected: dict[str, Tensor] = by_expert(hf_model.state_dict())
     assert expected.keys() == {name for name in exported if not name.startswith("mtp.")}
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     carried = [name for name in HFFolder(models[KIND]).names() if name.startswith("mtp.")]
-    stored = tensors_of(models[KIND])
-    assert {stored[name].dtype for name in carried} == {torch.float8_e4m3fn, torch.bfloat16}
+    stored_tensors = tensors_of(models[KIND])
+    assert {stored_tensors[name].dtype for name in carried} == {torch.float8_e4m3fn, torch.bfloat16}
     assert {name for name in exported if name.startswith("mtp.")} == set(carried)
     assert all(torch.equal(exported[n], HFFolder(models[KIND]).read_as_stored(n, torch.float32)) for n in carried)
 

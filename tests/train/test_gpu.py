@@ -109,11 +109,11 @@ def export_error(actor: Any, folder: Path) -> float:
     """Return the largest difference of the scores of a sequence from those of transformers with an export in bfloat16."""
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")  # pyright: ignore[reportArgumentType]
+    hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")  # pyright: ignore[reportArgumentType]
     row = batch(1)[1]
     ids = torch.from_numpy(row.token_ids.astype(np.int64)).cuda()[None]
     with torch.no_grad():
-        log_p = torch.log_softmax(loaded(input_ids=ids).logits[0, :-1].float() / 0.7, -1)
+        log_p = torch.log_softmax(hf_model(input_ids=ids).logits[0, :-1].float() / 0.7, -1)
     expected = log_p.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
     return float(np.abs(actor.score(row)[1:] - expected).max())
 
@@ -131,11 +131,11 @@ def options_on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, A
     half: dict[str, Any] = {"dtype": "bfloat16", "algo": SftConfig()}
     divided: dict[str, Any] = {"lr": 5e-3, "cpu_offload": True, "cpu_offload_fraction": 0.5}
     device, actor, resumed = (actor_on_gpu(world, folder, **half, optim=o) for o in ({"lr": 5e-3}, divided, divided))
-    for name, one in (("device", device), ("half", actor)):
-        out[name] = [loss_of(train(one, Layout(), 1)) for _ in range(4)]
+    for name, rank_trainer in (("device", device), ("half", actor)):
+        out[name] = [loss_of(train(rank_trainer, Layout(), 1)) for _ in range(4)]
     save_checkpoint(actor, scratch / "offloaded", 4)
     resumed.load(scratch / "offloaded")
-    out["resumed"] = [loss_of(train(one, Layout(), 1)) for one in (actor, resumed) for _ in range(2)]
+    out["resumed"] = [loss_of(train(rank_trainer, Layout(), 1)) for rank_trainer in (actor, resumed) for _ in range(2)]
     return out
 
 

@@ -55,7 +55,7 @@ EXPECTED = {
 }
 
 
-def reported(results: Results, name: str) -> TrainedColumns:
+def columns_of(results: Results, name: str) -> TrainedColumns:
     """Return the ranks' results with the metrics of all ranks, each of which exactly one rank reports."""
     ranks: list[TrainedColumns] = results[name]
     metrics: list[dict[str, float]] = []
@@ -79,7 +79,7 @@ def compare(actual: dict[str, float], expected: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "vpp2"])
 def test_actor_and_critic_are_the_same_run_in_every_layout(name: str, results: Results) -> None:
-    single, split = reported(results, "ppo one rank"), reported(results, f"ppo {name}")
+    single, split = columns_of(results, "ppo one rank"), columns_of(results, f"ppo {name}")
     assert split.metrics[0].keys() >= EXPECTED
     for split_metrics, single_metrics in zip(split.metrics, single.metrics, strict=True):
         compare(split_metrics, single_metrics)
@@ -96,7 +96,7 @@ def test_values_equal_transformers(results: Results, models: dict[str, Path]) ->
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(models["untied"], dtype=torch.float32)
-    actual = reported(results, "ppo one rank").before
+    actual = columns_of(results, "ppo one rank").before
     for step, rows in ((k, r) for k in range(STEPS) for r in enumerate(batch(k))):
         index, row = rows
         expected = np.zeros(len(row.token_ids), np.float32)
@@ -110,7 +110,7 @@ def test_values_equal_transformers(results: Results, models: dict[str, Path]) ->
 
 
 def test_a_gradient_that_is_summed_twice_is_detected(results: Results) -> None:
-    single, faulty = reported(results, "ppo one rank"), reported(results, "value gradient summed twice")
+    single, faulty = columns_of(results, "ppo one rank"), columns_of(results, "value gradient summed twice")
     assert close(faulty.before, single.before)
     assert not close(faulty.after, single.after, 1e-3)
     key = "train/critic_grad_norm"
@@ -118,7 +118,7 @@ def test_a_gradient_that_is_summed_twice_is_detected(results: Results) -> None:
 
 
 def test_the_value_loss_falls(results: Results) -> None:
-    first, second = reported(results, "ppo one rank").metrics
+    first, second = columns_of(results, "ppo one rank").metrics
     assert second["train/value_loss"] < first["train/value_loss"]
 
 
@@ -157,7 +157,7 @@ def test_an_actors_checkpoint_has_no_value_head(name: str, results: Results) -> 
 @pytest.mark.parametrize("kind", ["teacher's ranks", "teacher swapped"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_distillation_is_the_same_run_in_every_layout(kind: str, name: str, results: Results) -> None:
-    single, split = reported(results, "teacher's ranks one rank"), reported(results, f"{kind} {name}")
+    single, split = columns_of(results, "teacher's ranks one rank"), columns_of(results, f"{kind} {name}")
     for split_metrics, single_metrics in zip(split.metrics, single.metrics, strict=True):
         compare(split_metrics, single_metrics)
     first, second = single.metrics

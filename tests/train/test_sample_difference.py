@@ -26,14 +26,14 @@ JOBS = {size: [RankJob(name, GATE, run) for name, run in RUNS.items() if run[0].
 DRIFT = "train/train_rollout_logprob_abs_diff"
 
 
-def reported(results: Results, name: str, key: str) -> dict[str, float]:
+def metrics_of(results: Results, name: str, key: str) -> dict[str, float]:
     (result,) = [rank[key] for rank in results[name] if rank[key]]
     return result
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_samples_of_the_trainers_weights_are_trained_on(name: str, results: Results) -> None:
-    metrics = reported(results, name, "healthy")
+    metrics = metrics_of(results, name, "healthy")
     # The mean exceeds the 99th percentile if fewer than a hundredth of the tokens differ.
     assert all(0 <= metrics[name] <= metrics[f"{DRIFT}_max"] for name in (DRIFT, f"{DRIFT}_p99"))
     assert metrics[f"{DRIFT}_max"] <= TOLERANCE / 10
@@ -63,7 +63,7 @@ def test_no_optimizer_step_is_taken_on_faulty_samples(name: str, fault: str, res
 
 @pytest.mark.parametrize("name", RUNS)
 def test_samples_begun_by_other_weights_are_reported_separately(name: str, results: Results) -> None:
-    metrics = reported(results, name, "mixed")
+    metrics = metrics_of(results, name, "mixed")
     assert metrics[f"{DRIFT}_max"] <= TOLERANCE / 10
     assert metrics[f"{DRIFT}_mixed"] == pytest.approx(1, abs=1e-4) == metrics[f"{DRIFT}_mixed_max"]
     assert metrics[f"{DRIFT}_stale"] == pytest.approx(1, abs=1e-4)

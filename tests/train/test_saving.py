@@ -45,8 +45,8 @@ def test_a_kill_at_every_operation_leaves_a_complete_checkpoint(results: Results
     iterations: list[int] = result["iterations"]
     operations: list[Operation] = result["operations"]
     assert len(iterations) == len(operations) + 1 > 30  # a kill before each operation, and a complete save
-    named = next(i for i, o in enumerate(operations) if o.to.endswith("latest_checkpointed_iteration.txt"))
-    assert iterations == [1] * (named + 1) + [2] * (len(operations) - named)
+    rename_index = next(i for i, o in enumerate(operations) if o.to.endswith("latest_checkpointed_iteration.txt"))
+    assert iterations == [1] * (rename_index + 1) + [2] * (len(operations) - rename_index)
     assert result["num_read"] >= 2
 
 
@@ -59,17 +59,17 @@ def test_files_are_synced_before_they_are_named(results: Results) -> None:
         return next(i for i, o in enumerate(operations) if o.event == event and path in o.path and o.to.endswith(to))
 
     target = first("os.rename", "iter_0000002.tmp", "iter_0000002")
-    named = first("os.rename", "latest", "latest_checkpointed_iteration.txt")
+    rename_index = first("os.rename", "latest", "latest_checkpointed_iteration.txt")
     opened_paths = {o.path for o in operations[:target] if o.event == "open" and "iter_0000002.tmp/" in o.path}
     final_paths = {path.removesuffix(".tmp") for path in opened_paths if not path.endswith("iter_0000002.tmp")}
     assert len(final_paths) >= 4
     for path in final_paths:
         assert any(o == Operation("fsync", path) for o in operations[:target]), path
-    synced = [o.path.rsplit("/", 1)[-1] for o in operations[target:named] if o.event == "fsync"]
-    recorded = ["checkpoint.json.tmp", "iter_0000002"]  # the driver adds the settings of the run
-    assert synced == ["checkpoints", *recorded, "latest_checkpointed_iteration.txt.tmp"]
+    synced = [o.path.rsplit("/", 1)[-1] for o in operations[target:rename_index] if o.event == "fsync"]
+    record_names = ["checkpoint.json.tmp", "iter_0000002"]  # the driver adds the settings of the run
+    assert synced == ["checkpoints", *record_names, "latest_checkpointed_iteration.txt.tmp"]
     removed = [i for i, o in enumerate(operations) if "iter_0000001" in o.path]
-    assert min(removed) > named
+    assert min(removed) > rename_index
 
 
 @pytest.mark.parametrize("name", [*FULL, "shard"])
@@ -116,7 +116,7 @@ def test_an_export_that_fails_on_one_rank_fails_on_all_and_keeps_the_previous_ex
 def test_an_export_is_synced_before_it_is_renamed(results: Results) -> None:
     first, second = results["full disks of exports"]
     operations: list[Operation] = first["operations"]
-    named = next(i for i, o in enumerate(operations) if o.to.endswith("/hf"))
-    synced = {o.path.rsplit("/", 1)[-1] for o in operations[:named] if o.event == "fsync"}
+    rename_index = next(i for i, o in enumerate(operations) if o.to.endswith("/hf"))
+    synced = {o.path.rsplit("/", 1)[-1] for o in operations[:rename_index] if o.event == "fsync"}
     assert synced >= {*first["files"], "hf.tmp"}
     assert "model-stage1-00000.safetensors" in {o.path.rsplit("/", 1)[-1] for o in second["operations"]}

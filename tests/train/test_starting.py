@@ -45,14 +45,14 @@ def test_gpt_model_stacks_its_layers(results: Results) -> None:
 @pytest.mark.parametrize("name", ["gpt", "gpt fused", *(f"gpt, {name}" for name in TARGETS), "gpt experts, ep2"])
 def test_a_gpt_checkpoint_gives_the_same_scores(name: str, results: Results) -> None:
     (source,) = results[name.split(",")[0]]
-    (started,) = [r for r in results[f"start from {name}"] if r["scores"] is not None]
+    (last_stage,) = [r for r in results[f"start from {name}"] if r["scores"] is not None]
     if "tp2" in name:  # projections are sums of two halves, with other rounding
-        np.testing.assert_allclose(started["logits"], source["logits"], atol=3e-6, rtol=0)
+        np.testing.assert_allclose(last_stage["logits"], source["logits"], atol=3e-6, rtol=0)
     elif "experts" not in name:
-        assert np.array_equal(started["logits"], source["logits"])
-    np.testing.assert_allclose(started["scores"][1:], source["logprobs"], atol=1e-5, rtol=0)
+        assert np.array_equal(last_stage["logits"], source["logits"])
+    np.testing.assert_allclose(last_stage["scores"][1:], source["logprobs"], atol=1e-5, rtol=0)
     assert np.ptp(source["logprobs"]) > 0.1
-    assert started["kl"] == 0  # the reference has the initial weights
+    assert last_stage["kl"] == 0  # the reference has the initial weights
 
 
 def test_weights_of_another_run_without_its_optimizer(results: Results) -> None:

@@ -58,7 +58,7 @@ JOBS = {
 }
 
 
-def reported(results: Results, name: str) -> list[dict[str, float]]:
+def metrics_of(results: Results, name: str) -> list[dict[str, float]]:
     """Return the metrics per rollout, which exactly one rank has."""
     (metrics,) = [rank for rank in results[name] if rank[0]]
     assert all(not rank[0] for rank in results[name] if rank is not metrics)
@@ -67,14 +67,14 @@ def reported(results: Results, name: str) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("name", [*(f"sft {n}" for n in (*LAYOUTS, *HYBRID_LAYOUTS)), "sft bfloat16 recompute"])
 def test_supervised_loss_falls(name: str, results: Results) -> None:
-    rollouts = reported(results, name)
+    rollouts = metrics_of(results, name)
     assert rollouts[-1]["train/loss"] < 0.8 * rollouts[0]["train/loss"]
     assert [r["train/lr"] for r in rollouts] == pytest.approx([2.5e-3, 5e-3, 5e-3, 5e-3])
 
 
 @pytest.mark.parametrize("algo", ["grpo", "gspo", "reinforce", "baseline"])
 def test_layouts_report_the_same_metrics(algo: str, results: Results) -> None:
-    runs = [reported(results, f"{algo} {name}") for name in LAYOUTS]
+    runs = [metrics_of(results, f"{algo} {name}") for name in LAYOUTS]
     for rollout in zip(*runs, strict=True):
         for metric in ("train/loss", "train/pg_loss", "train/grad_norm", "train/ppo_kl", "train/num_tokens"):
             assert [r[metric] for r in rollout] == pytest.approx(
@@ -83,7 +83,7 @@ def test_layouts_report_the_same_metrics(algo: str, results: Results) -> None:
 
 
 def test_reference_and_old_policy_have_the_expected_weights(results: Results) -> None:
-    first, second = reported(results, "grpo dp2")
+    first, second = metrics_of(results, "grpo dp2")
     assert (
         0 < first["train/kl_loss"] < second["train/kl_loss"]
     )  # in the first of two optimizer steps the policy equals the reference
@@ -103,7 +103,7 @@ def test_each_step_of_a_rollout_counts_its_own_tokens(results: Results) -> None:
 
 
 def test_the_second_step_of_a_rollout_has_ratios_of_sequences(results: Results) -> None:
-    (only,) = reported(results, "gspo dp2")
+    (only,) = metrics_of(results, "gspo dp2")
     assert only["train/ois"] != 1 != only["train/seq_ratio_max"]
     assert 0 < only["train/pg_clipfrac"] < 0.5  # none at the first step
 

@@ -61,11 +61,11 @@ def test_logits_exist_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     chunk_sizes: list[int] = []
     stock = vocab._logits
 
-    def counted(hidden: Tensor, *args: object) -> Tensor:
+    def counting_logits(hidden: Tensor, *args: object) -> Tensor:
         chunk_sizes.append(len(hidden))
         return stock(hidden, *args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(vocab, "_logits", counted)
+    monkeypatch.setattr(vocab, "_logits", counting_logits)
     hidden, weight = torch.randn(10, 4, requires_grad=True), torch.randn(6, 4)
     part = VocabularyPart(0, 6, None)
     logprobs, _ = vocab_scores(

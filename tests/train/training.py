@@ -34,11 +34,11 @@ class FakeClock:
     def advance[**P, R](self, seconds: float, function: Callable[P, R]) -> Callable[P, R]:
         """Return ``function`` with a duration of ``seconds``."""
 
-        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+        def with_duration(*args: P.args, **kwargs: P.kwargs) -> R:
             self.now += seconds
             return function(*args, **kwargs)
 
-        return timed
+        return with_duration
 
 
 def durations(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, float]:
@@ -70,18 +70,18 @@ def off_policy(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, An
     """Train on rollout log-probabilities that are the trainer's plus 0.25; one of the micro-batches has another version."""
     actor = make_actor(world, shared.models["tied"], layout)
     micro_batches = batch(1)
-    scored: list[PackedBatch] = []
+    batches: list[PackedBatch] = []
     for i, row in enumerate(micro_batches):
         score = _from_reporter(actor.score(row))
         trained_T = row.loss_weight > 0
-        scored.append(
+        batches.append(
             dataclasses.replace(
                 row,
                 rollout_logprobs=np.where(trained_T, score + 0.25, 0).astype(np.float32),
                 versions=np.where(trained_T, 1 if i == 1 else 0, -1).astype(np.int32),
             )
         )
-    shard = scored[actor.rank_info.dp_rank :: layout.dp]
+    shard = batches[actor.rank_info.dp_rank :: layout.dp]
     metrics = actor.train_rollout([shard], [count_tokens(micro_batches)])
     return {
         "metrics": reduce_metrics(metrics),

@@ -176,9 +176,9 @@ def unmarked_experts(world: RankWorld, shared: Shared) -> dict[str, str]:
     from slime_like.train.megatron.step import optim
 
     layout, folder = Layout(dp=2), shared.scratch / "saved"
-    saved = make_actor(world, shared.models["qwen3_moe"], Layout(dp=2, ep=2), algo=SftConfig())
-    train(saved, layout, 1)
-    save_checkpoint(saved, folder, 1)
+    source_actor = make_actor(world, shared.models["qwen3_moe"], Layout(dp=2, ep=2), algo=SftConfig())
+    train(source_actor, layout, 1)
+    save_checkpoint(source_actor, folder, 1)
     marked = make_actor(world, shared.models["qwen3_moe"], layout, algo=SftConfig())
     with replace_attribute(optim, "mark_experts", lambda model: None):
         unmarked = make_actor(world, shared.models["qwen3_moe"], layout, algo=SftConfig())

@@ -14,10 +14,10 @@ def read_without_permission(world: RankWorld, shared: Shared) -> tuple[str, list
     """Return the error of a read, and the errors that this rank sent to the others."""
     from slime_like.train.megatron.model_io import damage  # imports megatron, which a rank adapts first
 
-    sent: list[str | None] = []
+    own_errors: list[str | None] = []
 
     def gather(errors: list[str | None], error: str | None) -> None:
-        sent.append(error)
+        own_errors.append(error)
         errors[0] = error
 
     def refuse(folder: Path) -> None:
@@ -31,5 +31,5 @@ def read_without_permission(world: RankWorld, shared: Shared) -> tuple[str, list
         try:
             damage.read_verified_manifest(Path("/c/iter_0000001"), verify=True)
         except CheckpointError as error:
-            return str(error), sent
-    return "no error", sent
+            return str(error), own_errors
+    return "no error", own_errors

@@ -56,8 +56,8 @@ def test_an_engine_gets_every_tensor_of_every_stage(stages: list[dict[str, torch
     handles = HostHandles()
     engine = DeviceEngine((0,), handles)
     source = StageWeights(stages, stage=1)
-    sent = push(sender([engine], handles), source)
-    assert sent == list(source.manifest()), "a sender reports the tensors of its own stage"
+    metas = push(sender([engine], handles), source)
+    assert metas == list(source.manifest()), "a sender reports the tensors of its own stage"
     expected = stages[0] | stages[1]
     assert engine.num_requests > 4 and engine.ranks[0].keys() == expected.keys()
     assert all(torch.equal(engine.ranks[0][name], tensor) for name, tensor in expected.items())
@@ -102,8 +102,8 @@ def test_each_rank_of_an_engine_gets_the_bucket_of_its_own_gpu(
     monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace, stages: list[dict[str, torch.Tensor]]
 ) -> None:
     engine = DeviceEngine((0, 1), HostHandles())
-    reported, others = two_ranks(monkeypatch, world, engine, stages)
-    assert reported == list(StageWeights(stages).manifest()) and others == []
+    metas, other_metas = two_ranks(monkeypatch, world, engine, stages)
+    assert metas == list(StageWeights(stages).manifest()) and other_metas == []
     for tensors in engine.ranks:
         assert all(torch.equal(tensors[name], tensor) for name, tensor in (stages[0] | stages[1]).items())
     assert len(HostHandles.shared) == 0
@@ -113,8 +113,8 @@ def test_a_lost_engine_ends_the_push_after_all_ranks_have_gathered(
     monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace, stages: list[dict[str, torch.Tensor]]
 ) -> None:
     engine = DeviceEngine((0, 1), HostHandles(), fails_at=2, error=EngineLost("engine 0 is lost"))
-    error, others = two_ranks(monkeypatch, world, engine, stages)
-    assert isinstance(error, EngineLost) and others == []
+    error, other_metas = two_ranks(monkeypatch, world, engine, stages)
+    assert isinstance(error, EngineLost) and other_metas == []
     assert engine.num_requests == 2, "a lost engine gets no more requests"
     assert HostHandles.shared == {}, "addresses that nobody opens are forgotten on both ranks"
 
@@ -227,31 +227,31 @@ def test_one_engine_rank_needs_no_group() -> None:
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 def test_a_bucket_survives_the_message() -> None:
-    handles, other = HostHandles(), HostHandles()
+    handles, engine_handles = HostHandles(), HostHandles()
     payload = DeviceBucketMemory(handles).write(BUCKET)
     assert is_message(payload) and handles.waits == 1
-    opened = OpenedBucket(payload, other)
-    assert [(name, tensor.dtype, tensor.tolist()) for name, tensor in opened.tensors] == [
+    engine_bucket = OpenedBucket(payload, engine_handles)
+    assert [(name, tensor.dtype, tensor.tolist()) for name, tensor in engine_bucket.tensors] == [
         (name, tensor.dtype, tensor.tolist()) for name, tensor in BUCKET.tensors
     ]
-    opened.close()
-    assert other.waits == 1, "copies have ended before the reply"
+    engine_bucket.close()
+    assert engine_handles.waits == 1, "copies have ended before the reply"
 
 
 def test_a_tensor_that_the_engine_keeps_is_an_error() -> None:
-    opened = OpenedBucket(DeviceBucketMemory(HostHandles()).write(BUCKET), HostHandles())
-    kept = opened.tensors[1][1]
+    engine_bucket = OpenedBucket(DeviceBucketMemory(HostHandles()).write(BUCKET), HostHandles())
+    engine_tensor = engine_bucket.tensors[1][1]
     with pytest.raises(WeightSyncError, match="kept a tensor"):
-        opened.close()
-    assert len(kept) == 3
+        engine_bucket.close()
+    assert len(engine_tensor) == 3
 
 
 def test_a_tensor_in_a_reference_cycle_is_not_in_use() -> None:
-    opened = OpenedBucket(DeviceBucketMemory(HostHandles()).write(BUCKET), HostHandles())
-    cycle: list[Any] = [opened.tensors[1][1]]
+    engine_bucket = OpenedBucket(DeviceBucketMemory(HostHandles()).write(BUCKET), HostHandles())
+    cycle: list[Any] = [engine_bucket.tensors[1][1]]
     cycle.append(cycle)
     del cycle
-    opened.close()
+    engine_bucket.close()
 
 
 def damaged(**changes: Any) -> bytes:
@@ -293,22 +293,22 @@ def load(manager: SimpleNamespace, payload: bytes, original: Any) -> Any:
 
 
 def test_the_hook_loads_and_closes(manager: SimpleNamespace) -> None:
-    loaded: dict[str, list[float]] = {}
+    engine_weights: dict[str, list[float]] = {}
 
     def original(_: Any, request: Any) -> tuple[bool, str]:
-        loaded.update({name: tensor.tolist() for name, tensor in request.serialized_named_tensors[0]})
+        engine_weights.update({name: tensor.tolist() for name, tensor in request.serialized_named_tensors[0]})
         return True, "Success"
 
     payload = DeviceBucketMemory(HostHandles()).write(BUCKET)
     assert load(manager, payload, original) == (True, "Success")
-    assert loaded == {name: tensor.tolist() for name, tensor in BUCKET.tensors}
+    assert engine_weights == {name: tensor.tolist() for name, tensor in BUCKET.tensors}
 
 
 def test_the_hook_reports_errors_and_kept_tensors(manager: SimpleNamespace) -> None:
-    kept: list[torch.Tensor] = []
+    engine_tensors: list[torch.Tensor] = []
 
     def keep(_: Any, request: Any) -> tuple[bool, str]:
-        kept.append(request.serialized_named_tensors[0][0][1])
+        engine_tensors.append(request.serialized_named_tensors[0][0][1])
         return True, "Success"
 
     def fail(*_: Any) -> tuple[bool, str]:

@@ -163,10 +163,10 @@ def test_the_rate_of_a_push(record_property: Callable[[str, object], None]) -> N
     try:
         for bucket_mib in (128, 512):
             push(engine, tensors, bucket_mib * MIB)
-            seconds = min(timed(lambda size=bucket_mib: push(engine, tensors, size * MIB)) for _ in range(3))
+            seconds = min(time_of(lambda size=bucket_mib: push(engine, tensors, size * MIB)) for _ in range(3))
             record_property(f"push_gb_per_s_{bucket_mib}_mib", round(num_bytes / seconds / 1e9, 1))
         target = torch.empty_like(tensors["w0"])
-        copy_s = min(timed(lambda: [target.copy_(tensor) for tensor in tensors.values()]) for _ in range(3))
+        copy_s = min(time_of(lambda: [target.copy_(tensor) for tensor in tensors.values()]) for _ in range(3))
         record_property("copy_gb_per_s", round(num_bytes / copy_s / 1e9, 1))
         record_property("share_of_the_limit", round(3 * copy_s / seconds, 3))
         if has_values():
@@ -176,7 +176,7 @@ def test_the_rate_of_a_push(record_property: Callable[[str, object], None]) -> N
         engine.stop()
 
 
-def timed(work: Callable[[], object]) -> float:
+def time_of(work: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
     work()

@@ -22,19 +22,19 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), min_size=1, max_size=6))
 def test_tensors_are_received_as_written(specs: list[tuple[str, tuple[int, ...]]]) -> None:
     region = SharedBucketMemory()
-    sent = [(f"w{i}", (torch.rand(shape) * 100).to(DTYPES[dtype])) for i, (dtype, shape) in enumerate(specs)]
-    with map_tensors(region.write(Bucket(tuple(sent)))) as tensors:
-        assert [(name, t.dtype, t.shape) for name, t in tensors] == [(name, t.dtype, t.shape) for name, t in sent]
-        assert all(torch.equal(a.float(), b.float()) for (_, a), (_, b) in zip(tensors, sent, strict=True))
+    weights = [(f"w{i}", (torch.rand(shape) * 100).to(DTYPES[dtype])) for i, (dtype, shape) in enumerate(specs)]
+    with map_tensors(region.write(Bucket(tuple(weights)))) as tensors:
+        assert [(name, t.dtype, t.shape) for name, t in tensors] == [(name, t.dtype, t.shape) for name, t in weights]
+        assert all(torch.equal(a.float(), b.float()) for (_, a), (_, b) in zip(tensors, weights, strict=True))
     region.close()
 
 
 def test_a_region_grows_and_is_reused() -> None:
     region = SharedBucketMemory()
     for rows in (2, 3000, 5):
-        sent = torch.rand(rows, 7).t()
-        with map_tensors(region.write(Bucket((("w", sent),)))) as ((_, tensor),):
-            assert torch.equal(tensor, sent)
+        weight = torch.rand(rows, 7).t()
+        with map_tensors(region.write(Bucket((("w", weight),)))) as ((_, tensor),):
+            assert torch.equal(tensor, weight)
             del tensor
     region.close()
 
@@ -70,13 +70,13 @@ def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
     os.ftruncate(file, 64)
     growing_file = os.memfd_create("growing", os.MFD_ALLOW_SEALING)
     os.ftruncate(growing_file, 64)
-    read, write = os.pipe()
+    read_end, write_end = os.pipe()
     try:
-        for fd in (file, growing_file, read):
+        for fd in (file, growing_file, read_end):
             with pytest.raises(WeightSyncError, match="is not sealed memory of this user"), map_tensors(message(fd)):
                 pass
     finally:
-        for fd in (file, growing_file, read, write):
+        for fd in (file, growing_file, read_end, write_end):
             os.close(fd)
     with pytest.raises(WeightSyncError, match="cannot open"), map_tensors(message(file)):
         pass

@@ -28,9 +28,9 @@ def weights() -> dict[str, torch.Tensor]:
 def test_every_engine_gets_every_bucket(weights: dict[str, torch.Tensor]) -> None:
     local_receivers, remote_receivers = [Receiver(LOCAL_HOST), Receiver(LOCAL_HOST)], [Receiver("10.0.0.2")]
     tensor_sender = sender(*local_receivers, *remote_receivers)
-    sent = asyncio.run(tensor_sender.send(RankWeights(weights)))
+    metas = asyncio.run(tensor_sender.send(RankWeights(weights)))
     asyncio.run(tensor_sender.close())
-    assert sent == list(RankWeights(weights).manifest())
+    assert metas == list(RankWeights(weights).manifest())
     for receiver in (*local_receivers, *remote_receivers):
         assert len(receiver.shared) > 2
         assert set(receiver.shared) == {receiver.host == LOCAL_HOST}

@@ -46,11 +46,12 @@ def test_a_tensor_with_two_owners_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [metas("a"), metas("a", "b", "c"), metas("a", "a", "b"), [*metas("a"), TensorMeta("b", (3, 2), "float32")]]
+    "metas_sent",
+    [metas("a"), metas("a", "b", "c"), metas("a", "a", "b"), [*metas("a"), TensorMeta("b", (3, 2), "float32")]],
 )
-def test_a_push_that_is_not_the_manifest_is_refused(sent: list[TensorMeta]) -> None:
+def test_a_push_that_is_not_the_manifest_is_refused(metas_sent: list[TensorMeta]) -> None:
     with pytest.raises(WeightSyncError, match="push of version 4 is incomplete"):
-        manifest.check(4, manifest.merge([metas("a", "b")]), sent)
+        manifest.check(4, manifest.merge([metas("a", "b")]), metas_sent)
 
 
 def test_a_view_does_not_drag_its_base_along() -> None:
