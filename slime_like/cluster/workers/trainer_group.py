@@ -155,7 +155,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
         """Return sample id -> advantages [L] that the ranks computed in the last trained rollout."""
-        answers = self.on_all(TrainerWorker.token_advantages, list(sample_ids)).values()
+        answers = self.on_all(TrainerWorker.token_advantages, put(list(sample_ids))).values()
         return {sample_id: column for columns in answers for sample_id, column in columns.items()}
 
     def layer_kinds(self) -> tuple[str, ...]:
@@ -195,6 +195,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send all weights and return the metadata of the sent tensors."""
-        refs = self.start(TrainerWorker.send_weights, list(engines), transport)
+        shared = put(tuple(engines))  # once: pickled for each rank, the addresses would cost ranks x engines
+        refs = self.start(TrainerWorker.send_weights, shared, transport)
         tensors_by_rank = wait_all(refs, self.deadline("push", transport.deadline_s))
         return [meta for metas in tensors_by_rank.values() for meta in metas]
