@@ -66,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--python", help="Python on every node (default: .venv/bin/python of --code)")
     run.add_argument("--upload", action="store_true", help="run this checkout's code instead of that of --code")
     run.add_argument("--detach", action="store_true", help="do not follow the job")
+    run.add_argument(
+        "--grows",
+        action="store_true",
+        help="submit even if the cluster lacks nodes; the run waits until they have joined",
+    )
     run.add_argument("--open-cluster", action="store_true", help="submit even if the cluster requires no token")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of train.py, after the options")
     nodes = commands.add_parser("nodes", help="list the cluster's nodes, or wait until they have joined")
@@ -110,7 +115,7 @@ async def _run(server: JobServer, args: argparse.Namespace) -> int:
     check_no_secrets(arguments, environment)
     await server.check()
     await _check_is_protected(server, args.open_cluster)
-    plan = plan_job(arguments, await server.nodes())
+    plan = plan_job(arguments, await server.nodes(), grows=args.grows)
     for line in plan.lines:
         print(visible(line))
     for warning in plan.warnings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -12,7 +13,8 @@ from slime_like.cluster.plan.assignment import assign
 from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
-from slime_like.cluster.start import local_ray, placement
+from slime_like.cluster.start import local_ray, node_request, placement
+from slime_like.cluster.start.node_request import request_bundles
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, MissingResources
@@ -191,11 +193,32 @@ def test_bundles_are_in_the_order_of_nodes_and_gpus() -> None:
     assert [locations[bundle] for bundle in order] == [("a", "0"), ("a", "9"), ("b", "0"), ("a", "10"), ("b", "1")]
 
 
+class PlacementGroups:
+    """Placement groups that Ray places when first asked."""
+
+    def __init__(self) -> None:
+        self.created: list[object] = []
+        self.removed: list[object] = []
+
+    def create(self, bundles: object, strategy: str) -> SimpleNamespace:
+        assert strategy == "PACK"
+        self.created.append(bundles)
+        return SimpleNamespace(wait=lambda _: True)
+
+
+def test_the_request_for_nodes_has_each_gpu_of_the_run_once() -> None:
+    split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
+    bundles = request_bundles(*planned(*split))
+    assert bundles == [{"GPU": 4.0, "CPU": 4.0}, *[{"GPU": 1.0, "CPU": 1.0}] * 12]
+
+
 def test_a_run_waits_for_missing_nodes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, plan = planned("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=1")
     seen = itertools.chain([(gpu_node(1, 4),)] * 3, itertools.repeat((gpu_node(1, 4), gpu_node(2, 4))))
-    lines: list[str] = []
+    lines, requests = list[str](), PlacementGroups()
     monkeypatch.setattr(local_ray, "join", lambda *_: None)
+    monkeypatch.setattr(node_request, "placement_group", requests.create)
+    monkeypatch.setattr(node_request, "remove_placement_group", requests.removed.append)
     monkeypatch.setattr(local_ray, "nodes", lambda: next(seen))
     monkeypatch.setattr(placement, "POLL_S", 0.01)
     monkeypatch.setattr(placement, "placement_group", lambda bundles, **_: pytest.fail(f"reserved {bundles}"))
@@ -203,6 +226,8 @@ def test_a_run_waits_for_missing_nodes_and_says_so(monkeypatch: pytest.MonkeyPat
         placement.Placement(cfg, plan, "stacks", lines.append).open()
     assert [line.partition(",")[0] for line in lines] == ["waiting for the Ray cluster", "nodes: 4 GPUs on 10.0.0.1"]
     assert "the nodes have 4 (10.0.0.1: 4 of 4 GPUs free): add nodes" in lines[0]
+    assert requests.created == [[{"GPU": 4.0, "CPU": 4.0}] * 2] * 2, "an autoscaler reads the size of each trainer node"
+    assert len(requests.removed) == 2, "the first one was placed, the second one is withdrawn"
     monkeypatch.setattr(local_ray, "nodes", lambda: (gpu_node(1, 4),))
     monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "0.05")
     with pytest.raises(MissingResources, match=r"needs 8 GPUs .*the nodes have 4 .*placement\.wait_deadline_s=1"):

@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,24 @@ from slime_like.cluster.jobs.submission import (
 )
 from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.config.load.loader import load_config
-from slime_like.errors import ConfigError, DataError, DeadlineExceeded, ProcessLost, SlimeLikeError, WorkerError
+from slime_like.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    MissingResources,
+    ProcessLost,
+    SlimeLikeError,
+    WorkerError,
+)
 from tests.cluster.job_server import OWN, ServerState, job_server
 
 LOG = "".join(f"[{step}/9] reward 0.{step}\n" for step in range(9))
 CPU_NODE = ClusterNode("10.0.0.1", 0, 8, 32 * 2**30)
-H100_NODE = ClusterNode("10.0.0.1", 8, 96, 2**41, "H100")
+H100_NODE = ClusterNode("10.0.0.1", 8, 96, 2**41, "H100", "id1")
+HALF_NODES = [ClusterNode(f"10.0.0.{i}", 4, 96, 2**41, "H100", f"id{i}") for i in (1, 2)]
 PATHS = NodePaths("/opt/slime like", "/opt/slime like/.venv/bin/python")
 QUICK = ["+recipe=quickstart"]
+TWO_NODES = ["placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=1"]
 
 
 @pytest.fixture(autouse=True)
@@ -243,13 +254,24 @@ def test_a_job_is_planned_on_the_clusters_nodes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "nodes", "message"),
     [
-        (["+recipe=qwen3_30b_a3b"], [ClusterNode("a", 4, 96, 2**41, "H100")], "the run needs 8 GPUs"),
+        (
+            ["+recipe=qwen3_30b_a3b"],
+            [HALF_NODES[0]],
+            r"the run needs 8 GPUs .*, but the nodes have 4 \(10\.0\.0\.1: 4 of 4",
+        ),
+        (
+            ["+recipe=qwen3_30b_a3b"],
+            HALF_NODES,
+            r"needs 1 nodes with 8 free GPUs.*10\.0\.0\.2: 4 of 4 .* set placement\.actor_num_nodes=2 .*if nodes will join, pass --grows",
+        ),
+        (["+recipe=qwen3_30b_a3b", "placement.device=cuda"], [CPU_NODE], r"the nodes have 0 \(10\.0\.0\.1: no GPU\)"),
+        (["+recipe=quickstart", *TWO_NODES], [CPU_NODE], "the Ray cluster has 1 nodes with CPUs"),
         (
             ["+recipe=qwen3_30b_a3b", "rollout.sglang.mem_fraction_static=0.9"],
             [H100_NODE],
             "the run needs .* GiB on a GPU",
         ),
-        (["+recipe=qwen3_next_80b_a3b"], [H100_NODE] * 3, "the run needs 32 GPUs"),
+        (["+recipe=qwen3_next_80b_a3b"], [H100_NODE] * 3, "the run needs 32 GPUs .*, but the nodes have 24"),
         (["+recipe=qwen3_30b_a3b"], [ClusterNode("a", 8, 4, 2**41, "H100")], "needs 8 GPUs with a CPU each"),
         (["+recipe=quickstart", "optim.lrr=1"], [CPU_NODE], "optim.lrr"),
         (["+recipe=quickstart", "--plan"], [CPU_NODE], "--plan starts no run"),
@@ -259,6 +281,24 @@ def test_a_job_is_planned_on_the_clusters_nodes() -> None:
 def test_a_run_that_does_not_fit_is_not_submitted(arguments: list[str], nodes: list[ClusterNode], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_job(arguments, nodes)
+
+
+def test_a_run_that_waits_for_nodes_is_submitted_to_a_cluster_that_grows() -> None:
+    plan = plan_job(["+recipe=qwen3_30b_a3b", "placement.wait_deadline_s=900"], HALF_NODES, grows=True)
+    assert plan.lines == ("cluster: 2 nodes, 8 GPUs, 192 CPUs",)
+    assert re.match(
+        r"not planned, since the run waits .* at most placement.wait_deadline_s=900: .*8 free", plan.warnings[0]
+    )
+    with pytest.raises(ConfigError, match=r"the run needs .* GiB on a GPU"):
+        plan_job(["+recipe=qwen3_30b_a3b", "rollout.sglang.mem_fraction_static=0.9"], HALF_NODES, grows=True)
+
+
+def test_engines_fit_a_cluster_with_different_nodes() -> None:
+    """The nodes have six GPUs on average, and an engine of eight fits the larger one."""
+    sizes = ("placement.actor_num_gpus_per_node=4", "rollout.tp=8", "rollout.num_engines=1")
+    nodes = [HALF_NODES[0], replace(H100_NODE, node_id="id9")]
+    plan = plan_job(["+recipe=qwen3_4b_gsm8k_async", *sizes], nodes)
+    assert plan.lines[1] == "starting 4 trainer ranks and 1 engine on cuda"
 
 
 # ---- stopping --------------------------------------------------------------------------------------------------------
@@ -320,7 +360,8 @@ def command(state: ServerState, monkeypatch: pytest.MonkeyPatch, *argv: str) -> 
 def test_a_cluster_without_a_token_is_refused_unless_accepted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    node = {"state": "ALIVE", "node_ip": "10.0.0.1", "resources_total": {"CPU": 8.0, "memory": 2.0**36}}
+    resources = {"CPU": 8.0, "memory": 2.0**36}
+    node = {"state": "ALIVE", "node_id": "a", "node_ip": "10.0.0.1", "resources_total": resources}
     state = ServerState(mode="disabled", nodes=[node, {**node, "state": "DEAD"}])
     with pytest.raises(ConfigError, match="requires no token, so anyone"):
         command(state, monkeypatch, "run", *QUICK)
@@ -328,6 +369,10 @@ def test_a_cluster_without_a_token_is_refused_unless_accepted(
     assert command(state, monkeypatch, "run", "--open-cluster", "--detach", *QUICK, "--lr", "1e-5") == 0
     assert "--lr 1e-5 placement.ray_address=auto" in state.submitted[0]["entrypoint"]
     assert "cluster: 1 nodes, 0 GPUs, 8 CPUs" in capsys.readouterr().out
+    two_nodes = ("--open-cluster", "--detach", *QUICK, *TWO_NODES)
+    with pytest.raises(MissingResources, match="pass --grows"):
+        command(state, monkeypatch, "run", *two_nodes)
+    assert command(state, monkeypatch, "run", "--grows", *two_nodes) == 0 and len(state.submitted) == 2
 
 
 def test_list_has_only_runs_of_this_project(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_like.cluster.jobs.layout import JOINED
+from slime_like.cluster.plan.assignment import assign
+from slime_like.cluster.plan.engine_nodes import on_nodes
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode, plan_on_nodes
@@ -13,8 +15,10 @@ from slime_like.cluster.plan.shapes import model_config
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
 from slime_like.config.schema.root import TrainConfig
-from slime_like.errors import CheckpointError, ConfigError
+from slime_like.errors import CheckpointError, ConfigError, MissingResources
 from slime_like_compat.flags.translate import translate
+
+MAX_GPUS = 16_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +30,13 @@ class JobPlan:
     warnings: tuple[str, ...] = ()
 
 
-def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode]) -> JobPlan:
+def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: bool = False) -> JobPlan:
     """Load the config of ``arguments`` and plan it on ``nodes``.
 
     Weights, tokenizer and data are on the cluster, where the run checks them when it starts. If there is
     no config.json here and the planner's table does not have the model, only the config is checked.
-    Raises ``ConfigError`` if the run does not fit.
+    Raises ``ConfigError`` if the run does not fit, ``MissingResources`` if the cluster lacks nodes or GPUs. With ``grows``, the
+    latter is a warning: nodes will join, and the run waits for them. GPUs that other jobs use count as free.
     """
     command = translate(arguments)
     if command.action != "train":
@@ -40,15 +45,34 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode]) -> JobPlan:
     if not nodes:
         raise ConfigError("the cluster has no live node: wait until its nodes have joined (`ray status`)")
     machine = _machine(nodes)
-    cluster = f"{len(nodes)} nodes, {machine.num_gpus} GPUs, {sum(node.num_cpus for node in nodes)} CPUs"
+    cluster = f"cluster: {len(nodes)} nodes, {machine.num_gpus} GPUs, {sum(node.num_cpus for node in nodes)} CPUs"
     try:
         model = model_config(cfg, machine)
     except CheckpointError as error:
-        return JobPlan(cfg, (f"cluster: {cluster}",), (f"not planned: {error}",))
+        return JobPlan(cfg, (cluster,), (f"not planned: {error}",))
     if model is not None:
         check_model(cfg, model)
-    planned = plan_on_nodes(cfg, make_plan(cfg, machine), nodes)
-    return JobPlan(cfg, (f"cluster: {cluster}", planned.plan.summary), (*planned.plan.advice, *planned.warnings))
+    plan = make_plan(cfg, _enough_gpus(cfg, machine))
+    try:
+        assignment = assign(cfg, plan, nodes)
+    except MissingResources as error:
+        if not grows:
+            raise MissingResources(f"{error}; if nodes will join, pass --grows") from error
+        limit = f"placement.wait_deadline_s={cfg.placement.wait_deadline_s:g}"
+        return JobPlan(cfg, (cluster,), (f"not planned, since the run waits for nodes, at most {limit}: {error}",))
+    plan = replace(plan, engines=on_nodes(plan.engines, assignment.nodes_per_engine))
+    planned = plan_on_nodes(cfg, plan, nodes)
+    return JobPlan(cfg, (cluster, planned.plan.summary), (*planned.plan.advice, *planned.warnings))
+
+
+def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
+    """Return ``machine`` with more GPUs than a run needs, so that ``assign`` names the missing ones.
+
+    ``plan_on_nodes`` compares the memory of the cluster's nodes.
+    """
+    if cfg.placement.device == "cpu" or (cfg.placement.device == "auto" and not machine.num_gpus):
+        return machine
+    return replace(machine, num_gpus=MAX_GPUS, memory_bytes=2**62, nodes=1)
 
 
 def _machine(nodes: Sequence[ClusterNode]) -> Machine:

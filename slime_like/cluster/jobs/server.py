@@ -85,6 +85,7 @@ class JobServer:
                         "Alive": entry["state"] == "ALIVE",
                         "NodeManagerAddress": entry["node_ip"],
                         "Resources": entry["resources_total"],
+                        "NodeID": entry["node_id"],
                     }
                     for entry in entries
                 ]

@@ -18,9 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime_like.cluster.plan.assignment import Assignment, assign
 from slime_like.cluster.plan.engine_nodes import on_nodes
 from slime_like.cluster.plan.planner import Plan
-from slime_like.cluster.plan.ray_cluster import ClusterPlan, plan_on_nodes
+from slime_like.cluster.plan.ray_cluster import ClusterNode, ClusterPlan, plan_on_nodes
 from slime_like.cluster.plan.transport import transport_on_nodes
 from slime_like.cluster.start import local_ray
+from slime_like.cluster.start.node_request import NodeRequest, request_bundles
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
@@ -41,6 +42,7 @@ CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME":
 STOP_S = 20.0  # for actors to stop their child processes
 CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is stopped
 PIN = 0.001  # amount of a node's resource node:ADDRESS, in each bundle that has to be on the node
+REQUEST_S = 30.0  # for Ray to answer a request for nodes
 POLL_S = 1.0  # between two checks of a cluster that lacks nodes or GPUs
 SAY_S = 10.0  # between two log lines about such a cluster
 # Makes cuBLAS and NCCL sum in the same order each time; must be set before they start; GPUs only.
@@ -98,22 +100,15 @@ class Placement:
         return planned
 
     def _plan_on_nodes(self) -> tuple[ClusterPlan, Assignment]:
-        """Plan on the nodes of the joined cluster; wait for missing nodes and GPUs until ``placement.wait_deadline_s``."""
+        """Wait for the nodes and GPUs of the run, and plan on them."""
         cfg = self._cfg
-        deadline, said_at = Deadline("driver", "placement", cfg.placement.wait_deadline_s), -SAY_S
-        while True:
-            nodes = local_ray.nodes()
-            try:
-                assignment = assign(cfg, self._plan, nodes)
-                break
-            except MissingResources as error:
-                if deadline.elapsed() > deadline.limit:
-                    raise MissingResources(f"{error} (placement.wait_deadline_s={deadline.seconds:g})") from error
-                if deadline.elapsed() - said_at >= SAY_S:
-                    said_at = deadline.elapsed()
-                    self._say(f"waiting for the Ray cluster, at most {deadline.limit - said_at:.0f} s more: {error}")
-            with driver_link.bounded_call(Deadline("driver", "placement", 2 * POLL_S), "its Ray cluster", at_once=True):
-                time.sleep(POLL_S)
+        request = NodeRequest(
+            request_bundles(cfg, self._plan), "STRICT_SPREAD" if self._plan.device == "cpu" else "PACK"
+        )
+        try:
+            assignment, nodes = self._assign_nodes(request)
+        finally:
+            request.withdraw()
         self._say(f"nodes: {assignment.summary}")
         num_nodes = assignment.nodes_per_engine
         transport = transport_on_nodes(cfg, self._plan.transport, num_nodes)
@@ -121,6 +116,24 @@ class Placement:
             self._say(f"weights.transport={transport.kind}: each engine is on {num_nodes} nodes")
         plan = replace(self._plan, engines=on_nodes(self._plan.engines, num_nodes), transport=transport)
         return plan_on_nodes(cfg, plan, nodes), assignment
+
+    def _assign_nodes(self, request: NodeRequest) -> tuple[Assignment, tuple[ClusterNode, ...]]:
+        """Assign the processes to the cluster's nodes. Request missing nodes; wait for them until ``placement.wait_deadline_s``."""
+        cfg = self._cfg
+        deadline, said_at = Deadline("driver", "placement", cfg.placement.wait_deadline_s), -SAY_S
+        while True:
+            nodes = local_ray.nodes()
+            try:
+                return assign(cfg, self._plan, nodes), nodes
+            except MissingResources as error:
+                if deadline.elapsed() > deadline.limit:
+                    raise MissingResources(f"{error} (placement.wait_deadline_s={deadline.seconds:g})") from error
+                if deadline.elapsed() - said_at >= SAY_S:
+                    said_at = deadline.elapsed()
+                    self._say(f"waiting for the Ray cluster, at most {deadline.limit - said_at:.0f} s more: {error}")
+            with driver_link.bounded_call(Deadline("driver", "placement", REQUEST_S), "its Ray cluster", at_once=True):
+                request.renew()
+                time.sleep(POLL_S)
 
     @property
     def log_dir(self) -> Path | None:
