@@ -108,12 +108,13 @@ def test_an_engine_of_a_large_recipe_is_on_the_nodes_that_its_comment_names(
     recipe: str, qwen3_4b: Path, data: Path
 ) -> None:
     _, plan, _ = plan_of(recipe, qwen3_4b, data)
-    assert plan.engines[0].num_nodes == (4 if recipe.startswith("deepseek") else 1)
+    assert plan.engines[0].num_nodes == (4 if recipe in ("deepseek_r1", "deepseek_r1_h800") else 1)
 
 
 def test_each_large_model_has_a_recipe() -> None:
     assert sorted(LARGE) == [
         "deepseek_r1",
+        "deepseek_r1_h20",
         "deepseek_r1_h800",
         "qwen3_235b_a22b",
         "qwen3_30b_a3b",

@@ -98,7 +98,7 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
         dp_attention=spec.dp_attention,
         flow_mla=flow_mla.weights if flow_mla else (),
         flow_slots=flow_mla.prefetch_distance if flow_mla else None,
-        weights="fp8" if options.get("quantization") == "fp8" else spec.dtype,
+        weights="fp8" if spec.float8 or options.get("quantization") == "fp8" else spec.dtype,
         kv_bytes=wide,
         static=static or options.get("mem_fraction_static"),
         chunk=options.get("chunked_prefill_size"),

@@ -28,7 +28,7 @@ from slime_like.config.schema.flow_mla import FlowMlaConfig, FlowOptions
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.remote_experts import RemoteExpertsConfig, RemoteOptions
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec, TransportSpec
-from slime_like.config.schema.rollout import AUTO
+from slime_like.config.schema.rollout import AUTO, FLOAT8
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
@@ -185,6 +185,7 @@ def _engines(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, 
             deterministic=cfg.run.deterministic,
             cpu_kernels=rollout.cpu_kernels,
             releases_memory=cfg.placement.offload_rollout,
+            float8=rollout.weight_dtype == FLOAT8,
             symmetric_memory=rollout.symmetric_memory,
             latent=model is not None and model.latent,
             returns_experts=isinstance(cfg.algo, PolicyConfig) and cfg.algo.routing_replay == "rollout",

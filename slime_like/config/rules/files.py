@@ -8,6 +8,7 @@ from slime_like.checkpoint.files import LATEST, megatron_folder
 from slime_like.config.rules.dcp import check_dcp_model, num_attention_ranks
 from slime_like.config.rules.eval_overrides import override_lengths
 from slime_like.config.rules.experts import check_experts
+from slime_like.config.rules.float8_engines import check_float8_model
 from slime_like.config.rules.flow_mla import check_flow_mla_model
 from slime_like.config.rules.gdn import check_has_gdn
 from slime_like.config.rules.hf import HfConfig, check_rope, check_tokenizer, read_hf_config, rope_type
@@ -106,6 +107,7 @@ def _check_layout(cfg: TrainConfig, model: HfConfig) -> None:
         )
     check_dcp_model(cfg, model)
     check_flow_mla_model(cfg.rollout, model)
+    check_float8_model(cfg, model)
     check_remote_experts_model(cfg, model)
 
 

@@ -13,6 +13,7 @@ from slime_like.config.rules.engine_nodes import check_engine_nodes
 from slime_like.config.rules.engine_sizes import check_engine_sizes
 from slime_like.config.rules.eval_overrides import check_overrides, override_lengths
 from slime_like.config.rules.experts import EXPERT_RECOMPUTE_MODULES, stage_ranks
+from slime_like.config.rules.float8_engines import check_float8_engines
 from slime_like.config.rules.flow_mla import check_flow_mla
 from slime_like.config.rules.gdn import check_gdn
 from slime_like.config.rules.names import check_names
@@ -73,6 +74,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     check_engine_nodes(cfg, cfg.rollout.engine_num_nodes or 1)
     check_dcp(cfg)
     check_flow_mla(cfg.rollout)
+    check_float8_engines(cfg)
     check_remote_experts(cfg)
     check_routing_replay(cfg)
     check_seeds(cfg)

@@ -131,6 +131,7 @@ class EngineSpec:
     releases_memory: bool = (
         False  # its device memory is released while the trainer needs it (placement.offload_rollout)
     )
+    float8: bool = False  # the weights are those of a float8 checkpoint as stored
     symmetric_memory: bool = False  # collectives use NCCL symmetric memory
     latent: bool = False  # the model has latent attention
     returns_experts: bool = False  # replies have the routed experts of each token

@@ -13,6 +13,7 @@ from slime_like.config.schema.reward_names import REMOTE, ROW, split_prefix
 from slime_like.errors import ConfigError
 
 AUTO = "auto"
+FLOAT8 = "float8"
 
 
 @dataclass(kw_only=True)
@@ -62,6 +63,12 @@ class RolloutConfig(Config):
         False,
         "Each rank of a DCP group computes the queries of the whole group in decode steps, with copies of the other ranks' query "
         "projections, instead of gathering them (SGLang: --dcp-replicate-q-proj; on a CPU, with rollout.dcp_comm=a2a).",
+    )
+    weight_dtype: str = key(
+        "auto",
+        "Weights of the engines. auto: model.dtype; float8: the float8 weights and scales of model.hf_checkpoint as stored, with "
+        "run.mode=rollout_only on GPUs (docs/rollouts.md).",
+        choices=("auto", FLOAT8),
     )
     symmetric_memory: bool = key(
         False,

@@ -39,7 +39,7 @@ def child_environment(
             "of a GPU: unset it"
         )
     plugins = ["weight_commit", "rollout_sampling", "kv_usage"]
-    if is_quantised(spec.model_path):
+    if is_quantised(spec.model_path) and not spec.float8:
         plugins.append("dequantise")
     if spec.dcp > 1:
         plugins.append("dcp")

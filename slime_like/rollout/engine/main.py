@@ -94,7 +94,7 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         backends = {field: str(arguments[field]) for field in BACKEND_FIELDS if arguments.get(field) is not None}
         latent = spec.latent
         arguments |= {field: sharded_backend(name, spec.device, latent=latent) for field, name in backends.items()}
-    if overrides := override_args(spec.model_path):
+    if overrides := override_args(spec.model_path, keeps_float8=spec.float8):
         user_overrides = json.loads(arguments.get(MODEL_OVERRIDES) or "{}")
         arguments[MODEL_OVERRIDES] = json.dumps(merge_overrides(overrides, user_overrides))
     return arguments

@@ -18,7 +18,7 @@ UNGROUPED = {"n_group": 1, "topk_group": 1}
 ROTARY = ("partial_rotary_factor", "rope_theta")
 
 
-def override_args(model_path: str) -> dict[str, Any]:
+def override_args(model_path: str, *, keeps_float8: bool = False) -> dict[str, Any]:
     """Return the config fields that SGLang needs and config.json lacks; empty for most models.
 
     - For hybrid models, transformers 5 writes ``layer_types`` but not the interval, which SGLang reads.
@@ -26,14 +26,14 @@ def override_args(model_path: str) -> dict[str, Any]:
       Qwen3-Next only the base, 10000 if absent) at the top level, where transformers writes a default or nothing.
     - A model with a vision part is served as a text model, since only the text part is trained and pushed.
     - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``. The
-      plugin ``dequantise`` multiplies the weights that SGLang reads by their scales.
+      plugin ``dequantise`` multiplies the weights that SGLang reads by their scales. Not with ``keeps_float8``.
     - SGLang's DeepSeek models choose experts within groups, even with ``topk_method`` greedy, which has no groups.
     - ``FamilyEntry.engine_fields``, and ``rotary_dim`` for families with ``FamilyEntry.engine_rotary_dim``.
 
     Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
     """
     config = _config(model_path)
-    quantisation = {CONFIG_KEY: None} if config.get(CONFIG_KEY) is not None else {}
+    quantisation = {CONFIG_KEY: None} if config.get(CONFIG_KEY) is not None and not keeps_float8 else {}
     nested = isinstance(config.get("text_config"), dict)
     text = cast("dict[str, Any]", config["text_config"] if nested else config)
     types = text.get("layer_types") or []

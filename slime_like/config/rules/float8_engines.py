@@ -1,0 +1,73 @@
+"""Rules of ``rollout.weight_dtype=float8``: engines with the float8 weights of the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime_like.config.rules.hf import HfConfig
+from slime_like.config.schema.rollout import FLOAT8
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
+
+SETTING = f"rollout.weight_dtype={FLOAT8}"
+OFF = "or remove rollout.weight_dtype"
+BLOCK = (128, 128)  # of SGLang's kernels
+
+
+def check_float8_engines(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if engines with float8 weights do not fit other keys."""
+    rollout = cfg.rollout
+    if rollout.weight_dtype != FLOAT8:
+        return
+    if cfg.run.mode != "rollout_only":
+        raise ConfigError(
+            f"{SETTING} with run.mode={cfg.run.mode}: a push has the trainer's weights in model.dtype, without scales, which float8 engines "
+            f"cannot load; set run.mode=rollout_only, {OFF}"
+        )
+    if cfg.placement.device == "cpu" or cfg.model.dtype == "float32":
+        key = "placement.device=cpu" if cfg.placement.device == "cpu" else "model.dtype=float32"
+        raise ConfigError(
+            f"{SETTING} with {key}: SGLang's float8 kernels need GPUs and bfloat16 activations; remove {key}, {OFF}"
+        )
+    if rollout.remote_experts.enabled:
+        raise ConfigError(
+            f"{SETTING} with rollout.remote_experts, whose workers compute experts without scales: remove one of the two"
+        )
+    if rollout.sglang.get("quantization") is not None:
+        raise ConfigError(
+            f"{SETTING} with rollout.sglang.quantization={rollout.sglang['quantization']!r}: the checkpoint determines the format; "
+            "remove the latter"
+        )
+    if rollout.flow_mla.enabled and "kv_b_proj" in rollout.flow_mla.weights:
+        raise ConfigError(
+            f"{SETTING} with rollout.flow_mla.weights={rollout.flow_mla.weights}: SGLang computes weights of another type from a float8 "
+            f"kv_b_proj, which cannot be sharded; remove kv_b_proj, {OFF}"
+        )
+
+
+def check_float8_device(cfg: TrainConfig, device: str) -> None:
+    """Raise ``ConfigError`` if ``placement.device=auto`` has selected a CPU for engines with float8 weights."""
+    if cfg.rollout.weight_dtype == FLOAT8 and device == "cpu":
+        raise ConfigError(
+            f"{SETTING}: SGLang's float8 kernels need a GPU, and none is visible; {OFF.removeprefix('or ')}"
+        )
+
+
+def check_float8_model(cfg: TrainConfig, model: HfConfig) -> None:
+    """Raise ``ConfigError`` unless the checkpoint has float8 weights with scales that SGLang's kernels support.
+
+    A model of the planner's table has no folder; its format is checked when the run starts.
+    """
+    if cfg.rollout.weight_dtype != FLOAT8 or not Path(model.folder).is_dir():
+        return
+    block = model.float8.block if model.float8 is not None else None
+    if block != BLOCK:
+        stored = (
+            "no float8 weights"
+            if model.float8 is None
+            else f"one scale per {'matrix' if block is None else f'block of {list(block)}'}"
+        )
+        raise ConfigError(
+            f"{SETTING}: the checkpoint in {model.folder} has {stored}, but engines need float8 weights with one scale per block of "
+            f"{list(BLOCK)} (quantization_config.weight_block_size); give such a checkpoint, {OFF}"
+        )
