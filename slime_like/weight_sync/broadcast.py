@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from slime_like.distributed.rendezvous import join_store, keep_to_interface
 from slime_like.distributed.wrapper import install
 from slime_like.errors import EngineLost, WeightSyncError
 from slime_like.interfaces import Bucket, TensorMeta, WeightReceiver, WeightSource
+from slime_like.printable import visible
 from slime_like.util.concurrency import run_in_thread
 from slime_like.util.deadline import scale
 from slime_like.util.ports import RendezvousAddress, open_rendezvous
@@ -76,18 +78,21 @@ class BroadcastSender:
             asyncio.create_task(receiver.update_from_broadcast(metas, self._name)) for receiver in self._receivers
         ]
         broadcast = asyncio.create_task(run_in_thread(_broadcast, group, bucket))
-        done, pending = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
-        self._members = [
-            receiver for receiver, request in zip(self._receivers, requests, strict=True) if not _is_lost(request)
-        ]
-        self._pending = pending - {broadcast}
-        self._is_broadcasting = broadcast in pending
-        # The thread of a broadcast may wait for a lost engine until the timeout of the group: no call ends a send of gloo.
-        broadcast.cancel()
+        done: set[asyncio.Task[None]] = set()
+        try:
+            done, _ = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
+        finally:  # also if this push is cancelled, so that send aborts the ops
+            self._members = [
+                receiver for receiver, request in zip(self._receivers, requests, strict=True) if not _is_lost(request)
+            ]
+            self._pending = {request for request in requests if not request.done()}
+            self._is_broadcasting = not broadcast.done()
+            # The thread of a broadcast may wait for a lost engine until the timeout of the group: no call ends a send of gloo.
+            broadcast.cancel()
         # Raise an engine's own error rather than the error of the connection that it broke.
         for task in sorted(done, key=lambda task: task is broadcast):
             task.result()
-        assert not pending, "asyncio.wait returned before all tasks were done, but no task raised"
+        assert not self._pending, "asyncio.wait returned before all tasks were done, but no task raised"
         return metas
 
     async def _join(self) -> dist.ProcessGroup:
@@ -170,7 +175,7 @@ class BroadcastSender:
             group, self._group, self._store = self._group, None, None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_S * scale()):
-                    await run_in_thread(dist.destroy_process_group, group)
+                    await run_in_thread(_destroy, group)
                     await asyncio.gather(*self._pending, return_exceptions=True)
                     leave = (receiver.destroy_broadcast_group(self._name) for receiver in self._members)
                     await asyncio.gather(*leave, return_exceptions=True)
@@ -186,11 +191,30 @@ class BroadcastSender:
                 await run_in_thread(self._abort, self._group)
 
     def _abort(self, group: dist.ProcessGroup) -> None:
-        """End the ops of the group that wait for an engine, with an error."""
-        if self._connections is not None:
-            self._connections.close()
-        else:
-            group.abort()
+        """End the ops of the group that wait for an engine, with an error.
+
+        A failed abort is reported only: the caller has the error that ended the push.
+        """
+        try:
+            if self._connections is not None:
+                self._connections.close()
+            else:
+                group.abort()
+        except (RuntimeError, OSError) as error:
+            _report(f"the group {self._name} of engines and trainer could not be aborted: {error}")
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Leave a group, whose ops may have been aborted."""
+    try:
+        dist.destroy_process_group(group)
+    except RuntimeError as error:
+        _report(f"a group of engines and trainer could not be left: {error}")
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(visible(f"slime_like: {text}\n"))
+    sys.stderr.flush()
 
 
 def _is_lost(request: asyncio.Task[None]) -> bool:
