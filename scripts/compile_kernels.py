@@ -1,7 +1,8 @@
 """Compile the Triton and TileLang kernels of a run before its first step, on a machine with or without a GPU.
 
     .venv/bin/python scripts/compile_kernels.py --plan-for 8xH100 +recipe=...             # for sm_90
-    .venv/bin/python scripts/compile_kernels.py --plan-for 8xB200 --capability 9.0,10.0 +recipe=...
+    .venv/bin/python scripts/compile_kernels.py --plan-for 8xB200 +recipe=...             # for sm_100
+    .venv/bin/python scripts/compile_kernels.py --plan-for 8xB200 --capability 9.0,10.0 +recipe=...   # for both
     export TRITON_CACHE_DIR=$HOME/.cache/slime_like/kernels TILELANG_CACHE_DIR=$HOME/.cache/slime_like/kernels/tilelang
 
 Arguments that are not options are those of train.py. Kernels are launched on a phantom GPU (docs/gpu.md). The command prints the kernels
@@ -27,6 +28,7 @@ from slime_like.cluster.plan.compiled_kernels import (  # noqa: E402
     CompileJob,
     compile_engine,
     compile_trainer,
+    run_capabilities,
 )
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         if args.moved:
             return _relocate(folder)
         _create(folder)
-        for capability in args.capability:
+        for capability in args.capability or run_capabilities(args.plan_for):
             job = CompileJob(tuple(run), args.plan_for, capability, folder, args.first_configs)
             for part in args.parts:
                 failed |= _compile(part, job)
@@ -58,7 +60,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _relocate(folder: Path) -> int:
-    if not (count := relocate(folder)):
+    try:
+        count = relocate(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"--cache {folder} cannot be written ({error.strerror}): copy it to a folder with space that this user may write to"
+        ) from error
+    if not count:
         raise ConfigError(f"--cache {folder} has no compiled kernels of Triton: give the folder that was copied")
     _say(f"{folder}: {count} kernels")
     return 0
@@ -103,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan-for", metavar="GPUS", help="machine of the run, as of train.py; default: this machine")
     parser.add_argument(
-        "--capability", type=_capabilities, default=[(9, 0)], metavar="C,C", help="compute capabilities, 9.0 by default"
+        "--capability",
+        type=_capabilities,
+        metavar="C,C",
+        help="compute capabilities; default: those of the machine's GPUs",
     )
     parser.add_argument("--parts", type=_parts, default=list(PARTS), metavar="P,P", help="trainer,engine by default")
     parser.add_argument(

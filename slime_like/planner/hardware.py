@@ -24,16 +24,25 @@ class GpuKind:
     link: float  # bytes/s to the GPUs of its node
     network: float  # bytes/s to other nodes
     sms: int  # streaming multiprocessors
+    capability: tuple[int, int] | None  # compute capability, for example (9, 0); None: unknown
     source: str
 
 
 def _gpu(
-    name: str, mib: int, sms: int, gigabytes: tuple[float, float, float], teraflops: tuple[float, float], source: str
+    name: str,
+    mib: int,
+    chip: tuple[int, int],
+    gigabytes: tuple[float, float, float],
+    teraflops: tuple[float, float],
+    source: str,
 ) -> GpuKind:
-    """Return a GPU with ``gigabytes`` per second of HBM, link and network, and ``teraflops`` in BF16 and FP8."""
+    """Return a GPU with a ``chip`` of so many multiprocessors with a compute capability (90: 9.0), ``gigabytes`` per second of HBM,
+    link and network, and ``teraflops`` in BF16 and FP8.
+    """
     hbm, link, network = (1e9 * rate for rate in gigabytes)
     bf16, fp8 = (1e12 * rate for rate in teraflops)
-    return GpuKind(name, mib * MIB, hbm, bf16, fp8, link, network, sms, source)
+    sms, capability = chip
+    return GpuKind(name, mib * MIB, hbm, bf16, fp8, link, network, sms, divmod(capability, 10), source)
 
 
 _H20 = "lmsys.org 2025-09-26 (H20-96G); memory: nvidia-smi; multiprocessors: CUDA's device properties"
@@ -44,21 +53,21 @@ _CARD_5 = "NVIDIA data sheet; memory: nvidia-smi; links: PCIe 5.0 x16; network: 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H20", 97_871, 78, (4_000, 450, 50), (148, 296), _H20),
-        _gpu("H800", 81_559, 132, (3_350, 200, 50), (989, 1_979), _DGX),
-        _gpu("H100", 81_559, 132, (3_350, 450, 50), (989, 1_979), _DGX),
-        _gpu("H100-NVL", 95_830, 132, (3_900, 300, 50), (835, 1_671), _DGX),
-        _gpu("H100-PCIe", 81_559, 114, (2_000, 64, 12.5), (756, 1_513), _CARD_5),
-        _gpu("H20-3e", 143_771, 78, (4_800, 450, 50), (148, 296), _DGX),
-        _gpu("H200", 143_771, 132, (4_800, 450, 50), (989, 1_979), _DGX),
-        _gpu("B200", 183_359, 148, (8_000, 900, 50), (2_250, 4_500), _DGX),
-        _gpu("A100", 81_920, 108, (2_039, 300, 25), (312, 312), _AMPERE),
-        _gpu("A100-40GB", 40_960, 108, (1_555, 300, 25), (312, 312), _AMPERE),
-        _gpu("A100-PCIe", 81_920, 108, (1_935, 32, 12.5), (312, 312), _CARD),
-        _gpu("A800", 81_920, 108, (2_039, 200, 25), (312, 312), _AMPERE),
-        _gpu("L4", 23_034, 58, (300, 32, 12.5), (121, 242), _CARD),
-        _gpu("L40S", 46_068, 142, (864, 32, 12.5), (362, 733), _CARD),
-        _gpu("RTX4090", 24_564, 128, (1_008, 32, 12.5), (165, 330), _CARD),
+        _gpu("H20", 97_871, (78, 90), (4_000, 450, 50), (148, 296), _H20),
+        _gpu("H800", 81_559, (132, 90), (3_350, 200, 50), (989, 1_979), _DGX),
+        _gpu("H100", 81_559, (132, 90), (3_350, 450, 50), (989, 1_979), _DGX),
+        _gpu("H100-NVL", 95_830, (132, 90), (3_900, 300, 50), (835, 1_671), _DGX),
+        _gpu("H100-PCIe", 81_559, (114, 90), (2_000, 64, 12.5), (756, 1_513), _CARD_5),
+        _gpu("H20-3e", 143_771, (78, 90), (4_800, 450, 50), (148, 296), _DGX),
+        _gpu("H200", 143_771, (132, 90), (4_800, 450, 50), (989, 1_979), _DGX),
+        _gpu("B200", 183_359, (148, 100), (8_000, 900, 50), (2_250, 4_500), _DGX),
+        _gpu("A100", 81_920, (108, 80), (2_039, 300, 25), (312, 312), _AMPERE),
+        _gpu("A100-40GB", 40_960, (108, 80), (1_555, 300, 25), (312, 312), _AMPERE),
+        _gpu("A100-PCIe", 81_920, (108, 80), (1_935, 32, 12.5), (312, 312), _CARD),
+        _gpu("A800", 81_920, (108, 80), (2_039, 200, 25), (312, 312), _AMPERE),
+        _gpu("L4", 23_034, (58, 89), (300, 32, 12.5), (121, 242), _CARD),
+        _gpu("L40S", 46_068, (142, 89), (864, 32, 12.5), (362, 733), _CARD),
+        _gpu("RTX4090", 24_564, (128, 89), (1_008, 32, 12.5), (165, 330), _CARD),
     )
 }
 # Names of the driver, which contain more than the table's: in order, the first match counts.
@@ -102,7 +111,7 @@ def known_gpu(name: str) -> GpuKind | None:
 
 def unknown_speed(name: str) -> GpuKind:
     """Return an entry without memory and speeds for a GPU that is not in the table."""
-    return GpuKind(name, memory=0, hbm=0, bf16=0, fp8=0, link=0, network=0, sms=0, source="the driver")
+    return GpuKind(name, memory=0, hbm=0, bf16=0, fp8=0, link=0, network=0, sms=0, capability=None, source="the driver")
 
 
 def parse_hardware(flag: str, text: str) -> Hardware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def relocate(folder: Path) -> int:
     """Make a cache usable that was copied to ``folder``, and return the number of kernels.
 
     Triton writes the absolute path of each file of a kernel to a list, and ignores the kernel unless all of them exist. The new lists
-    have the files that exist and that a run reads. Remove when Triton's lists have relative paths.
+    have the files that exist and that a run reads. A run may read the cache at the same time. Raises ``OSError`` if a list cannot be
+    written. Remove when Triton's lists have relative paths.
     """
     count = 0
     for group in folder.glob("*/__grp__*.json"):
@@ -68,8 +70,16 @@ def relocate(folder: Path) -> int:
             continue
         if {Path(name).suffix for name, path in paths.items() if path.is_file()} != set(LOADED):
             continue
-        group.write_text(
-            json.dumps({"child_paths": {name: str(path) for name, path in paths.items()}}), encoding="utf-8"
-        )
+        _replace(group, json.dumps({"child_paths": {name: str(path) for name, path in paths.items()}}))
         count += 1
     return count
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace a file, which another process may be reading."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from slime_like.cluster.plan.compiled_kernels import CompileJob, engine_shape
+from slime_like.cluster.plan import compiled_kernels as plan_kernels
+from slime_like.cluster.plan.compiled_kernels import CompileJob, engine_shape, run_capabilities
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import scale
+from slime_like.util.gpus import Gpu
 from slime_like.util.kernel_cache import cache_lines, read_cache, relocate
 from tests.gdn.test_fla import PREPARED, install
 
@@ -128,6 +130,34 @@ def test_latent_attention_is_not_compiled_with_the_shapes_of_other_attention() -
     assert names[0] - names[1] == {"attention_prefill", "attention_decode"} and "request_pool" in names[1]
 
 
+@pytest.mark.parametrize(("gpus", "capability"), [("1xB200", (10, 0)), ("4x8xH20", (9, 0)), ("2xA100-40GB", (8, 0))])
+def test_kernels_are_compiled_for_the_described_gpus(gpus: str, capability: tuple[int, int]) -> None:
+    assert run_capabilities(gpus) == [capability]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (None, "this machine has no GPU: describe those of the run, for example with --plan-for 8xH100"),
+        ("8xB300", "the compute capability of GPU 'B300' is unknown: add it, for example --capability 9.0"),
+        ("8", "the compute capability of GPU 'GPU' is unknown"),
+    ],
+)
+def test_gpus_without_a_known_capability_are_refused(
+    gpus: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_kernels, "visible_gpus", lambda: ())
+    machine = [] if gpus is None else ["--plan-for", gpus]
+    assert compile_kernels.main([*machine, "--cache", str(tmp_path), "+recipe=one_gpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_kernels_are_compiled_for_each_kind_of_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (Gpu("NVIDIA H100 80GB HBM3", (9, 0)), Gpu("NVIDIA B200"), Gpu("NVIDIA H100 80GB HBM3", (9, 0)))
+    monkeypatch.setattr(plan_kernels, "visible_gpus", lambda: gpus)
+    assert run_capabilities(None) == [(9, 0), (10, 0)]
+
+
 def test_a_run_without_gpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no engines on GPUs: .*--plan-for 8xH100"):
         engine_shape(CompileJob(("+recipe=quickstart", "placement.device=cpu"), None, (9, 0), tmp_path))
@@ -144,18 +174,43 @@ def test_a_cache_is_listed(tmp_path: Path) -> None:
     assert total == "2 kernels in 3 variants, 0.0 MiB"
 
 
-def test_a_copied_cache_has_its_own_paths(tmp_path: Path) -> None:
-    cache = tmp_path / "moved"
+def copied_cache(cache: Path) -> Path:
+    """Write a cache with a kernel and a part of another one, and lists with the paths of another machine."""
     for name, suffixes in (("whole", (".cubin", ".json", ".ttir")), ("partial", (".json",))):
         (cache / name).mkdir(parents=True)
         for suffix in suffixes:
             (cache / name / f"kernel{suffix}").write_text("")
         paths = {f"kernel{suffix}": f"/elsewhere/kernel{suffix}" for suffix in (".cubin", ".json", ".ttir", ".ptx")}
         (cache / name / "__grp__kernel.json").write_text(json.dumps({"child_paths": paths}))
+    return cache
+
+
+def test_a_copied_cache_has_its_own_paths(tmp_path: Path) -> None:
+    cache = copied_cache(tmp_path / "moved")
     assert relocate(cache) == 1
     listed = json.loads((cache / "whole" / "__grp__kernel.json").read_text())["child_paths"]
     assert listed == {f"kernel{suffix}": str(cache / "whole" / f"kernel{suffix}") for suffix in (".cubin", ".json")}
     assert compile_kernels.main(("--moved", "--cache", str(cache))) == 0
+
+
+def test_a_list_of_paths_is_replaced_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run may read the cache of a folder that several runs relocate."""
+    cache = copied_cache(tmp_path / "moved")
+    group = cache / "whole" / "__grp__kernel.json"
+    before, write = group.read_text(), Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        write(path, text[:10], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert compile_kernels.main(("--moved", "--cache", str(cache))) == 2
+    assert (
+        "moved cannot be written (No space left on device): copy it to a folder with space" in capsys.readouterr().err
+    )
+    assert group.read_text() == before and list(cache.glob("*/*.tmp")) == []
 
 
 def test_a_copied_cache_without_kernels_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +245,9 @@ def test_a_function_that_fails_is_listed(
         {"name": "request_pool", "error": ""},
     ]
     monkeypatch.setitem(compile_kernels.PARTS, "engine", lambda job: results)
-    assert compile_kernels.main(("--parts", "engine", "--cache", str(tmp_path), "+recipe=one_gpu")) == 1
+    assert (
+        compile_kernels.main(("--capability", "9.0", "--parts", "engine", "--cache", str(tmp_path), "+recipe=one_gpu"))
+        == 1
+    )
     out = capsys.readouterr().out
     assert "  convolution: ImportError: no module named x\n" in out and "request_pool" not in out

@@ -24,7 +24,9 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.phantom.autotuning import NO_RESULTS
 from slime_like.phantom.device import PhantomGpu
+from slime_like.planner.hardware import GPUS, known_gpu
 from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
+from slime_like.util.gpus import visible_gpus
 from slime_like.util.kernel_cache import cache_variables
 
 ENGINE = "slime_like_plugins.compiled_engine"
@@ -53,6 +55,27 @@ class EngineShape:
     attention_backend: str  # of SGLang; empty: its default
     latent: bool  # latent attention, whose kernels have other shapes
     gdn: tuple[int, int, int, int, int] | None  # key heads, value heads, key dim, value dim, convolution width
+
+
+def run_capabilities(description: str | None) -> list[tuple[int, int]]:
+    """Return the compute capabilities of a described machine's GPUs, or of this machine's. Raises ``ConfigError`` if one is unknown."""
+    if description is None:
+        gpus = [(gpu.name, gpu.capability) for gpu in visible_gpus()]
+        if not gpus:
+            raise ConfigError("this machine has no GPU: describe those of the run, for example with --plan-for 8xH100")
+    else:
+        gpus = [(name, None) for name in described_machine(description).gpu_names]
+    capabilities: set[tuple[int, int]] = set()
+    for name, capability in gpus:
+        kind = known_gpu(name)
+        capability = capability or (kind and kind.capability)
+        if capability is None:
+            raise ConfigError(
+                f"the compute capability of GPU {name!r} is unknown: add it, for example --capability 9.0, or give one of {', '.join(GPUS)} "
+                "to --plan-for"
+            )
+        capabilities.add(capability)
+    return sorted(capabilities)
 
 
 def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
