@@ -22,5 +22,5 @@ def prepare_process(name: str, spec: EngineSpec, stacks_dir: str, env: Mapping[s
             del os.environ[variable]
     keep_caches_private()
     dump_stacks_on_signal(Path(stacks_dir), name.replace(" ", "_"))
-    if VISIBLE_DEVICES in os.environ:  # Ray hides every GPU from an actor that requests none
+    if VISIBLE_DEVICES in os.environ:  # Ray leaves all GPUs visible to an actor that requests none
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_DEVICES]

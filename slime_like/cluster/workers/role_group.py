@@ -32,7 +32,7 @@ class RoleWorker(RankWorker):
 
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         super().__init__(name, rank, world_size, stacks_dir, env)
-        if VISIBLE_DEVICES in os.environ:  # Ray hides all GPUs from an actor that requests none
+        if VISIBLE_DEVICES in os.environ:  # Ray leaves all GPUs visible to an actor that requests none
             os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_DEVICES]
         self._role: RankCritic | RankTeacher | None = None
 
