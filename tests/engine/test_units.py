@@ -127,7 +127,7 @@ def test_the_environment_of_the_server_enables_the_seams_and_sets_threads(monkey
     ):
         engine_environment.child_environment(SPEC, "/scratch")
     cuda = engine_environment.child_environment(replace(SPEC, device="cuda"), "/scratch")
-    assert cuda[engine_environment.SGLANG_PLUGINS] == "weight_commit,rollout_sampling,kv_usage"
+    assert cuda[engine_environment.SGLANG_PLUGINS] == "weight_commit,rollout_sampling,kv_usage,kv_size"
     assert "SGLANG_PLATFORM" not in cuda
 
 

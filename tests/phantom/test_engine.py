@@ -46,7 +46,7 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_hook_is_in_place(resolved: dict[str, Any]) -> None:
-    assert resolved["plugins"] == ["dcp", "kv_admission", "kv_usage", "rollout_sampling", "weight_commit"]
+    assert resolved["plugins"] == ["dcp", "kv_admission", "kv_size", "kv_usage", "rollout_sampling", "weight_commit"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -1,14 +1,15 @@
 """KV cache of an engine: counters of its use, and admission of requests by its free part.
 
 ``kv_usage`` counts peak use and retractions in the scheduler, which ``/server_info`` returns. ``kv_admission``
-(``rollout.max_running_requests=auto``) replaces SGLang's guess of the tokens that running requests will still need.
+(``rollout.max_running_requests=auto``) replaces SGLang's guess of the tokens that running requests will still need. ``kv_size`` gives
+an engine on a GPU the cache of its first start when it restarts next to a trainer.
 """
 
 from __future__ import annotations
 
 from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
-USAGE, ADMISSION = "kv_usage", "kv_admission"
+USAGE, ADMISSION, SIZE = "kv_usage", "kv_admission", "kv_size"
 
 
 def load() -> None:
@@ -23,3 +24,8 @@ def load() -> None:
 
         admission.install()
         record_loaded(ADMISSION)
+    if enabled(SIZE):
+        from slime_like_plugins.kv_capacity import size
+
+        size.install()
+        record_loaded(SIZE)

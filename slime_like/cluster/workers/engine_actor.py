@@ -51,6 +51,7 @@ class EngineActor:
         self._closing = False
         self._server_lock = threading.Lock()  # guards _server: a stop may arrive during a restart
         self._parts: EngineParts | None = None
+        self._first_free_gib: float | None = None  # of the GPUs of an engine on one node
         self._server = self._start()
         self._exit_summary: str | None = None  # summary of a server that ``stop_server`` has stopped
 
@@ -60,7 +61,9 @@ class EngineActor:
         host = str(get_node_ip_address())
         hosts = (host, *(slot.address for slot in self._other_nodes)) if self._other_nodes else ()
         node = EngineNode(0, hosts) if hosts else SINGLE_NODE
-        server = EngineServer(self._spec, admin_key=self._admin_key, host=host, node=node)
+        server = EngineServer(
+            self._spec, admin_key=self._admin_key, host=host, node=node, first_free_gib=self._first_free_gib
+        )
         server.start()
         if hosts:
             node = EngineNode(0, hosts, server.rendezvous)
@@ -111,6 +114,8 @@ class EngineActor:
         """
         exit_summary = self._describe_exit() if self._exit_summary is None else self._exit_summary
         self._exit_summary = None
+        if self._first_free_gib is None and not self._other_nodes:
+            self._first_free_gib = self._server.free_before_load()
         with self._server_lock:
             self._stop()
             self._server = self._start()

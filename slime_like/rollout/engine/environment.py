@@ -67,6 +67,7 @@ def child_environment(
         environment["GOMP_SPINCOUNT"] = spin_count()
         environment = NO_CRASH_DUMPS | environment
     else:
+        plugins.append("kv_size")
         environment |= toolkit_environment(environment)
         if spec.releases_memory:
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it, released engines keep their graphs

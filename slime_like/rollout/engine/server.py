@@ -22,6 +22,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import EngineError
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.environment import LOOPBACK, child_environment
+from slime_like.rollout.engine.free_memory import FIRST_FREE, free_gib
 from slime_like.rollout.engine.main import EngineLaunch
 from slime_like.rollout.engine.node import DATA_PARALLEL_PORTS, SINGLE_NODE, EngineNode
 from slime_like.util.deadline import Deadline, scale
@@ -52,8 +53,16 @@ class EngineServer:
     """
 
     def __init__(
-        self, spec: EngineSpec, *, admin_key: str, host: str = LOOPBACK, node: EngineNode = SINGLE_NODE
+        self,
+        spec: EngineSpec,
+        *,
+        admin_key: str,
+        host: str = LOOPBACK,
+        node: EngineNode = SINGLE_NODE,
+        first_free_gib: float | None = None,
     ) -> None:
+        """``first_free_gib``: result of ``free_before_load`` of the engine's first server, if this one replaces it."""
+        self._first_free_gib = first_free_gib
         self._spec = spec
         self._admin_key = admin_key
         self._host = host
@@ -83,7 +92,10 @@ class EngineServer:
         Path(self._spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self._spec.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._log_begin = log.tell()
-            self._process = self._spawn(log, child_environment(self._spec, self._scratch, self._host, self._node))
+            environment = child_environment(self._spec, self._scratch, self._host, self._node)
+            if self._first_free_gib is not None:
+                environment[FIRST_FREE] = str(self._first_free_gib)
+            self._process = self._spawn(log, environment)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the server has died: wait_ready reports the cause
             self._process.stdin.write(json.dumps(asdict(launch)).encode() + b"\n")
@@ -118,6 +130,14 @@ class EngineServer:
                 raise EngineError(f"engine did not start: {self.cause_of_death()}")
             time.sleep(POLL_S)
         self.segments = processes.mapped_segments(self.pid)
+
+    def free_before_load(self) -> float | None:
+        """Return the GiB of a GPU that were free before the engine loaded its model, as its log states them; None on a CPU."""
+        try:
+            log = Path(self._spec.log_path).read_bytes()[self._log_begin :]
+        except OSError:
+            return None
+        return free_gib(log.decode(errors="replace"))
 
     def decode_method(self) -> str:
         """Return the decoding method of a CPU engine, as its log states it; empty on a GPU and before it is ready."""
