@@ -129,7 +129,7 @@ def start(name: str, model: Path, case: DcpCase) -> EngineServer:
 
 
 async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCase) -> dict[str, list[DcpRound]]:
-    """Run rounds of all engines in turn; the first one warms up and is not returned."""
+    """Run rounds in which the engines take turns; the first round warms up and is not returned."""
     arms = {
         name: DcpArm(server, EngineClient(server.url, admin_key=KEY, name=name)) for name, server in servers.items()
     }

@@ -8,7 +8,7 @@ requests of a run: over HTTP, groups of 8 samples per prompt, seeded, temperatur
 each. transformers gets the same prompts in one batch, samples, and returns no log-probabilities. Prints rows per batch size:
 wall time and CPU time (user and system, of all processes of an engine; other work on the machine affects it least) of whole
 calls including the prefill, and of decoding alone (a call minus a call for one token). Each row has medians of tokens/s and of
-milliseconds per token of a sequence, and the ratios of the medians to those of transformers.
+milliseconds per token of a sequence, and the ratios of the medians to the medians of transformers.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Timing:
 
 
 def ratio(base: Sequence[float], arm: Sequence[float]) -> float:
-    """Return the median of the rounds' ratios: other work of the machine in a round slows both arms."""
+    """Return the median over rounds of the arms' ratio. Other work on the machine slows both arms of a round."""
     return statistics.median(b / a for b, a in zip(base, arm, strict=True))
 
 

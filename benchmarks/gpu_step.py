@@ -6,7 +6,7 @@
 
 Weights are random. A step has four micro-batches of sequences of 2048 tokens, three quarters of which are trained on, full
 recompute, bfloat16, and one AdamW update. Seconds are the median over steps after two that are left out; memory is torch's
-peak of a step. Synchronisations are those that torch.cuda.set_sync_debug_mode reports in one step, by line.
+peak of a step. Synchronisations are listed by line, as torch.cuda.set_sync_debug_mode reports them in one step.
 """
 
 from __future__ import annotations

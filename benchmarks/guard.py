@@ -203,7 +203,7 @@ def simulate(steps: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def simulated_clock(clock: GuardClock) -> Generator[None]:
-    """Let the wrapper and its guard read ``clock``."""
+    """Replace the clock of the wrapper and its guard by ``clock`` within the block."""
     original = time.perf_counter_ns
     op_wrappers.clock = wrapper_module.clock = time.perf_counter_ns = clock
     try:

@@ -85,7 +85,7 @@ def measure(c: CKernels, shape: tuple[int, int, int, int], dtype: torch.dtype, r
 
 
 def make_arms(c: CKernels, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Callable[[], Tensor], ...]:
-    """Return functions that attend the queries of a batch, by torch and by C."""
+    """Return functions that compute the attention of a batch, in torch and in C."""
     from slime_like_plugins.sglang_cpu.latent_attention import LatentAttentionBackend
 
     batch, context, heads, latent = shape

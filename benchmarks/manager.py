@@ -63,7 +63,7 @@ class RecordedEngine:
         raise EngineError("a recorded engine cannot be stopped")
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return no process."""
+        """Return nothing: a recorded engine has no processes."""
         return ()
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/remote_auto.py [--rounds 20]
 
-Settings are those of ``remote_experts.py``. In all of them ``batched`` is the faster mode.
+The settings are the same as in ``remote_experts.py``. In all of them ``batched`` is the faster mode.
 """
 
 from __future__ import annotations

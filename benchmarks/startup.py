@@ -34,7 +34,7 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """Time of a start divided by that of a bare import."""
+        """Time of a start divided by the time of a bare import."""
         return self.first_rollout / self.bare
 
 

@@ -108,7 +108,7 @@ def concatenated(prompt: TokenColumns, samples: int, steps: Steps) -> list[Token
 CONTAINERS: dict[str, Container] = {
     "store, `append_batch`": batched,
     "store, one sample per append": per_sample,
-    "arrays per sample, all room reserved": arrays,
+    "arrays per sample, preallocated": arrays,
     "lists per sample": lists,
     "arrays per sample, concatenated": concatenated,
 }
@@ -143,7 +143,7 @@ def measure(prompt: TokenColumns, samples: int, steps: Steps, rounds: int) -> li
             rows = container(prompt, samples, steps)
             seconds[name] = min(seconds[name], time.process_time() - start)
             if [_bytes(row) for row in rows] != expected:
-                raise SystemExit(f"{name}: the rows have other bytes than lists")
+                raise SystemExit(f"{name}: the rows differ from the lists")
     num_tokens = sum(map(len, steps))
     first = seconds[next(iter(CONTAINERS))]
     return [

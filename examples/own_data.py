@@ -3,7 +3,7 @@
     python train.py +recipe=quickstart run.name=own_data data.train=runs/own_data.jsonl evaluation.datasets={} \\
         run.prepare=examples/own_data.py:prepare reward.name=examples/own_data.py:score
 
-The model is that of ``+recipe=quickstart``: run that recipe once first, or set
+It uses the model of ``+recipe=quickstart``: run that recipe once first, or set
 ``model.hf_checkpoint=/models/Qwen3-0.6B`` for another one. If your data file already exists, set ``run.prepare=null``.
 """
 

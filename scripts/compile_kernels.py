@@ -5,7 +5,7 @@
     .venv/bin/python scripts/compile_kernels.py --plan-for 8xB200 --capability 9.0,10.0 +recipe=...   # for both
     export TRITON_CACHE_DIR=$HOME/.cache/slime_like/kernels TILELANG_CACHE_DIR=$HOME/.cache/slime_like/kernels/tilelang
 
-Arguments that are not options are those of train.py. Kernels are launched on a phantom GPU (docs/gpu.md). The command prints the kernels
+All other arguments are passed to train.py. Kernels are launched on a phantom GPU (docs/gpu.md). The command prints the kernels
 that are in the cache. Set both variables for the run. On another machine, the packages' versions must be the same; copy the folder, and
 run `scripts/compile_kernels.py --moved --cache FOLDER` there, because Triton's cache contains absolute paths.
 """

@@ -8,7 +8,7 @@ There, with Python 3.12, torch, Triton, transformers and pytest installed:
 
     tar xJf bundle.tar.xz && bash slime_like_bundle/run.sh --parts guard trainer      # arguments of scripts/gpu_evidence.py
 
-SGLang and Ray are not packed, so parts with engines are skipped. Versions are those of scripts/requirements/gpu.lock.
+SGLang and Ray are not packed, so parts with engines are skipped. scripts/requirements/gpu.lock has the versions.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ slow, a reward worker killed) are injected, sometimes before an engine serves ag
 the part: a rank, the rollout manager, the driver or a process of Ray is killed or stopped, SIGINT, SIGTERM or SIGHUP arrives in a
 phase, or one or two signals arrive during its start. The least tried kinds are drawn first (``soak_draw.py``), so that 14 parts,
 with 66 faults if the target of each is running, include every kind. Parts differ in the number of engines and in the weight
-transport. A part is clean if its exit code is that of its final fault, and if it left one crash bundle that names the target, or
+transport. A part is clean if its exit code fits its final fault, and if it left one crash bundle that names the target, or
 no bundle if it ended by a signal or by itself. After each part, leftover processes, listening ports, named shared memory and
 scratch folders are counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the
 final weights are compared with the undisturbed run, bit for bit. The folder keeps the progress: the same command continues an

@@ -167,7 +167,7 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights on the ranks. Each ``step`` adds 1, also if the rollout is empty or the actor is frozen."""
+        """Version of the weights on the ranks. Each ``step`` adds 1, even if the rollout is empty or the actor is frozen."""
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:

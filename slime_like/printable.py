@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 def print_output(text: str) -> int:
     """Write the output of a command to standard output and flush it. Return the exit code.
 
-    The code is 0, also if the reader of a pipe has exited (``| head``), or 1 with a message if the output cannot be
+    The code is 0, even if the reader of a pipe has exited (``| head``), or 1 with a message if the output cannot be
     written.
     """
     stream = sys.stdout

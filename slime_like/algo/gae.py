@@ -26,7 +26,7 @@ class GeneralisedAdvantage:
     """GAE: ``sum_k (gamma * lambd)^k * delta[a + k]`` with ``delta[a] = reward[a] + gamma * value[a + 1] - value[a]``.
 
     Index a counts the trained tokens of a sequence; tokens that the model did not sample are skipped by the discount.
-    The value after the last action is 0, also for truncated episodes. Rewards are those of ``actions.token_rewards``.
+    The value after the last action is 0, even for truncated episodes. Rewards come from ``actions.token_rewards``.
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
     """
 

@@ -19,7 +19,7 @@ from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, 
 class Demonstrations:
     """Source of one-sample groups: prompt, label and end-of-sequence token, or a conversation rendered by its template.
 
-    Rows are tokenised once. The cursor is that of ``source``. The constructor raises ``DataError`` for a row that has no
+    Rows are tokenised once. The cursor is ``source``'s. The constructor raises ``DataError`` for a row that has no
     label or is longer than the context, and ``ConfigError`` for a tokenizer without an end-of-sequence token.
     """
 

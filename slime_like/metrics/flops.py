@@ -1,6 +1,6 @@
 """Floating-point operations (FLOPs) of a decoder, from its config.json.
 
-The count is that of model-FLOPs utilisation: two FLOPs per multiply-add of the model's formulas. It leaves out recomputed,
+FLOPs are counted as for model-FLOPs utilisation: two FLOPs per multiply-add of the model's formulas. It leaves out recomputed,
 masked and padded values, and norms, activations and rotations, whose cost is linear in the width. Causal attention counts
 the pairs of tokens that attend to each other. The gated delta rule counts its recurrence, three products of the state with
 a vector per token, without the additional work of chunked kernels. Source: Chowdhery et al., "PaLM", appendix B.

@@ -21,7 +21,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str) -> Generator[None]:
-        """Record the time of a block, also if it raises."""
+        """Record the time of a block, even if it raises."""
         start = time.time()
         try:
             yield

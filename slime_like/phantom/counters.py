@@ -61,7 +61,7 @@ def peak_bytes(device: int = 0) -> int:
 
 
 def reset_peak(device: int = 0) -> None:
-    """Restart the maximum that ``peak_bytes`` returns."""
+    """Reset the peak that ``peak_bytes`` returns to the current memory."""
     _PROCESS.phantom_gpu_reset_peak(device)
 
 

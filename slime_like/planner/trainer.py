@@ -109,7 +109,7 @@ def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
 def allocated_items(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
     """Return the tensors of one rank at the peak of an optimizer step, which torch counts as allocated memory.
 
-    With pipeline stages, the rank is one of the stage that needs the most memory, and the table names this stage.
+    With pipeline stages, the rank is in the stage that needs the most memory, and the table names this stage.
     """
     return max((stage_items(shape, settings, stage) for stage in range(settings.pp)), key=lambda table: table.total)
 

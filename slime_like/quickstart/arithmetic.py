@@ -1,7 +1,7 @@
 """Data of the default job: sums as text, and demonstrations that often forget the carry.
 
 ``475+6=`` is ``481``; a careless demonstration answers ``471``. A model trained on the demonstrations can add, but its most
-likely answer forgets the carry. A reward of 0 or 1 is enough to unlearn this, also on held-out problems.
+likely answer forgets the carry. A reward of 0 or 1 is enough to unlearn this, even on held-out problems.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class StoreRow:
         return StoreRow(self.store, self.store.fork(self.index, length)[0])
 
     def append(self, columns: TokenColumns, experts: RoutedExperts | None = None) -> None:
-        """Append tokens. ``experts`` are those of the row's tokens from the first one on, old and new."""
+        """Append tokens. ``experts`` has the experts of all tokens of the row, including the earlier ones."""
         counts = np.array([len(columns)])
         self.store.append_batch(Batch(np.array([self.index]), columns, counts, (experts,)))
 

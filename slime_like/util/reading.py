@@ -108,7 +108,7 @@ class InputFile:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ``ValueError``, also if it is nested too deeply or not UTF-8."""
+    """Return the value of a JSON text. Raises ``ValueError`` if it is invalid, nested too deeply or not UTF-8."""
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError as error:

@@ -23,7 +23,7 @@ MAGIC = b"slime_like device tensors\n"
 
 
 class DeviceHandles(Protocol):
-    """Access to this process's device memory, and to that of other processes by address."""
+    """Access to device memory of this process, and of other processes by address."""
 
     def name(self) -> str:
         """Return a name of the current device that is the same in every process."""

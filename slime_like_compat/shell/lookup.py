@@ -1,4 +1,4 @@
-"""Files that a launch script names, also if the script was written for another machine or its folder is unknown."""
+"""Files that a launch script names, even if the script was written for another machine or its folder is unknown."""
 
 from __future__ import annotations
 

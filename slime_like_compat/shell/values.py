@@ -121,7 +121,7 @@ class Scope:
         return self._joined_parts(word.parts, word.file_line, script)
 
     def _joined_parts(self, parts: tuple[Part, ...], file_line: str, script: Path) -> Value:
-        """Join ``parts`` into one value; its problem is that of the first part with an unknown value."""
+        """Join ``parts`` into one value, with the problem of the first part whose value is unknown."""
         texts: list[str] = []
         problem = ""
         for part in parts:

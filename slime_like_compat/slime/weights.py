@@ -19,7 +19,7 @@ def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     is_same_model = _model_name(item.text) == _model_name(flags.text("--hf-checkpoint"))
     if not is_same_model and not item.problem and "--hf-checkpoint" in flags:
         reference = ", and is the reference" if flags.has_kl and not flags.is_supervised else ""
-        return "mapped", f"other weights than those of --hf-checkpoint: the policy starts from them{reference}"
+        return "mapped", f"weights that differ from --hf-checkpoint: the policy starts from them{reference}"
     if flags.is_supervised or not flags.has_kl:
         return (
             "dropped",

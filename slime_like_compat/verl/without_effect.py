@@ -98,7 +98,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_R}.name": "the engine is SGLang",
     f"{_R}.mode": "every engine is a server",
     f"{_R}.log_prob_*": _SCORES,
-    f"{_R}.logprobs_mode": "log-probabilities are those of the sampling distribution",
+    f"{_R}.logprobs_mode": "log-probabilities are always those of the sampling distribution",
     f"{_R}.dtype": "model.dtype",
     f"{_R}.data_parallel_size": "engines of rollout.tp GPUs each fill the GPUs: rollout.num_engines; " + _ENGINE,
     f"{_R}.expert_parallel_size": _ENGINE,

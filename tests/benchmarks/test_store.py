@@ -1,4 +1,4 @@
-"""Benchmark of the columnar store: a table per form of appends; containers with other bytes end it."""
+"""Benchmark of the columnar store: a table per form of appends; containers with different bytes end it."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_other_bytes_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
         return [columns.slice(1, len(columns)) for columns in store.lists(*args)]
 
     monkeypatch.setitem(store.CONTAINERS, "store, `append_batch`", wrong)
-    with pytest.raises(SystemExit, match="other bytes"):
+    with pytest.raises(SystemExit, match="differ from the lists"):
         store.main(SMALL)

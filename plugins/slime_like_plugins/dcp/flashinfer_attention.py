@@ -9,7 +9,7 @@ remain SGLang's:
 - In a prefill, new tokens attend to each other with this rank's heads and the new keys and values, without communication. The
   cached prefix is attended as in a decode step, without a mask, and both parts are merged by log-sum-exp.
 
-The design is that of SGLang's pull request 14982, with the communication of ``sglang.srt.layers.dcp``. Axes as in
+The design follows SGLang's pull request 14982, with the communication of ``sglang.srt.layers.dcp``. Axes as in
 ``dcp.attention``: T tokens, H query heads of this rank, A query heads of all ranks of the group, K KV heads, D head dimension.
 """
 

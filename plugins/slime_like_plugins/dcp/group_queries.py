@@ -2,7 +2,7 @@
 
 In a decode step, a rank computes attention for the query heads of all ranks of its group. The hidden states are the same on
 all ranks, so a rank with copies of the other ranks' query projections computes these queries itself, instead of gathering them.
-The design is that of SGLang's ``dcp_replicate_q_proj``, which exists only for models with multi-head latent attention.
+The design follows SGLang's ``dcp_replicate_q_proj``, which exists only for models with multi-head latent attention.
 SGLang makes the copies once; here they are renewed after each push.
 
 Axes: T tokens, A query heads of all ranks of the group, D head dimension, C hidden.

@@ -20,7 +20,7 @@ from torch import Tensor
 def merge(outs_RTHD: Tensor, lses_RTH: Tensor, *, base: float = math.e) -> tuple[Tensor, Tensor]:
     """Return output [T, H, D] and natural log-sum-exp [T, H] over all parts, in the dtype of ``lses_RTH``.
 
-    ``base`` is that of the logarithm in ``lses_RTH``: FlashInfer's and TensorRT-LLM's kernels return base 2. A token for
+    ``base`` is the base of the logarithm in ``lses_RTH``: FlashInfer's and TensorRT-LLM's kernels return base 2. A token for
     which no part has a key gets 0 and -inf.
     """
     lses_RTH = lses_RTH * math.log(base) if base != math.e else lses_RTH

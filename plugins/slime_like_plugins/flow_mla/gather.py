@@ -77,7 +77,7 @@ class GroupGather:
         """Wait for the work of all streams of this GPU; on a CPU, return at once.
 
         The other ranks need no wait: a gather itself waits for them, and they start it after their writes. But a gather waits for
-        the current stream only, and SGLang's loaders write in threads, on another stream than the scheduler's.
+        the current stream only, and SGLang's loaders write in threads, not on the scheduler's stream.
         """
         if self._parts and self._parts[0].is_cuda:
             torch.cuda.synchronize(self._parts[0].device)

@@ -186,7 +186,7 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
 
 
 def check_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: stop the engine if no weight is sharded, or one has moved out of its slot."""
+    """Hook after ``ModelRunner.load_model``: stop the engine if no weight is sharded, or if a weight has moved out of its slot."""
     if not _models:
         raise SystemExit(
             f"slime_like plugin {NAME!r}: no weight of {type(runner.model).__name__} is sharded, because this model of SGLang builds its "

@@ -1,4 +1,4 @@
-"""Parts in memory of the host that other processes map, and copies of them by a thread for each slot."""
+"""Parts in host memory that other processes map. A thread for each slot copies them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class GatherPipeline:
     """Order of the gathers.
 
     Layer ``i`` is in slot ``i % slots``. When a layer ends, the next layer of its slot is gathered; the last layer of a slot is
-    followed by the first one. A slot therefore gathers only its own layers, also if their number is odd. At the
+    followed by the first one. A slot therefore gathers only its own layers, even if their number is odd. At the
     end of a forward, the slots hold the first layers.
     """
 

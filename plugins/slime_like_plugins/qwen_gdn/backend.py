@@ -14,7 +14,7 @@ class RangeRule(Protocol):
     """Gated delta rule over a stream of packed sequences. Each rank of a group has consecutive tokens of the stream."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return [1, L, HV, V] of this rank's L tokens; the arguments are those of ``GDNBackend.chunk_rule``.
+        """Return [1, L, HV, V] of this rank's L tokens; same arguments as ``GDNBackend.chunk_rule``.
 
         States and their gradients are exchanged by collectives of the group, one in forward and one in backward.
         """

@@ -1,7 +1,7 @@
 """Fused forward of a dense model, which replaces the forward of SGLang's modules.
 
-All operations between matrix products are leaf kernels over reused memory. If products are C too, a decode step is one
-call (``decode.py``). Prefill uses torch's attention and SGLang's logits. Unsupported batches go through SGLang's own
+All operations between matrix products are leaf kernels over reused memory. If products are also computed in C, a decode
+step is one call (``decode.py``). Prefill uses torch's attention and SGLang's logits. Unsupported batches go through SGLang's own
 forward.
 
 Axes: B rows (decode: one per request; prefill: the tokens of all requests, packed), T hidden, H query heads, D head

@@ -19,7 +19,7 @@ _models: list[torch.nn.Module] = []
 
 
 def limit() -> int | None:
-    """Return the memory of a rank in bytes, or None if it is that of the machine. Stops the engine on a bad setting."""
+    """Return the memory limit of a rank in bytes, or None if only the machine's memory limits it. Stops the engine on a bad setting."""
     try:
         return rank_memory()
     except ConfigError as error:

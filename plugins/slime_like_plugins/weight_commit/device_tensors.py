@@ -14,8 +14,8 @@ from slime_like.weight_sync.device_memory import CudaHandles, DeviceHandles, Ope
 def load(original: Callable[..., Any], manager: Any, request: Any, handles: DeviceHandles | None = None) -> Any:
     """Load this rank's bucket with ``original``, ``SchedulerWeightUpdaterManager.update_weights_from_tensor``.
 
-    SGLang replies when the ranks have started their copies. Here the ranks meet after their copies have ended, because the sender
-    then overwrites the memory. An error of any rank is the reply of all of them.
+    SGLang replies when the ranks have started their copies. The sender overwrites the memory after the reply, so here the ranks
+    reply only after all their copies have ended. If one rank fails, every rank replies with its error.
     """
     group = manager.tp_cpu_group
     bucket, problem = None, ""

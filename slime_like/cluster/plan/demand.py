@@ -21,7 +21,7 @@ from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Predicted memory of each role on one GPU, and the roles on the busiest GPU, the one that needs the most memory."""
+    """Predicted memory of each role on one GPU, and the roles on the busiest GPU, which needs the most memory."""
 
     tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its processes on one GPU
     gpu: str = ""
@@ -37,7 +37,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> PhaseMemory:
-        """The phase in which the busiest GPU needs the most memory."""
+        """Phase in which the busiest GPU needs the most memory."""
         return max(self.phases, key=lambda phase: phase.total, default=PhaseMemory("", ()))
 
     @property

@@ -43,7 +43,7 @@ class PhaseMemory:
 def phase_memory(
     roles: Mapping[str, MemoryTable], scoring: MemoryTable | None, offloads: Offloads
 ) -> tuple[PhaseMemory, ...]:
-    """Return the memory of a GPU with ``roles`` in each phase. ``scoring`` is that of a trainer rank with weights only.
+    """Return the memory of a GPU with ``roles`` in each phase. ``scoring`` is the memory of a trainer rank with weights only.
 
     A GPU without an engine, or only with one, has one phase.
     """

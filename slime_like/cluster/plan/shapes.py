@@ -34,7 +34,7 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
 
     If the folder is missing, return the config that ``run.prepare`` of a default job will write (None for another function) or,
     for a described machine, the config in the planner's table of public models. Raises ``CheckpointError`` without any of
-    these, and ``ConfigError`` if the name is that of an unsupported public model.
+    these, and ``ConfigError`` if a public model of this name is not supported.
     """
     folder = cfg.model.hf_checkpoint
     if Path(folder).exists():

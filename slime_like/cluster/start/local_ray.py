@@ -205,7 +205,7 @@ def _agent_command(original: Any) -> Callable[..., list[str]]:
 
 
 def log_dir() -> Path | None:
-    """Return the log folder of Ray on this node, also of a failed start; None if there is none."""
+    """Return Ray's log folder on this node, even after a failed start; None if there is none."""
     node: Any = ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
     if node is not None:
         return Path(node.get_logs_dir_path())

@@ -1,4 +1,4 @@
-"""Rules of rollout.agent, a coroutine function that may be set only if rollout.generate runs an agent."""
+"""Rules for rollout.agent, a coroutine function that may be set only if rollout.generate runs an agent."""
 
 from __future__ import annotations
 

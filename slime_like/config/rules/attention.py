@@ -1,4 +1,4 @@
-"""Rules of ``model.attention=te``. TransformerEngine is located but not imported, because rules must be fast."""
+"""Rules for ``model.attention=te``. TransformerEngine is located but not imported, because rules must be fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of ``rollout.dcp``: decode context parallelism, which spreads an engine's KV cache over its tensor-parallel ranks.
+"""Rules for ``rollout.dcp``: decode context parallelism, which spreads an engine's KV cache over its tensor-parallel ranks.
 
 SGLang 0.5.23 accepts many combinations that compute wrong tokens without an error. They are refused here at load, and
 again in the engine, on the values that SGLang resolves (``slime_like_plugins.dcp.hooks``). With ``rollout.dcp=auto``, nothing is

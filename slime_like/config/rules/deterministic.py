@@ -1,4 +1,4 @@
-"""Rules of ``run.deterministic=true``: settings that break reproducibility are refused."""
+"""Rules for ``run.deterministic=true``: settings that break reproducibility are refused."""
 
 from __future__ import annotations
 

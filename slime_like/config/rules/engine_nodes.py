@@ -1,4 +1,4 @@
-"""Rules of engines on several nodes, whose number is ``rollout.engine_num_nodes`` or that of the nodes that a plan selects."""
+"""Rules for engines on several nodes. ``rollout.engine_num_nodes`` or the plan sets the number of nodes of an engine."""
 
 from __future__ import annotations
 

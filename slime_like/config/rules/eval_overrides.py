@@ -1,4 +1,4 @@
-"""Rules of ``evaluation.overrides``, which overrides settings of ``evaluation`` for single datasets."""
+"""Rules for ``evaluation.overrides``, which overrides settings of ``evaluation`` for single datasets."""
 
 from __future__ import annotations
 

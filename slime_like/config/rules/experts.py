@@ -1,4 +1,4 @@
-"""Rules of mixture-of-experts models and of ``parallel.ep``."""
+"""Rules for mixture-of-experts models and of ``parallel.ep``."""
 
 from __future__ import annotations
 

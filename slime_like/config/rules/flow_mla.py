@@ -1,4 +1,4 @@
-"""Rules of ``rollout.flow_mla``. The engine applies the same conditions to the values that SGLang resolves (``slime_like_plugins.flow_mla``)."""
+"""Rules for ``rollout.flow_mla``. The engine applies the same conditions to the values that SGLang resolves (``slime_like_plugins.flow_mla``)."""
 
 from __future__ import annotations
 

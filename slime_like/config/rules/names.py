@@ -1,4 +1,4 @@
-"""Rules of names in the config: an entry of a table in ``schema.names`` or, if the key allows it, a function's path."""
+"""Rules for names in the config. A name is an entry of a table in ``schema.names`` or, if the key allows it, a function's path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of ``placement.offload_*``, which release device memory between the phases of the loop."""
+"""Rules for ``placement.offload_*``, which release device memory between the phases of the loop."""
 
 from __future__ import annotations
 

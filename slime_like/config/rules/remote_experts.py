@@ -1,4 +1,4 @@
-"""Rules of ``rollout.remote_experts``. The engine applies the same conditions to the values that SGLang resolves
+"""Rules for ``rollout.remote_experts``. The engine applies the same conditions to the values that SGLang resolves
 (``slime_like_plugins.remote_experts``).
 """
 

@@ -1,4 +1,4 @@
-"""Rules of critic.* and teacher.*: rules of the config alone, and rules that read checkpoints."""
+"""Rules for ``critic.*`` and ``teacher.*``. Some need only the config, others read checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of ``algo.routing_replay``."""
+"""Rules for ``algo.routing_replay``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the learning-rate schedule's length, which fill unset keys and refuse values that do not fit the run."""
+"""Rules for the learning-rate schedule's length, which fill unset keys and refuse values that do not fit the run."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def changing_variables(environment: Mapping[str, str]) -> set[str]:
 
 
 def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
-    """Raise ``ConfigError`` if the rollouts in ``folder`` were sampled from a distribution other than that of ``cfg``.
+    """Raise ``ConfigError`` if the rollouts in ``folder`` were not sampled from the distribution of ``cfg``.
 
     The settings are read from ``config.yaml`` in the folder of the run that dumped them. A rollouts folder that was
     copied without this file is not checked.

@@ -48,7 +48,7 @@ class PolicyConfig(AlgoConfig):
     mask_offpolicy: bool = key(
         False, "For samples continued under new weights, train only on tokens sampled with the newest weights."
     )
-    use_rollout_logprobs: bool = key(False, "Use the engine's log-probabilities as those of the old policy.")
+    use_rollout_logprobs: bool = key(False, "Use the engine's log-probabilities for the old policy.")
     off_policy: str = key(
         "importance",
         "Correction for tokens sampled by another policy (table OFF_POLICY, or a path); importance reads use_tis, use_mis "

@@ -136,7 +136,7 @@ class RunConfig(Config):
     seed: int = key(0, "Seed of data order, sampling and weight initialisation.")
     deterministic: bool = key(
         False,
-        "Make runs bitwise reproducible, also after a resume; on a CPU, engine and trainer agree bitwise (Megatron: --deterministic-mode).",
+        "Make runs bitwise reproducible, even after a resume; on a CPU, engine and trainer agree bitwise (Megatron: --deterministic-mode).",
     )
     resume: str = key(
         "auto",

@@ -74,7 +74,7 @@ class RolloutState:
 
     @staticmethod
     def from_groups(cursor: Mapping[str, Any], groups: Sequence[SampleGroup]) -> RolloutState:
-        """Return the inverse of ``in_flight``."""
+        """Return the state whose ``in_flight`` is ``groups``."""
         queued = tuple(QueuedPrompt(group.prompt, -1 - group.group_id) for group in groups if group.group_id < 0)
         return RolloutState(cursor, queued, tuple(from_group(group) for group in groups if group.group_id >= 0))
 
@@ -100,7 +100,7 @@ def to_group(partial: PartialGroup) -> SampleGroup:
 
 
 def from_group(group: SampleGroup) -> PartialGroup:
-    """Return the inverse of ``to_group``."""
+    """Return the partial group whose ``to_group`` is ``group``."""
     calls: list[RecordedCall] = []
     for _, grouped in groupby(group.samples, key=lambda sample: sample.episode_id):
         samples = list(grouped)

@@ -67,7 +67,7 @@ class EngineClient:
         peer_timeout_s: float = PEER_TIMEOUT_S,
         routing: RoutingShape | None = None,
     ) -> EngineClient:
-        """Return a client of the engine at ``address``; the other arguments are those of the constructor."""
+        """Return a client of the engine at ``address``; the other arguments are passed to the constructor."""
         client = cls(
             address.url,
             admin_key=address.admin_key,

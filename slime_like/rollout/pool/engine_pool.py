@@ -174,7 +174,7 @@ class EnginePool:
         self._may_restart.clear()
 
     def allow_restarts(self) -> None:
-        """Start lost engines, also those lost since ``defer_restarts``."""
+        """Start lost engines, including engines lost since ``defer_restarts``."""
         self._may_restart.set()
 
     async def wait_for_reachable(self) -> list[EngineSlot]:

@@ -26,7 +26,7 @@ class EngineSupervisor(Protocol):
         ...
 
     async def stop_server(self) -> None:
-        """Kill the processes, whatever their state, until ``restart`` starts others. Raises ``EngineError`` if the actor is lost,
+        """Kill the processes in any state; ``restart`` starts new ones. Raises ``EngineError`` if the actor is lost,
         ``DeadlineExceeded`` if it does not respond.
         """
         ...

@@ -119,7 +119,7 @@ class RankTrainer(RankModel):
         return self._end_rollout(metrics)
 
     def _end_rollout(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
-        """Count the rollout, also if frozen or empty. Return ``metrics`` with this rank's counters of collectives."""
+        """Count the rollout, even if the actor is frozen or the rollout is empty. Return ``metrics`` with this rank's counters of collectives."""
         self.version += 1
         return (*metrics, *install.drain())
 
