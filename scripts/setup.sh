@@ -12,6 +12,8 @@ trap 'exit 130' INT # even if the interrupted command exits differently
 
 # Exists during installation: a package left incomplete by an interrupted set-up would count as installed.
 INCOMPLETE=$VENV/.slime_like_half_made
+# Names of the distributions whose bytecode has been compiled.
+COMPILED=$VENV/.slime_like_compiled
 # fla's kernels for tests on a CPU, in a folder that only those tests have on their path.
 TEST_KERNELS=scripts/requirements/fla_interpreter.lock
 declare -A NEED_GB=([cpu]=9 [gpu]=14)
@@ -102,10 +104,15 @@ install_package() {
 }
 
 # compile_all: uv creates no .pyc, and importing SGLang takes 19 s instead of 8 without them. Some packages contain
-# templates that are not Python; their errors are ignored. Tests of other packages are skipped.
+# templates that are not Python; their errors are ignored. Tests of other packages are skipped. Reading all files takes 20 s, so
+# nothing is compiled if the installed packages are those of the last time.
 compile_all() {
-    "$PYTHON" -m compileall -q -j 0 -x '/tests?/' "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-        >/dev/null 2>&1 || true
+    local packages distributions
+    packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
+    distributions=$(cd "$packages" && compgen -G '*.dist-info')
+    [[ ! -f $COMPILED || $(<"$COMPILED") != "$distributions" ]] || return 0
+    "$PYTHON" -m compileall -q -j 0 -x '/tests?/' "$packages" >/dev/null 2>&1 || true
+    printf '%s\n' "$distributions" >"$COMPILED"
 }
 
 # compile_kernels: compile the decode kernels of CPU engines. Without a compiler torch's kernels are used.
@@ -134,7 +141,7 @@ main() {
     step "installing $(grep -c '==' "$LOCK") locked packages" install_locked
     [[ $# == 1 ]] || step "installing slime_like" install_package
     [[ $# == 1 || $DEVICE != cpu ]] || step "installing kernels for tests" install_test_kernels
-    step "compiling bytecode of all packages (minutes, without output)" compile_all
+    step "compiling bytecode of new packages (minutes, without output)" compile_all
     [[ $# == 1 || $DEVICE != cpu ]] || step "compiling CPU kernels" compile_kernels
     [[ $# == 1 ]] || printf '%s\n%s\n' "$(identity)" "$(contents)" >"$STAMP"
     say "done: $(seconds_since "$start") s"
