@@ -116,11 +116,11 @@ def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
         result = Path(folder) / "figures.json"
         command = [sys.executable, __file__, *argv, "--arms", name, "--result", str(result)]
         try:
-            done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=LIMIT)
+            process = subprocess.run(command, stdout=sys.stderr, check=False, timeout=LIMIT)
         except subprocess.TimeoutExpired:
             sys.stderr.write(visible(f"{name}: no result within {LIMIT} s\n"))
             return None
-        return StepFigures(**json.loads(result.read_text())) if done.returncode == 0 else None
+        return StepFigures(**json.loads(result.read_text())) if process.returncode == 0 else None
 
 
 def run_arm(arm: StepArm, args: argparse.Namespace) -> int:

@@ -73,16 +73,16 @@ def application(*, columns: bool) -> web.Application:
         usage = {"capacity_tokens": 1, "used_tokens_max": 1, "running_requests_max": 1, "retractions": 0}
         return web.json_response({"internal_states": [{"slime_like_kv": usage}], "weight_version": "0"})
 
-    async def done(_: web.Request) -> web.Response:
+    async def acknowledge(_: web.Request) -> web.Response:
         return web.json_response({})
 
     server = web.Application(client_max_size=2**30)
     server.router.add_post("/generate", generate)
     server.router.add_get("/server_info", state)
     server.router.add_get("/model_info", state)
-    server.router.add_get("/health", done)
-    server.router.add_get("/health_generate", done)
-    server.router.add_post("/abort_request", done)
+    server.router.add_get("/health", acknowledge)
+    server.router.add_get("/health_generate", acknowledge)
+    server.router.add_post("/abort_request", acknowledge)
     return server
 
 

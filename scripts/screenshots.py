@@ -39,17 +39,17 @@ class MidRunRequests:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._sent = False
+        self._has_sent = False
 
     def __call__(self) -> None:
         """Check the progress of the run, and send the requests if it is halfway."""
-        if self._sent or not (self._run_dir / "status.json").is_file():
+        if self._has_sent or not (self._run_dir / "status.json").is_file():
             return
         status = read_live_status(self._run_dir)
         if status.step >= status.num_steps // 2:
             send_request(self._run_dir, Request.EVAL)
             send_request(self._run_dir, Request.SAVE)
-            self._sent = True
+            self._has_sent = True
 
 
 def main(argv: list[str]) -> int:

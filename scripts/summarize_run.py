@@ -36,12 +36,14 @@ def summarize(path: Path, metric: str) -> int:
         sys.stderr.write(visible(f"{path} has no {metric}\n"))
         return 1
     first, last = with_metric[0], with_metric[-1]
-    text = f"held-out accuracy ({metric}): {first[metric]:.3f} {_when(first)}, {last[metric]:.3f} {_when(last)}"
+    text = (
+        f"held-out accuracy ({metric}): {first[metric]:.3f} {_step_text(first)}, {last[metric]:.3f} {_step_text(last)}"
+    )
     print(visible(text))
     return 0
 
 
-def _when(row: dict[str, Any]) -> str:
+def _step_text(row: dict[str, Any]) -> str:
     """Return the time of ``row`` in words."""
     return f"after {row['step']:g} rollouts" if row["step"] else "after the warm start"
 

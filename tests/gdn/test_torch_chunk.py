@@ -189,7 +189,7 @@ def _drop_state_gradient(*args: object) -> object:
 
 
 def _other_writes(x: ChunkInputs, block: chunk_forward.ChunkBlock, *args: object) -> object:
-    return _GRADIENTS(x, replace(block, written=block.written.roll(1, 0)), *args)
+    return _GRADIENTS(x, replace(block, new_values=block.new_values.roll(1, 0)), *args)
 
 
 _FORWARD: Callable[..., object] = chunk_forward._scan

@@ -106,19 +106,19 @@ def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, gra
     beta, to_end = x.beta[chunks], x.to_end[chunks]
     # Through the state: d(k, q) of exp(gamma) (k, q) S, and dk of k^T exp(gamma_C - gamma) v'.
     from_read = grouped(torch.matmul(scan.drive, block.states.mT), x)
-    from_write = torch.matmul(block.written, scan.dstates.mT).mul_(to_end.unsqueeze(-1))
+    from_write = torch.matmul(block.new_values, scan.dstates.mT).mul_(to_end.unsqueeze(-1))
     from_write = grouped(from_write, x)
     dgamma = (from_read * keys).sum(-1).view(m, heads, 2, chunk).sum(2)
-    written = (from_write * keys[..., :chunk, :]).sum(-1).view(m, heads, chunk)
-    dgamma -= written
+    write_gradient = (from_write * keys[..., :chunk, :]).sum(-1).view(m, heads, chunk)
+    dgamma -= write_gradient
     carried = torch.linalg.vecdot(scan.dstates.flatten(2), block.states.flatten(2))
-    dgamma[..., -1] += written.sum(-1) + carried * x.decay[chunks][..., -1]
+    dgamma[..., -1] += write_gradient.sum(-1) + carried * x.decay[chunks][..., -1]
     torch.mul(scan.dy, beta.unsqueeze(-1), out=grads.v[chunks])
     dbeta = torch.linalg.vecdot(scan.dy, block.delta)
     # Within the chunk: d(gram) of L (without its diagonal) and of the scores.
     dgram = dout.new_empty(m, heads, 2 * chunk, chunk)
-    dgram[:, :, :chunk] = torch.matmul(scan.dy, block.written.mT).neg_()
-    dgram[:, :, chunk:] = torch.matmul(dout, block.written.mT)
+    dgram[:, :, :chunk] = torch.matmul(scan.dy, block.new_values.mT).neg_()
+    dgram[:, :, chunk:] = torch.matmul(dout, block.new_values.mT)
     dgram.view(m, heads, 2, chunk, chunk).mul_(block.pair_decay.unsqueeze(2))
     dgram[:, :, :chunk].diagonal(dim1=-2, dim2=-1).zero_()
     products = (grouped(dgram, x) * grouped(block.gram, x)).view(m, heads, 2 * chunk, chunk)

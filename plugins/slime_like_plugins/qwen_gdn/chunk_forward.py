@@ -57,7 +57,7 @@ class ChunkBlock:
     pair_decay: Tensor  # [m, HV, C, C] exp(gamma_i - gamma_j) where i >= j, else 0
     solve: Tensor  # [m, HV, C, C] (I + L)^-1
     delta: Tensor  # [m, HV, C, V] v - exp(gamma) k S
-    written: Tensor  # [m, HV, C, V] v'
+    new_values: Tensor  # [m, HV, C, V] v'
     states: Tensor  # [m, HV, K, V] S before each chunk
 
     NUM_TENSORS: ClassVar[int] = 6
@@ -114,14 +114,14 @@ def forward(x: ChunkInputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> 
             pair_decay=pair_decay,
             solve=solve,
             delta=torch.empty_like(x.v[chunks]),
-            written=torch.empty_like(x.v[chunks]),
+            new_values=torch.empty_like(x.v[chunks]),
             states=x.v.new_empty(len(gram), *state.shape[1:]),
         )
         _scan(x, block, state, steps, order)
         queries = scaled(x.keys[chunks, :, order.chunk :], x.decay[chunks])
         block_out = out[chunks].flatten(0, 1)
         torch.bmm(queries, block.states.flatten(0, 1), out=block_out)
-        block_out.baddbmm_(masked_scores(x, block), block.written.flatten(0, 1))
+        block_out.baddbmm_(masked_scores(x, block), block.new_values.flatten(0, 1))
         if keep:
             blocks.append(block)
     return Result(out, state, tuple(blocks))
@@ -172,14 +172,14 @@ def _scan(x: ChunkInputs, block: ChunkBlock, state: Tensor, steps: range, order:
     solves = (block.solve * x.beta[chunks].unsqueeze(-2)).flatten(0, 1).split(sizes)
     ends = x.decay[chunks, :, -1].reshape(-1, 1, 1).split(sizes)
     values, states = x.v[chunks].flatten(0, 1).split(sizes), block.states.flatten(0, 1).split(sizes)
-    deltas, written = block.delta.flatten(0, 1).split(sizes), block.written.flatten(0, 1).split(sizes)
+    deltas, new_values = block.delta.flatten(0, 1).split(sizes), block.new_values.flatten(0, 1).split(sizes)
     flat = state.flatten(0, 1)
     states[0].copy_(flat[: sizes[0]])
     for i, size in enumerate(sizes):
         current, next_size = states[i], sizes[i + 1] if i + 1 < len(sizes) else 0
         torch.baddbmm(values[i], reads[i], current, alpha=-1, out=deltas[i])
-        torch.bmm(solves[i], deltas[i], out=written[i])
+        torch.bmm(solves[i], deltas[i], out=new_values[i])
         next_state = states[i + 1] if next_size == size else flat[:size]  # sequences or the block end here
-        torch.mul(current, ends[i], out=next_state).baddbmm_(writes[i], written[i])
+        torch.mul(current, ends[i], out=next_state).baddbmm_(writes[i], new_values[i])
         if 0 < next_size < size:
             states[i + 1].copy_(flat[:next_size])

@@ -21,23 +21,23 @@ class Exchange:
         self._client, self._layer, self._x = client, layer, x_TH
         self._waiting: Iterator[TokenBucket] = (part for bucket in buckets for part in bucket.chunks(max_rows))
         self._next: TokenBucket | None = next(self._waiting, None)
-        self._sent: deque[tuple[TokenBucket, ExpertRequest]] = deque()
+        self._in_flight: deque[tuple[TokenBucket, ExpertRequest]] = deque()
 
     def feed(self) -> None:
         """Receive replies, and send requests while the worker takes them. Does not wait."""
-        if self._next is None and len(self._sent) < 2 and not self._client.is_sending:
+        if self._next is None and len(self._in_flight) < 2 and not self._client.is_sending:
             return  # the worker has one request, and would not do more if its reply were received now
         self._client.poll()
         while self._next is not None and self._client.has_room:
             bucket = self._next
             request = self._client.submit(self._layer, bucket.rows_of(self._x), bucket.ids, bucket.weights)
-            self._sent.append((bucket, request))
+            self._in_flight.append((bucket, request))
             self._next = next(self._waiting, None)
 
     def results(self) -> Iterator[tuple[TokenBucket, Tensor]]:
         """Yield each request's tokens and their float32 sums, in the order of the requests. Waits for the worker."""
         self.feed()
-        while self._sent:
-            bucket, request = self._sent.popleft()
+        while self._in_flight:
+            bucket, request = self._in_flight.popleft()
             yield bucket, self._client.result(request)
             self.feed()

@@ -63,11 +63,11 @@ def listen_and_serve(address: str, secret: bytes, settings: WorkerSettings) -> N
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m slime_like_plugins.remote_experts.worker", description=__doc__)
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
+    address_group = parser.add_mutually_exclusive_group(required=True)
+    address_group.add_argument(
         "--listen", metavar="[HOST:]PORT", help=f"address; host: {LOOPBACK} by default; port 0: the kernel chooses"
     )
-    where.add_argument(
+    address_group.add_argument(
         "--fd", type=int, help="file descriptor of a connected socket, for workers that an engine starts"
     )
     parser.add_argument("--key-file", type=Path, help="file with the key of the engines, required with --listen")

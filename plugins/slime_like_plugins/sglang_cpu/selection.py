@@ -47,14 +47,14 @@ def choose(choice: str) -> Selection:
         return Selection(TorchKernels(), f"torch kernels, no C kernels: {error}")
 
 
-def chosen() -> str:
+def kernel_setting() -> str:
     """Return the setting of this process."""
     return os.environ.get(KERNELS_VARIABLE, "auto")
 
 
 def latent_kernels(latent: int) -> CKernels | None:
     """Return the C kernels to decode over latents of width ``latent``; None for torch."""
-    return None if chosen() == "auto" and latent >= WIDE_LATENT else selected().c
+    return None if kernel_setting() == "auto" and latent >= WIDE_LATENT else selected().c
 
 
 @cache
@@ -67,4 +67,4 @@ def selected() -> Selection:
         return Selection(None, "SGLang's own forward (batch-invariant)")
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target is not None:
         return Selection(None, "SGLang's own forward (deterministic inference)")
-    return choose(chosen())
+    return choose(kernel_setting())

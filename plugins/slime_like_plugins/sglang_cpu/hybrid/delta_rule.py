@@ -171,6 +171,6 @@ def recurrent_rule(
 def token_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Compute one token per request: q, k [B, HV, K], v [B, HV, V] -> [B, HV, V]; update ``state`` [B, HV, V, K] in place."""
     state.mul_(g.exp()[..., None, None])
-    written = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
-    state.add_(written[..., :, None] * k[..., None, :])
+    delta = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
+    state.add_(delta[..., :, None] * k[..., None, :])
     return (state @ q[..., None])[..., 0] * k.shape[-1] ** -0.5

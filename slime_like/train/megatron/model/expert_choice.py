@@ -77,11 +77,11 @@ class ExpertChoice:
         return scores.gather(1, chosen_LK), chosen_LK
 
     def gap(
-        self, scores: Tensor, own: Tensor, chosen: Tensor, num_groups: int | None, group_topk: int | None
+        self, scores: Tensor, own_LK: Tensor, chosen_LK: Tensor, num_groups: int | None, group_topk: int | None
     ) -> Tensor:
-        """Return [L]: the difference of scores by which the router prefers its ``own`` experts to ``chosen``; 0 if it does not."""
+        """Return [L]: the difference of scores by which the router prefers its own experts ``own_LK`` to ``chosen_LK``; 0 if it does not."""
         del num_groups, group_topk
-        return scores.gather(1, own).amin(1) - scores.gather(1, chosen).amin(1)
+        return scores.gather(1, own_LK).amin(1) - scores.gather(1, chosen_LK).amin(1)
 
 
 class GroupLimitedChoice(ExpertChoice):
@@ -105,14 +105,14 @@ class GroupLimitedChoice(ExpertChoice):
         return by_group.masked_fill(outside[..., None], float("-inf")).flatten(-2).topk(topk, -1)
 
     def gap(
-        self, scores: Tensor, own: Tensor, chosen: Tensor, num_groups: int | None, group_topk: int | None
+        self, scores: Tensor, own_LK: Tensor, chosen_LK: Tensor, num_groups: int | None, group_topk: int | None
     ) -> Tensor:
         """See ``ExpertChoice.gap``. If an expert is outside the router's groups, return the difference of the groups' ranks."""
         assert num_groups and group_topk
         groups = self._groups(scores, num_groups)
         last = groups.topk(group_topk, -1).values.amin(-1)
-        between = (last - groups.gather(1, chosen // (scores.shape[-1] // num_groups)).amin(-1)).clamp(min=0.0)
-        return torch.where(between > 0, between, super().gap(scores, own, chosen, num_groups, group_topk))
+        between = (last - groups.gather(1, chosen_LK // (scores.shape[-1] // num_groups)).amin(-1)).clamp(min=0.0)
+        return torch.where(between > 0, between, super().gap(scores, own_LK, chosen_LK, num_groups, group_topk))
 
     def _groups(self, scores: Tensor, num_groups: int) -> Tensor:
         """Return [L, groups]: the sums that rank the groups."""
