@@ -30,7 +30,7 @@ RECIPE = (
 )
 
 
-def planned(*overrides: str, machine: str = "64xH200") -> tuple[TrainConfig, Plan]:
+def plan_of(*overrides: str, machine: str = "64xH200") -> tuple[TrainConfig, Plan]:
     cfg = load_config([*RECIPE, "placement.device=cuda", *overrides], files=False, machine=False)
     return cfg, make_plan(cfg, described_machine(machine))
 
@@ -49,7 +49,7 @@ def nodes_of_gpus(cfg: TrainConfig, plan: Plan, nodes: list[ClusterNode]) -> lis
 
 
 def test_ranks_fill_nodes_in_numerical_order_of_their_addresses() -> None:
-    cfg, plan = planned("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=2")
+    cfg, plan = plan_of("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=2")
     nodes = [gpu_node(10, 4), gpu_node(9, 4), gpu_node(2, 2)]
     assert nodes_of_gpus(cfg, plan, nodes) == [9] * 4 + [10] * 4, "not 10 before 9, and no rank on the node of two GPUs"
     assert assign(cfg, plan, nodes).summary == "4 GPUs on 10.0.0.9, 4 GPUs on 10.0.0.10"
@@ -64,14 +64,14 @@ def engine_nodes(cfg: TrainConfig, plan: Plan, nodes: list[ClusterNode], first: 
 def test_an_engine_is_on_one_node_if_it_fits_and_else_in_equal_parts_on_several() -> None:
     """The trainer has four GPUs of node 1. Of three engines of four GPUs, two fit one node each, so all have two nodes."""
     split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
-    cfg, plan = planned(*split)
+    cfg, plan = plan_of(*split)
     nodes = [gpu_node(1, 6), gpu_node(2, 6), gpu_node(3, 4)]
     assert engine_nodes(cfg, plan, nodes, 4) == [[2, 2, 3, 3], [2, 2, 1, 1], [2, 2, 3, 3]]
     assert assign(cfg, plan, nodes).nodes_per_engine == 2
     with pytest.raises(MissingResources, match=r"rollout\.tp=4: the Ray cluster has no free GPUs .* in equal parts"):
         assign(cfg, plan, [gpu_node(1, 6), gpu_node(2, 7), gpu_node(3, 3)])
     with pytest.raises(MissingResources, match=r"rollout\.num_engines=3 on 4 nodes each \(10\.0"):
-        assign(*planned(*split, "rollout.engine_num_nodes=4"), [*nodes])
+        assign(*plan_of(*split, "rollout.engine_num_nodes=4"), [*nodes])
     result = nodes_of_gpus(cfg, plan, [*nodes, gpu_node(4, 5)])
     assert [set(result[i : i + 4]) for i in range(0, 16, 4)] == [{1}, {3}, {4}, {2}], "best fit first"
 
@@ -81,13 +81,13 @@ WIDE = ("placement.actor_num_nodes=4", "placement.actor_num_gpus_per_node=4", "r
 
 def test_a_colocated_engine_has_all_gpus_of_several_nodes() -> None:
     nodes = [gpu_node(number, 4) for number in (1, 2, 3, 4)]
-    cfg, plan = planned(*WIDE, "rollout.tp=8", "parallel.tp=4")
+    cfg, plan = plan_of(*WIDE, "rollout.tp=8", "parallel.tp=4")
     assert assign(cfg, plan, nodes).nodes_per_engine == 2
     assert engine_nodes(cfg, plan, nodes, 0) == [[1] * 4 + [2] * 4, [3] * 4 + [4] * 4]
     with pytest.raises(
         ConfigError, match=r"rollout\.engine_num_nodes=4, but .* are on 2 nodes .* remove rollout\.engine"
     ):
-        assign(*planned(*WIDE, "rollout.tp=8", "parallel.tp=4", "rollout.engine_num_nodes=4"), nodes)
+        assign(*plan_of(*WIDE, "rollout.tp=8", "parallel.tp=4", "rollout.engine_num_nodes=4"), nodes)
     three = (
         "placement.actor_num_nodes=2",
         "placement.actor_num_gpus_per_node=3",
@@ -95,7 +95,7 @@ def test_a_colocated_engine_has_all_gpus_of_several_nodes() -> None:
         "rollout.num_engines=3",
     )
     with pytest.raises(ConfigError, match=r"would have 1 \+ 1 GPUs on 2 nodes, and the first engine 2; .*equal parts"):
-        assign(*planned(*three, "parallel.tp=2"), [gpu_node(1, 3), gpu_node(2, 3)])
+        assign(*plan_of(*three, "parallel.tp=2"), [gpu_node(1, 3), gpu_node(2, 3)])
 
 
 def test_on_cpus_the_parts_of_an_engine_are_on_different_nodes() -> None:
@@ -107,14 +107,14 @@ def test_on_cpus_the_parts_of_an_engine_are_on_different_nodes() -> None:
         "parallel.tp=1",
     )
     nodes = [cpu_node(number) for number in (1, 2, 3)]
-    assignment = assign(*planned(*parts, "placement.mode=split"), nodes)
+    assignment = assign(*plan_of(*parts, "placement.mode=split"), nodes)
     assert assignment.processes is not None and assignment.nodes_per_engine == 2
     assert [node.address[-1] for node in assignment.processes["engine"]] == list("2323")
     assert "2 engine parts on 10.0.0.2" in assignment.summary
-    one_other = assign(*planned(*parts, "placement.mode=split"), nodes[:2]).processes
+    one_other = assign(*plan_of(*parts, "placement.mode=split"), nodes[:2]).processes
     assert one_other is not None and [node.address[-1] for node in one_other["engine"]] == list("1212")
     with pytest.raises(MissingResources, match=r"rollout\.engine_num_nodes=2, but the Ray cluster has 1 nodes"):
-        assign(*planned(*parts), nodes[:1])
+        assign(*plan_of(*parts), nodes[:1])
 
 
 @pytest.mark.parametrize(
@@ -146,38 +146,38 @@ def test_on_cpus_the_parts_of_an_engine_are_on_different_nodes() -> None:
 )
 def test_keys_that_do_not_fit_engines_on_several_nodes_are_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        planned("rollout.tp=2", *overrides)
+        plan_of("rollout.tp=2", *overrides)
 
 
 def test_gpus_of_other_jobs_are_not_assigned() -> None:
-    cfg, plan = planned("placement.actor_num_gpus_per_node=4", "rollout.num_engines=1")
+    cfg, plan = plan_of("placement.actor_num_gpus_per_node=4", "rollout.num_engines=1")
     assert set(nodes_of_gpus(cfg, plan, [gpu_node(1, 8, taken=5), gpu_node(2, 4)])) == {2}
     with pytest.raises(MissingResources, match=r"10\.0\.0\.1: 3 of 8 GPUs free"):
         assign(cfg, plan, [gpu_node(1, 8, taken=5)])
 
 
 def test_the_fix_for_nodes_of_four_gpus_is_named_and_works() -> None:
-    cfg, plan = planned("placement.actor_num_gpus_per_node=8", "rollout.num_engines=1")
+    cfg, plan = plan_of("placement.actor_num_gpus_per_node=8", "rollout.num_engines=1")
     nodes = [gpu_node(1, 4), gpu_node(2, 4)]
     with pytest.raises(MissingResources, match=r"with 8 trainer ranks on each needs 1 nodes") as error:
         assign(cfg, plan, nodes)
     fix = re.findall(r"placement\.actor_num\w+=\d+", str(error.value).rpartition("or set ")[2])
     assert fix == ["placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4"]
-    assert nodes_of_gpus(*planned(*fix, "rollout.num_engines=1"), nodes) == [1] * 4 + [2] * 4
+    assert nodes_of_gpus(*plan_of(*fix, "rollout.num_engines=1"), nodes) == [1] * 4 + [2] * 4
 
 
 def test_on_cpus_engines_are_on_the_nodes_without_ranks() -> None:
     overrides = ("placement.device=cpu", "placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=2")
     engines = ("rollout.num_engines=3", "rollout.tp=1", "parallel.tp=1")
     nodes = [cpu_node(number) for number in (4, 1, 3, 2)]
-    split = assign(*planned(*overrides, *engines, "placement.mode=split"), nodes).processes
+    split = assign(*plan_of(*overrides, *engines, "placement.mode=split"), nodes).processes
     assert split is not None
     assert [n.address[-1] for n in split["trainer"]] == list("1122")
     assert [n.address[-1] for n in split["engine"]] == list("343")
-    colocated = assign(*planned(*overrides, *engines), nodes).processes
+    colocated = assign(*plan_of(*overrides, *engines), nodes).processes
     assert colocated is not None and [n.address[-1] for n in colocated["engine"]] == list("121")
     with pytest.raises(MissingResources, match=r"placement\.actor_num_nodes=2, but the Ray cluster has 1 nodes"):
-        assign(*planned(*overrides, *engines), nodes[:1])
+        assign(*plan_of(*overrides, *engines), nodes[:1])
 
 
 def test_free_gpus_are_those_that_ray_has_not_reserved() -> None:
@@ -208,12 +208,12 @@ class PlacementGroups:
 
 def test_the_request_for_nodes_has_each_gpu_of_the_run_once() -> None:
     split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
-    bundles = request_bundles(*planned(*split))
+    bundles = request_bundles(*plan_of(*split))
     assert bundles == [{"GPU": 4.0, "CPU": 4.0}, *[{"GPU": 1.0, "CPU": 1.0}] * 12]
 
 
 def test_a_run_waits_for_missing_nodes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg, plan = planned("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=1")
+    cfg, plan = plan_of("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=1")
     seen = itertools.chain([(gpu_node(1, 4),)] * 3, itertools.repeat((gpu_node(1, 4), gpu_node(2, 4))))
     lines, requests = list[str](), PlacementGroups()
     monkeypatch.setattr(local_ray, "join", lambda *_: None)

@@ -91,9 +91,9 @@ def test_a_death_is_the_cause_of_errors_of_its_peers(monkeypatch: pytest.MonkeyP
     seconds = {"0": 5.0, "1": 5.0 + later, "2": 900.0}
     errors = {"0": failed(RuntimeError("connection closed by peer")), "1": ActorDiedError()}
     simulate(monkeypatch, seconds, errors)
-    with pytest.raises(WorkerError, match="rank 1 died") as raised:
+    with pytest.raises(WorkerError, match="rank 1 died") as error_info:
         wait(seconds)
-    assert raised.value.died
+    assert error_info.value.died
 
 
 @pytest.mark.parametrize(("num_nodes", "later"), [(1, 1.5), (2, 1.5), (2, 40.0)])
@@ -105,9 +105,9 @@ def test_a_lost_node_is_the_cause_of_a_failed_collective(
     errors = {"0": failed(CollectiveError("all_gather #4 failed on rank 0")), "1": ActorDiedError()}
     simulated = simulate(monkeypatch, seconds, errors)
     simulated.num_nodes = num_nodes
-    with pytest.raises(WorkerError, match="rank 1 died") as raised:
+    with pytest.raises(WorkerError, match="rank 1 died") as error_info:
         wait(seconds)
-    assert raised.value.died and simulated.now <= 5.0 + later + 2 * calls.POLL_S
+    assert error_info.value.died and simulated.now <= 5.0 + later + 2 * calls.POLL_S
 
 
 def test_a_lost_node_is_the_cause_if_the_deadline_passes_before_ray_declares_it_dead(
@@ -135,9 +135,9 @@ def test_a_failed_collective_is_the_cause_if_no_process_dies(
 
 def test_an_actor_that_may_run_on_a_lost_node_only_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(monkeypatch, {"0": 5.0}, {"0": ActorUnschedulableError("the node does not exist any more")})
-    with pytest.raises(WorkerError, match=r"rank 0 died in phase 'step': .*does not exist any more") as raised:
+    with pytest.raises(WorkerError, match=r"rank 0 died in phase 'step': .*does not exist any more") as error_info:
         wait({"0": 5.0})
-    assert raised.value.died
+    assert error_info.value.died
 
 
 def test_the_address_of_a_lost_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,21 +151,21 @@ def test_the_address_of_a_lost_node_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("lost", "dead_process", "text"),
+    ("node_is_lost", "dead_process", "text"),
     [(True, False, " with its node 10.0.0.2: Actor"), (False, True, ": Actor"), (False, False, ": Actor")],
 )
 def test_the_node_of_an_actor_with_a_reset_connection_is_named_once_ray_has_declared_it_dead(
-    monkeypatch: pytest.MonkeyPatch, lost: bool, dead_process: bool, text: str
+    monkeypatch: pytest.MonkeyPatch, node_is_lost: bool, dead_process: bool, text: str
 ) -> None:
     clock = [0.0]
     declared_s = 7.0
 
     def nodes() -> list[dict[str, Any]]:
-        alive = not (lost and clock[0] >= declared_s)
+        alive = not (node_is_lost and clock[0] >= declared_s)
         return [{"NodeID": str(i), "Alive": alive or i == 1, "NodeManagerAddress": f"10.0.0.{i}"} for i in (1, 2)]
 
     def actors(_: str) -> dict[str, Any]:
-        dead = (lost or dead_process) and clock[0] >= declared_s
+        dead = (node_is_lost or dead_process) and clock[0] >= declared_s
         return {"Address": {"NodeID": "2"}, "State": "DEAD" if dead else "ALIVE"}
 
     def sleep(seconds: float) -> None:
@@ -176,10 +176,10 @@ def test_the_node_of_an_actor_with_a_reset_connection_is_named_once_ray_has_decl
     monkeypatch.setattr(lost_node.ray, "nodes", nodes)
     monkeypatch.setattr(lost_node.state, "actors", actors)
     monkeypatch.setattr(lost_node.time, "sleep", sleep)
-    with pytest.raises(WorkerError, match=f"^rank 0 died in phase 'step'{text}") as raised:
+    with pytest.raises(WorkerError, match=f"^rank 0 died in phase 'step'{text}") as error_info:
         wait({"0": 0.0})
-    assert raised.value.died
-    assert clock[0] == (declared_s if lost or dead_process else lost_node.DECLARED_S * scale())
+    assert error_info.value.died
+    assert clock[0] == (declared_s if node_is_lost or dead_process else lost_node.DECLARED_S * scale())
 
 
 def test_an_error_with_a_type_of_the_project_is_preferred_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

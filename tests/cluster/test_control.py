@@ -228,11 +228,15 @@ def test_the_command(control: Control, tmp_path: Path) -> None:
     )
     assert control.read(4) == (Request.STOP,)
     control.answer(Request.STOP, "ends")
-    shown = run(tmp_path, "status")
-    assert shown.returncode == 0 and "4 of 9 rollouts" in shown.stdout and "done after rollout 4: ends" in shown.stdout
+    status_result = run(tmp_path, "status")
+    assert (
+        status_result.returncode == 0
+        and "4 of 9 rollouts" in status_result.stdout
+        and "done after rollout 4: ends" in status_result.stdout
+    )
     control.close()
-    ended = run(tmp_path, "save")
-    assert ended.returncode == 2 and "no run is active here; the last one ended after 4" in ended.stderr
+    save_result = run(tmp_path, "save")
+    assert save_result.returncode == 2 and "no run is active here; the last one ended after 4" in save_result.stderr
     assert not (control.folder / "save").exists()
     assert run(tmp_path / "none", "save").returncode == 2 == run(tmp_path, "sav").returncode
     assert "choose one of eval, save, report, engines=N, stop, status" in run(tmp_path, "engines=0").stderr

@@ -40,26 +40,26 @@ def slot(number: int) -> NodeSlot:
     return NodeSlot(node_id(number), f"10.0.0.{number}")
 
 
-def nodes_of(recorded: RecordedStart) -> list[str]:
+def nodes_of(recorder: RecordedStart) -> list[str]:
     """Return the nodes of the engine that was started last."""
-    options, (*_, other_nodes, _gpus) = recorded.starts[-1]
-    return [options["scheduling_strategy"].node_id, *(other.node_id for other in other_nodes)]
+    options, (*_, other_nodes, _gpus) = recorder.starts[-1]
+    return [options["scheduling_strategy"].node_id, *(slot_elsewhere.node_id for slot_elsewhere in other_nodes)]
 
 
 def test_a_started_engine_has_different_nodes_and_keeps_those_that_the_run_has_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recorded = RecordedStart()
-    monkeypatch.setattr(engine_starter, "start_actor", recorded)
+    recorder = RecordedStart()
+    monkeypatch.setattr(engine_starter, "start_actor", recorder)
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     monkeypatch.setattr(ray, "nodes", lambda: [entry(1), entry(2), entry(3), entry(4)])
     template = EngineTemplate(SPEC, "key", "stacks", {}, True, 1.0, frozenset({"10.0.0.1"}), ((slot(2), slot(3)),))
     starter = EngineStarter(template, {}, {0: "10.0.0.2"})
     asyncio.run(starter.start(1))
-    assert nodes_of(recorded) == [node_id(4), node_id(2)], "the node without engines first, and not the trainer's"
+    assert nodes_of(recorder) == [node_id(4), node_id(2)], "the node without engines first, and not the trainer's"
     monkeypatch.setattr(ray, "nodes", lambda: [entry(1), entry(2, alive=False), entry(3), entry(4)])
     asyncio.run(starter.start(0))
-    assert nodes_of(recorded) == [node_id(3), node_id(4)]
+    assert nodes_of(recorder) == [node_id(3), node_id(4)]
     monkeypatch.setattr(ray, "nodes", lambda: [entry(3)])
     with pytest.raises(EngineError, match=r"engine 0 cannot be started: it needs 1 more nodes with CPUs, and .* has 0"):
         asyncio.run(starter.start(0))
@@ -83,13 +83,13 @@ class Answers:
 
 def test_an_engine_that_lost_one_of_its_nodes_gets_another_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     address = EngineAddress("engine 0", "http://10.0.0.3:1", "key", 4, 2)
-    lost: Any = Answers(error=EngineNodeLost("its part on node 10.0.0.2 died\nfirst node: killed"))
+    lost_actor: Any = Answers(error=EngineNodeLost("its part on node 10.0.0.2 died\nfirst node: killed"))
 
     async def restart(*start: Callable[[], Any], **keys: float) -> tuple[EngineClient, str]:
-        supervisor = RayEngineSupervisor(lost, address, replace(RolloutConfig(), **keys), connect, *start)
-        client, ended = await supervisor.restart()
+        supervisor = RayEngineSupervisor(lost_actor, address, replace(RolloutConfig(), **keys), connect, *start)
+        client, reason = await supervisor.restart()
         await client.close()
-        return client, ended
+        return client, reason
 
     async def start() -> Any:
         await asyncio.sleep(0.2)
@@ -126,8 +126,8 @@ class FakeRay:
         return future
 
     def wait(self, refs: Sequence[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        done, pending = wait(refs, timeout=timeout, return_when=FIRST_COMPLETED)
-        return list(done), list(pending)
+        ready_refs, pending = wait(refs, timeout=timeout, return_when=FIRST_COMPLETED)
+        return list(ready_refs), list(pending)
 
     def get(self, ref: Future[Any], timeout: float | None = None) -> Any:
         return ref.result(timeout)
@@ -147,14 +147,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 @pytest.fixture
-def ended() -> threading.Event:
+def end_event() -> threading.Event:
     return threading.Event()
 
 
 @pytest.fixture
-def parts(fake: FakeRay, ended: threading.Event) -> Iterator[EngineParts]:
+def parts(fake: FakeRay, end_event: threading.Event) -> Iterator[EngineParts]:
     settings = PartSettings("engine 0", replace(SPEC, num_nodes=3), "key", "stacks", {})
-    parts = EngineParts(settings, [slot(2), slot(3)], EngineNode(0, HOSTS, "10.0.0.1:1"), ended.set)
+    parts = EngineParts(settings, [slot(2), slot(3)], EngineNode(0, HOSTS, "10.0.0.1:1"), end_event.set)
     yield parts
     parts.stop(lambda: None)
     assert fake.killed == 2
@@ -171,10 +171,10 @@ def test_each_node_has_a_rank_and_a_log(parts: EngineParts, fake: FakeRay) -> No
 
 
 def test_the_end_of_a_server_on_another_node_ends_the_engine(
-    parts: EngineParts, fake: FakeRay, ended: threading.Event
+    parts: EngineParts, fake: FakeRay, end_event: threading.Event
 ) -> None:
     fake.ends[1].set_result("was killed by SIGKILL")
-    assert ended.wait(10)
+    assert end_event.wait(10)
     assert parts.cause_of_loss == "its part on node 10.0.0.3 was lost: was killed by SIGKILL"
     with pytest.raises(EngineError) as error:
         parts.raise_loss(KILLED)
@@ -183,10 +183,10 @@ def test_the_end_of_a_server_on_another_node_ends_the_engine(
 
 
 def test_a_lost_actor_ends_the_engine_which_needs_another_node(
-    parts: EngineParts, fake: FakeRay, ended: threading.Event
+    parts: EngineParts, fake: FakeRay, end_event: threading.Event
 ) -> None:
     fake.ends[0].set_exception(ActorUnschedulableError("the node is dead"))
-    assert ended.wait(10)
+    assert end_event.wait(10)
     with pytest.raises(EngineNodeLost, match=r"10\.0\.0\.2 was lost: .*the node is dead"):
         parts.raise_loss(KILLED)
 
@@ -261,7 +261,7 @@ def test_a_node_that_is_lost_after_its_gpus_were_reserved_is_an_error_of_the_eng
 ) -> None:
     """Any other error would end the run instead of being a failed restart."""
     removed: list[Any] = []
-    killed: list[Any] = []
+    kills: list[Any] = []
     group = FakeGroup()
     monkeypatch.setattr(engine_starter, "start_actor", RecordedStart())
     monkeypatch.setattr(engine_starter, "placement_group", lambda *_, **__: group)
@@ -269,7 +269,7 @@ def test_a_node_that_is_lost_after_its_gpus_were_reserved_is_an_error_of_the_eng
     monkeypatch.setattr(
         engine_starter, "call", lambda *_: Answers(answer, answer if isinstance(answer, Exception) else None).remote()
     )
-    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(ray, "kill", kills.append)
     monkeypatch.setattr(ray, "nodes", lambda: [entry(3)])
     spec = replace(SPEC, device="cuda", tp=2, num_nodes=1)
     starter = EngineStarter(EngineTemplate(spec, "key", "stacks", {}, True, 1.0), {}, {})
@@ -277,38 +277,38 @@ def test_a_node_that_is_lost_after_its_gpus_were_reserved_is_an_error_of_the_eng
     async def start_and_end() -> None:
         with pytest.raises(EngineError, match=f"engine 5 cannot be started: {message}"):
             await starter.start(5)
-        assert killed == ["actor 1"], "the probe"
+        assert kills == ["actor 1"], "the probe"
         await starter.end(5)
 
     asyncio.run(start_and_end())
     assert removed == [group]
 
 
-@pytest.mark.parametrize(("lost", "nodes"), [(3, [2, 4]), (2, [3, 4])])
+@pytest.mark.parametrize(("lost_node", "nodes"), [(3, [2, 4]), (2, [3, 4])])
 def test_gpus_for_a_lost_part_are_on_a_node_that_the_engine_does_not_have(
-    lost: int, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+    lost_node: int, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is on nodes 2 and 3, of which any may be lost: also the first one, with the actor that owns the engine."""
     groups: list[tuple[Any, Mapping[str, Any]]] = []
-    recorded = RecordedStart()
+    recorder = RecordedStart()
 
     def reserve(bundles: Any, **options: Any) -> FakeGroup:
         groups.append((bundles, options))
         return FakeGroup()
 
-    monkeypatch.setattr(engine_starter, "start_actor", recorded)
+    monkeypatch.setattr(engine_starter, "start_actor", recorder)
     monkeypatch.setattr(engine_starter, "placement_group", reserve)
     monkeypatch.setattr(engine_starter, "call", lambda *_: Answers((node_id(4), "0,1")).remote())
     monkeypatch.setattr(ray, "kill", lambda actor: None)
-    monkeypatch.setattr(ray, "nodes", lambda: [entry(number, alive=number != lost) for number in (1, 2, 3, 4)])
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(number, alive=number != lost_node) for number in (1, 2, 3, 4)])
     slots = tuple(replace(slot(number), gpus="2,3") for number in (2, 3))
     template = EngineTemplate(replace(SPEC, device="cuda"), "key", "stacks", {}, True, 1.0, frozenset(), (slots,))
     asyncio.run(EngineStarter(template, {}, {0: "10.0.0.2"}).start(0))
-    assert nodes_of(recorded) == [node_id(number) for number in nodes]
+    assert nodes_of(recorder) == [node_id(number) for number in nodes]
     selector = {"ray.io/node-id": f"!in({node_id(nodes[0])})"}
     assert groups == [([{"GPU": 2, "CPU": 2}], {"strategy": "STRICT_SPREAD", "bundle_label_selector": [selector]})]
-    _, (_, _, _, _, env, others, _) = recorded.starts[-1]
-    assert env == {"SLIME_LIKE_ENGINE_GPUS": "2,3"} and [part.gpus for part in others] == ["0,1"]
+    _, (_, _, _, _, env, parts_elsewhere, _) = recorder.starts[-1]
+    assert env == {"SLIME_LIKE_ENGINE_GPUS": "2,3"} and [part.gpus for part in parts_elsewhere] == ["0,1"]
 
 
 def test_servers_of_all_nodes_meet_at_the_first_and_accept_only_their_addresses() -> None:
@@ -329,13 +329,13 @@ def test_an_engine_on_several_nodes_reads_no_shared_memory() -> None:
 
 
 def test_a_part_that_ends_while_the_first_node_stops_is_no_loss(
-    parts: EngineParts, fake: FakeRay, ended: threading.Event
+    parts: EngineParts, fake: FakeRay, end_event: threading.Event
 ) -> None:
     """A rank of another node fails when the connection to the first node closes."""
 
     def stop_first() -> None:
         fake.ends[0].set_result("the process of a rank has ended")
-        assert not ended.wait(2 * engine_parts.POLL_S), "the engine is killed during its stop"
+        assert not end_event.wait(2 * engine_parts.POLL_S), "the engine is killed during its stop"
 
     parts.stop(stop_first)
     fake.killed = 0

@@ -48,8 +48,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[SleepingServer]:
     return servers
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_part_ends_with_each_of_its_ranks(tmp_path: Path, servers: list[SleepingServer], stopped: bool) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_part_ends_with_each_of_its_ranks(tmp_path: Path, servers: list[SleepingServer], is_stopped: bool) -> None:
     spec = EngineSpec("model", "cpu", "float32", 4, 64, 3, str(tmp_path / "engine_0_node1.log"), 60.0, num_nodes=2)
     node = EngineNode(1, ("10.0.0.1", "10.0.0.2"), "10.0.0.1:1")
     part = EnginePart("engine 0 node 1", spec, "key", "stacks", {}, node)
@@ -63,7 +63,7 @@ def test_a_part_ends_with_each_of_its_ranks(tmp_path: Path, servers: list[Sleepi
             os.kill(child, signal.SIGKILL)
             with pytest.raises(TimeoutError):
                 end.result(0.3)
-            if stopped:
+            if is_stopped:
                 part.stop()
                 assert end.result(20) == ""
             else:

@@ -97,7 +97,7 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
     environment = psutil.Process(actor._server.pid).environ()
     assert "SGLANG_SIMULATE_ACC_LEN" not in environment, "a node's own variables do not change what is sampled"
 
-    async def lost() -> EngineError:
+    async def error_of_loss() -> EngineError:
         address = EngineAddress("engine 0", "http://nowhere", "key", 1)
         handle = Handle(actor, listens)
         supervisor = RayEngineSupervisor(cast(Any, handle), address, RolloutConfig(start_deadline_s=START_S), connect)
@@ -111,7 +111,7 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
         return error_info.value
 
     try:
-        message = str(asyncio.run(lost()))
+        message = str(asyncio.run(error_of_loss()))
         log = (tmp_path / "engine.log").read_text()
         assert actor._server.alive(), "the actor's server stays until teardown"
     finally:

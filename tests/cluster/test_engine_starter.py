@@ -48,10 +48,10 @@ class RecordedStart:
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedStart:
-    recorded = RecordedStart()
-    monkeypatch.setattr(engine_starter, "start_actor", recorded)
-    return recorded
+def recorder(monkeypatch: pytest.MonkeyPatch) -> RecordedStart:
+    recorder = RecordedStart()
+    monkeypatch.setattr(engine_starter, "start_actor", recorder)
+    return recorder
 
 
 def template(*trainer_nodes: str) -> EngineTemplate:
@@ -59,21 +59,21 @@ def template(*trainer_nodes: str) -> EngineTemplate:
 
 
 def test_an_engine_is_started_on_the_live_node_with_the_fewest_engines(
-    recorded: RecordedStart, monkeypatch: pytest.MonkeyPatch
+    recorder: RecordedStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: [entry(1), entry(2), entry(3), entry(4, alive=False)])
     starter = EngineStarter(template("10.0.0.1"), {}, {0: "10.0.0.2", 1: "10.0.0.4"})
     for index in (1, 2, 3):
         asyncio.run(starter.start(index))
-    strategies = [options["scheduling_strategy"].node_id for options, _ in recorded.starts]
+    strategies = [options["scheduling_strategy"].node_id for options, _ in recorder.starts]
     assert strategies == [node_id(3), node_id(2), node_id(3)], "neither the trainer's node nor the dead one"
-    options, (name, spec, key, _, env, _, gpus) = recorded.starts[1]
+    options, (name, spec, key, _, env, _, gpus) = recorder.starts[1]
     assert gpus == (), "GPUs that are reserved during the run have no trainer rank"
     assert (name, spec.seed, spec.log_path, key, env) == ("engine 2", 5, "/run/logs/engine_2.log", "key", {"A": "1"})
     assert options["max_restarts"] == -1 and not options["scheduling_strategy"].soft
     monkeypatch.setattr(ray, "nodes", lambda: [entry(1)])
     asyncio.run(EngineStarter(template("10.0.0.1"), {}, {}).start(0))
-    assert recorded.starts[-1][0]["scheduling_strategy"].node_id == node_id(1), "the trainer's, if no other is left"
+    assert recorder.starts[-1][0]["scheduling_strategy"].node_id == node_id(1), "the trainer's, if no other is left"
     monkeypatch.setattr(ray, "nodes", lambda: [])
     with pytest.raises(EngineError, match="engine 7 cannot be started: the Ray cluster has no node"):
         asyncio.run(EngineStarter(template(), {}, {}).start(7))
@@ -82,12 +82,12 @@ def test_an_engine_is_started_on_the_live_node_with_the_fewest_engines(
 class LostActor:
     """Fake handle of an actor on a lost node, or of its replacement."""
 
-    def __init__(self, *, lost: bool) -> None:
-        self._lost = lost
+    def __init__(self, *, is_lost: bool) -> None:
+        self._is_lost = is_lost
         self.restart = self.ready = self
 
     async def _answer(self) -> EngineAddress:
-        if self._lost:
+        if self._is_lost:
             raise ActorUnschedulableError("the node is dead")
         return EngineAddress("engine 0", "http://10.0.0.3:1", "key", 1)
 
@@ -102,17 +102,17 @@ def connect(address: EngineAddress) -> EngineClient:
 
 def test_an_engine_of_a_lost_node_gets_another_actor() -> None:
     address = EngineAddress("engine 0", "http://10.0.0.2:1", "key", 1)
-    lost: Any = LostActor(lost=True)
+    lost_actor: Any = LostActor(is_lost=True)
 
     async def start() -> Any:
-        return LostActor(lost=False)
+        return LostActor(is_lost=False)
 
     async def restart(supervisor: RayEngineSupervisor) -> str:
-        client, ended = await supervisor.restart()
+        client, reason = await supervisor.restart()
         await client.close()
-        return f"{client.url}: {ended}"
+        return f"{client.url}: {reason}"
 
-    supervisor = RayEngineSupervisor(lost, address, RolloutConfig(), connect, start)
+    supervisor = RayEngineSupervisor(lost_actor, address, RolloutConfig(), connect, start)
     assert asyncio.run(restart(supervisor)) == "http://10.0.0.3:1: was lost with its node"
     with pytest.raises(EngineError, match=r"the actor of engine 0 died: .*the node is dead"):
-        asyncio.run(restart(RayEngineSupervisor(lost, address, RolloutConfig(), connect)))
+        asyncio.run(restart(RayEngineSupervisor(lost_actor, address, RolloutConfig(), connect)))

@@ -109,9 +109,9 @@ sys.exit(0 if file > 2 else 9)
 """
 
 
-@pytest.mark.parametrize(("number", "seen"), [(0, 4), (1, 2), (2, 2)])
-def test_a_stream_closed_by_the_caller_does_not_end_the_run(number: int, seen: int) -> None:
+@pytest.mark.parametrize(("number", "num_lines"), [(0, 4), (1, 2), (2, 2)])
+def test_a_stream_closed_by_the_caller_does_not_end_the_run(number: int, num_lines: int) -> None:
     argv = [sys.executable, "-c", CLOSED, str(number), OPENS]
     result = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=60 * scale(), check=False)
     assert result.returncode == 0, result.stderr
-    assert len((result.stdout + result.stderr).splitlines()) == seen
+    assert len((result.stdout + result.stderr).splitlines()) == num_lines

@@ -92,11 +92,11 @@ def test_the_token_is_read_as_ray_reads_it_and_not_shown(tmp_path: Path) -> None
     home = {"HOME": str(tmp_path)}
     assert read_token(home) == "of the file"
     assert read_token({"HOME": str(tmp_path / "other")}) is None
-    other = tmp_path / "other_token"
-    other.write_text("of the path")
-    assert read_token({**home, "RAY_AUTH_TOKEN_PATH": str(other)}) == "of the path"
+    token_file = tmp_path / "other_token"
+    token_file.write_text("of the path")
+    assert read_token({**home, "RAY_AUTH_TOKEN_PATH": str(token_file)}) == "of the path"
     assert (
-        read_token({**home, "RAY_AUTH_TOKEN_PATH": str(other), "RAY_AUTH_TOKEN": "of the variable"})
+        read_token({**home, "RAY_AUTH_TOKEN_PATH": str(token_file), "RAY_AUTH_TOKEN": "of the variable"})
         == "of the variable"
     )
     with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN_PATH='/nowhere' cannot be read"):
@@ -161,14 +161,14 @@ def test_the_exit_code_is_that_of_train_py(status: str, code: int | None, outcom
 def test_a_log_is_written_once_through_lost_connections(breaks: list[int]) -> None:
     state = ServerState(logs={"a": LOG}, breaks=breaks)
     state.add("a", "RUNNING")
-    written: list[str] = []
+    log: list[str] = []
 
     async def run() -> int:
         async with job_server(state) as server:
-            return (await follow(server, "a", written.append)).code
+            return (await follow(server, "a", log.append)).code
 
     assert asyncio.run(run()) == 0
-    assert "".join(written) == LOG
+    assert "".join(log) == LOG
 
 
 def test_a_server_that_is_gone_ends_the_wait_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

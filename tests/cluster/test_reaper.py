@@ -30,7 +30,7 @@ sys.stdin.read()
 """
 
 
-def ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
@@ -48,16 +48,16 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
     assert owner.stdout is not None
     unrelated, orphan, reaped = owner.stdout.readline().split()
     try:
-        assert reaped == "True" and not ended(int(orphan))
+        assert reaped == "True" and not has_ended(int(orphan))
         if end == "killed":
             owner.kill()
             deadline = Deadline("test", "end", 30)
-            while not ended(int(orphan)):
+            while not has_ended(int(orphan)):
                 deadline.remaining("a process of user code")
                 time.sleep(0.02)
         else:
-            assert owner.stdout.readline() == "closed\n" and ended(int(orphan))
-        assert not ended(int(unrelated)), "processes started before the reaper are not touched"
+            assert owner.stdout.readline() == "closed\n" and has_ended(int(orphan))
+        assert not has_ended(int(unrelated)), "processes started before the reaper are not touched"
     finally:
         owner.kill()
         owner.wait()

@@ -39,28 +39,28 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     monkeypatch.setattr(trainer_worker, "_own_address", lambda: "10.0.0.2")
     monkeypatch.setattr(trainer_worker, "APPEAR_S", 0.01)
     monkeypatch.setattr(shared_folder, "wait_all", lambda refs, *_: refs)
-    run_dir, other = tmp_path / "run", tmp_path / "other"
-    for folder in (run_dir, other):
+    run_dir, rank_dir = tmp_path / "run", tmp_path / "other"
+    for folder in (run_dir, rank_dir):
         folder.mkdir()
-    return run_dir, other
+    return run_dir, rank_dir
 
 
 def test_ranks_are_told_which_nodes_have_a_folder_of_their_own(folders: tuple[Path, Path]) -> None:
-    run_dir, other = folders
-    ranks: Any = TwoRanks(run_dir, other)
+    run_dir, rank_dir = folders
+    ranks: Any = TwoRanks(run_dir, rank_dir)
     assert find_separate_nodes(run_dir, [ranks], Deadline("driver", "connect", 1)) == ["10.0.0.2"]
     assert ranks.separate_nodes == [("", "10.0.0.2")] * 2
-    shutil.rmtree(other)
-    other.symlink_to(run_dir)
-    ranks = TwoRanks(run_dir, other)
+    shutil.rmtree(rank_dir)
+    rank_dir.symlink_to(run_dir)
+    ranks = TwoRanks(run_dir, rank_dir)
     assert find_separate_nodes(run_dir, [ranks], Deadline("driver", "connect", 1)) == []
     assert ranks.separate_nodes == [(), ()]
     assert list(run_dir.iterdir()) == [], "the marker is removed"
 
 
 def test_a_folder_that_rank_0_does_not_share_is_refused(folders: tuple[Path, Path]) -> None:
-    run_dir, other = folders
-    ranks: Any = TwoRanks(other, run_dir)
+    run_dir, rank_dir = folders
+    ranks: Any = TwoRanks(rank_dir, run_dir)
     with pytest.raises(
         ConfigError, match=r"is not shared with 10\.0\.0\.2 \(trainer rank 0\).*start train.py on 10\.0\.0\.2"
     ):

@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         child.communicate()
 
 
-def written(folder: Path, name: str) -> str:
+def stacks_of(folder: Path, name: str) -> str:
     (path,) = folder.glob(f"{name}.*.txt")
     return path.read_text()
 
@@ -59,15 +59,15 @@ def test_a_process_that_is_late_is_waited_for(start: Start, tmp_path: Path) -> N
     gather_stacks(tmp_path, 60)
     wake.join()
     for name in ("late", "prompt"):
-        assert 'File "<string>", line ' in written(tmp_path, name)
+        assert 'File "<string>", line ' in stacks_of(tmp_path, name)
 
 
 def test_a_stopped_process_does_not_hold_up_the_others(start: Start, tmp_path: Path) -> None:
     os.kill(start("stopped"), signal.SIGSTOP)
     start("prompt")
     gather_stacks(tmp_path, 2.0)
-    assert written(tmp_path, "stopped") == ""
-    assert "in <module>" in written(tmp_path, "prompt")
+    assert stacks_of(tmp_path, "stopped") == ""
+    assert "in <module>" in stacks_of(tmp_path, "prompt")
 
 
 def test_a_process_that_ended_is_not_waited_for(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +75,9 @@ def test_a_process_that_ended_is_not_waited_for(start: Start, tmp_path: Path, mo
     start("prompt")
     (tmp_path / "ended.1.0.txt").touch()
     registered = live_processes(tmp_path)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    monkeypatch.setattr(stacks, "live_processes", lambda _: registered | {"ended": ended.pid})
+    dead_process = subprocess.Popen([sys.executable, "-c", ""])
+    dead_process.wait()
+    monkeypatch.setattr(stacks, "live_processes", lambda _: registered | {"ended": dead_process.pid})
     assert "ended" not in registered
     gather_stacks(tmp_path, 3600)
-    assert "in <module>" in written(tmp_path, "prompt")
+    assert "in <module>" in stacks_of(tmp_path, "prompt")

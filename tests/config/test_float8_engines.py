@@ -38,7 +38,7 @@ RULES = {
 }
 
 
-def planned(*overrides: str, machine: str = "8xH20") -> Plan:
+def plan_of(*overrides: str, machine: str = "8xH20") -> Plan:
     cfg = load_config([RECIPE, *overrides], files=False, machine=False)
     return make_plan(cfg, described_machine(machine))
 
@@ -99,9 +99,9 @@ def test_an_engine_reads_the_checkpoint_as_stored_or_in_its_dtype(tmp_path: Path
 
 
 def test_float8_weights_fit_one_node_and_bfloat16_weights_do_not() -> None:
-    plan = planned()
+    plan = plan_of()
     assert (plan.engines[0].float8, plan.engines[0].num_nodes, plan.num_gpus) == (True, 1, 8)
     assert plan.memory.engine is not None and plan.memory.engine.tokens > 0
     for machine in ("8xH20", "8xH200"):
         with pytest.raises(ConfigError, match=r"GiB"):
-            planned("rollout.weight_dtype=auto", machine=machine)
+            plan_of("rollout.weight_dtype=auto", machine=machine)

@@ -61,7 +61,7 @@ def cases(world: RankWorld, folder: Path) -> dict[str, tuple[str, float]]:
     """Return {case: (error message of this rank's collective, seconds)}; the message is empty without an error."""
     store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)
     out: dict[str, tuple[str, float]] = {}
-    faults = {"stopped": _stopped, "skips": _skips, "no send": _no_send, "misses rebuild": _misses_rebuild}
+    faults = {"stopped": _stop_rank, "skips": _skips, "no send": _no_send, "misses rebuild": _misses_rebuild}
     for name, fault in faults.items():
         rings = folder / name
         guard = dataclasses.replace(spec(rings), release=fault is _misses_rebuild)
@@ -91,7 +91,7 @@ def cases(world: RankWorld, folder: Path) -> dict[str, tuple[str, float]]:
     return out
 
 
-def _stopped(rank: int, folder: Path) -> None:
+def _stop_rank(rank: int, folder: Path) -> None:
     """Stop rank 1; rank 0 wakes it after its collective failed."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

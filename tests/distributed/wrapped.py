@@ -80,7 +80,7 @@ def traced() -> Generator[Counts]:
     out.update(tally)
 
 
-def counted() -> Counts:
+def counts_of_wrapper() -> Counts:
     """Return the same counts from the wrapper's counters, without composites, whose parts are counted."""
     wrapper = install.current()
     assert wrapper is not None
@@ -134,7 +134,7 @@ def compare(
         install.install(WRAPPED, torch.device("cpu"), world.rank)  # counts from here on
         with traced() as trace:
             digests, metrics = _work(actor, scratch / f"{name} wrapped", layout)
-            counts = counted()
+            counts = counts_of_wrapper()
         wrapper = install.current()
         assert wrapper is not None
         ops = tuple(sorted({counter.op.name for counter in wrapper.counters() if counter.calls}))
@@ -213,7 +213,7 @@ def _run_wrapped(world: RankWorld, plain: list[Any], *, in_c: bool) -> dict[str,
         "bytes": {counter.op.name: counter.bytes for counter in wrapper.counters()},
         "no time": [counter.op.name for counter in wrapper.counters() if counter.ns <= 0],
         "traced": trace,
-        "counted": counted(),
+        "counted": counts_of_wrapper(),
     }
     wrapper.record_completed()
     results["in flight"] = len(wrapper.pending_works)
@@ -272,13 +272,13 @@ def shortage_on_one_rank(world: RankWorld, folder: Path, action: str, *, symmetr
             memory.free_bytes = 8 * 2**30
             dist.all_reduce(value)
         sums.append(value.item())
-    counted = {metric.name: metric.value for metric in install.drain()}
+    values = {metric.name: metric.value for metric in install.drain()}
     install.remove()
     return {
         "actions": memory.actions,
         "sums": sums,
-        "shortages": counted["guard/shortages"],
-        "clears": counted["guard/clears"],
+        "shortages": values["guard/shortages"],
+        "clears": values["guard/clears"],
     }
 
 

@@ -103,14 +103,14 @@ def local_cluster(folder: Path) -> Generator[LocalCluster]:
 def _wait_for_nodes(cluster: LocalCluster, count: int) -> None:
     """Wait until the job server lists ``count`` nodes."""
 
-    async def listed() -> int:
+    async def num_nodes() -> int:
         async with JobServer(server_address(None, cluster.environment)) as server:
             return len(await server.nodes())
 
     deadline = Deadline("test", "cluster", START_S)
     while True:
         try:
-            if asyncio.run(listed()) >= count:
+            if asyncio.run(num_nodes()) >= count:
                 return
         except SlimeLikeError:
             pass

@@ -26,26 +26,26 @@ def workers() -> list[psutil.Process]:
     return running_workers
 
 
-def kill_once(run_dir: Path, killed: list[int], ended: threading.Event) -> None:
+def kill_once(run_dir: Path, pids: list[int], end_event: threading.Event) -> None:
     """Kill the worker when the first rollout has been trained."""
-    while not ended.is_set():
+    while not end_event.is_set():
         trained = (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)) > 1
         if trained and (running := workers()):
             running[0].kill()
-            killed.append(running[0].pid)
+            pids.append(running[0].pid)
             return
-        ended.wait(0.2)
+        end_event.wait(0.2)
 
 
 @contextlib.contextmanager
 def worker_killed_once(run_dir: Path) -> Generator[list[int]]:
     """Kill a worker of the run once, after its first training step. Yield the list of killed process ids."""
-    killed: list[int] = []
-    ended = threading.Event()
-    killer = threading.Thread(target=kill_once, args=(run_dir, killed, ended))
+    pids: list[int] = []
+    end_event = threading.Event()
+    killer = threading.Thread(target=kill_once, args=(run_dir, pids, end_event))
     killer.start()
     try:
-        yield killed
+        yield pids
     finally:
-        ended.set()
+        end_event.set()
         killer.join()

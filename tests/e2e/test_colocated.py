@@ -84,9 +84,9 @@ def run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Stop
         first.wait_until(lambda: "stopping after this rollout" in log.read_text())
     finally:
         (hold / "after").unlink()
-    stopped = first.wait()
+    first_result = first.wait()
     resumed = train(*command, log=folder / "second.log", environment=environment | forking_workers())
-    return StoppedAndResumed(run_dir, stopped, resumed)
+    return StoppedAndResumed(run_dir, first_result, resumed)
 
 
 def hold_after(hold: Path, step: int) -> None:

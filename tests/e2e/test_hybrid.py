@@ -82,7 +82,7 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
         model = add_vision(model, tmp_path / "vision")
     ArithmeticSpec().write(tmp_path)
     has_worker = REMOTE_EXPERTS[0] in case.layout
-    with worker_killed_once(run_dir) if has_worker else nullcontext([]) as killed:
+    with worker_killed_once(run_dir) if has_worker else nullcontext([]) as killed_pids:
         result = train(
             f"+recipe={case.recipe}",
             "run.prepare=null",
@@ -116,7 +116,7 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
     assert rewards[-1] > rewards[0] + MIN_RISE, rewards
     scores = [row["eval/heldout"] for row in rows if "eval/heldout" in row]
     assert len(scores) == 2 and scores[1] > scores[0] + MIN_RISE, scores
-    assert len(killed) == has_worker and not workers()
+    assert len(killed_pids) == has_worker and not workers()
     assert ("a new worker replaces it" in log) == has_worker
     if "algo.routing_replay=rollout" in case.layout:
         assert "train/routed_experts_differ_max" in rows[1]

@@ -46,7 +46,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"ended without {text!r}: {''.join(lines)[-3000:]}")
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Return exit code and remaining output."""
     output, _ = process.communicate(timeout=Deadline("test", "scripts/submit.py", RUN_S).limit)
     return process.returncode, output
@@ -61,7 +61,7 @@ def test_a_submitted_run_streams_its_steps_and_returns_its_code(cluster: LocalCl
     output = read_until(process, f"[1/{ROLLOUTS}]")
     assert "cluster: 2 nodes, 0 GPUs, 8 CPUs" in output
     assert process.poll() is None, "the log is written as it appears"
-    code, rest = ended(process)
+    code, rest = wait_for_end(process)
     assert code == 0, output + rest
     assert f"[{ROLLOUTS}/{ROLLOUTS}]" in rest and "SUCCEEDED" in rest
     rows = metrics(tmp_path / "run")
@@ -82,24 +82,24 @@ def test_a_run_with_uploaded_code_outlives_its_submitter_and_is_stopped_with_a_c
     read_until(process, "[2/100000]")
     process.kill()  # as if the submitting machine were switched off
     process.communicate()
-    code, listing = ended(cluster.submit("list"))
+    code, listing = wait_for_end(cluster.submit("list"))
     assert code == 0 and f"{job}  RUNNING" in listing
     process = cluster.submit("follow", job)
     read_until(process, "[3/100000]")
-    code, output = ended(cluster.submit("stop", job))
+    code, output = wait_for_end(cluster.submit("stop", job))
     assert code == 0 and f"job {job} STOPPED" in output, output
-    code, output = ended(process)
+    code, output = wait_for_end(process)
     assert code == 130 and "control: stop: done" in output, output
     assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
-    code, log = ended(cluster.submit("follow", job))
+    code, log = wait_for_end(cluster.submit("follow", job))
     assert code == 130 and "[1/100000]" in log and log.count("control: stop: done") == 1
-    _, listing = ended(cluster.submit("list"))
+    _, listing = wait_for_end(cluster.submit("list"))
     assert f"{job}  STOPPED (exit code 130)" in listing and "stop-" not in listing
 
 
 def test_a_bad_run_and_a_wrong_token_are_refused_before_a_job_starts(cluster: LocalCluster) -> None:
-    code, output = ended(cluster.submit("run", "+recipe=quickstart", "rollout.num_engines=1000"))
+    code, output = wait_for_end(cluster.submit("run", "+recipe=quickstart", "rollout.num_engines=1000"))
     assert code == 2 and output.startswith("ConfigError: the run needs about"), output
     other = LocalCluster(cluster.folder, cluster.gcs_port, cluster.dashboard_port)
-    code, output = ended(other.submit("list"))
+    code, output = wait_for_end(other.submit("list"))
     assert code == 2 and "refuses the token (403): set RAY_AUTH_TOKEN" in output, output

@@ -64,7 +64,7 @@ def memory() -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info()
     counters.reset_peak()
     block = torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
-    other = torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
+    block_on_second = torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
     out: dict[str, Any] = {
         "context": total - free,
         "allocated": torch.cuda.memory_allocated(),
@@ -75,7 +75,7 @@ def memory() -> dict[str, Any]:
         torch.empty(6 * GIB, dtype=torch.uint8, device="cuda")
     except torch.OutOfMemoryError as error:
         out["too large"] = str(error)
-    del block, other
+    del block, block_on_second
     out["cached"] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     out["emptied"] = counters.used_bytes(), counters.peak_bytes()
@@ -232,28 +232,28 @@ def shared_memory() -> dict[str, Any]:
     transport = TransportSpec("ipc", "nccl", 8192, 10.0)
     sender = IpcSender([engine], transport=transport, group_name="", host="")
     metas = asyncio.run(sender.send(source))
-    lost: Any = DeviceEngine((0,), CudaHandles(), fails_at=2, error=EngineLost("lost"))
+    lost_engine: Any = DeviceEngine((0,), CudaHandles(), fails_at=2, error=EngineLost("lost"))
     with contextlib.suppress(EngineLost):
-        asyncio.run(IpcSender([lost], transport=transport, group_name="", host="").send(source))
-    del lost  # the traceback of its error refers to tensors
+        asyncio.run(IpcSender([lost_engine], transport=transport, group_name="", host="").send(source))
+    del lost_engine  # the traceback of its error refers to tensors
     gc.collect()
-    kept = torch.cuda.memory_allocated() - allocated - sum(4096 for _ in numbers)
+    leaked_bytes = torch.cuda.memory_allocated() - allocated - sum(4096 for _ in numbers)
     dist.destroy_process_group()
     calls = counters.read_counts() - before
     try:
         CudaHandles().open(cuda_ipc.share(torch.empty(8, device="cuda")) | {"handle": bytes(64).hex()})
     except RuntimeError as error:
-        refused = str(error).splitlines()[0]
+        refusal = str(error).splitlines()[0]
     else:
-        refused = ""
+        refusal = ""
     ctypes.CDLL(None).cudaGetLastError()
     return {
         "equal": {name: torch.equal(engine.ranks[0][name].cpu(), tensor) for name, tensor in numbers.items()},
         "reported": [meta.name for meta in metas],
         "requests": engine.num_requests,
         "calls": (calls.shares, calls.openings, calls.closings),
-        "kept": kept,
-        "refused": refused,
+        "kept": leaked_bytes,
+        "refused": refusal,
     }
 
 

@@ -57,13 +57,13 @@ def observe(world: RankWorld, folder: Path) -> dict[str, Any]:
             options, env = placement._shared_options((first + index,), "engine", index)
             actors[f"engine {index}"] = start_actor(VisibleGpus, **options)(env)
         calls = {name: call(actor, VisibleGpus.numbers) for name, actor in actors.items()}
-        seen = wait_all(calls, Deadline("test", "placement", 120))
+        numbers = wait_all(calls, Deadline("test", "placement", 120))
         return {
             "devices": plan.num_gpus,
             "ray": ray.cluster_resources()["GPU"],
             "reserved": [gpu for _, gpu in placement._gpus],
             "free": ray.available_resources().get("GPU", 0.0),
-            **seen,
+            **numbers,
         }
     finally:
         placement.close()

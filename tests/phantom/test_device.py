@@ -41,13 +41,13 @@ def test_memory_is_limited_and_measured(observations: dict[str, Any]) -> None:
     memory = observations["memory"]
     assert memory["context"] - CONTEXT in range(32 * 2**20)  # a small block of an earlier observation is cached
     assert memory["allocated"] - 3 * GIB in range(2**20)
-    assert [round(used / GIB) for used in memory["driver"]] == [3, 1]
+    assert [round(used_bytes / GIB) for used_bytes in memory["driver"]] == [3, 1]
     assert memory["free"] == 8 * GIB - CONTEXT - memory["driver"][0]
     assert "Tried to allocate 6.00 GiB" in memory["too large"]
     allocated, reserved = memory["cached"]
     assert allocated < 2**20 and reserved >= 3 * GIB
-    used, peak = memory["emptied"]
-    assert used < 2**25 and peak == memory["driver"][0]
+    used_bytes, peak = memory["emptied"]
+    assert used_bytes < 2**25 and peak == memory["driver"][0]
     is_pinned, pinned = memory["pinned"]
     assert is_pinned and pinned >= GIB
     assert memory["twice freed"] == 1
@@ -81,23 +81,23 @@ def test_streams_graphs_and_launches(observations: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_weights_are_pushed_through_handles_of_device_memory(observations: dict[str, Any]) -> None:
     """torch shares, opens and closes the memory of each bucket. The sender and the engine are one process."""
-    pushed = observations["shared_memory"]
-    assert all(pushed["equal"].values()) and pushed["reported"] == [f"w{i}" for i in range(5)]
-    assert pushed["requests"] == 3 and pushed["calls"] == (3 + 3, 3 + 1, 3 + 1), "the second engine is lost"
-    assert pushed["kept"] == 0, "the buffers are freed, also those that the lost engine has not opened"
-    assert "invalid" in pushed["refused"]
+    push = observations["shared_memory"]
+    assert all(push["equal"].values()) and push["reported"] == [f"w{i}" for i in range(5)]
+    assert push["requests"] == 3 and push["calls"] == (3 + 3, 3 + 1, 3 + 1), "the second engine is lost"
+    assert push["kept"] == 0, "the buffers are freed, also those that the lost engine has not opened"
+    assert "invalid" in push["refused"]
 
 
 @pytest.mark.slow
 def test_weights_are_copied_to_pinned_host_memory_once(observations: dict[str, Any]) -> None:
     """One wait per bucket, no copy to pageable memory, and no second copy for an engine of another machine."""
-    pushed = observations["host_memory"]
-    assert pushed["equal"] == [True, True] and pushed["reported"] == [f"w{i}" for i in range(6)]
-    assert pushed["buckets"] == 2 and pushed["copies"] == (6, 0, 2)
-    grown, kept = pushed["pinned"]
-    assert grown >= 2 * 3 * 4000 and kept == 0
-    assert pushed["pageable"] == 6, "the counter sees copies to pageable memory"
-    assert "cannot page-lock 1 MiB" in pushed["refused"] and "ulimit -l" in pushed["refused"]
+    push = observations["host_memory"]
+    assert push["equal"] == [True, True] and push["reported"] == [f"w{i}" for i in range(6)]
+    assert push["buckets"] == 2 and push["copies"] == (6, 0, 2)
+    grown, remaining = push["pinned"]
+    assert grown >= 2 * 3 * 4000 and remaining == 0
+    assert push["pageable"] == 6, "the counter sees copies to pageable memory"
+    assert "cannot page-lock 1 MiB" in push["refused"] and "ulimit -l" in push["refused"]
 
 
 @pytest.mark.slow
@@ -211,8 +211,8 @@ def test_the_query_of_installed_gpus_lists_the_devices() -> None:
     program = "from slime_like.util.gpus import installed_gpus; print(*installed_gpus(), sep='\\n')"
     result = run_command("--devices", "2", "--memory", "40", "--capability", "8.9", sys.executable, "-c", program)
     assert result.stdout.splitlines() == ["Gpu(name='Phantom GPU', capability=(8, 9), num_bytes=42949672960)"] * 2
-    refused = run_command("nvidia-smi", "-L")
-    assert refused.returncode == 2 and "-L is not supported" in refused.stderr
+    listing = run_command("nvidia-smi", "-L")
+    assert listing.returncode == 2 and "-L is not supported" in listing.stderr
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,15 @@ def test_every_gpu_test_runs_or_is_in_the_table(outcomes: dict[str, GpuTestOutco
 
 
 def test_a_test_that_fails_or_skips_without_a_row_is_named() -> None:
-    listed = {f"{row.file}::test_{row.part}[x]": GpuTestOutcome("skipped", row.reason) for row in NOT_ON_PHANTOM}
-    assert problems(listed | {"tests/a/test_gpu.py::test_new": GpuTestOutcome("passed")}) == []
+    expected_outcomes = {
+        f"{row.file}::test_{row.part}[x]": GpuTestOutcome("skipped", row.reason) for row in NOT_ON_PHANTOM
+    }
+    assert problems(expected_outcomes | {"tests/a/test_gpu.py::test_new": GpuTestOutcome("passed")}) == []
     for result in ("failed", "skipped"):
-        (message,) = problems(listed | {"tests/a/test_gpu.py::test_new": GpuTestOutcome(result, "some text")})
+        (message,) = problems(
+            expected_outcomes | {"tests/a/test_gpu.py::test_new": GpuTestOutcome(result, "some text")}
+        )
         assert message.startswith(f"tests/a/test_gpu.py::test_new {result} on a phantom GPU: some text")
-    first = next(iter(listed))
-    (message,) = problems({test: outcome for test, outcome in listed.items() if test != first})
+    first = next(iter(expected_outcomes))
+    (message,) = problems({test: outcome for test, outcome in expected_outcomes.items() if test != first})
     assert "row without a test" in message and NOT_ON_PHANTOM[0].file in message

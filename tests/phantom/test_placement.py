@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def test_each_process_sees_its_gpus(tmp_path: Path) -> None:
     """Ranks request a GPU of Ray's; engines request none, and see those that the run has reserved for them."""
     environment = PhantomGpu(num_devices=4).environment()
-    (seen,) = run_ranks("tests.phantom.placement_checks:observe", 1, tmp_path, environment=environment)
-    assert (seen["devices"], seen["ray"], seen["free"]) == (4, 4, 0)
-    assert seen["reserved"] == ["0", "1", "2", "3"], "sorted, in whatever order Ray gives them to the bundles"
-    assert [seen[f"trainer {rank}"] for rank in range(2)] == [[0], [1]]
-    assert [seen[f"engine {index}"] for index in range(2)] == [[2], [3]]
+    (values,) = run_ranks("tests.phantom.placement_checks:observe", 1, tmp_path, environment=environment)
+    assert (values["devices"], values["ray"], values["free"]) == (4, 4, 0)
+    assert values["reserved"] == ["0", "1", "2", "3"], "sorted, in whatever order Ray gives them to the bundles"
+    assert [values[f"trainer {rank}"] for rank in range(2)] == [[0], [1]]
+    assert [values[f"engine {index}"] for index in range(2)] == [[2], [3]]

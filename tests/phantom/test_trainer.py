@@ -161,9 +161,9 @@ def test_roles(results: Results) -> None:
 
 @pytest.mark.parametrize("name", ["save", "save of experts"])
 def test_checkpoints_on_the_device(name: str, results: Results) -> None:
-    (saved,) = results[name]
-    assert saved["finished"] and (saved["iteration"], saved["version"]) == (3, 2)
-    assert {"config.json", "model.safetensors"} <= set(saved["exported"])
+    (rank_result,) = results[name]
+    assert rank_result["finished"] and (rank_result["iteration"], rank_result["version"]) == (3, 2)
+    assert {"config.json", "model.safetensors"} <= set(rank_result["exported"])
 
 
 def test_guard_and_released_communicators(results: Results) -> None:

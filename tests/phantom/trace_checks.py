@@ -85,13 +85,13 @@ def _trace(folder: Path, traced: TraceCase) -> dict[str, float]:
     trace = trace_rank(spec, traced.rank, TracedBatch(2_048, traced.num_micro_batches, traced.trained_share))
     shape = find_shape("MODEL", traced.model)
     stage = traced.rank * traced.layout.pp // traced.layout.world_size
-    planned = stage_items(replace(shape, layers=shape.layers[: traced.layers]), traced.settings, stage)
+    plan_table = stage_items(replace(shape, layers=shape.layers[: traced.layers]), traced.settings, stage)
     step = next(phase for phase in trace.phases if phase.name == "step")
     return {
         "traced": step.allocated,
-        "planned": planned.total,
-        "weights": planned.of("weights") / trace.weights,
-        "gradients": planned.of("gradients") / trace.gradients,
+        "planned": plan_table.total,
+        "weights": plan_table.of("weights") / trace.weights,
+        "gradients": plan_table.of("gradients") / trace.gradients,
     }
 
 
@@ -106,7 +106,7 @@ def _recipe(name: str, machine: str) -> dict[str, float]:
     outside = ("allocator", "CUDA context", "communicators")
     peaks = {phase["name"]: phase for phase in trace["phases"]}
     largest = max(trace["phases"], key=lambda phase: phase["allocated"])
-    sums, planned = [], {"step": tables["trainer"].total - tables["trainer"].of(*outside)}
+    sums, plan_totals = [], {"step": tables["trainer"].total - tables["trainer"].of(*outside)}
     for phase in plan.memory.phases:
         roles = dict(phase.tables)
         if "trainer" in roles and phase.name != SAVE:
@@ -114,10 +114,10 @@ def _recipe(name: str, machine: str) -> dict[str, float]:
                 peaks.get(phase.name, largest)["reserved"] + (roles["engine"].total if "engine" in roles else 0.0)
             )
             if phase.name == PUSH:
-                planned[PUSH] = roles["trainer"].total - roles["trainer"].of(*outside)
+                plan_totals[PUSH] = roles["trainer"].total - roles["trainer"].of(*outside)
     return {
         "traced": max(sums, default=largest["reserved"]),
         "left": plan.memory.available - tables["trainer"].of(*outside[1:]),
-        **{f"{phase} allocated": (peaks[phase] if phase == PUSH else largest)["allocated"] for phase in planned},
-        **{f"{phase} planned": num_bytes for phase, num_bytes in planned.items()},
+        **{f"{phase} allocated": (peaks[phase] if phase == PUSH else largest)["allocated"] for phase in plan_totals},
+        **{f"{phase} planned": num_bytes for phase, num_bytes in plan_totals.items()},
     }

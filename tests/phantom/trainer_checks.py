@@ -74,13 +74,13 @@ def steps(folder: Path, layout: Layout, rank: int = 0, options: Mapping[str, Any
     before = read_counts()
     for _ in range(2):
         train(trainer, 2 * layout.pp)
-    used = read_counts() - before
+    counts = read_counts() - before
     score = None if layout.vpp > 1 else trainer.score(batches(1)[0])  # padding has another shape
     exported = sum(len(bucket.tensors) for bucket in trainer.hf_export.buckets(1 << 20))
     return {
-        "launches": used.launches,
-        "products": used.products,
-        "collectives": used.collectives,
+        "launches": counts.launches,
+        "products": counts.products,
+        "collectives": counts.collectives,
         "version": trainer.version,
         "score": None if score is None else len(score),
         "exported": exported,
@@ -149,7 +149,7 @@ def save_and_load(folder: Path, scratch: Path, options: Mapping[str, Any]) -> di
     train(trainer)
     trainer.begin_save(scratch, 3)
     train(trainer)
-    finished = trainer.finish_save(wait=True)
+    is_finished = trainer.finish_save(wait=True)
     from slime_like.checkpoint.files import name_latest
 
     name_latest(scratch, 3)
@@ -158,7 +158,7 @@ def save_and_load(folder: Path, scratch: Path, options: Mapping[str, Any]) -> di
     train(resumed)
     resumed.export_hf(scratch / "hf")
     return {
-        "finished": finished,
+        "finished": is_finished,
         "iteration": iteration,
         "version": resumed.version,
         "exported": sorted(file.name for file in (scratch / "hf").iterdir()),

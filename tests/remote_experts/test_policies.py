@@ -133,7 +133,7 @@ def test_a_worker_that_ends_or_stalls(policy: str, fault: Callable[[psutil.Proce
         assert_sums(experts)
         process = worker_of(experts)
         fault(process)
-        started = time.monotonic()
+        start = time.monotonic()
         if policy == "required":
             with pytest.raises(RemoteExpertsLost, match=r"worker of remote experts of rank 0 \(pid .*policy=fallback"):
                 assert_sums(experts, seed=1)
@@ -142,7 +142,7 @@ def test_a_worker_that_ends_or_stalls(policy: str, fault: Callable[[psutil.Proce
             assert experts.state.is_replaced == (policy == "fallback")
             assert experts.state.num_restarts == (policy == "respawn")
         limit = DEADLINE_S * scale() + 5.0 + (60 if policy == "respawn" else 0)
-        assert time.monotonic() - started < limit
+        assert time.monotonic() - start < limit
         assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
         if policy != "required":
             assert update(experts, 2.0) == ""
@@ -156,14 +156,14 @@ def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch, ca
         assert "of rank 0" in update(experts)
         assert "has failed before" in update(experts)
     with experts_of(replace(OPTIONS, policy="respawn")) as experts:
-        written = experts.write
+        original_write = experts.write
         calls: list[int] = []
 
         def write(*arguments: Any) -> None:
             calls.append(1)
             if len(calls) == 5:
                 kill(worker_of(experts))
-            written(*arguments)
+            original_write(*arguments)
 
         monkeypatch.setattr(experts, "write", write)
         assert update(experts, 3.0) == ""
@@ -171,8 +171,8 @@ def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch, ca
         assert_sums(experts, 3.0)
         process = worker_of(experts)
         stop(process)
-        started = time.monotonic()
-    assert time.monotonic() - started < 4 + 3 * scale()
+        start = time.monotonic()
+    assert time.monotonic() - start < 4 + 3 * scale()
     assert not process.is_running()
 
 
@@ -210,17 +210,17 @@ def test_a_worker_ends_with_its_engine() -> None:
 
 def test_a_worker_that_always_fails_is_replaced_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = RemoteExperts(replace(OPTIONS, policy="respawn"), 0)
-    opened: list[int] = []
+    openings: list[int] = []
 
     def fail(*_: object) -> None:
-        opened.append(1)
+        openings.append(1)
         raise PeerLost("it fails")
 
     monkeypatch.setattr(experts._link, "open", fail)
     experts._shapes, experts._copy = SHAPES, ExpertMemory(SHAPES, torch.device("cpu"))
     with pytest.raises(RemoteExpertsLost, match="after 3 new workers: it fails"):
         assert_sums(experts)
-    assert len(opened) == 4
+    assert len(openings) == 4
 
 
 def test_a_listening_worker_that_nobody_starts_again_ends_the_engine_soon(
@@ -239,10 +239,10 @@ def test_a_listening_worker_that_nobody_starts_again_ends_the_engine_soon(
             listener.close()
             experts._link.client._connection._socket.shutdown(socket.SHUT_WR)
             serving.join(20)
-            started = time.monotonic()
+            start = time.monotonic()
             with pytest.raises(RemoteExpertsLost, match=f"after 3 new workers: .* cannot connect to {address}"):
                 assert_sums(experts, seed=1)
-            assert time.monotonic() - started < 20
+            assert time.monotonic() - start < 20
 
 
 def serve_one(listener: socket.socket, secret: bytes) -> None:

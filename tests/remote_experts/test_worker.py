@@ -52,20 +52,20 @@ def test_sums_are_those_of_the_maths(transport: str, row_type: RowType) -> None:
     with running(ClientSettings(transport=transport, row_type=row_type)) as client:
         assert client.transport == transport
         commit(client)
-        sent = [
+        batches = [
             (layer, requests(SHAPES, layer, size, k, seed=size)) for size in (1, 7, 64) for layer, k in ((0, 2), (3, 1))
         ]
-        pending = [client.submit(layer, *request) for layer, request in sent]
+        pending = [client.submit(layer, *request) for layer, request in batches]
         assert len(pending) > IN_FLIGHT
-        for (layer, request), waiting in reversed([*zip(sent, pending, strict=True)]):
+        for (layer, request), waiting in reversed([*zip(batches, pending, strict=True)]):
             expected = reference(*request, MATRICES[layer])
             sums = client.result(waiting)
             assert sums.dtype is torch.float32
             difference = (sums.double() - expected).abs().max() / expected.abs().max()
             assert difference < BOUNDS[row_type]
-        rows = sum(len(request[0]) for _, request in sent)
-        pairs = sum(request[1].size for _, request in sent)
-        assert (client.traffic.calls, client.traffic.rows) == (len(sent), rows)
+        rows = sum(len(request[0]) for _, request in batches)
+        pairs = sum(request[1].size for _, request in batches)
+        assert (client.traffic.calls, client.traffic.rows) == (len(batches), rows)
         assert client.traffic.payload_bytes == 2 * rows * SHAPES.hidden * row_type.itemsize + 8 * pairs
 
 
@@ -160,8 +160,8 @@ def test_a_shared_region_that_is_too_small() -> None:
     """``auto`` uses the socket, ``shared`` is an error that names the fix; a worker refuses an offer of smaller slots."""
     with running(ClientSettings(shared_bytes=1000)) as client:
         assert client.transport == "socket"
-    refused = running(ClientSettings(shared_bytes=1000, transport="shared"))
-    with pytest.raises(ConfigError, match=r"shared_bytes=1000 is too small.*raise it"), refused:
+    small_client = running(ClientSettings(shared_bytes=1000, transport="shared"))
+    with pytest.raises(ConfigError, match=r"shared_bytes=1000 is too small.*raise it"), small_client:
         pass
     larger = replace(SHAPES, capacity=128)
     with running(ClientSettings(shared_bytes=100_000, transport="shared")) as client:

@@ -67,7 +67,7 @@ def test_any_field_is_read_or_refused(fields: dict[str, Any], messages: list[Any
 
 
 @pytest.mark.parametrize(
-    ("sent", "resent"),
+    ("first", "second"),
     [
         (
             {"role": "assistant", "content": "yes\n"},
@@ -80,8 +80,8 @@ def test_any_field_is_read_or_refused(fields: dict[str, Any], messages: list[Any
         ({"role": "developer", "content": "be brief"}, {"role": "system", "content": "be brief", "name": None}),
     ],
 )
-def test_equivalent_messages_have_one_identity(sent: Any, resent: Any) -> None:
-    assert Message(**sent).identity() == Message(**resent).identity()
+def test_equivalent_messages_have_one_identity(first: Any, second: Any) -> None:
+    assert Message(**first).identity() == Message(**second).identity()
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,10 @@ def test_a_lone_surrogate_is_refused() -> None:
 
 def test_tool_calls_are_extracted_from_the_text() -> None:
     first_call, second_call = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now"}'
-    parsed = find_calls(f"let me see <tool_call>\n{first_call}\n</tool_call>\n<tool_call>{second_call}</tool_call>")
-    assert (parsed.content, parsed.calls) == ("let me see", (("add", '{"a": 1}'), ("now", "{}")))
+    parsed_calls = find_calls(
+        f"let me see <tool_call>\n{first_call}\n</tool_call>\n<tool_call>{second_call}</tool_call>"
+    )
+    assert (parsed_calls.content, parsed_calls.calls) == ("let me see", (("add", '{"a": 1}'), ("now", "{}")))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_malformed_tool_calls_stay_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "why"),
+    ("fields", "param", "reason"),
     [
         ({"surprise": 1}, "surprise", "leave it out"),
         ({"messages": [{**USER, "colour": 1}]}, "messages[0].colour", "leave it out"),
@@ -161,17 +163,17 @@ def test_malformed_tool_calls_stay_text(text: str) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens", "=0: Input should be greater than 0"),
     ],
 )
-def test_a_refusal_names_field_value_and_fix(fields: dict[str, Any], param: str, why: str) -> None:
-    with pytest.raises(ApiError, match=re.escape(why)) as refusal:
+def test_a_refusal_names_field_value_and_fix(fields: dict[str, Any], param: str, reason: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(reason)) as refusal:
         parse_request(body(**fields))
     assert refusal.value.param == param and param in str(refusal.value)
 
 
 def test_messages_and_tools_reach_the_template_as_they_were_sent() -> None:
     call = {**CALL, "function": {"name": "add", "arguments": '{"a": null}'}}
-    sent = [USER, {"role": "assistant", "content": None, "tool_calls": [call], "annotations": []}]
+    history = [USER, {"role": "assistant", "content": None, "tool_calls": [call], "annotations": []}]
     tool = {"type": "function", "function": {"name": "add", "parameters": {"z": None, "a": 1}}}
-    request = parse_request(body(messages=sent, tools=[tool]))
+    request = parse_request(body(messages=history, tools=[tool]))
     answer = {**CALL, "function": {"name": "add", "arguments": {"a": None}}}
     assert [message.for_template() for message in request.messages] == [
         USER,

@@ -43,8 +43,8 @@ def test_the_last_token_of_an_aborted_part_is_sampled_again() -> None:
     """The last token may end the sequence: SGLang reports a request as aborted even if the abort came in its final step."""
     cut = drop_last_token(part([1, 2, 3], (0, 2, 4), (2, 3, 5)))
     assert (cut.token_ids.tolist(), cut.logprobs.tolist(), cut.versions) == ([1, 2], [-1, -2], ((0, 2, 4),))
-    ended = part([1, 2], (0, 2, 4), finish="stop")
-    assert drop_last_token(ended) is ended
+    complete_part = part([1, 2], (0, 2, 4), finish="stop")
+    assert drop_last_token(complete_part) is complete_part
     empty = part([])
     assert drop_last_token(empty) is empty
 
@@ -72,7 +72,7 @@ def test_calls_not_repeated_do_not_count_for_the_oldest_version() -> None:
     assert (replayed.oldest_version, replayed.num_tokens) == (7, 1)
 
 
-def recorded(calls: list[list[Completion]]) -> tuple[RecordedCall, ...]:
+def record_calls(calls: list[list[Completion]]) -> tuple[RecordedCall, ...]:
     journal = CallJournal()
     for k, parts in enumerate(calls):
         journal.call(IDS[:k], range(len(parts))).append(range(len(parts)), parts)
@@ -150,16 +150,16 @@ def test_unfinished_groups_are_saved_and_loaded(
         PartialGroup(
             i,
             Prompt(i, IDS, "t", "l", None),
-            recorded(g),
+            record_calls(g),
         )
         for i, g in enumerate(groups)
     )
     path = tmp_path_factory.getbasetemp() / "written.npz"
     save_groups(path, RolloutState({"at": 3}, prompts, unfinished).in_flight())
-    loaded = RolloutState.from_groups({"at": 3}, load_groups(path))
-    assert [(w.prompt.prompt_id, w.num_aborts) for w in loaded.queued] == [(i, i) for i in range(returned)]
-    assert [u.group_id for u in loaded.partial_groups] == list(range(len(groups)))
-    for actual_group, expected_group in zip(loaded.partial_groups, unfinished, strict=True):
+    restored = RolloutState.from_groups({"at": 3}, load_groups(path))
+    assert [(w.prompt.prompt_id, w.num_aborts) for w in restored.queued] == [(i, i) for i in range(returned)]
+    assert [u.group_id for u in restored.partial_groups] == list(range(len(groups)))
+    for actual_group, expected_group in zip(restored.partial_groups, unfinished, strict=True):
         for call, expected in zip(actual_group.calls, expected_group.calls, strict=True):
             assert (call.seeds, call.token_ids.tolist()) == (expected.seeds, expected.token_ids.tolist())
             for c, e in zip(call.completions, expected.completions, strict=True):

@@ -249,7 +249,7 @@ def collect(
 
 def test_long_answers_are_continued_until_they_end() -> None:
     rollouts, process, counts = collect(SamplingSetting(Refills(3, 6, 0), Partial(True, 2)), 20)
-    used_groups = [group for filled in rollouts for group in filled.groups]
+    used_groups = [group for collected in rollouts for group in collected.groups]
     long = [group for group in used_groups if any(length(sample.seed) == 40 for sample in group.samples)]
     assert len(long) > 5
     assert all(
@@ -265,8 +265,8 @@ def test_long_answers_are_continued_until_they_end() -> None:
 def test_groups_of_lost_engines_continue_their_answers(num_engines: int) -> None:
     """Each group counts once per lost engine, for any number of its requests."""
     rollouts, process, counts = collect(SamplingSetting(Refills(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
-    for i, filled in enumerate(rollouts):
-        for group in filled.groups:
+    for i, collected in enumerate(rollouts):
+        for group in collected.groups:
             check_tokens(group, i)
     restarts, remade = process.pool.take_restart_counts()
     recoveries = process.pool.recoveries
@@ -274,13 +274,13 @@ def test_groups_of_lost_engines_continue_their_answers(num_engines: int) -> None
     assert sum(recovery.groups for recovery in recoveries) == remade
     assert 3 < max(recovery.groups for recovery in recoveries) <= 6  # in flight concurrently
     assert counts["rollout/wasted_tokens"] == 0
-    ids = [group.group_id for filled in rollouts for group in filled.groups]
+    ids = [group.group_id for collected in rollouts for group in collected.groups]
     assert len(set(ids)) == len(ids) == 30
 
 
 def test_without_partial_rollouts_prompts_of_stopped_groups_come_first() -> None:
     rollouts, process, counts = collect(SamplingSetting(Refills(3, 5, 0), Partial(False, 9)), 2)
-    assert all(group.oldest_version == i for i, filled in enumerate(rollouts) for group in filled.groups)
+    assert all(group.oldest_version == i for i, collected in enumerate(rollouts) for group in collected.groups)
     assert process.num_taken == 2 * 3 + 2
     assert len(process.prompts.queued) == 2
     assert process.oversampler.partial_groups() == ()
@@ -289,7 +289,7 @@ def test_without_partial_rollouts_prompts_of_stopped_groups_come_first() -> None
 
 def test_a_prompt_given_up_three_times_is_completed() -> None:
     rollouts, process, _ = collect(SamplingSetting(Refills(2, 4, 0), Partial(False, 9)), 30)
-    rollout_of_prompt = {g.prompt.prompt_id: i for i, filled in enumerate(rollouts) for g in filled.groups}
+    rollout_of_prompt = {g.prompt.prompt_id: i for i, collected in enumerate(rollouts) for g in collected.groups}
     assert max(waiting.num_aborts for waiting in process.prompts.queued) <= 3
     assert set(range(40)) <= set(rollout_of_prompt)  # 40 of about 60 prompts; no early one was starved
 
@@ -298,8 +298,8 @@ def test_groups_that_are_too_stale_are_restarted() -> None:
     """Each rollout takes 1 of 8 groups, and none may wait longer than one version."""
     rollouts, process, counts = collect(SamplingSetting(Refills(1, 8, 0), Partial(True, 1)), 6)
     assert counts["rollout/restarted_groups"] > 0
-    assert all(i - group.oldest_version <= 1 for i, filled in enumerate(rollouts) for group in filled.groups)
-    places = [g.prompt.prompt_id for filled in rollouts for g in filled.groups]
+    assert all(i - group.oldest_version <= 1 for i, collected in enumerate(rollouts) for group in collected.groups)
+    places = [g.prompt.prompt_id for collected in rollouts for g in collected.groups]
     places += [w.prompt.prompt_id for w in process.prompts.queued] + [
         u.prompt.prompt_id for u in process.oversampler.partial_groups()
     ]
@@ -309,7 +309,7 @@ def test_groups_that_are_too_stale_are_restarted() -> None:
 def test_without_pushes_no_group_becomes_stale() -> None:
     rollouts, _, counts = collect(SamplingSetting(Refills(1, 8, 0), Partial(True, math.inf)), 6, pushes=False)
     assert counts["rollout/restarted_groups"] == counts["rollout/wasted_tokens"] == 0
-    assert all(group.oldest_version == 0 for filled in rollouts for group in filled.groups)
+    assert all(group.oldest_version == 0 for collected in rollouts for group in collected.groups)
 
 
 def test_filters_that_drop_nearly_everything_end_in_an_error() -> None:

@@ -103,11 +103,11 @@ def test_differences_by_layer_kind_are_reported_without_a_check() -> None:
 def test_experts_are_replayed_per_engine_and_compared() -> None:
     first = np.array([[[1, 2]], [[3, 4]]], np.uint8)
     scores = replace(SCORES, experts=(first, first[:1]), continuations=())
-    other = replace(scores, experts=(first[::-1], first[:1]))
-    (rows,) = probe.TrainerScores([scores, other], max_tokens=100).rows
+    swapped = replace(scores, experts=(first[::-1], first[:1]))
+    (rows,) = probe.TrainerScores([scores, swapped], max_tokens=100).rows
     assert rows.cu_seqlens.tolist() == [0, 3, 5, 8]  # the second sequence is the same for both engines
     np.testing.assert_array_equal(rows.extras["routed_experts"][:, 0, 0], [1, 3, 0, 1, 0, 3, 1, 0])
-    (rows,) = probe.TrainerScores([scores.without_experts(), other.without_experts()], max_tokens=100).rows
+    (rows,) = probe.TrainerScores([scores.without_experts(), swapped.without_experts()], max_tokens=100).rows
     assert rows.cu_seqlens.tolist() == [0, 3, 5] and not rows.extras
 
 

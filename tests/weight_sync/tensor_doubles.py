@@ -22,7 +22,7 @@ class RankWeights:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self.num_buckets, self.ended = 0, False
+        self.num_buckets, self.has_ended = 0, False
 
     def manifest(self) -> tuple[TensorMeta, ...]:
         return tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
@@ -34,7 +34,7 @@ class RankWeights:
             yield Bucket(tuple(group))
             for _, tensor in group:
                 tensor.fill_(float("nan"))
-        self.ended = True
+        self.has_ended = True
 
 
 class Receiver:

@@ -47,7 +47,7 @@ def test_an_engine_that_refuses_a_bucket_ends_the_push(weights: dict[str, torch.
     assert source.num_buckets > len(other_engine.shared), (
         "the source must be drained, because other ranks gather with this one"
     )
-    assert source.ended
+    assert source.has_ended
     asyncio.run(tensor_sender.close())
     assert other_engine.closed
 

@@ -39,9 +39,9 @@ def run_in_fork(command: list[str]) -> NoReturn:
             socket.send_fds(connection, [len(data).to_bytes(NUM_BYTES)], [0, 1, 2])
             connection.sendall(data)
             replies = connection.makefile("rb")
-            started = json.loads(replies.readline() or b'{"error": "no reply"}')
-            if "error" in started:
-                fail(started["error"])
+            reply = json.loads(replies.readline() or b'{"error": "no reply"}')
+            if "error" in reply:
+                fail(reply["error"])
             connection.settimeout(None)
             code = json.loads(replies.readline() or b"1")
     except (OSError, ValueError) as error:
