@@ -4,6 +4,7 @@
 #   bash scripts/image_steps.sh system|dependencies|code    # one step, as in the image; SLIME_LIKE_DEVICE=cpu|gpu
 #   bash scripts/image_steps.sh root FOLDER [PYTHON]        # all steps in FOLDER, a Debian or Ubuntu root (debootstrap), as root;
 #                                                           # PYTHON: prefix of a Python 3.12, if the root's packages have none
+#   bash scripts/image_steps.sh root-system FOLDER          # only the step system in FOLDER
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -44,22 +45,38 @@ code() {
 # root FOLDER [PYTHON]: copy what the Dockerfile copies, and run the steps with chroot, as the users that the Dockerfile names.
 root() {
     local folder=$1 prefix=${2:-}
-    [[ -x $folder/usr/bin/apt-get ]] || { echo "image_steps: $folder is no Debian or Ubuntu root: create it with debootstrap" >&2; exit 2; }
+    check_root "$folder"
     mountpoint -q "$folder/proc" || mount -t proc proc "$folder/proc"
     PROC=$folder/proc
     trap 'umount "$PROC"' EXIT
-    [[ -c $folder/dev/urandom ]] || mknod -m 666 "$folder/dev/urandom" c 1 9
-    cp /etc/resolv.conf "$folder/etc/resolv.conf"
     [[ -z $prefix ]] || cp -a "$prefix/." "$folder/usr/local/"
-    install -d "$folder/slime_like/scripts"
-    cp scripts/image_steps.sh "$folder/slime_like/scripts/"
-    in_root "$folder" 0 system
+    chroot "$folder" /sbin/ldconfig # PYTHON may have shared libraries
+    root_system "$folder"
     git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- --owner="$USER_ID" --group="$USER_ID" \
         | tar --extract --directory="$folder/slime_like"
     in_root "$folder" "$USER_ID" dependencies
     in_root "$folder" "$USER_ID" code
     chroot --userspec="$USER_ID:$USER_ID" "$folder" /usr/bin/env HOME=/home/slime_like SLIME_LIKE_DEVICE="$SLIME_LIKE_DEVICE" \
         bash /slime_like/docker/entrypoint.sh /slime_like/.venv/bin/python /slime_like/train.py +recipe=quickstart --plan
+}
+
+check_root() {
+    [[ -x $1/usr/bin/apt-get ]] || { echo "image_steps: $1 is no Debian or Ubuntu root: create it with debootstrap" >&2; exit 2; }
+}
+
+# root_system FOLDER: run the step system, then copy this machine's certificates, which a proxy may need, over the root's.
+root_system() {
+    local folder=$1 name
+    check_root "$folder"
+    [[ -c $folder/dev/urandom ]] || mknod -m 666 "$folder/dev/urandom" c 1 9
+    install -d -m 1777 "$folder/dev/shm" # for the semaphores of compileall
+    cp /etc/resolv.conf "$folder/etc/resolv.conf"
+    install -d "$folder/slime_like/scripts"
+    cp scripts/image_steps.sh "$folder/slime_like/scripts/"
+    in_root "$folder" 0 system
+    for name in PIP_CERT SSL_CERT_FILE; do
+        [[ ! -f ${!name:-} ]] || install -D -m 644 "${!name}" "$folder${!name}"
+    done
 }
 
 # in_root FOLDER UID STEP: run a step with the environment of the image and pip's settings of this machine.
@@ -78,8 +95,9 @@ in_root() {
 case ${1:-} in
     system | dependencies | code) "$1" ;;
     root) SLIME_LIKE_DEVICE=${SLIME_LIKE_DEVICE:-cpu} root "${2:?give the folder of the root}" "${3:-}" ;;
+    root-system) SLIME_LIKE_DEVICE=${SLIME_LIKE_DEVICE:-cpu} root_system "${2:?give the folder of the root}" ;;
     *)
-        sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+        sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
         exit 2
         ;;
 esac

@@ -26,8 +26,11 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def steps_run_in_root() -> list[tuple[str, str]]:
-    """Return user and step of each line of ``root()`` that runs one."""
-    body = STEPS.read_text().partition("\nroot() {")[2].partition("\n}\n")[0]
+    """Return user and step of each line of ``root()`` and of ``root_system()``, which it calls first, that runs one."""
+    first, body = (
+        STEPS.read_text().partition(f"\n{name}() {{")[2].partition("\n}\n")[0] for name in ("root_system", "root")
+    )
+    body = body.replace('root_system "$folder"', first)
     return [(user, step) for user, step in re.findall(r'in_root "\$folder" (\S+) (\w+)', body)]
 
 
@@ -75,6 +78,7 @@ def test_an_unknown_step_and_a_root_that_is_none_are_refused(tmp_path: Path) -> 
     for arguments, message in (
         ([], "The steps of docker/Dockerfile"),
         (["root", tmp_path], "is no Debian or Ubuntu root"),
+        (["root-system", tmp_path], "is no Debian or Ubuntu root"),
     ):
         result = subprocess.run(["bash", STEPS, *arguments], capture_output=True, text=True, timeout=60 * scale())
         assert result.returncode == 2 and message in result.stderr
