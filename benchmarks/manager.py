@@ -1,10 +1,14 @@
 """The rollout manager's CPU time and memory per token, with engines that return recorded replies.
 
-python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists] [--group 8] [--profile 12]
+python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists] [--managers 1 2] [--group 8] [--profile 12]
 
 The manager is the real one, in a process of its own for each line: HTTP client, columnar store, text, reward pool, the pickle that
 Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all requests of a
 rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this project's plugin.
+
+With `--managers K`, K managers collect the rollout at the same time, each with a process and an engine for its share. Times are CPU
+times of the process with the most; tokens/s are those of K cores at this time per token. The driver's time is that of reading the
+pickles of all managers and selecting the groups.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import itertools
 import json
+import math
 import os
 import pickle
 import pstats
@@ -22,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,10 +43,13 @@ from benchmarks.recorded_engine import VOCAB  # noqa: E402
 from slime_like.config.schema.faults import HealthConfig  # noqa: E402
 from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig  # noqa: E402
 from slime_like.config.schema.run import LoopConfig  # noqa: E402
+from slime_like.data.share import SINGLE, ManagerShare  # noqa: E402
 from slime_like.errors import EngineError  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
+from slime_like.rollout.collect.learning_signal import LearningSignal  # noqa: E402
 from slime_like.rollout.engine.client import EngineClient  # noqa: E402
 from slime_like.rollout.manager import ManagerSpec, RolloutManager  # noqa: E402
+from slime_like.rollout.selection import GroupSelection, SelectionSpec  # noqa: E402
 from slime_like.types import Prompt, Sample  # noqa: E402
 
 PROMPT_TOKENS = 256
@@ -113,71 +122,91 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sizes", type=size_of, nargs="+", default=[size_of(text) for text in SIZES])
     parser.add_argument("--replies", choices=("columns", "lists"), nargs="+", default=["lists", "columns"])
+    parser.add_argument("--managers", type=at_least(1), nargs="+", default=[1], help="numbers of rollout managers")
+    parser.add_argument("--rounds", type=at_least(1), default=1, help="repetitions of all lines, in turn")
+    parser.add_argument("--share", type=at_least(0), default=0, help=argparse.SUPPRESS)  # index of the manager of --one
     parser.add_argument("--group", type=at_least(1), default=8)
     parser.add_argument("--profile", type=at_least(0), default=0, help="functions to list by their own time")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # measure in this process
     options = parser.parse_args(argv)
-    if wrong_sizes := [f"{n}x{m}" for n, m in options.sizes if n % options.group]:
+    divisor = options.group * math.lcm(*options.managers)
+    if wrong_sizes := [f"{n}x{m}" for n, m in options.sizes if n % divisor]:
         parser.error(
             f"--sizes {' '.join(wrong_sizes)}: the number of samples must be a multiple of --group {options.group}"
+            + (f" times --managers, {divisor}" if divisor > options.group else "")
         )
     if options.one:
-        record = measure(options.sizes[0], options.replies[0], options.group, options.profile)
+        share = ManagerShare(options.share, options.managers[0])
+        record = measure(options.sizes[0], options.replies[0], options.group, options.profile, share)
         sys.stdout.write(visible(json.dumps(record)))
         return 0
     titles = (
+        "managers",
         "replies",
         "samples x tokens",
         "ns per token",
         "M tokens/s",
         "bytes per token",
         "reward processes, ns per token",
+        "driver, ns per token",
     )
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     profiles: list[str] = []
-    for num_samples, num_tokens in options.sizes:
-        for replies in options.replies:
-            line = measure_in_child((num_samples, num_tokens), replies, options.group, options.profile)
-            profiles.append(f"{replies}, {num_samples} x {num_tokens}:\n{line.pop('profile')}")
-            values = " | ".join(f"{value:{'.2f' if name == 'rate' else '.0f'}}" for name, value in line.items())
-            lines.append(f"| {replies} | {num_samples} x {num_tokens} | {values} |")
+    for _ in range(options.rounds):
+        for size, replies, count in itertools.product(options.sizes, options.replies, options.managers):
+            line = combine(measure_in_children(size, replies, options.group, options.profile, count))
+            name = f"{replies} | {size[0]} x {size[1]}"
+            profiles.append(f"{count} | {name}:\n{line.pop('profile')}")
+            values = " | ".join(f"{value:{'.2f' if key == 'rate' else '.0f'}}" for key, value in line.items())
+            lines.append(f"| {count} | {name} | {values} |")
     sys.stdout.write(visible("\n".join([*lines, "", *(profiles if options.profile else []), ""])))
     return 0
 
 
-def measure_in_child(size: tuple[int, int], replies: str, group: int, profile: int) -> dict[str, Any]:
-    """Measure in a new process, so that the peak of memory belongs to this size alone."""
-    words = [
-        "--one",
-        "--sizes",
-        f"{size[0]}x{size[1]}",
-        "--replies",
-        replies,
-        "--group",
-        str(group),
-        "--profile",
-        str(profile),
+def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values of a rollout by several managers: those of the busiest one, and the tokens/s of all together."""
+    busiest = max(records, key=lambda record: record["cpu_ns"])
+    means = {
+        name: sum(record[name] for record in records) / len(records) for name in ("bytes", "reward_ns", "driver_ns")
+    }
+    return busiest | means | {"rate": len(records) * busiest["rate"]}
+
+
+def measure_in_children(
+    size: tuple[int, int], replies: str, group: int, profile: int, count: int
+) -> list[dict[str, Any]]:
+    """Measure each of ``count`` managers in a new process, so that the peak of memory belongs to this size alone."""
+    options = {"--sizes": f"{size[0]}x{size[1]}", "--replies": replies, "--managers": count, "--group": group}
+    options |= {"--profile": profile}
+    words = [str(word) for option in options.items() for word in option]
+    commands = [
+        [sys.executable, str(Path(__file__).resolve()), "--one", *words, "--share", str(i)] for i in range(count)
     ]
-    result = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), *words], stdout=subprocess.PIPE, timeout=LIMIT_S, check=False
-    )
-    if result.returncode:
-        raise SystemExit(f"the measurement {' '.join(words)} ended with code {result.returncode}")
-    return json.loads(result.stdout)
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if codes := [process.returncode for process in processes if process.returncode]:
+        raise SystemExit(f"the measurement {' '.join(words)} ended with code {codes[0]}")
+    return [json.loads(output) for output in outputs]
 
 
-def measure(size: tuple[int, int], replies: str, group: int, profile: int) -> dict[str, Any]:
-    """Collect a small rollout, then measure one of ``size``."""
+def measure(
+    size: tuple[int, int], replies: str, group: int, profile: int, share: ManagerShare = SINGLE
+) -> dict[str, Any]:
+    """Collect a small rollout, then measure the share of a manager in one of ``size``."""
     with tempfile.TemporaryDirectory() as folder, engine(replies) as url:
         write_tokenizer(Path(folder))
-        return asyncio.run(_measure(size, url, folder, group, profile))
+        return asyncio.run(_measure(_spec(size, folder, group, share), url, profile))
 
 
-async def _measure(size: tuple[int, int], url: str, folder: str, group: int, profile: int) -> dict[str, Any]:
-    num_samples, num_tokens = size
-    manager = RolloutManager(
-        _spec(size, folder, group), Prompts(), {}, [RecordedEngine(EngineClient(url, admin_key="recorded"))]
-    )
+async def _measure(spec: ManagerSpec, url: str, profile: int) -> dict[str, Any]:
+    rollout_config = spec.rollout
+    num_samples = spec.share.size(rollout_config.batch_size) * rollout_config.n_samples_per_prompt
+    manager = RolloutManager(spec, Prompts(), {}, [RecordedEngine(EngineClient(url, admin_key="recorded"))])
     profiler = cProfile.Profile(time.process_time)  # waiting and other processes do not count
     before = memory("VmRSS")
     await manager.collect(0)  # imports, connections, reward processes, and the engine's records
@@ -187,14 +216,17 @@ async def _measure(size: tuple[int, int], url: str, folder: str, group: int, pro
         profiler.enable()
     rollout = await manager.collect(1)
     buffers: list[pickle.PickleBuffer] = []
-    pickle.dumps(rollout, protocol=5, buffer_callback=buffers.append)  # as Ray does, which then copies the buffers
+    pickled = pickle.dumps(
+        rollout, protocol=5, buffer_callback=buffers.append
+    )  # as Ray does, which then copies the buffers
     profiler.disable()
     cpu_s, seconds = time.process_time() - cpu_start, time.perf_counter() - start
     peak = memory("VmHWM")
     assert sum(len(g.samples) for g in rollout.groups) == num_samples, "samples are missing"
     total = sum(sample.num_response_tokens for g in rollout.groups for sample in g.samples)
-    assert total == num_samples * num_tokens, f"{total} tokens"
-    sys.stderr.write(visible(f"{size}: {seconds:.1f} s, {cpu_s:.1f} s of CPU\n"))
+    assert total == num_samples * rollout_config.max_response_len, f"{total} tokens"
+    sys.stderr.write(visible(f"{spec.share.name}, {total} tokens: {seconds:.1f} s, {cpu_s:.1f} s of CPU\n"))
+    driver_s = driver_time(pickled, buffers, num_samples)
     await manager.stop()
     rewards = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
@@ -202,11 +234,23 @@ async def _measure(size: tuple[int, int], url: str, folder: str, group: int, pro
         "rate": total / cpu_s / 1e6,
         "bytes": (peak - before) / total,
         "reward_ns": 1e9 * (rewards.ru_utime + rewards.ru_stime) / (2 * total),
+        "driver_ns": 1e9 * driver_s / total,
         "profile": _profile(profiler, profile, total),
     }
 
 
-def _spec(size: tuple[int, int], folder: str, group: int) -> ManagerSpec:
+def driver_time(pickled: bytes, buffers: Sequence[pickle.PickleBuffer], num_samples: int) -> float:
+    """Return the CPU seconds in which the driver reads a manager's rollout and selects its groups."""
+    selection = GroupSelection(SelectionSpec(num_samples, "drop", 0, shuffle=False, seed=0), LearningSignal("group"))
+    start = time.process_time()
+    part = pickle.loads(pickled, buffers=buffers)  # noqa: S301  written by this process
+    selected = selection.select(1, [part])
+    seconds = time.process_time() - start
+    assert sum(len(group.samples) for group in selected.groups) == num_samples, "samples are missing"
+    return seconds
+
+
+def _spec(size: tuple[int, int], folder: str, group: int, share: ManagerShare) -> ManagerSpec:
     num_samples, num_tokens = size
     return ManagerSpec(
         rollout=RolloutConfig(batch_size=num_samples // group, n_samples_per_prompt=group, max_response_len=num_tokens),
@@ -221,9 +265,9 @@ def _spec(size: tuple[int, int], folder: str, group: int) -> ManagerSpec:
         temperature=1.0,
         seed=0,
         probe_sequences=1,
-        samples_per_rollout=num_samples,
         first_rollout=0,
         deterministic=False,
+        share=share,
     )
 
 

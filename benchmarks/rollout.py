@@ -121,7 +121,6 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
         temperature=1.0,
         seed=0,
         probe_sequences=0,
-        samples_per_rollout=options.batch * options.samples,
         first_rollout=0,
         deterministic=False,
         receives_pushes=True,

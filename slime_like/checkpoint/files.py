@@ -5,7 +5,7 @@
                                          rollout files, and the settings and inputs of the run that wrote them
     rollout/state_4.json                 the state of the rollout side at the same time
     rollout/leftover_4[_made_5].npz      groups carried over to the next rollout
-    rollout/leftover_4_in_flight.npz     unfinished groups
+    rollout/leftover_4_in_flight.npz     unfinished groups; leftover_4_manager_0_in_flight.npz with several managers
     *.tmp                                incomplete files of a save that is in progress or was killed
 
 A folder gets its final name once everything in it is on the disk, and a file is replaced only by a finished one. The
@@ -199,7 +199,7 @@ def prune(folder: Path, keep: int) -> None:
 
 def side_of(path: Path) -> int | None:
     """Return the iteration of a file of ``rollout/``: the first number in its name. None if it is not part of a checkpoint."""
-    match = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
+    match = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_manager_\d+)?(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
     return None if match is None else int(match[1])
 
 

@@ -75,7 +75,7 @@ ENTRIES = (
     MetricEntry("rollout/avg_cached_tokens_per_sample", "cached tokens per request of one sample", "tokens"),
     MetricEntry(
         "rollout/engine_load_max",
-        "tokens sampled by the busiest engine, relative to the mean of all engines",
+        "tokens sampled by the busiest engine, relative to the mean of all engines of its rollout manager",
         "",
         "near 1",
     ),

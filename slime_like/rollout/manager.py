@@ -1,6 +1,7 @@
-"""Rollout manager: prompts, engines, rewards, filters and leftover groups behind one object.
+"""Rollout manager: prompts, engines, rewards and filters behind one object.
 
-Lives in its own process, so that collection overlaps training if ``loop.max_staleness`` allows.
+Lives in its own process, so that collection overlaps training if ``loop.max_staleness`` allows. With
+``rollout.num_managers`` > 1 each manager has a ``ManagerShare`` of prompts and engines.
 """
 
 from __future__ import annotations
@@ -12,30 +13,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.checkpoint.files import fsync_path
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.schema.run import LoopConfig
-from slime_like.data.dump import load_groups, save_groups
+from slime_like.data.dump import load_groups
 from slime_like.data.faults import Recovery
 from slime_like.data.heldout import eval_sets
-from slime_like.data.leftover import split_leftover
-from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.routing import RoutingShape
+from slime_like.data.share import SINGLE, ManagerShare, share_of_source
 from slime_like.data.text_decoder import text_decoder
 from slime_like.data.tokenizer import open_tokenizer
-from slime_like.errors import CheckpointError, ConfigError
+from slime_like.errors import ConfigError
 from slime_like.interfaces import DataSource, EngineAddress, Sampling
-from slime_like.metrics.types import Last, Metric, RunWarning, Sum
+from slime_like.metrics.types import Sum
 from slime_like.reward.pool import RewardPool
-from slime_like.reward.shuffle import shuffle_rewards
 from slime_like.rollout.collect.collector import GroupCollector
-from slime_like.rollout.collect.learning_signal import LearningSignal
 from slime_like.rollout.collect.over_sampling import OverSamplingCollector, max_group_staleness
 from slime_like.rollout.collect.producer import RolloutProducer
 from slime_like.rollout.collect.sampler import GroupRequest, GroupSampler, open_generate
-from slime_like.rollout.collect.state import GeneratedRollout, RolloutState, generated_path, in_flight_path
-from slime_like.rollout.generate.evaluate import EvalAnswer, EvalResult, eval_answers, eval_metrics
+from slime_like.rollout.collect.state import (
+    GeneratedRollout,
+    RolloutState,
+    generated_path,
+    in_flight_path,
+    write_groups,
+)
+from slime_like.rollout.generate.evaluate import ManagerEvaluation, PromptResult, prompt_result
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSupervisor
 from slime_like.rollout.pool.health import HealthMonitor
@@ -45,7 +48,8 @@ from slime_like.rollout.pool.probe import EngineProbe, ProbeScores
 from slime_like.rollout.pool.resize import EngineFactory, PoolResizer
 from slime_like.rollout.pool.router import RequestCounts
 from slime_like.rollout.pool.weight_update import EngineWeightUpdate
-from slime_like.types import Prompt, SampleGroup
+from slime_like.rollout.selection import ManagerRollout
+from slime_like.types import Prompt
 from slime_like.util.concurrency import first_of
 
 
@@ -65,33 +69,17 @@ class ManagerSpec:
     temperature: float
     seed: int
     probe_sequences: int
-    samples_per_rollout: int
     first_rollout: int
     deterministic: bool
-    overlong: OverlongPenalty | None = None  # applied by the driver before advantages
-    baseline: str = "group"  # baseline of advantages: group, batch or none; see LearningSignal
     routing: RoutingShape | None = None  # shape of the routed experts that engines return; None if they return none
     releases_memory: bool = False  # the engines release memory while the trainer needs it
     has_fixed_gpus: bool = False  # weights.transport=ipc: an engine needs trainer ranks on its GPUs
     receives_pushes: bool = True  # True: engines receive the trainer's weights; False: they keep their initial weights
-
-
-@dataclass(frozen=True, slots=True)
-class CollectedRollout:
-    """Input of the trainer for one rollout: complete groups, scored and filtered."""
-
-    groups: tuple[SampleGroup, ...]
-    started: float  # unix seconds: when generation of this rollout began and ended
-    stopped: float
-    metrics: tuple[Metric, ...]
-    warnings: tuple[RunWarning, ...] = ()
-    recoveries: tuple[
-        Recovery, ...
-    ] = ()  # new or changed since the last rollout; a later entry replaces an earlier one
+    share: ManagerShare = SINGLE  # prompts, groups and engines of this manager
 
 
 class RolloutManager:
-    """Owner of the data cursor, engine clients, reward pool and leftover groups."""
+    """Owner of the data cursor, engine clients and reward pool."""
 
     def __init__(
         self,
@@ -101,15 +89,18 @@ class RolloutManager:
         supervisors: Sequence[EngineSupervisor],
         factory: EngineFactory | None = None,
     ) -> None:
-        """``factory`` starts and stops further engines; None if their number cannot be changed."""
+        """``supervisors`` are those of the manager's share. ``source`` and ``heldout`` have the prompts of all managers.
+
+        ``factory`` starts and stops further engines; None if their number cannot be changed.
+        """
         self._spec = spec
-        self._source = source
+        self._source = source = share_of_source(source, spec.share)
         self._heldout = heldout
         self._pool = EnginePool(supervisors, spec.health, receives_pushes=spec.receives_pushes)
         self._monitor = HealthMonitor(self._pool)
         self._update = EngineWeightUpdate(self._pool)
         self._memory = PoolMemory(self._pool)
-        self._resizer = None if factory is None else PoolResizer(self._pool, self._monitor, factory)
+        self._resizer = None if factory is None else PoolResizer(self._pool, self._monitor, factory, spec.share)
         self._rewards = RewardPool(spec.reward)
         self._usage = RequestCounts(len(supervisors))
         tokenizer = open_tokenizer(spec.tokenizer_path)
@@ -126,12 +117,8 @@ class RolloutManager:
             usage=self._usage,
             trains=spec.receives_pushes,
         )
-        self._max_staleness = max_group_staleness(spec.rollout, spec.loop)
         self._collector = self._new_collector()
         self._producer = self._new_producer(spec.first_rollout)
-        self._leftover: tuple[SampleGroup, ...] = ()
-        self._signal = LearningSignal(spec.baseline, spec.overlong)
-        self._num_stale = 0
         self._probe = EngineProbe(
             self._pool,
             source,
@@ -142,57 +129,48 @@ class RolloutManager:
         self._version = -1
 
     # ---- collect -----------------------------------------------------------------------------------------------------
-    async def collect(self, rollout_id: int) -> CollectedRollout:
-        """Return the complete groups of one rollout that fill its optimizer steps, starting with leftover groups."""
+    async def collect(self, rollout_id: int) -> ManagerRollout:
+        """Return the groups of this manager's prompts of one rollout."""
         self._monitor.start()
         generated = await self._producer.get(rollout_id)
         self._producer.forget(rollout_id)
         self._collector.forget(rollout_id)
-        carried = self._within_staleness(self._leftover)
-        split = split_leftover([*carried, *generated.groups], self._spec.samples_per_rollout, self._spec.loop.leftover)
-        groups, self._leftover = split.to_train, split.to_carry
-        if self._spec.reward.shuffle:
-            groups = tuple(shuffle_rewards(groups, seed=self._spec.seed * 1_000_003 + rollout_id))
-        self._probe.remember(groups)
+        self._probe.remember(generated.groups)
         num_restarts, num_moved_groups = self._pool.take_restart_counts()
-        filtered, num_waiting = generated.filtered, len(self._leftover) - len(carried)
-        advice = self._signal.observe(rollout_id, groups, num_waiting, filtered.summary, filtered.example)
         kv_usage, kv_warnings = await kv_metrics(self._pool)
         metrics = [
-            *self._signal.metrics(),
             *self._source.metrics(),
-            *filtered.metrics,
+            *generated.filtered.metrics,
             *self._collector.metrics(),
-            *self._drain_stale(),
             *self._rewards.metrics(),
             *self._sampler.metrics(),
             *kv_usage,
-            Last("rollout/carried_groups", len(self._leftover)),
-            Sum("rollout/dropped_samples", split.num_dropped),
             Sum("rollout/generated_groups", generated.num_generated),
             Sum("rollout/refills", generated.num_refills),
             Sum("rollout/engine_restarts", num_restarts),
             Sum("rollout/remade_groups", num_moved_groups),
         ]
         messages = (*self._rewards.warnings(), *self._sampler.warnings(), *self._pool.drain_messages(), *kv_warnings)
-        warnings = (*advice, *map(RunWarning, messages))
-        recoveries = self.last_recoveries()
-        return CollectedRollout(groups, generated.started, generated.stopped, tuple(metrics), warnings, recoveries)
-
-    def _within_staleness(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Return the carried groups that are still within the staleness bound."""
-        current = [group for group in groups if group.oldest_version >= self._version - self._max_staleness]
-        self._num_stale += len(groups) - len(current)
-        return current
+        return ManagerRollout(
+            groups=generated.groups,
+            started=generated.started,
+            stopped=generated.stopped,
+            version=self._version,
+            metrics=tuple(metrics),
+            messages=messages,
+            recoveries=self.last_recoveries(),
+            drop_summary=generated.filtered.summary,
+            example=generated.filtered.example,
+        )
 
     def _new_collector(self) -> GroupCollector:
         spec, cfg = self._spec, self._spec.rollout
         sampling = Sampling(spec.temperature, cfg.max_response_len, cfg.top_p, cfg.top_k, spec.stop_token_ids)
         if cfg.over_sampling_batch_size is None:
-            return GroupCollector(cfg, sampling, self._source, self._sampler)
+            return GroupCollector(cfg, sampling, self._source, self._sampler, spec.share)
         # Nothing becomes stale without pushes.
-        max_staleness = self._max_staleness if spec.receives_pushes else math.inf
-        return OverSamplingCollector(cfg, sampling, self._source, self._sampler, max_staleness)
+        max_staleness = max_group_staleness(cfg, spec.loop) if spec.receives_pushes else math.inf
+        return OverSamplingCollector(cfg, sampling, self._source, self._sampler, max_staleness, spec.share)
 
     def _new_producer(self, first: int) -> RolloutProducer:
         loop = self._spec.loop
@@ -200,16 +178,11 @@ class RolloutManager:
             self._collector.generate, first=first, last=loop.num_rollout, max_staleness=loop.max_staleness
         )
 
-    def _drain_stale(self) -> list[Metric]:
-        stale, self._num_stale = self._num_stale, 0
-        return [Sum("rollout/dropped_groups/stale", stale)] if self._spec.loop.leftover == "carry" else []
-
     # ---- evaluate ----------------------------------------------------------------------------------------------------
-    async def evaluate(self) -> EvalResult:
-        """Answer every held-out dataset under the engines' current weights, and score the answers."""
+    async def evaluate(self) -> ManagerEvaluation:
+        """Answer this manager's prompts of every held-out dataset under the engines' current weights, and score the answers."""
         self._monitor.start()
-        metrics: list[Metric] = []
-        answers: list[EvalAnswer] = []
+        results: dict[str, tuple[PromptResult, ...]] = {}
         for heldout in eval_sets(self._spec.evaluation):
             sampling = Sampling(
                 temperature=heldout.temperature,
@@ -220,12 +193,14 @@ class RolloutManager:
             )
             prompts, n = self._heldout[heldout.name], heldout.n_samples_per_prompt
             groups = await self._sampler.groups(
-                [GroupRequest(prompt, i, n, sampling, f"eval {heldout.name}") for i, prompt in enumerate(prompts)]
+                [
+                    GroupRequest(prompt, i, n, sampling, f"eval {heldout.name}")
+                    for i, prompt in self._spec.share.of(list(enumerate(prompts)))
+                ]
             )
-            metrics += eval_metrics(heldout.name, groups)
-            if self._spec.evaluation.save_answers:
-                answers += eval_answers(heldout.name, groups)
-        return EvalResult((*metrics, *self._rewards.metrics()), tuple(answers))
+            saves = self._spec.evaluation.save_answers
+            results[heldout.name] = tuple(prompt_result(heldout.name, group, with_answers=saves) for group in groups)
+        return ManagerEvaluation(results, self._rewards.metrics())
 
     async def enter_phase(self, phase: str) -> None:
         """Release the engines' memory that ``phase`` (``config.schema.residency``) does not need, or allocate it again."""
@@ -302,8 +277,10 @@ class RolloutManager:
         return await self._probe.scores(self._version)
 
     # ---- state -------------------------------------------------------------------------------------------------------
-    async def save_state(self, next_rollout: int, leftover: Path) -> dict[str, Any]:
+    async def save_state(self, next_rollout: int, base: Path) -> dict[str, Any]:
         """Return the state from which rollout ``next_rollout`` is reproduced: the cursor before it and the untrained groups.
+
+        The groups are written to files next to ``base``, whose names begin with its own.
 
         Rollouts in flight are generated again with the same prompts and seeds; groups that an earlier rollout left unfinished
         continue where they were interrupted. In a deterministic run, rollouts in flight are complete, and no engine will
@@ -312,15 +289,10 @@ class RolloutManager:
         completed = self._producer.completed_rollouts() if self._spec.deterministic else []
         state = self._collector.state_before(completed[-1].rollout_id + 1 if completed else next_rollout)
         in_flight = state.in_flight()
-        files = {leftover: self._leftover}
-        files |= {generated_path(leftover, generated.rollout_id): generated.groups for generated in completed}
-        files |= {in_flight_path(leftover): in_flight} if in_flight else {}
-        try:
-            for path, groups in files.items():
-                save_groups(path, groups)
-                fsync_path(path)
-        except OSError as error:
-            raise CheckpointError(f"{leftover}: the save failed ({error.strerror}); is the disk full?") from error
+        for generated in completed:
+            write_groups(generated_path(base, generated.rollout_id), generated.groups)
+        if in_flight:
+            write_groups(in_flight_path(base), in_flight)
         return {
             "next_rollout": next_rollout,
             "cursor": state.cursor,
@@ -328,19 +300,18 @@ class RolloutManager:
             "made": [generated.record() for generated in completed],
         }
 
-    async def load_state(self, state: Mapping[str, Any], leftover: Path) -> None:
-        """Continue from a saved ``state``."""
+    async def load_state(self, state: Mapping[str, Any], base: Path) -> None:
+        """Continue from a ``state`` that ``save_state`` returned."""
         self._source.load_state(state["cursor"])
-        self._leftover = load_groups(leftover)
         self._producer = self._new_producer(int(state["next_rollout"]))
         self._producer.restore(
             [
-                GeneratedRollout(**(record | {"groups": load_groups(generated_path(leftover, record["rollout_id"]))}))
+                GeneratedRollout(**(record | {"groups": load_groups(generated_path(base, record["rollout_id"]))}))
                 for record in state.get("made", [])
             ]
         )
         if state.get("in_flight"):
-            self._collector.restore(RolloutState.from_groups(state["cursor"], load_groups(in_flight_path(leftover))))
+            self._collector.restore(RolloutState.from_groups(state["cursor"], load_groups(in_flight_path(base))))
 
     async def stop(self) -> None:
         """Cancel requests in flight, close the generate function and stop the reward pool; each even if another fails."""

@@ -16,6 +16,7 @@ from slime_like.cluster.run import chaos as chaos_module
 from slime_like.cluster.run.chaos import Chaos, planned_faults, report_lines
 from slime_like.cluster.supervise import process_tree
 from slime_like.cluster.supervise.stacks import start_time
+from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.config.schema.faults import ChaosConfig, parse_fault
 from slime_like.data.faults import InjectedFault, Recovery, append, outcomes, read
 from slime_like.errors import DataError
@@ -101,10 +102,10 @@ def test_reward_down_blocks_the_reward_server_for_slow_s(tmp_path: Path) -> None
         block_reward_server = type("Verb", (), {"remote": staticmethod(outages.append)})
 
     injector, engine = chaos(tmp_path, "reward_down:collect:3:1000")
-    injector.manager = cast(Any, ManagerHandle)
+    injector.managers = ManagerGroup((cast(Any, ManagerHandle),) * 2)
     with injector("collect", 3):
         pass
-    assert (outages, engine.signals) == ([injector.config.slow_s], [])
+    assert (outages, engine.signals) == ([injector.config.slow_s] * 2, []), "every manager has a client of the server"
     ((injection,), _) = read(tmp_path)
     assert (injection.fault, injection.target) == ("reward_down:collect:3:1000", "reward server")
     lines = report_lines([injection], [Recovery("reward server", "down: refused", injection.time + 1, groups=4)])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,15 +12,23 @@ from slime_like.checkpoint.files import (
     iterations,
     prune,
     side_files,
+    side_of,
     write_text,
 )
 from slime_like.cluster.run.checkpoints import remove_leftovers
-from slime_like.cluster.run.rollouts import read_state
+from slime_like.cluster.run.rollout_state import (
+    check_cursor,
+    check_num_managers,
+    manager_states,
+    read_state,
+    write_manager_states,
+)
 from slime_like.cluster.start.resume import first_rollout
 from slime_like.data.dump import save_groups
 from slime_like.errors import CheckpointError
 from tests.cluster.run_folder import (
     config,
+    group,
     used_folder,
 )
 
@@ -76,6 +85,65 @@ def test_groups_go_with_the_iteration_they_were_saved_in(tmp_path: Path) -> None
         "state_4.json",
         "state_5.json",
     ]
+
+
+def write_two_managers(folder: Path) -> Path:
+    """Write the rollout state of two managers before rollout 3; the second has a rollout ahead and a group in flight."""
+    rollout, ahead = folder / "rollout", {"rollout_id": 3, "groups": [], "started": 0.0, "stopped": 1.0}
+    made = [{**ahead, "num_generated": 1, "num_refills": 0}]
+    states = [
+        {"next_rollout": 3, "cursor": {"at": 6}, "made": [], "in_flight": 0},
+        {"next_rollout": 3, "cursor": {"at": 8}, "made": made, "in_flight": 1},
+    ]
+    rollout.mkdir()
+    write_manager_states(folder, 3, states)
+    for name in ("leftover_3", "leftover_3_manager_1_made_3", "leftover_3_manager_1_in_flight"):
+        save_groups(rollout / f"{name}.npz", (group("1 + 1"),))
+    return rollout
+
+
+def test_each_manager_has_its_own_state_and_files(tmp_path: Path) -> None:
+    rollout = write_two_managers(tmp_path)
+    states = manager_states(read_state(tmp_path, 3))
+    assert [state["cursor"]["at"] for state in states] == [6, 8]
+    assert {side_of(path) for path in rollout.iterdir()} == {3}, "pruning and hashes know every file"
+    loaded: list[object] = []
+    source = SimpleNamespace(load_state=loaded.append)
+    check_cursor(tmp_path, 3, source)
+    assert loaded == [{"at": 8}, {"at": 6}]
+    check_num_managers(tmp_path, 3, 2)
+    for count in (1, 3):
+        with pytest.raises(
+            CheckpointError, match=rf"state_3.json: saved with .*num_managers=2.* with {count}, .*set .*=2$"
+        ):
+            check_num_managers(tmp_path, 3, count)
+    write_manager_states(tmp_path, 3, states[:1])
+    assert manager_states(read_state(tmp_path, 3)) == states[:1] == [read_state(tmp_path, 3)]
+    with pytest.raises(CheckpointError, match=r"num_managers=1, and cannot be continued with 2"):
+        check_num_managers(tmp_path, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        ("managers.1.next_rollout", 4, r"is for rollout 4, with \[3\] generated ahead, not for rollout 3"),
+        ("managers.1.in_flight", 2, "has in_flight 2, which leftover_3_manager_1_in_flight.npz does not hold"),
+        ("managers.0.in_flight", 1, r"leftover_3_manager_0_in_flight.npz: groups of this checkpoint are missing"),
+        ("managers.0.cursor", 5, "cursor"),
+        ("managers", [], "has 0 managers"),
+    ],
+)
+def test_damage_to_the_state_of_one_manager_is_named(tmp_path: Path, path: str, change: object, message: str) -> None:
+    file = write_two_managers(tmp_path) / "state_3.json"
+    state = json.loads(file.read_text())
+    *parents, last = path.split(".")
+    target = state
+    for name in parents:
+        target = target[int(name)] if name.isdecimal() else target[name]
+    target[last] = change
+    file.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=message):
+        read_state(tmp_path, 3)
 
 
 @pytest.mark.parametrize("torn", [True, False])

@@ -107,11 +107,10 @@ def test_a_rollout_continues_after_a_push_for_a_restarted_engine() -> None:
 def test_engines_take_no_memory_if_the_trainer_cannot_give_up_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """An abort of the push would restore the engines' memory; no update is open that it has to close."""
     manager_calls: list[str] = []
-    monkeypatch.setattr(sync, "call", lambda _, method, *__: manager_calls.append(method.__name__))
-    monkeypatch.setattr(sync, "wait_one", lambda *_: ())
+    monkeypatch.setattr(sync.ManagerGroup, "call", lambda _, __, method, *___: manager_calls.append(method.__name__))
     residency, _ = sides()
     nothing: Any = None
-    push = EngineSync(nothing, nothing, {}, nothing, WeightsConfig(), 0.0, 1, 1, residency).push
+    push = EngineSync(nothing, sync.ManagerGroup(()), {}, nothing, WeightsConfig(), 0.0, 1, 1, residency).push
     assert isinstance(residency.actor, Side)
     residency.actor.fails = True
     with pytest.raises(MemoryError):

@@ -20,7 +20,7 @@ from slime_like.metrics.sinks import JsonlSink, SinkGroup
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric
 from slime_like.rollout.generate import evaluate
-from slime_like.rollout.manager import CollectedRollout
+from slime_like.rollout.selection import CollectedRollout
 from slime_like.types import StepStats
 from tests.cluster.test_checkpoints import Saver, checkpoints, latest
 

@@ -22,7 +22,7 @@ from slime_like.checkpoint.files import LATEST
 from slime_like.cluster.plan.machine import Machine, probe_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.run.chaos import Chaos
-from slime_like.cluster.run.rollouts import check_cursor, read_state
+from slime_like.cluster.run.rollout_state import check_cursor, read_state
 from slime_like.cluster.run.status import read_status
 from slime_like.cluster.start.folder import claim_folder
 from slime_like.cluster.start.inputs import load_inputs

@@ -1,5 +1,8 @@
 """``run.deterministic=true``: engine and trainer agree in every bit, and a run whose driver, ranks and engines were killed or
-stopped in various phases ends with the same samples, losses and weights as an undisturbed run."""
+stopped in various phases ends with the same samples, losses, evaluations and weights as an undisturbed run.
+
+The undisturbed run has one rollout manager and one engine, the disturbed one two managers with an engine each.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.cluster.run.eval_files import answers_path
+from slime_like.cluster.run.rollout_state import manager_states, read_state
 from slime_like.data.faults import read
 from slime_like.util.deadline import scale
 from tests.e2e.runs import RunResult, Training, metrics, train
@@ -39,6 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Run a job undisturbed, and once with faults at points drawn from a seed, resumed after each fault that ends the run."""
     folder = tmp_path_factory.mktemp("same_run")
     job = (*write_inputs(folder / "inputs"), f"loop.num_rollout={ROLLOUTS}", "rollout.temperature=0.7")
+    job = (*job, f"evaluation.datasets.held={folder / 'inputs' / 'heldout.jsonl'}@[0:5]", "evaluation.interval=2")
     reference, disturbed = folder / "whole", folder / "killed"
     result = train(*job, f"run.dir={reference}", log=folder / "whole.log", environment=forking_workers())
     assert result.code == 0, result.output
@@ -51,12 +57,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "stop_engine:collect:4",
     )
     offload = ("placement.offload_train=true", "placement.offload_rollout=true")  # which changes no result
+    managers = ("rollout.num_managers=2", "rollout.num_engines=2")
     fast_health = ("health.interval_s=0.5", "health.first_wait_s=0", "chaos.slow_s=0.5")
     short_deadlines = (f"loop.step_deadline_s={STEP_S}", f"weights.push_deadline_s={STEP_S}")
     settings = {2: short_deadlines, 3: ("health.timeout_s=3",)}  # for the parts in which a process is stopped
     parts = tuple(
         train(
-            *(*job, *offload, *fast_health, *settings.get(i, ())),
+            *(*job, *managers, *offload, *fast_health, *settings.get(i, ())),
             *(f"run.dir={disturbed}", f"chaos.faults=[{faults_of_part}]"),
             log=folder / f"part{i}.log",
             environment=forking_workers(),
@@ -71,9 +78,9 @@ def test_each_fault_ends_the_run_or_is_survived(pair: Pair) -> None:
     driver, rank, slow_engine, engine = (part.output for part in pair.parts)
     assert re.search(r"ProcessLost: the driver \(process \d+\) was killed by SIGKILL", driver)
     assert "trainer rank 0 died in phase" in rank
-    assert "slow_engine:collect:3:0 on engine 0: no engine was lost" in slow_engine
-    assert "kill_engine:collect:2:0.05 on engine 0: noticed after" in rank
-    assert "stop_engine:collect:4:0 on engine 0: noticed after" in engine
+    assert re.search("slow_engine:collect:3:0 on engine [01]: no engine was lost", slow_engine)
+    assert re.search("kill_engine:collect:2:0.05 on engine [01]: noticed after", rank)
+    assert re.search("stop_engine:collect:4:0 on engine [01]: noticed after", engine)
     injections, recoveries = read(pair.disturbed)
     assert [injection.fault.split(":")[0] for injection in injections] == [
         "kill_driver",
@@ -115,6 +122,36 @@ def test_every_token_of_every_step_has_the_same_bits_on_both_sides(pair: Pair) -
 
 def test_a_disturbed_run_equals_the_undisturbed_run(pair: Pair) -> None:
     assert differences(pair.reference, pair.disturbed, ROLLOUTS) == []
+    for num_trained in (0, 2, 4, ROLLOUTS):
+        answers = [answers_path(run_dir, num_trained).read_text() for run_dir in (pair.reference, pair.disturbed)]
+        assert answers[0] == answers[1] and answers[0].count("\n") == 5
+    evaluations = [
+        {
+            row["step"]: {name: value for name, value in row.items() if name.startswith("eval/")}
+            for row in metrics(run_dir)
+        }
+        for run_dir in (pair.reference, pair.disturbed)
+    ]
+    assert evaluations[0] == evaluations[1] and all(evaluations[0][step] for step in (0, 2, 4, ROLLOUTS))
+
+
+def test_each_manager_has_its_own_process_and_files(pair: Pair) -> None:
+    for index in range(2):
+        assert (pair.disturbed / "logs" / f"rollout_manager_{index}.log").exists()
+    assert [path.name for path in (pair.reference / "logs").glob("rollout_manager*")] == ["rollout_manager.log"]
+    state = read_state(pair.disturbed / "checkpoints", ROLLOUTS)
+    assert len(manager_states(state)) == 2
+
+
+def test_a_checkpoint_of_two_managers_is_not_continued_by_one(pair: Pair, tmp_path: Path) -> None:
+    result = train(
+        *(*pair.job, f"run.dir={tmp_path / 'run'}", f"loop.num_rollout={ROLLOUTS + 1}"),
+        f"run.resume={pair.disturbed / 'checkpoints'}",
+        log=tmp_path / "log",
+    )
+    assert result.code != 0
+    assert "saved with rollout.num_managers=2, and cannot be continued with 1" in result.output
+    assert "set rollout.num_managers=2" in result.output and "Traceback" not in result.output
 
 
 def test_training_changes_the_weights(pair: Pair) -> None:

@@ -221,7 +221,6 @@ class EnginePair:
             temperature=1.0,
             seed=0,
             probe_sequences=2,
-            samples_per_rollout=GROUPS * SAMPLES,
             first_rollout=0,
             deterministic=False,
             receives_pushes=True,

@@ -14,7 +14,7 @@ import pytest
 
 from slime_like.errors import EngineError, EngineLost
 from slime_like.rollout.engine.processes import stopped_pids
-from slime_like.rollout.manager import CollectedRollout
+from slime_like.rollout.selection import ManagerRollout
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models
 from tests.engine.fault_injection import (
@@ -52,7 +52,7 @@ def no_fault(pair: EnginePair) -> Iterator[None]:
     pair.stop_managers()
 
 
-def check_rollout(collected: CollectedRollout, rollout_id: int, models: Models, model: str, version: int) -> None:
+def check_rollout(collected: ManagerRollout, rollout_id: int, models: Models, model: str, version: int) -> None:
     """Assert that every sample occurs once, is complete, and was sampled from these weights."""
     base = rollout_id * GROUPS
     assert [group.group_id for group in collected.groups] == list(range(base, base + GROUPS))

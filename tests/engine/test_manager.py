@@ -17,9 +17,11 @@ from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.errors import ConsistencyError, UserCodeError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
+from slime_like.rollout.collect.learning_signal import LearningSignal
 from slime_like.rollout.collect.state import in_flight_path
-from slime_like.rollout.manager import CollectedRollout, ManagerSpec, RolloutManager
+from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.rollout.pool.probe import TrainerScores, check
+from slime_like.rollout.selection import CollectedRollout, GroupSelection, SelectionSpec
 from slime_like.types import F32, SampleGroup, Source, Status
 from tests.data.character_tokenizer import characters
 from tests.engine.closeness import assert_close
@@ -64,7 +66,6 @@ def spec(tokenizer: Path, *, partial: bool, first: int = 0) -> ManagerSpec:
         temperature=1.0,
         seed=3,
         probe_sequences=2,
-        samples_per_rollout=BATCH * NUM_SAMPLES,
         first_rollout=first,
         deterministic=False,
         receives_pushes=True,
@@ -83,6 +84,8 @@ class ManagerUnderTest:
         self.engine, self.models = engine, models
         self.source = Counting(extra=30)
         self.manager = RolloutManager(manager_spec, self.source, {}, [FixedEngine(engine.client)])
+        selected = SelectionSpec(BATCH * NUM_SAMPLES, "drop", 99, shuffle=False, seed=3)
+        self.selection = GroupSelection(selected, LearningSignal("group"))
 
     def push(self, version: int) -> None:
         async def push() -> None:
@@ -121,7 +124,7 @@ class ManagerUnderTest:
             self.probe(version)
 
     def collect(self, rollout_id: int) -> CollectedRollout:
-        return self.engine.run(self.manager.collect(rollout_id))
+        return self.selection.select(rollout_id, [self.engine.run(self.manager.collect(rollout_id))])
 
     def save(self, next_rollout: int, leftover: Path) -> Mapping[str, Any]:
         return self.engine.run(self.manager.save_state(next_rollout, leftover))

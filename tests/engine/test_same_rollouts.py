@@ -36,7 +36,6 @@ def spec(tokenizer: Path, generate: str, first: int) -> ManagerSpec:
         temperature=1.0,
         seed=3,
         probe_sequences=0,
-        samples_per_rollout=12,
         first_rollout=first,
         deterministic=False,
         receives_pushes=True,

@@ -19,8 +19,17 @@ from slime_like.config.schema.rollout import EvalConfig, RewardConfig
 from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.errors import ConfigError
 from slime_like.metrics.dictionary import unknown
-from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.generate.evaluate import eval_answers, eval_metrics, mean_pass_at_k, pass_at_k
+from slime_like.metrics.types import Sum, reduce_metrics
+from slime_like.rollout.generate.evaluate import (
+    ManagerEvaluation,
+    PromptResult,
+    eval_answers,
+    eval_metrics,
+    mean_pass_at_k,
+    merge_evaluations,
+    pass_at_k,
+    prompt_result,
+)
 from slime_like.types import Reward, SampleGroup, Status
 from tests.reward.scored import group
 
@@ -53,11 +62,33 @@ def scored(rewards: Sequence[Reward], statuses: Sequence[Status]) -> SampleGroup
     return replace(unscored, samples=tuple(samples))
 
 
+def results(*groups: SampleGroup) -> list[PromptResult]:
+    return [prompt_result("aime", replace(g, group_id=i), with_answers=True) for i, g in enumerate(groups)]
+
+
+def test_an_evaluation_by_several_managers_equals_that_by_one() -> None:
+    """The managers have different numbers of prompts and samples, so that means of their means would be wrong."""
+    rewards = ([0.0, 1.0, 1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0, 0.0])
+    groups = [scored([Reward(r, r) for r in row], [Status.COMPLETED] * len(row)) for row in rewards]
+    groups[1] = replace(groups[1], samples=tuple(replace(s, status=Status.TRUNCATED) for s in groups[1].samples))
+    prompts = results(*groups)
+    whole = merge_evaluations([ManagerEvaluation({"aime": tuple(prompts)}, (Sum("reward/calls", 13.0),))])
+    parts = [
+        ManagerEvaluation({"aime": tuple(prompts[index::2])}, (Sum("reward/calls", calls),))
+        for index, calls in ((0, 9.0), (1, 4.0))
+    ]
+    merged = merge_evaluations(parts)
+    assert reduce_metrics(merged.metrics) == reduce_metrics(whole.metrics)
+    assert merged.answers == whole.answers and len(whole.answers) == 13
+    assert reduce_metrics(merged.metrics)["eval/aime"] == pytest.approx(7 / 13)
+    assert reduce_metrics(merge_evaluations([*parts[:1], ManagerEvaluation({"aime": ()}, ())]).metrics)["eval/aime"]
+
+
 def test_metrics_have_slimes_names_and_are_in_the_dictionary() -> None:
     right, wrong = Reward(1.0, 1.0), Reward(-1.0, 0.0)
     done, cut = Status.COMPLETED, Status.TRUNCATED
     metrics = reduce_metrics(
-        eval_metrics("aime", [scored([right, wrong], [done, cut]), scored([wrong, wrong], [done, done])])
+        eval_metrics("aime", results(scored([right, wrong], [done, cut]), scored([wrong, wrong], [done, done])))
     )
     assert unknown(metrics) == []
     assert metrics == {
@@ -70,7 +101,7 @@ def test_metrics_have_slimes_names_and_are_in_the_dictionary() -> None:
 
 
 def test_without_an_accuracy_the_score_is_reported() -> None:
-    metrics = reduce_metrics(eval_metrics("qa", [scored([Reward(0.25), Reward(1.0)], [Status.COMPLETED] * 2)]))
+    metrics = reduce_metrics(eval_metrics("qa", results(scored([Reward(0.25), Reward(1.0)], [Status.COMPLETED] * 2))))
     assert (metrics["eval/qa"], metrics["eval/qa-pass@1"], metrics["eval/qa-pass@2"]) == (0.625, 0.5, 1.0)
 
 
@@ -117,7 +148,7 @@ def test_answers_are_written_as_a_table(tmp_path: Path) -> None:
     import pandas as pd  # takes a second, in each process that collects this file
 
     path = answers_path(tmp_path, 10)
-    answers = eval_answers("sums", [group("4", "\ud800 \x1b[31m", label="4")])
+    answers = eval_answers("sums", group("4", "\ud800 \x1b[31m", label="4"))
     write_answers(path, 10, answers)
     table = pd.read_json(tmp_path / "eval" / "step_0000010.jsonl", lines=True, dtype={"label": str})
     assert table.step.tolist() == [10, 10] and table.dataset.unique().tolist() == ["sums"]

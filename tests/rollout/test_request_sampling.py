@@ -14,6 +14,7 @@ from slime_like.config.schema.faults import HealthConfig
 from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
 from slime_like.config.schema.run import LoopConfig
 from slime_like.data.assemble import AssembleSpec, assemble
+from slime_like.data.share import SINGLE, ManagerShare
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Completion, Engine, GenerateContext, Sampling
 from slime_like.rollout.generate.single_turn import single_turn
@@ -106,8 +107,10 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"slime_like.rollout.manager.{name}", Unscored)
 
 
-def run_engine(generate: str, *, rollouts: int = 0, evaluate: bool = False, pushes: bool = True) -> RecordingEngine:
-    """Return the engine after a run's first rollouts, or after an evaluation."""
+def run_engine(
+    generate: str, *, rollouts: int = 0, evaluate: bool = False, pushes: bool = True, share: ManagerShare = SINGLE
+) -> RecordingEngine:
+    """Return the engine of a manager after a run's first rollouts, or after an evaluation."""
     spec = ManagerSpec(
         rollout=RolloutConfig(batch_size=BATCH, n_samples_per_prompt=N, max_response_len=40, generate=generate),
         reward=RewardConfig(),
@@ -127,10 +130,10 @@ def run_engine(generate: str, *, rollouts: int = 0, evaluate: bool = False, push
         temperature=0.8,
         seed=3,
         probe_sequences=0,
-        samples_per_rollout=BATCH * N,
         first_rollout=0,
         deterministic=False,
         receives_pushes=pushes,
+        share=share,
     )
 
     async def run() -> RecordingEngine:
@@ -161,6 +164,23 @@ def test_every_sample_of_a_run_has_its_own_seed() -> None:
     seeds = [seed for a in requests for seed in a.seeds]
     assert len(set(seeds)) == len(seeds)
     assert {a.sampling for a in requests[: 2 * BATCH]} == {Sampling(0.8, 40, 1.0, -1, (1,))}
+
+
+def test_two_managers_send_the_requests_of_a_single_one() -> None:
+    """Each prompt is answered once, with the group id and the seeds that it has in a run with one manager."""
+    single = run_engine("single_turn", rollouts=3, evaluate=True)
+    parts = [run_engine("single_turn", rollouts=3, evaluate=True, share=ManagerShare(i, 2)) for i in range(2)]
+    by_id = {group.group_id: group for part in parts for group in part.groups}
+    assert sorted(by_id) == [group.group_id for group in single.groups] == list(range(3 * BATCH))
+    for group in single.groups:
+        other = by_id[group.group_id]
+        assert (other.prompt.prompt_id, [s.seed for s in other.samples]) == (
+            group.prompt.prompt_id,
+            [s.seed for s in group.samples],
+        )
+    merged_requests = [request for part in parts for request in part.requests]
+    assert sorted(request.seeds for request in merged_requests) == sorted(request.seeds for request in single.requests)
+    assert all(len(part.groups) == 3 * BATCH // 2 for part in parts)
 
 
 def test_evaluations_use_the_settings_of_their_datasets() -> None:

@@ -35,7 +35,7 @@ def disk() -> Disk:
 def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
     """Return the driver's side of saving, with the rank in the same process as its trainer."""
     from slime_like.cluster.run.checkpoints import Checkpoints
-    from slime_like.cluster.run.rollouts import DemonstrationRollout
+    from slime_like.cluster.run.rollout_state import DemonstrationRollout
 
     source: Any = SimpleNamespace(state=lambda: {"at": actor.version})
     return Checkpoints(
@@ -123,7 +123,7 @@ def kill_at_every_operation(world: RankWorld, shared: Shared) -> dict[str, Any]:
     from slime_like.checkpoint.files import iteration_folder, latest_iteration
     from slime_like.checkpoint.record import read_manifest
     from slime_like.cluster.run.checkpoints import remove_leftovers
-    from slime_like.cluster.run.rollouts import read_state
+    from slime_like.cluster.run.rollout_state import read_state
 
     base, run_dir = shared.scratch / "base", shared.scratch / "run"
     actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())

@@ -75,6 +75,8 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
             f"dp {role.layout.dp}{_experts(role.layout)}"
         )
         yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
+    if (num_managers := rollout.num_managers) > 1 and plan.needs_engines:
+        yield f"  {'manager':<9}{num_managers} x ({rollout.num_engines // num_managers} engines, {rollout.batch_size // num_managers} prompts of a rollout)"
     yield ""
     yield from memory_lines(plan.memory, plan.load)
     yield from dcp_lines(plan.dcp, plan.memory.engine, plan.load)

@@ -19,6 +19,7 @@ from slime_like.cluster.supervise import process_tree
 from slime_like.cluster.supervise.stacks import live_processes
 from slime_like.cluster.workers.calls import call
 from slime_like.cluster.workers.engine_actor import EngineActor
+from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.config.schema.faults import FATAL, RECOVERED, REWARDS, WORKERS, ChaosConfig, Fault, parse_fault
 from slime_like.data import faults
@@ -62,13 +63,13 @@ def planned_faults(config: ChaosConfig, num_rollout: int) -> list[Fault]:
 class Chaos:
     """Injector of faults in named phases of the loop. Faults injected before a resume are not repeated.
 
-    Ranks, manager and driver must be on the driver's node; engines can be anywhere.
+    Ranks, managers and driver must be on the driver's node; engines can be anywhere.
     """
 
     config: ChaosConfig
     run_dir: Path
     engines: Mapping[str, ActorHandle[EngineActor]]
-    manager: ActorHandle[RolloutActor] | None = None
+    managers: ManagerGroup | None = None
     pending: list[Fault] = field(default_factory=list[Fault])
     injections: list[InjectedFault] = field(default_factory=list[InjectedFault])
     recoveries: list[Recovery] = field(default_factory=list[Recovery])  # after injected and real faults
@@ -132,11 +133,11 @@ class Chaos:
             resume.start()
 
     def _block_reward_server(self, fault: Fault) -> None:
-        if self.manager is None:
+        if self.managers is None:
             self._record(fault, "", "the run has no reward server")
             return
         self._record(fault, REWARD_SERVER)
-        call(self.manager, RolloutActor.block_reward_server, self.config.slow_s)
+        self.managers.start_each(lambda actor, _: call(actor, RolloutActor.block_reward_server, self.config.slow_s))
 
     def _signal_process(self, fault: Fault, rng: Random) -> None:
         assert fault.kind in FATAL | WORKERS

@@ -11,17 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ray.actor import ActorHandle
-
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.cluster.run.rollouts import RolloutSource
-from slime_like.cluster.workers.calls import call, wait_one
+from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.config.schema.residency import COLLECT, PUSH, SAVE, STEP, TRAINER_PARTS, TRAINER_PHASES
 from slime_like.interfaces import Trainer
 from slime_like.metrics.types import Last, Metric
 from slime_like.rollout.generate.evaluate import EvalResult
-from slime_like.rollout.manager import CollectedRollout
+from slime_like.rollout.selection import CollectedRollout
 from slime_like.types import F32, StepStats
 from slime_like.util.deadline import Deadline
 
@@ -36,15 +34,15 @@ class RankStates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineStates:
-    """Engines of a rollout manager, whose memory can leave their devices."""
+    """Engines of the rollout managers, whose memory can leave their devices."""
 
-    manager: ActorHandle[RolloutActor]
+    managers: ManagerGroup
     deadline_s: float
 
     def enter(self, phase: str) -> None:
         """Keep only the parts that ``phase`` needs on the devices of every engine."""
         deadline = Deadline("driver", f"offload/{phase}", self.deadline_s)
-        wait_one("rollout manager", call(self.manager, RolloutActor.enter_phase, phase), deadline)
+        self.managers.call(deadline, RolloutActor.enter_phase, phase)
 
 
 @dataclass(slots=True)

@@ -7,10 +7,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Protocol
 
-from ray.actor import ActorHandle
-
 from slime_like.cluster.run.residency import Residency
-from slime_like.cluster.workers.calls import call, wait_one
+from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_group import TrainerGroup
 from slime_like.config.schema.residency import PUSH
@@ -47,10 +45,10 @@ class NoSync:
 
 @dataclass(frozen=True, slots=True)
 class EngineSync:
-    """Push from a ``TrainerGroup`` to the engines of a rollout manager."""
+    """Push from a ``TrainerGroup`` to the engines of all rollout managers."""
 
     trainer: TrainerGroup
-    manager: ActorHandle[RolloutActor]
+    managers: ManagerGroup
     manifest: dict[str, TensorMeta]
     transport: TransportSpec
     config: WeightsConfig
@@ -62,7 +60,7 @@ class EngineSync:
     def push(self, version: int) -> tuple[Metric, ...]:
         """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
 
-        On failure the manager closes the updates of all engines before the error propagates. Engines with incomplete
+        On failure the managers close the updates of all engines before the error propagates. Engines with incomplete
         weights stay paused.
         """
         num_losses = num_engines = 0
@@ -73,7 +71,7 @@ class EngineSync:
                     if version == self.config.debug_skip_push_at:
                         self._call(RolloutActor.skip_push, version)
                         return self._probe(version)
-                    engines = self._call(RolloutActor.begin_push)
+                    engines = in_order(self._call(RolloutActor.begin_push))
                     num_engines = max(num_engines, len(engines))
                     return self._push(version, engines)
                 except EngineLost:
@@ -82,17 +80,13 @@ class EngineSync:
                         raise
         except BaseException:
             with contextlib.suppress(SlimeLikeError):  # the original failure matters more than a failed abort
-                wait_one(
-                    "rollout manager",
-                    call(self.manager, RolloutActor.abort_push),
-                    Deadline("driver", "abort push", ABORT_S),
-                )
+                self.managers.call(Deadline("driver", "abort push", ABORT_S), RolloutActor.abort_push)
             raise
 
     def _push(self, version: int, engines: Sequence[EngineAddress]) -> tuple[Metric, ...]:
         tensors = self.trainer.send_weights(engines, self.transport)
         manifest.check(version, self.manifest, tensors)
-        num_unproven = self._call(RolloutActor.commit_push, version)
+        num_unproven = sum(self._call(RolloutActor.commit_push, version))
         metrics = self._probe(version)
         if num_unproven:
             self._call(RolloutActor.admit_proven)
@@ -101,7 +95,7 @@ class EngineSync:
     def _probe(self, version: int) -> tuple[Metric, ...]:
         if self.config.probe_sequences == 0:
             return ()
-        probe_scores = self._call(RolloutActor.probe)
+        probe_scores = [scores for part in self._call(RolloutActor.probe) for scores in part]
         if not probe_scores:
             return ()
         trainer = TrainerScores(probe_scores, self.max_score_tokens)
@@ -126,6 +120,12 @@ class EngineSync:
 
     def _call[**P, R](
         self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+    ) -> list[R]:
+        """Return the results of all managers; an error is raised once none of them works on the call any more."""
         deadline = Deadline("driver", f"push/{method.__name__}", self.config.push_deadline_s)
-        return wait_one("rollout manager", call(self.manager, method, *args, **kwargs), deadline)
+        return self.managers.call(deadline, method, *args, **kwargs)
+
+
+def in_order(addresses: Sequence[Sequence[EngineAddress]]) -> tuple[EngineAddress, ...]:
+    """Return the engines of all managers in the order of their indices: engine 2 comes before engine 10."""
+    return tuple(sorted((a for part in addresses for a in part), key=lambda address: (len(address.name), address.name)))

@@ -32,7 +32,7 @@ from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import Last, Metric, RunWarning, reduce_metrics
 from slime_like.metrics.view import evaluations
 from slime_like.printable import visible
-from slime_like.rollout.manager import CollectedRollout
+from slime_like.rollout.selection import CollectedRollout
 from slime_like.types import StepStats
 
 PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # timer -> phase of chaos.faults

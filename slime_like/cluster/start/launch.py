@@ -17,7 +17,7 @@ from slime_like.cluster.plan.verify import verify_initial_checkpoints
 from slime_like.cluster.run.chaos import planned_faults
 from slime_like.cluster.run.checkpoints import remove_leftovers
 from slime_like.cluster.run.control import Control
-from slime_like.cluster.run.rollouts import check_cursor
+from slime_like.cluster.run.rollout_state import check_cursor, check_num_managers
 from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.training_run import Run
 from slime_like.cluster.start.folder import claim_folder
@@ -49,6 +49,8 @@ def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> Run
 
     Raises ``CheckpointError`` or ``DataError`` naming the file.
     """
+    if first and plan.needs_engines:
+        check_num_managers(checkpoint_folder(cfg, run_dir), first, cfg.rollout.num_managers)
     inputs = load_inputs(cfg, plan)
     if first and inputs.source is not None:
         check_cursor(checkpoint_folder(cfg, run_dir), first, inputs.source)

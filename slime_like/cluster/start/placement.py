@@ -28,11 +28,13 @@ from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_parts import NodeSlot
 from slime_like.cluster.workers.engine_process import VISIBLE_DEVICES
 from slime_like.cluster.workers.engine_starter import EngineTemplate, GpuProbe, gpu_order
+from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.node_affinity import on_node
 from slime_like.cluster.workers.role_group import RoleWorker
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_worker import TrainerWorker
 from slime_like.config.schema.root import TrainConfig
+from slime_like.data.share import ManagerShare
 from slime_like.errors import ConfigError, MissingResources
 from slime_like.util.deadline import Deadline
 
@@ -76,7 +78,7 @@ class Placement:
         self._logs = Path(cfg.run.dir).resolve() / "logs"
         self._ranks: list[ActorHandle[TrainerWorker] | ActorHandle[RoleWorker]] = []
         self._engines: list[ActorHandle[EngineActor]] = []
-        self._manager: ActorHandle[RolloutActor] | None = None
+        self._managers: list[ActorHandle[RolloutActor]] = []
         self._bundles: Any = None
         self._order: list[int] = []  # bundle of each GPU of the plan
         self._gpus: list[tuple[str, str]] = []  # node id and GPU id of each GPU of the plan
@@ -240,13 +242,15 @@ class Placement:
         self._engines += actors
         return actors
 
-    def start_manager(self) -> ActorHandle[RolloutActor]:
-        """Start the rollout manager."""
-        log = self._logs / "rollout_manager.log"
+    def start_managers(self) -> ManagerGroup:
+        """Start the rollout managers."""
         local_node = on_node(ray.get_runtime_context().get_node_id())  # reads the driver's files
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": local_node}
-        self._manager = start_actor(RolloutActor, **options)(self._stacks_dir, CPU_ENV, str(log))
-        return self._manager
+        count = self._cfg.rollout.num_managers
+        for file_name in (ManagerShare(index, count).file_name for index in range(count)):
+            log = str(self._logs / f"{file_name}.log")
+            self._managers.append(start_actor(RolloutActor, **options)(self._stacks_dir, CPU_ENV, log, file_name))
+        return ManagerGroup(tuple(self._managers))
 
     def _trainer_options(self, rank: int) -> dict[str, Any]:
         options = self._on_node("trainer", rank)
@@ -285,14 +289,13 @@ class Placement:
         )
 
     def close(self) -> None:
-        """Stop rollout manager and engines, then kill every started actor, then shut Ray down."""
-        managers = [] if self._manager is None else [self._manager]
+        """Stop rollout managers and engines, then kill every started actor, then shut Ray down."""
         with driver_link.bounded_call(Deadline("driver", "teardown", CLOSE_S), "Ray to end the processes of this run"):
-            refs: list[ObjectRef[None]] = [call(manager, RolloutActor.stop) for manager in managers]
+            refs: list[ObjectRef[None]] = [call(manager, RolloutActor.stop) for manager in self._managers]
             refs += [call(engine, EngineActor.stop) for engine in self._engines]
             if refs:
                 ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
-            for actor in (*self._engines, *managers, *self._ranks):
+            for actor in (*self._engines, *self._managers, *self._ranks):
                 ray.kill(actor)
             if self._bundles is not None:
                 remove_placement_group(self._bundles)

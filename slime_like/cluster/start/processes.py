@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from slime_like.cluster.start.progress import Progress
 from slime_like.cluster.start.resume import checkpoint_folder
 from slime_like.cluster.start.shared_folder import find_separate_nodes
 from slime_like.cluster.supervise.crash import one_line
-from slime_like.cluster.workers.calls import call, wait_all, wait_one
+from slime_like.cluster.workers.calls import call, put, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_starter import EngineTemplate
+from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.multi_role_trainer import MultiRoleTrainer
 from slime_like.cluster.workers.no_trainer import FrozenTrainer
 from slime_like.cluster.workers.role_group import RoleGroup
@@ -51,7 +52,10 @@ from slime_like.metrics.sinks import SinkGroup
 from slime_like.metrics.spans import Spans
 from slime_like.printable import visible
 from slime_like.registry import is_path
+from slime_like.rollout.collect.learning_signal import LearningSignal
+from slime_like.rollout.collect.over_sampling import max_group_staleness
 from slime_like.rollout.manager import ManagerSpec
+from slime_like.rollout.selection import GroupSelection, SelectionSpec
 from slime_like.util.deadline import Deadline
 from slime_like.weight_sync import manifest
 
@@ -70,7 +74,7 @@ class Cluster:
     say: Callable[[str], None]  # prints a line
     placement: Placement | None = None
     actor: TrainerGroup | None = None
-    manager: ActorHandle[RolloutActor] | None = None
+    managers: ManagerGroup | None = None
     engines: tuple[ActorHandle[EngineActor], ...] = ()
     template: EngineTemplate | None = None
     chaos: Chaos | None = None
@@ -136,11 +140,11 @@ class Cluster:
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
 
     def _start_engines(self) -> None:
-        """Start the engines and the rollout manager. Waits for engines that share GPUs with the trainer."""
+        """Start the engines and the rollout managers. Waits for engines that share GPUs with the trainer."""
         assert self.placement is not None, "start comes first"
         self.template = self.placement.engine_template(secrets.token_urlsafe(32))
         self.engines = tuple(self.placement.start_engines(self.template))
-        self.manager = self.placement.start_manager()
+        self.managers = self.placement.start_managers()
         if self.engines and self.plan.colocated and self.plan.device == "cuda":
             self._wait_for_engines()
 
@@ -148,15 +152,15 @@ class Cluster:
         """Wait for the engines, start the rollout, and release the engines' memory, so that the trainer can start."""
         addresses = self._wait_for_engines()
         rollout = self._start_rollout(inputs, addresses, first)
-        assert self.manager is not None, "placement.offload_rollout needs engines"
-        self.residency.engines = EngineStates(self.manager, self.cfg.loop.step_deadline_s)
+        assert self.managers is not None, "placement.offload_rollout needs engines"
+        self.residency.engines = EngineStates(self.managers, self.cfg.loop.step_deadline_s)
         self.residency.enter(STEP)
         return addresses, rollout
 
     def _plan_faults(self) -> Chaos:
         """Return the injector of the faults of ``chaos.*``."""
         engines = {f"engine {i}": engine for i, engine in enumerate(self.engines)}
-        chaos = Chaos(self.cfg.chaos, self.run_dir, engines, self.manager)
+        chaos = Chaos(self.cfg.chaos, self.run_dir, engines, self.managers)
         chaos.plan(self.cfg.loop.num_rollout)
         return chaos
 
@@ -219,7 +223,7 @@ class Cluster:
         cfg = self.cfg
         if cfg.run.replay_from is not None:
             return ReplayRollout(Path(cfg.run.replay_from))
-        if self.manager is None:
+        if self.managers is None:
             assert inputs.source is not None, "a run without engines or dumps trains on demonstrations"
             return DemonstrationRollout(inputs.source, cfg.rollout.batch_size)
         spec = ManagerSpec(
@@ -234,11 +238,8 @@ class Cluster:
             temperature=cfg.rollout.temperature,
             seed=cfg.run.seed,
             probe_sequences=cfg.weights.probe_sequences,
-            samples_per_rollout=self.plan.samples_per_rollout,
             first_rollout=first,
             deterministic=cfg.run.deterministic,
-            baseline=_baseline(cfg),
-            overlong=self._overlong(),
             health=cfg.health,
             routing=inputs.routing,
             releases_memory=cfg.placement.offload_rollout,
@@ -246,20 +247,35 @@ class Cluster:
             receives_pushes=self.plan.needs_trainer,
         )
         deadline = Deadline("driver", "rollout manager start", cfg.rollout.start_deadline_s)
-        engines = list(zip(self.engines, addresses, strict=True))
-        assert self.template is not None, "engines were started with it"
-        connected = call(
-            self.manager, RolloutActor.connect, spec, inputs.source, inputs.heldout, engines, self.template
+        engines, template = list(zip(self.engines, addresses, strict=True)), self.template
+        assert template is not None and inputs.source is not None, "engines were started with them"
+        source, heldout = put(inputs.source), put(inputs.heldout)
+        connected = self.managers.start_each(
+            lambda actor, share: call(
+                actor, RolloutActor.connect, replace(spec, share=share), source, heldout, engines, template
+            )
         )
-        wait_one("rollout manager", connected, deadline)
-        return EngineRollout(self.manager, cfg.loop.step_deadline_s)
+        wait_all(connected, deadline)
+        return EngineRollout(self.managers, self._selection(), cfg.loop.step_deadline_s)
+
+    def _selection(self) -> GroupSelection:
+        """Return the selection of the groups that a rollout trains on."""
+        cfg = self.cfg
+        spec = SelectionSpec(
+            samples_per_rollout=self.plan.samples_per_rollout,
+            leftover=cfg.loop.leftover,
+            max_staleness=max_group_staleness(cfg.rollout, cfg.loop),
+            shuffle=cfg.reward.shuffle,
+            seed=cfg.run.seed,
+        )
+        return GroupSelection(spec, LearningSignal(_baseline(cfg), self._overlong()))
 
     def _make_sync(self) -> Sync:
-        if self.manager is None or self.actor is None:
+        if self.managers is None or self.actor is None:
             return NoSync()
         return EngineSync(
             trainer=self.actor,
-            manager=self.manager,
+            managers=self.managers,
             manifest=manifest.merge(self.actor.manifests()),
             transport=self.plan.transport,
             config=self.cfg.weights,
@@ -315,15 +331,16 @@ class Cluster:
         return causes
 
     def report_faults(self) -> None:
-        """Report faults and recoveries, while the manager still runs."""
+        """Report faults and recoveries, while the managers still run."""
         if self.chaos is None:
             return
-        if self.manager is not None:
-            ref, deadline = call(self.manager, RolloutActor.last_recoveries), Deadline("driver", "report", REPORT_S)
+        managers = self.managers or ManagerGroup(())
+        deadline = Deadline("driver", "report", REPORT_S)
+        for name, ref in managers.start_each(lambda actor, _: call(actor, RolloutActor.last_recoveries)).items():
             try:
-                self.chaos.record_recoveries(wait_one("rollout manager", ref, deadline))
+                self.chaos.record_recoveries(wait_one(name, ref, deadline))
             except SlimeLikeError as error:
-                self.say(f"faults: the rollout manager did not report other losses ({one_line(error)})")
+                self.say(f"faults: the {name} did not report other losses ({one_line(error)})")
         for line in report_lines(self.chaos.injections, self.chaos.recoveries, self.chaos.pending):
             self.say(line)
 

@@ -18,11 +18,12 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.lost_node import DECLARED_S, describe_node
-from slime_like.errors import CollectiveError, SlimeLikeError, WorkerError
-from slime_like.util.deadline import Deadline
+from slime_like.errors import CollectiveError, EngineLost, SlimeLikeError, WorkerError
+from slime_like.util.deadline import Deadline, scale
 
 FIRST_POLL_S = 0.01
 POLL_S = 1.0  # the longest wait
+SETTLE_S = 20.0  # for the other calls to end after an error that ends the run
 GRACE_S = 2.0  # for peers of a failed process to report their errors
 NODES_S = 30.0  # for Ray to list its nodes
 
@@ -152,6 +153,35 @@ def wait_first[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> tuple
         raise deadline.exceeded(first)
     name = next(name for name, ref in refs.items() if ref in ready)
     return name, _get(name, refs[name], deadline)
+
+
+def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dict[str, R]:
+    """Return the results of all ``refs`` by name; raise an error only once the other calls have ended, unless a process died.
+
+    After that no call changes its actor, so that the calls can be repeated. After an error that the caller cannot repeat, any
+    but ``EngineLost``, the others have ``SETTLE_S`` to end. Errors have the types of ``wait_all``.
+    """
+    pending = {ref: name for name, ref in refs.items()}
+    results: dict[str, R] = {}
+    errors: list[SlimeLikeError] = []
+    while pending:
+        timeout = deadline.limit - deadline.elapsed() if errors else _remaining(deadline, pending)
+        if any(not isinstance(error, EngineLost) for error in errors):
+            timeout = min(timeout, SETTLE_S * scale())
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(timeout, 0.0))
+        if not ready and errors:
+            break
+        for ref in ready:
+            name = pending.pop(ref)
+            try:
+                results[name] = _get(name, ref, deadline)
+            except SlimeLikeError as error:
+                if _died(error):
+                    raise
+                errors.append(error)
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, EngineLost))
+    return {name: results[name] for name in refs}
 
 
 def is_ready(ref: ObjectRef[Any]) -> bool:

@@ -94,7 +94,9 @@ class EngineStarter:
     def __init__(
         self, template: EngineTemplate, actors: Mapping[int, ActorHandle[EngineActor]], hosts: Mapping[int, str]
     ) -> None:
-        """``actors`` and ``hosts``: actor and node address of each engine that runs already."""
+        """``actors``: actor of each engine of this manager that runs already. ``hosts``: node address of every engine of the run,
+        to spread further engines; engines that other managers move later keep their first address here.
+        """
         self._template = template
         self._hosts = {index: (host,) for index, host in hosts.items()}
         self._hosts |= {index: tuple(slot.address for slot in slots) for index, slots in enumerate(template.reserved)}

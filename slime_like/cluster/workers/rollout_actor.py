@@ -16,6 +16,7 @@ from slime_like.cluster.supervise.stacks import dump_stacks_on_signal
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_starter import EngineStarter, EngineTemplate
 from slime_like.cluster.workers.engine_supervisor import RayEngineFactory
+from slime_like.data.share import SINGLE
 from slime_like.interfaces import DataSource, EngineAddress
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.types import Prompt
@@ -25,14 +26,19 @@ from slime_like.util.printed import record_streams
 class RolloutActor(RolloutManager):
     """Rollout manager in a separate process. The process starts while the engines start; ``connect`` completes the manager."""
 
-    def __init__(self, stacks_dir: str, env: Mapping[str, str], log_path: str) -> None:
-        """Redirect the output of this process and its children, including user code, to ``log_path``."""
+    def __init__(
+        self, stacks_dir: str, env: Mapping[str, str], log_path: str, file_name: str = SINGLE.file_name
+    ) -> None:
+        """Redirect the output of this process and its children, including user code, to ``log_path``.
+
+        ``file_name`` names the process in ``stacks_dir``.
+        """
         os.environ.update(env)
         _redirect_output(Path(log_path))
         record_streams()
         self._reaper = reaper()
         self._starter: EngineStarter | None = None  # until ``connect``
-        dump_stacks_on_signal(Path(stacks_dir), "rollout_manager")
+        dump_stacks_on_signal(Path(stacks_dir), file_name)
 
     async def connect(
         self,
@@ -42,12 +48,16 @@ class RolloutActor(RolloutManager):
         engines: Sequence[tuple[ActorHandle[EngineActor], EngineAddress]],
         template: EngineTemplate,
     ) -> None:
-        """Initialize the manager for ``engines``: (actor, address) of each. Others are started with ``template``."""
-        actors = {index: actor for index, (actor, _) in enumerate(engines)}
+        """Initialize the manager for its share of ``engines``: (actor, address) of every engine of the run.
+
+        Further engines are started with ``template``.
+        """
+        own_engines = spec.share.of(list(enumerate(engines)))
+        actors = {index: actor for index, (actor, _) in own_engines}
         hosts = {index: str(urlsplit(address.url).hostname) for index, (_, address) in enumerate(engines)}
         self._starter = EngineStarter(template, actors, hosts)
         factory = RayEngineFactory(self._starter, spec.rollout, spec.routing, spec.health.timeout_s)
-        supervisors = [factory.supervisor(index, *engine) for index, engine in enumerate(engines)]
+        supervisors = [factory.supervisor(index, *engine) for index, engine in own_engines]
         super().__init__(spec, source, heldout, supervisors, factory)
 
     async def stop(self) -> None:

@@ -16,6 +16,7 @@ from slime_like.config.rules.experts import EXPERT_RECOMPUTE_MODULES, stage_rank
 from slime_like.config.rules.float8_engines import check_float8_engines
 from slime_like.config.rules.flow_mla import check_flow_mla
 from slime_like.config.rules.gdn import check_gdn
+from slime_like.config.rules.managers import check_managers
 from slime_like.config.rules.names import check_names
 from slime_like.config.rules.no_token import OFF, refuse_no_token
 from slime_like.config.rules.offload import check_offload
@@ -56,6 +57,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     _check_lengths(cfg)
     check_trained_sampling(cfg, os.environ if machine else {})
     check_over_sampling(cfg)
+    check_managers(cfg.rollout)
     stage_ranks(cfg, trainer_ranks(cfg))
     check_pipeline(cfg.parallel)
     _check_placement(cfg)

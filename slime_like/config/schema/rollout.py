@@ -31,6 +31,11 @@ class RolloutConfig(Config):
     top_k: int = key(-1, "Top-k sampling; training requires -1 (all), other values are refused.")
     stop_token_ids: list[int] = key([], "Token ids that end a response, in addition to the tokenizer's EOS.")
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
+    num_managers: int = key(
+        1,
+        "Rollout manager processes, each with an equal share of the engines and of the prompts, for runs that sample more tokens "
+        "than one process can handle (docs/rollouts.md).",
+    )
     tp: int = key(1, "Tensor parallel size of each engine (slime: --rollout-num-gpus-per-engine).")
     engine_num_nodes: int | None = key(
         None,
@@ -82,7 +87,7 @@ class RolloutConfig(Config):
         "or None.",
     )
     agent_deadline_s: float = key(600.0, "Time limit of one agent run; its sample fails after that.")
-    agent_concurrency: int = key(256, "Maximum concurrent agent runs per dataset.")
+    agent_concurrency: int = key(256, "Maximum concurrent agent runs per dataset and rollout manager.")
     filters: list[str] = key([], "Group filters, applied in order: names of table FILTERS or paths.")
     max_refills: int = key(
         0,
@@ -130,6 +135,7 @@ class RolloutConfig(Config):
             self,
             "max_partial_staleness",
             "num_engines",
+            "num_managers",
             "tp",
             "engine_num_nodes",
             "dp_attention",
@@ -204,7 +210,7 @@ class RewardConfig(Config):
         "Name or path -> weight: the score is the weighted sum; rm_type stands for the row's reward, or else "
         "reward.name. Empty: only that reward.",
     )
-    workers: int = key(2, "Processes of the reward pool.")
+    workers: int = key(2, "Processes of the reward pool of each rollout manager.")
     timeout_s: float = key(30.0, "Time limit of one reward call, including retries of a reward server.")
     memory_gb: float | None = key(
         4.0,
@@ -217,7 +223,7 @@ class RewardConfig(Config):
     )
     remote_url: str | None = key(None, "URL that reward remote_rm posts to (slime: --rm-url).")
     remote_retries: int = key(4, "Retries when a request to the reward server fails, with exponential backoff.")
-    remote_concurrency: int = key(64, "Maximum concurrent requests to the reward server.")
+    remote_concurrency: int = key(64, "Maximum concurrent requests of each rollout manager to the reward server.")
     overlong_buffer_len: int | None = key(
         None, "Length penalty over the last N tokens before rollout.max_response_len (DAPO); null: no penalty."
     )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.data.share import SINGLE, ManagerShare
 from slime_like.errors import DataError
 from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Metric
@@ -44,8 +45,18 @@ class GroupCollector:
     The subclass ``OverSamplingCollector`` starts more groups than needed and aborts the rest.
     """
 
-    def __init__(self, cfg: RolloutConfig, sampling: Sampling, source: DataSource, sampler: GroupSampler) -> None:
-        self._cfg, self._sampling, self._sampler = cfg, sampling, sampler
+    def __init__(
+        self,
+        cfg: RolloutConfig,
+        sampling: Sampling,
+        source: DataSource,
+        sampler: GroupSampler,
+        share: ManagerShare = SINGLE,
+    ) -> None:
+        """``source`` has the prompts of ``share``, and ``cfg`` the sizes of all shares together."""
+        self._cfg, self._sampling, self._sampler, self._share = cfg, sampling, sampler, share
+        self._batch_size = share.size(cfg.batch_size)
+        self._round_size = share.size(cfg.over_sampling_batch_size or cfg.batch_size)
         self._prompts = PromptQueue(source)
         self._filters = GroupFilters(cfg)
         self._initial_states: dict[int, RolloutState] = {}  # state before each rollout that has not been consumed
@@ -93,29 +104,31 @@ class GroupCollector:
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
         """Return the groups, the number of groups requested, and the number of rounds after the first."""
         passing_groups: list[SampleGroup] = []
-        num_requested, size = 0, self._cfg.batch_size
+        num_requested, size = 0, self._batch_size
         for num_refills in range(self._cfg.max_refills + 1):
             prompts = self._take(rollout_id, num_requested, size)
             groups = await self._sampler.groups([self._request(group_id, item.prompt) for group_id, item in prompts])
             passing_groups += [group for group in groups if self._filters.keep(group)]
             num_requested += size
-            size = self._cfg.batch_size - len(passing_groups)
+            size = self._batch_size - len(passing_groups)
             if size <= 0 or self._cfg.max_refills == 0:
                 return passing_groups, num_requested, num_refills
         raise self._too_few(rollout_id, f"{len(passing_groups)} of {num_requested} groups passed rollout.filters")
 
     def _take(self, rollout_id: int, num_requested: int, count: int) -> list[tuple[int, QueuedPrompt]]:
         """Take ``count`` further prompts, each with its group id, after the ``num_requested`` already taken for this rollout."""
-        round_size = self._cfg.over_sampling_batch_size or self._cfg.batch_size
-        first = rollout_id * round_size * (1 + self._cfg.max_refills) + num_requested
-        return list(enumerate(self._prompts.take(count), first))
+        first = rollout_id * self._round_size * (1 + self._cfg.max_refills) + num_requested
+        return [(self._share.global_id(i), item) for i, item in enumerate(self._prompts.take(count), first)]
 
     def _request(self, group_id: int, prompt: Prompt) -> GroupRequest:
         return GroupRequest(prompt, group_id, self._cfg.n_samples_per_prompt, self._sampling)
 
     def _too_few(self, rollout_id: int, outcome: str) -> DataError:
+        needed = f"rollout.batch_size={self._cfg.batch_size}"
+        if self._share.count > 1:
+            needed = f"{self._batch_size}, the share of {self._share.name} in {needed},"
         return DataError(
             f"rollout {rollout_id}: after rollout.max_refills={self._cfg.max_refills} rounds of further prompts {outcome}, but "
-            f"rollout.batch_size={self._cfg.batch_size} groups are needed: raise rollout.max_refills, train on prompts that are "
+            f"{needed} groups are needed: raise rollout.max_refills, train on prompts that are "
             "neither too easy nor too hard, or set rollout.max_refills=0 to train on the groups that pass"
         )

@@ -47,7 +47,11 @@ class _GroupStats:
             "accuracy": self.accuracies,
             "zero_std_ratio": [not differs for differs in self.spreads],
         }
-        return [Mean(f"rollout/generated/{name}", float(np.mean(values))) for name, values in columns.items() if values]
+        return [
+            Mean(f"rollout/generated/{name}", float(np.mean(values)), weight=len(values))
+            for name, values in columns.items()
+            if values
+        ]
 
 
 @dataclass(frozen=True, slots=True)

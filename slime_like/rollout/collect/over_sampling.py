@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.config.schema.run import LoopConfig
+from slime_like.data.share import SINGLE, ManagerShare
 from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Metric, Sum
 from slime_like.rollout.collect.collector import GroupCollector
@@ -74,11 +75,12 @@ class OverSamplingCollector(GroupCollector):
         source: DataSource,
         sampler: GroupSampler,
         max_staleness: float,
+        share: ManagerShare = SINGLE,
     ) -> None:
         """``max_staleness`` is the number of versions that a continued group may lag behind the trainer when it is trained
         on; inf if no weights are pushed.
         """
-        super().__init__(cfg, sampling, source, sampler)
+        super().__init__(cfg, sampling, source, sampler, share)
         self._max_staleness = max_staleness
         self._gate = PauseGate()
         self._in_flight: list[GroupTask] = []
@@ -97,8 +99,7 @@ class OverSamplingCollector(GroupCollector):
     async def _collect_first(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
         self._restart_stale(rollout_id)
         self._gate.open()
-        batch_size, max_refills = self._cfg.batch_size, self._cfg.max_refills
-        round_size = self._cfg.over_sampling_batch_size or batch_size
+        batch_size, round_size, max_refills = self._batch_size, self._round_size, self._cfg.max_refills
         for group_task in self._in_flight:  # restored from an earlier process
             if group_task.task is None:
                 self._start(group_task)
@@ -210,7 +211,7 @@ class OverSamplingCollector(GroupCollector):
     ) -> bool:
         """Return whether required groups are unfinished and fewer than ``batch_size`` required groups have passed."""
         num_required = sum(self._is_required(group_task, rollout_id) for group_task in passed_groups)
-        return num_required < self._cfg.batch_size and any(
+        return num_required < self._batch_size and any(
             self._is_required(group_task, rollout_id) for group_task in unfinished
         )
 
@@ -218,7 +219,7 @@ class OverSamplingCollector(GroupCollector):
         """Take the groups of this rollout: required groups first, then in order of completion."""
         passed_groups = [group_task for group_task in self._in_flight if group_task.group is not None]
         passed_groups.sort(key=lambda group_task: not self._is_required(group_task, rollout_id))
-        selected = passed_groups[: self._cfg.batch_size]
+        selected = passed_groups[: self._batch_size]
         self._in_flight = [group_task for group_task in self._in_flight if group_task not in selected]
         return selected
 

@@ -8,7 +8,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from slime_like.checkpoint.files import fsync_path
+from slime_like.data.dump import save_groups
 from slime_like.data.routing import ROUTED_EXPERTS
+from slime_like.errors import CheckpointError
 from slime_like.rollout.collect.group_filters import FilterReport
 from slime_like.rollout.collect.journal import RecordedCall
 from slime_like.rollout.generate.single_turn import STATUS
@@ -87,6 +90,15 @@ def generated_path(leftover: Path, rollout_id: int) -> Path:
 def in_flight_path(leftover: Path) -> Path:
     """Return the path of groups in flight and prompts given back, next to the leftover groups."""
     return leftover.with_name(f"{leftover.stem}_in_flight.npz")
+
+
+def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
+    """Write a file of groups of a checkpoint. Raises ``CheckpointError`` if it cannot be written."""
+    try:
+        save_groups(path, groups)
+        fsync_path(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: the save failed ({error.strerror}); is the disk full?") from error
 
 
 def to_group(partial: PartialGroup) -> SampleGroup:

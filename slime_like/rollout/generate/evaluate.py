@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,32 @@ class EvalAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleScore:
+    """Values of one sample that metrics of an evaluation use."""
+
+    accuracy: float  # score if the reward has no accuracy
+    response_len: int  # tokens
+    is_truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """Scored samples of one held-out prompt, without tokens."""
+
+    position: int  # of the prompt in its dataset
+    scores: tuple[SampleScore, ...]  # one per episode, so that an episode with several samples counts once
+    answers: tuple[EvalAnswer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerEvaluation:
+    """Evaluation of the held-out prompts of one rollout manager."""
+
+    results: Mapping[str, tuple[PromptResult, ...]]  # dataset -> prompts
+    metrics: tuple[Metric, ...]  # of the reward pool
+
+
+@dataclass(frozen=True, slots=True)
 class EvalResult:
     """Result of one evaluation of all held-out sets."""
 
@@ -35,8 +61,28 @@ class EvalResult:
     answers: tuple[EvalAnswer, ...] = ()
 
 
-def eval_answers(name: str, groups: Sequence[SampleGroup]) -> tuple[EvalAnswer, ...]:
-    """Return the answers to held-out set ``name``, prompt by prompt."""
+def merge_evaluations(parts: Sequence[ManagerEvaluation]) -> EvalResult:
+    """Return the result over the prompts of all managers, in the order of the prompts."""
+    metrics: list[Metric] = []
+    answers: list[EvalAnswer] = []
+    for name in parts[0].results:
+        results = sorted((r for part in parts for r in part.results[name]), key=lambda result: result.position)
+        metrics += eval_metrics(name, results)
+        answers += [answer for result in results for answer in result.answers]
+    return EvalResult((*metrics, *(metric for part in parts for metric in part.metrics)), tuple(answers))
+
+
+def prompt_result(name: str, group: SampleGroup, *, with_answers: bool) -> PromptResult:
+    """Return the result of a prompt of held-out set ``name``, whose group id is its position."""
+    scores = tuple(
+        SampleScore(_accuracy(sample.reward), sample.num_response_tokens, sample.status is Status.TRUNCATED)
+        for sample in _episodes(group)
+    )
+    return PromptResult(group.group_id, scores, eval_answers(name, group) if with_answers else ())
+
+
+def eval_answers(name: str, group: SampleGroup) -> tuple[EvalAnswer, ...]:
+    """Return the answers to a prompt of held-out set ``name``."""
     return tuple(
         EvalAnswer(
             dataset=name,
@@ -50,31 +96,29 @@ def eval_answers(name: str, groups: Sequence[SampleGroup]) -> tuple[EvalAnswer, 
             status=str(sample.status),
             response_len=sample.num_response_tokens,
         )
-        for group in groups
         for sample in group.samples
     )
 
 
-def eval_metrics(name: str, groups: Sequence[SampleGroup]) -> tuple[Metric, ...]:
+def eval_metrics(name: str, results: Sequence[PromptResult]) -> tuple[Metric, ...]:
     """Return ``eval/<name>``: mean accuracy (mean score if the reward has no accuracy), pass@k, truncation and lengths.
 
     Names are slime's. A sample is correct if its accuracy, or else its score, is 1.
     """
-    episodes = [_episodes(group) for group in groups]
-    samples = [sample for group in episodes for sample in group]
-    if not samples:
+    scores = [score for result in results for score in result.scores]
+    if not scores:
         return ()
-    lengths = np.array([sample.num_response_tokens for sample in samples], dtype=np.float64)
-    per_group = [[_accuracy(sample.reward) for sample in group] for group in episodes]
+    lengths = np.array([score.response_len for score in scores], dtype=np.float64)
+    per_prompt = [[score.accuracy for score in result.scores] for result in results]
     values: dict[str, float] = {
-        "": float(np.mean(np.concatenate(per_group))),
-        "-truncated_ratio": float(np.mean([sample.status is Status.TRUNCATED for sample in samples])),
+        "": float(np.mean(np.concatenate(per_prompt))),
+        "-truncated_ratio": float(np.mean([score.is_truncated for score in scores])),
         "/response_len/mean": float(lengths.mean()),
         "/response_len/median": float(np.median(lengths)),
         "/response_len/max": float(lengths.max()),
         "/response_len/min": float(lengths.min()),
     }
-    is_correct = [[accuracy == 1.0 for accuracy in accuracies] for accuracies in per_group]
+    is_correct = [[accuracy == 1.0 for accuracy in accuracies] for accuracies in per_prompt]
     values |= {f"-pass@{k}": value for k, value in mean_pass_at_k(is_correct).items()}
     return tuple(Last(f"eval/{name}{suffix}", value) for suffix, value in values.items())
 

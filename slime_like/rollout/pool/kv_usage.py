@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from slime_like.errors import DeadlineExceeded, EngineError
-from slime_like.metrics.types import Last, Metric, Sum
+from slime_like.metrics.types import Max, Metric, Min, Sum
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.engine.replies import KvUsage
 from slime_like.rollout.pool.engine_pool import EnginePool
@@ -20,18 +20,18 @@ async def kv_metrics(pool: EnginePool) -> tuple[list[Metric], list[str]]:
     replies = await asyncio.gather(*(_usage(pool, slot.client) for slot in pool.slots))
     usages = [reply for reply in replies if isinstance(reply, KvUsage)]
     warnings = [f"the metrics of the KV cache lack {reply}" for reply in replies if isinstance(reply, str)]
-    metrics: list[Metric] = [Last("rollout/kv_engines_without_report", len(warnings))]
+    metrics: list[Metric] = [Sum("rollout/kv_engines_without_report", len(warnings))]
     if not usages:
         return metrics, warnings
     metrics += [
-        Last("rollout/kv_capacity_tokens", min(usage.capacity_tokens for usage in usages)),
-        Last("rollout/kv_usage", max(usage.share for usage in usages)),
-        Last("rollout/running_requests_max", max(usage.running_requests_max for usage in usages)),
+        Min("rollout/kv_capacity_tokens", min(usage.capacity_tokens for usage in usages)),
+        Max("rollout/kv_usage", max(usage.share for usage in usages)),
+        Max("rollout/running_requests_max", max(usage.running_requests_max for usage in usages)),
         Sum("rollout/retractions", sum(usage.retractions for usage in usages)),
     ]
     exchanges = [usage.dcp_exchange_s for usage in usages if usage.dcp_exchange_s is not None]
     if exchanges:
-        metrics.append(Last("rollout/dcp_exchange_time", max(exchanges)))
+        metrics.append(Max("rollout/dcp_exchange_time", max(exchanges)))
     return metrics, warnings
 
 

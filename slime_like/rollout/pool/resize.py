@@ -15,6 +15,7 @@ import asyncio
 import itertools
 from typing import Protocol
 
+from slime_like.data.share import SINGLE, ManagerShare
 from slime_like.errors import ConfigError, DeadlineExceeded, EngineError
 from slime_like.rollout.pool.engine_pool import EnginePool, first_line
 from slime_like.rollout.pool.engine_slot import EngineSlot, EngineSupervisor
@@ -36,9 +37,16 @@ class EngineFactory(Protocol):
 class PoolResizer:
     """Adds engines to a pool and removes engines from it."""
 
-    def __init__(self, pool: EnginePool, monitor: HealthMonitor, factory: EngineFactory) -> None:
-        self._pool, self._monitor, self._factory = pool, monitor, factory
-        self._slots = dict(enumerate(pool.slots))
+    def __init__(
+        self,
+        pool: EnginePool,
+        monitor: HealthMonitor,
+        factory: EngineFactory,
+        share: ManagerShare = SINGLE,
+    ) -> None:
+        """``share`` is that of the pool in all engines of the run."""
+        self._pool, self._monitor, self._factory, self._share = pool, monitor, factory, share
+        self._slots = {share.global_id(i): slot for i, slot in enumerate(pool.slots)}
         self._starts: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -61,7 +69,8 @@ class PoolResizer:
             await asyncio.gather(*(self._remove(index) for index in removed_indices))
             names = ", ".join(f"engine {index}" for index in sorted(removed_indices))
             return f"{num_engines} engines: {names} removed"
-        free = (index for index in itertools.count() if index not in self._slots and index not in self._starts)
+        indices = map(self._share.global_id, itertools.count())
+        free = (index for index in indices if index not in self._slots and index not in self._starts)
         added_indices = list(itertools.islice(free, num_engines - before))
         for index in added_indices:
             self._starts[index] = asyncio.create_task(self._add(index))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from slime_like.errors import EngineError, SlimeLikeError
 from slime_like.interfaces import Completion
-from slime_like.metrics.types import Last, Metric
+from slime_like.metrics.types import Max, Mean, Metric
 from slime_like.rollout.engine.client import EngineClient
 
 
@@ -146,11 +146,11 @@ class RequestCounts:
         metrics: list[Metric] = []
         if self._prompt:
             metrics += [
-                Last("rollout/prefix_cache_hit_rate", self._cached / self._prompt),
-                Last("rollout/avg_cached_tokens_per_sample", self._cached / self._requests),
+                Mean("rollout/prefix_cache_hit_rate", self._cached / self._prompt, weight=self._prompt),
+                Mean("rollout/avg_cached_tokens_per_sample", self._cached / self._requests, weight=self._requests),
             ]
         if self.num_engines > 1 and (total := self._sampled.total()):
-            metrics.append(Last("rollout/engine_load_max", max(self._sampled.values()) * self.num_engines / total))
+            metrics.append(Max("rollout/engine_load_max", max(self._sampled.values()) * self.num_engines / total))
         self.__init__(self.num_engines)
         return metrics
 

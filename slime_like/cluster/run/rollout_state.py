@@ -1,0 +1,151 @@
+"""Rollout state of a checkpoint: the data cursors of the rollout managers, and files of their groups.
+
+``rollout/state_<N>.json`` has the state of a single manager, or ``managers``, the states of several.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.checkpoint.files import write_text
+from slime_like.data.dump import load_groups
+from slime_like.data.share import ManagerShare
+from slime_like.errors import CheckpointError, DataError
+from slime_like.rollout.collect.state import generated_path, in_flight_path
+from slime_like.types import SampleGroup
+from slime_like.util.reading import Count, InputFile
+
+FIX = "resume from another checkpoint, or start over with another run.dir"
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedRollout:
+    """A rollout that was generated ahead of training, without its groups."""
+
+    rollout_id: Count
+    groups: tuple[()]
+    started: float
+    stopped: float
+    num_generated: Count
+    num_refills: Count
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedState:
+    """State of one rollout manager."""
+
+    next_rollout: Count
+    cursor: dict[str, Any]
+    made: tuple[_SavedRollout, ...]
+    in_flight: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedStates:
+    """States of several rollout managers."""
+
+    managers: tuple[_SavedState, ...]
+
+
+def leftover_path(folder: Path, next_rollout: int) -> Path:
+    """Return the path of the groups carried over to rollout ``next_rollout``."""
+    return folder / "rollout" / f"leftover_{next_rollout}.npz"
+
+
+def manager_base(folder: Path, next_rollout: int, share: ManagerShare) -> Path:
+    """Return the path with which the names of a manager's own files begin."""
+    path = leftover_path(folder, next_rollout)
+    return path if share.count == 1 else path.with_name(f"{path.stem}_manager_{share.index}.npz")
+
+
+def state_path(folder: Path, next_rollout: int) -> Path:
+    """Return the path of the state before rollout ``next_rollout``."""
+    return folder / "rollout" / f"state_{next_rollout}.json"
+
+
+def write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None:
+    """Write the state of a run. Raises ``CheckpointError``."""
+    path = state_path(folder, next_rollout)
+    try:
+        write_text(path, json.dumps(state))
+    except OSError as error:
+        raise CheckpointError(f"{path}: the save failed ({error.strerror}); is the disk full?") from error
+
+
+def write_manager_states(folder: Path, next_rollout: int, states: Sequence[dict[str, Any]]) -> None:
+    """Write the states of all managers. Raises ``CheckpointError``."""
+    write_state(folder, next_rollout, states[0] if len(states) == 1 else {"managers": list(states)})
+
+
+def manager_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of each manager."""
+    return state.get("managers", [state])
+
+
+def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
+    """Return the rollout state of a checkpoint. Raises ``CheckpointError`` if it or its groups are missing or damaged."""
+    file = InputFile(state_path(folder, next_rollout), CheckpointError, FIX)
+    state = file.json_object()
+    if "managers" in state:
+        saved_states = file.typed(state, _SavedStates).managers
+        if len(saved_states) < 2:
+            raise file.refused(f"has {len(saved_states)} managers, but a run with one has no list of them")
+    elif "made" in state:
+        saved_states = (file.typed(state, _SavedState),)
+    else:  # from a run without engines, which has no groups
+        return state
+    _saved_groups(leftover_path(folder, next_rollout))
+    for index, saved_state in enumerate(saved_states):
+        base = manager_base(folder, next_rollout, ManagerShare(index, len(saved_states)))
+        _check_manager_state(file, saved_state, next_rollout, base)
+    return state
+
+
+def check_num_managers(folder: Path, next_rollout: int, num_managers: int) -> None:
+    """Raise ``CheckpointError`` unless ``num_managers`` managers can continue from a checkpoint: each has a cursor."""
+    saved = len(manager_states(read_state(folder, next_rollout)))
+    if saved != num_managers:
+        raise CheckpointError(
+            f"{state_path(folder, next_rollout)}: saved with rollout.num_managers={saved}, and cannot be continued with "
+            f"{num_managers}, because each manager has its own prompts: set rollout.num_managers={saved}"
+        )
+
+
+def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
+    """Raise ``CheckpointError`` unless ``source`` can continue at the cursors of a checkpoint."""
+    for state in reversed(manager_states(read_state(folder, next_rollout))):
+        try:
+            source.load_state(state["cursor"])
+        except (DataError, KeyError) as error:
+            path = state_path(folder, next_rollout)
+            text = "has no cursor" if isinstance(error, KeyError) else f"does not fit: {error}"
+            raise CheckpointError(f"{path} {text}; {FIX}") from error
+
+
+def _check_manager_state(file: InputFile, state: _SavedState, next_rollout: int, base: Path) -> None:
+    """Raise ``CheckpointError`` if a manager's state or one of its files, whose names begin with ``base``, is unusable."""
+    generated_ids = [rollout.rollout_id for rollout in state.made]
+    if state.next_rollout != next_rollout or generated_ids != [next_rollout + k for k in range(len(generated_ids))]:
+        raise file.refused(
+            f"is for rollout {state.next_rollout}, with {generated_ids} generated ahead, not for rollout {next_rollout}"
+        )
+    for rollout_id in generated_ids:
+        _saved_groups(generated_path(base, rollout_id))
+    if state.in_flight:
+        in_flight_groups = _saved_groups(in_flight_path(base))
+        if len(in_flight_groups) != state.in_flight or any(
+            not s.spans for group in in_flight_groups for s in group.samples
+        ):
+            raise file.refused(f"has in_flight {state.in_flight}, which {in_flight_path(base).name} does not hold")
+
+
+def _saved_groups(path: Path) -> tuple[SampleGroup, ...]:
+    """Load groups of a checkpoint. Raises ``CheckpointError``."""
+    try:
+        return load_groups(path)
+    except DataError as error:
+        raise CheckpointError(f"{path}: groups of this checkpoint are missing or damaged ({error}): {FIX}") from error

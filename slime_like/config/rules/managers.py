@@ -1,0 +1,23 @@
+"""Rules of rollout.num_managers: every manager has an equal share of engines and prompts."""
+
+from __future__ import annotations
+
+from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.errors import ConfigError
+
+
+def check_managers(cfg: RolloutConfig) -> None:
+    """Raise ``ConfigError`` unless rollout.num_managers divides the engines and the prompts of a rollout."""
+    count = cfg.num_managers
+    if count == 1:
+        return
+    parts = {"num_engines": cfg.num_engines, "batch_size": cfg.batch_size}
+    if cfg.over_sampling_batch_size is not None:
+        parts["over_sampling_batch_size"] = cfg.over_sampling_batch_size
+    for name, number in parts.items():
+        if number % count:
+            divisors = [n for n in range(count, 0, -1) if not any(value % n for value in parts.values())]
+            raise ConfigError(
+                f"rollout.{name}={number} is not a multiple of rollout.num_managers={count}, and every manager has an equal share: set "
+                f"rollout.{name}={-(-number // count) * count}, or rollout.num_managers={divisors[0]}"
+            )

@@ -1,0 +1,77 @@
+"""Share of a rollout manager in a run with several: every ``count``-th prompt, group and engine.
+
+Group ids, and with them the samples' seeds, are those that a single manager would use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slime_like.interfaces import DataSource
+from slime_like.metrics.types import Metric
+from slime_like.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerShare:
+    """Share number ``index`` of ``count``. Example: share 1 of 2 has items 1, 3, 5, ... of every sequence."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        """Name of the manager in messages."""
+        return "rollout manager" if self.count == 1 else f"rollout manager {self.index}"
+
+    @property
+    def file_name(self) -> str:
+        """Name of the manager in file names."""
+        return self.name.replace(" ", "_")
+
+    def size(self, total: int) -> int:
+        """Return the share of ``total`` items, a multiple of ``count``."""
+        return total // self.count
+
+    def global_id(self, position: int) -> int:
+        """Return the position among all items of the item at ``position`` in this share."""
+        return position * self.count + self.index
+
+    def of[T](self, items: Sequence[T]) -> Sequence[T]:
+        """Return the items of this share."""
+        return items[self.index :: self.count]
+
+
+SINGLE = ManagerShare()  # share of the only manager
+
+
+class SharedSource:
+    """The prompts of one share of a data source. Every manager has a copy of the source and takes all prompts in order."""
+
+    def __init__(self, source: DataSource, share: ManagerShare) -> None:
+        self._source, self._share = source, share
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def next(self, n: int) -> list[Prompt]:
+        """Return the next ``n`` prompts of this share."""
+        return list(self._share.of(self._source.next(n * self._share.count)))
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the metrics of the data, which only the first share reports, because they are those of the whole source."""
+        return self._source.metrics() if self._share.index == 0 else ()
+
+    def state(self) -> Mapping[str, object]:
+        """Return the cursor of the source."""
+        return self._source.state()
+
+    def load_state(self, state: Mapping[str, object]) -> None:
+        """Continue at a cursor of the source."""
+        self._source.load_state(state)
+
+
+def share_of_source(source: DataSource, share: ManagerShare) -> DataSource:
+    """Return the prompts of ``share``; the source itself if there is a single manager."""
+    return source if share.count == 1 else SharedSource(source, share)
