@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from slime_like.cluster.run.rollouts import EngineRollout
 from slime_like.cluster.run.sync import in_order
 from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.rollout_actor import RolloutActor
-from slime_like.errors import ConfigError, EngineLost, WeightSyncError
+from slime_like.errors import ConfigError, EngineLost, WeightSyncError, WorkerError
 from slime_like.interfaces import EngineAddress
 from slime_like.util.deadline import Deadline
 
@@ -94,7 +95,7 @@ class AnsweringManager:
         self._error = error
 
     def __getattr__(self, name: str) -> Any:
-        return _Call(self, name)
+        return _RemoteMethod(self, name)
 
     def answer(self, name: str, arguments: tuple[object, ...]) -> Future[Any]:
         self.calls.append((name, arguments))
@@ -108,7 +109,7 @@ class AnsweringManager:
         return future
 
 
-class _Call:
+class _RemoteMethod:
     def __init__(self, manager: AnsweringManager, name: str) -> None:
         self._manager, self._name = manager, name
 
@@ -163,3 +164,14 @@ def test_a_push_starts_over_only_when_no_manager_works_on_it_any_more() -> None:
 def test_engines_of_all_managers_are_pushed_to_in_the_order_of_their_indices() -> None:
     parts = [[EngineAddress(f"engine {i}", "http://h", "key", 1) for i in indices] for indices in ((0, 2, 10), (1, 11))]
     assert [address.name for address in in_order(parts)] == [f"engine {i}" for i in (0, 1, 2, 10, 11)]
+
+
+@pytest.mark.usefixtures("ray_of_futures")
+def test_a_manager_that_dies_is_named_while_the_others_still_work() -> None:
+    busy, dead = AnsweringManager(), AnsweringManager(RayActorError())
+    busy.answer = lambda name, arguments: Future()  # pyright: ignore[reportAttributeAccessIssue]
+    managers = ManagerGroup(cast(Any, (busy, dead)))
+    with pytest.raises(WorkerError, match="rollout manager 1 died in phase 'collect'"):
+        EngineRollout(managers, cast(Any, None), 60.0).collect(0)
+    with pytest.raises(WorkerError, match="rollout manager 1 died in phase 'push/begin_push'"):
+        managers.call(Deadline("driver", "push/begin_push", 60.0), RolloutActor.begin_push)

@@ -45,7 +45,7 @@ def test_engines_that_share_gpus_start_before_the_trainer(
         open=lambda: SimpleNamespace(plan=plan, decisions=(), warnings=()),
         engine_template=lambda key: None,
         start_engines=lambda template: ["engine"],
-        start_manager=lambda: None,
+        start_managers=lambda: None,
     )
     progress = SimpleNamespace(ready=lambda *_: None)
 

@@ -79,7 +79,7 @@ def test_on_stalled_engine_wait_waits_for_a_stall(pair: EnginePair) -> None:
         pair.supervisors[0].send_signal(signal.SIGCONT)
         collected = await collecting
         check_rollout(collected, 0, pair.models, "B", pair.version)
-        assert any("does not respond; waiting for it" in warning.text for warning in collected.warnings)
+        assert any("does not respond; waiting for it" in message for message in collected.messages)
         assert manager.last_recoveries() == ()
         await until(lambda: not [slot for slot in manager._pool.slots if slot.is_stalled])
         assert await pair.push(manager, "A") == ("engine 0", "engine 1")
@@ -120,7 +120,7 @@ def test_a_slow_engine_is_not_restarted_by_default(pair: EnginePair) -> None:
         assert {m.name: m.value for m in collected.metrics if m.name in RECOVERY_METRICS} == dict.fromkeys(
             RECOVERY_METRICS, 0
         )
-        assert (collected.recoveries, collected.warnings, manager.last_recoveries()) == ((), (), ())
+        assert (collected.recoveries, collected.messages, manager.last_recoveries()) == ((), (), ())
         assert [supervisor.server.pid for supervisor in pair.supervisors] == pids
         await manager.stop()
 

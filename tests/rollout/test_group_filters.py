@@ -92,3 +92,12 @@ def test_reasons_beyond_the_maximum_are_counted_together() -> None:
 def test_an_invalid_verdict_of_a_filter_is_named(label: str, words: str) -> None:
     with pytest.raises(UserCodeError, match=words):
         filters(f"{HERE}:by_prompt").keep(group([0.0, 1.0], label=label))
+
+
+def test_means_of_several_managers_are_those_over_all_their_groups() -> None:
+    groups = [group([1.0, 1.0]), group([0.0, 1.0]), group([0.0, 1.0, 0.0, 0.0])]
+    single, parts = filters("nonzero_std"), [filters("nonzero_std"), filters("nonzero_std")]
+    for index, candidate in enumerate(groups):
+        assert single.keep(candidate) == parts[index > 0].keep(candidate)
+    merged = reduce_metrics(metric for part in parts for metric in part.report().metrics)
+    assert merged == pytest.approx(reduce_metrics(single.report().metrics))

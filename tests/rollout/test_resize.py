@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from slime_like.config.schema.faults import HealthConfig
+from slime_like.data.share import SINGLE, ManagerShare
 from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
@@ -56,12 +57,13 @@ def play(
     *,
     pushes: bool = True,
     broken: frozenset[int] = frozenset(),
+    share: ManagerShare = SINGLE,
 ) -> None:
     async def run() -> None:
-        supervisors = [SlowSupervisor(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
+        supervisors = [SlowSupervisor(random.Random(0), 0, f"engine {share.global_id(i)}", 0) for i in range(2)]
         pool: Any = EnginePool(supervisors, HealthConfig(), receives_pushes=pushes)  # pyright: ignore[reportArgumentType]
         factory = SlowFactory(broken)
-        resizer = PoolResizer(pool, HealthMonitor(pool), factory)
+        resizer = PoolResizer(pool, HealthMonitor(pool), factory, share)
         try:
             async with asyncio.timeout(10):
                 await scene(pool, resizer, factory)
@@ -177,6 +179,17 @@ def test_groups_of_a_removed_engine_are_finished_elsewhere() -> None:
             await resizer.resize(0)
 
     play(scene)
+
+
+def test_engines_of_a_share_have_indices_that_no_other_manager_uses() -> None:
+    async def scene(pool: EnginePool, resizer: PoolResizer, factory: SlowFactory) -> None:
+        factory.gate.set()
+        assert await resizer.resize(4) == "4 engines: engine 5, engine 7 started, to serve after a push and its probe"
+        await started(resizer, pool, 4)
+        assert [slot.client.name for slot in pool.slots] == [f"engine {i}" for i in (1, 3, 5, 7)]
+        assert await resizer.resize(1) == "1 engines: engine 3, engine 5, engine 7 removed"
+
+    play(scene, share=ManagerShare(1, 2))
 
 
 def test_the_start_of_a_removed_engine_is_cancelled_and_awaited() -> None:

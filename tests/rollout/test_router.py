@@ -198,3 +198,13 @@ def test_usage_by_hand() -> None:
     }
     assert unknown(metrics) == []
     assert usage.drain() == []
+
+
+def test_cached_shares_of_several_managers_are_those_of_all_requests() -> None:
+    requests = [[completion(30, 10, 0), completion(10, 10, 8)], [completion(20, 60, 3)]]
+    single, parts = RequestCounts(1), [RequestCounts(1), RequestCounts(1)]
+    for index, completions in enumerate(requests):
+        single.add("engine", completions)
+        parts[index].add("engine", completions)
+    merged = reduce_metrics(metric for part in parts for metric in part.drain())
+    assert merged == pytest.approx(reduce_metrics(single.drain()))

@@ -35,7 +35,7 @@ def disk() -> Disk:
 def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
     """Return the driver's side of saving, with the rank in the same process as its trainer."""
     from slime_like.cluster.run.checkpoints import Checkpoints
-    from slime_like.cluster.run.rollout_state import DemonstrationRollout
+    from slime_like.cluster.run.rollouts import DemonstrationRollout
 
     source: Any = SimpleNamespace(state=lambda: {"at": actor.version})
     return Checkpoints(
