@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         "reward processes, ns per token",
         "driver, ns per token",
     )
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    sys.stdout.write("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|\n")
     profiles: list[str] = []
     for _ in range(options.rounds):
         for size, replies, count in itertools.product(options.sizes, options.replies, options.managers):
@@ -158,8 +158,9 @@ def main(argv: list[str] | None = None) -> int:
             name = f"{replies} | {size[0]} x {size[1]}"
             profiles.append(f"{count} | {name}:\n{line.pop('profile')}")
             values = " | ".join(f"{value:{'.2f' if key == 'rate' else '.0f'}}" for key, value in line.items())
-            lines.append(f"| {count} | {name} | {values} |")
-    sys.stdout.write(visible("\n".join([*lines, "", *(profiles if options.profile else []), ""])))
+            sys.stdout.write(visible(f"| {count} | {name} | {values} |\n"))
+            sys.stdout.flush()
+    sys.stdout.write(visible("\n".join(["", *(profiles if options.profile else []), ""])))
     return 0
 
 

@@ -38,3 +38,13 @@ def test_a_bad_size_is_refused(size: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         manager.main(["--sizes", "12x5", "--group", "8"])
     assert "multiple of --group 8" in capsys.readouterr().err
+
+
+def test_the_busiest_of_several_managers_determines_their_rate() -> None:
+    names = ("cpu_ns", "rate", "bytes", "reward_ns", "driver_ns")
+    records = [
+        dict(zip(names, row, strict=True)) for row in ((400.0, 2.5, 20.0, 9.0, 3.0), (500.0, 2.0, 30.0, 11.0, 5.0))
+    ]
+    assert manager.combine(records) == dict(zip(names, (500.0, 4.0, 25.0, 10.0, 4.0), strict=True))
+    with pytest.raises(SystemExit):
+        manager.main(["--sizes", "24x5", "--managers", "2"])
