@@ -26,6 +26,7 @@ from slime_like.cluster.start.inputs import RunInputs
 from slime_like.cluster.start.placement import Placement
 from slime_like.cluster.start.progress import Progress
 from slime_like.cluster.start.resume import checkpoint_folder
+from slime_like.cluster.start.selection import open_selection, overlong_penalty
 from slime_like.cluster.start.shared_folder import find_separate_nodes
 from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call, put, wait_all, wait_one
@@ -40,10 +41,8 @@ from slime_like.cluster.workers.trainer_group import TrainerGroup, connect
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.residency import STEP
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
-from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.assemble import AssembleSpec
-from slime_like.data.overlong import OverlongPenalty
 from slime_like.data.routing import RoutingShape
 from slime_like.errors import DeadlineExceeded, SlimeLikeError, WorkerError
 from slime_like.interfaces import EngineAddress, Trainer
@@ -51,11 +50,7 @@ from slime_like.metrics.drift import DriftWatch
 from slime_like.metrics.sinks import SinkGroup
 from slime_like.metrics.spans import Spans
 from slime_like.printable import visible
-from slime_like.registry import is_path
-from slime_like.rollout.collect.learning_signal import LearningSignal
-from slime_like.rollout.collect.over_sampling import max_group_staleness
 from slime_like.rollout.manager import ManagerSpec
-from slime_like.rollout.selection import GroupSelection, SelectionSpec
 from slime_like.util.deadline import Deadline
 from slime_like.weight_sync import manifest
 
@@ -256,19 +251,8 @@ class Cluster:
             )
         )
         wait_all(connected, deadline)
-        return EngineRollout(self.managers, self._selection(), cfg.loop.step_deadline_s)
-
-    def _selection(self) -> GroupSelection:
-        """Return the selection of the groups that a rollout trains on."""
-        cfg = self.cfg
-        spec = SelectionSpec(
-            samples_per_rollout=self.plan.samples_per_rollout,
-            leftover=cfg.loop.leftover,
-            max_staleness=max_group_staleness(cfg.rollout, cfg.loop),
-            shuffle=cfg.reward.shuffle,
-            seed=cfg.run.seed,
-        )
-        return GroupSelection(spec, LearningSignal(_baseline(cfg), self._overlong()))
+        selection = open_selection(cfg, self.plan.samples_per_rollout)
+        return EngineRollout(self.managers, selection, cfg.loop.step_deadline_s)
 
     def _make_sync(self) -> Sync:
         if self.managers is None or self.actor is None:
@@ -296,15 +280,9 @@ class Cluster:
             max_response_len=cfg.rollout.max_response_len,
             mask_truncated=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_truncated,
             mask_offpolicy=isinstance(cfg.algo, PolicyConfig) and cfg.algo.mask_offpolicy,
-            overlong=self._overlong(),
+            overlong=overlong_penalty(cfg),
             routing=routing,
         )
-
-    def _overlong(self) -> OverlongPenalty | None:
-        reward, max_len = self.cfg.reward, self.cfg.rollout.max_response_len
-        if reward.overlong_buffer_len is None:
-            return None
-        return OverlongPenalty(max_len, reward.overlong_buffer_len, reward.overlong_penalty_factor)
 
     def _checkpoints(self) -> Path:
         return checkpoint_folder(self.cfg, self.run_dir)
@@ -353,13 +331,3 @@ class Cluster:
         """Stop all started processes."""
         if self.placement is not None:
             self.placement.close()
-
-
-def _baseline(cfg: TrainConfig) -> str:
-    """Return the scope in which equal rewards make every advantage 0: "group", "batch", or "none"."""
-    if is_path(cfg.algo.group_advantage) or is_path(cfg.algo.token_advantage) or is_path(cfg.algo.loss):
-        return "none"  # custom functions may use equal rewards
-    if cfg.algo.group_advantage is not None:
-        return "group"
-    # A critic learns from equal rewards too, and its values differ from them at first.
-    return "none" if isinstance(cfg.algo, (DistillConfig, PpoConfig)) else "batch"
