@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         "reward processes, ns per token",
         "driver, ns per token",
     )
-    sys.stdout.write("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|\n")
+    sys.stdout.write(visible("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|\n"))
     profiles: list[str] = []
     for _ in range(options.rounds):
         for size, replies, count in itertools.product(options.sizes, options.replies, options.managers):
