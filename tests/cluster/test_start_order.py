@@ -93,3 +93,4 @@ def test_only_engines_on_gpus_have_a_memory_saver(device: str, saves: bool, tmp_
     arguments = server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1))
     fields = ("enable_memory_saver", "enable_draft_weights_cpu_backup")
     assert [arguments.get(field, False) for field in fields] == [saves, saves]
+    assert (arguments.get("cuda_graph_backend_prefill") == "disabled") == saves, "SGLang refuses to release such graphs"

@@ -241,6 +241,11 @@ RULES = {
         "rollout.sglang.enable_memory_saver=false",
         "remove the latter",
     ),
+    "offload with graphs that cannot be released": (
+        "placement.offload_rollout=true rollout.sglang.cuda_graph_backend_prefill=breakable",
+        "rollout.sglang.cuda_graph_backend_prefill=breakable",
+        "set it to disabled",
+    ),
     "no share": ("optim.cpu_offload_fraction=0", "optim.cpu_offload_fraction=0", "above 0"),
     "megatron key": ("model.megatron.softmax_scal=0.1", "model.megatron.softmax_scal=0.1", "'softmax_scale'"),
     "megatron key of ours": ("model.megatron.num_layers=3", "model.megatron.num_layers=3", "config.json"),

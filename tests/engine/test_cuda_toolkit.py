@@ -1,15 +1,22 @@
-"""CUDA_HOME of engines on a machine without a CUDA toolkit, made of NVIDIA's wheels, and imports of spawned workers."""
+"""Starts of engines on a GPU: CUDA_HOME and the runtime of NVIDIA's wheels, imports of spawned workers, and workers that die."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from slime_like.config.schema.resolved import EngineSpec
 from slime_like.rollout.engine import cuda_toolkit
-from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
+from slime_like.rollout.engine import environment as engine_environment
+from slime_like.rollout.engine.cuda_toolkit import library_environment, toolkit_environment
+from slime_like.rollout.engine.main import EngineLaunch
 from slime_like.util.deadline import scale
 
 
@@ -49,6 +56,55 @@ def test_an_installed_toolkit_is_used(wheel: Path, tmp_path: Path, monkeypatch: 
 def test_incomplete_wheels_are_no_toolkit(wheel: Path, missing: str) -> None:
     (wheel / missing).unlink()
     assert toolkit_environment({"PATH": "/nowhere"}) == {}
+
+
+SPEC = EngineSpec("model", "cuda", "bfloat16", 1, 64, 0, "engine.log", 10, 10)
+
+
+def test_a_preloaded_library_finds_the_runtime_of_the_wheels(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang preloads torch_memory_saver into its schedulers, and the loader would end them before Python starts."""
+    folder = str(wheel / "lib")
+    assert library_environment({}) == {"LD_LIBRARY_PATH": folder}
+    assert library_environment({"LD_LIBRARY_PATH": "/opt/lib"}) == {"LD_LIBRARY_PATH": f"/opt/lib:{folder}"}
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(engine_environment, "interface_environment", lambda host: {})  # resolves the host's name
+    for releases, expected in ((True, folder), (False, None)):
+        environment = engine_environment.child_environment(replace(SPEC, releases_memory=releases), "/scratch")
+        assert environment.get("LD_LIBRARY_PATH") == expected
+    (wheel / "lib/libcudart.so.13").unlink()
+    assert library_environment({}) == {}
+
+
+DEAD_WORKER = """
+import multiprocessing, time
+from slime_like.rollout.engine import main
+
+def serve(arguments):
+    multiprocessing.Process(target=time.sleep, args=(600,)).start()  # as SGLang's detokenizer
+    raise RuntimeError("rank 0 died")
+
+main.serve, main.server_arguments = serve, lambda launch: {}
+main.main()
+"""
+
+
+def test_a_server_whose_worker_died_during_the_start_ends() -> None:
+    """It would wait for its other workers, and the run for the server until rollout.start_deadline_s."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEAD_WORKER],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stderr is not None
+    try:
+        process.stdin.write(json.dumps(asdict(EngineLaunch(SPEC, "key", "127.0.0.1", 1))) + "\n")
+        process.stdin.flush()
+        assert process.wait(60 * scale()) == 1
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    assert "RuntimeError: rank 0 died" in process.stderr.read()
 
 
 SPAWN = """

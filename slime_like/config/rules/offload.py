@@ -6,6 +6,8 @@ from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
+PREFILL_GRAPHS = "cuda_graph_backend_prefill"
+
 
 def check_offload(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if memory is to be released for a process that the run does not have, or cannot be released."""
@@ -42,6 +44,11 @@ def _check_engines(cfg: TrainConfig, setting: str) -> None:
         )
     if cfg.rollout.sglang.get("enable_memory_saver") is False:
         raise ConfigError(f"{setting} with rollout.sglang.enable_memory_saver=false: remove the latter")
+    if cfg.rollout.sglang.get(PREFILL_GRAPHS) == "breakable":
+        raise ConfigError(
+            f"{setting} with rollout.sglang.{PREFILL_GRAPHS}=breakable: SGLang cannot release such graphs; set it to disabled, which is the "
+            "default here, or to full"
+        )
     flow = cfg.rollout.flow_mla
     if flow.enabled and flow.transport == "p2p":
         raise ConfigError(

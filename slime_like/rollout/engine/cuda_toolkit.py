@@ -1,4 +1,4 @@
-"""CUDA toolkit made of NVIDIA's wheels, with which SGLang compiles kernels at their first use if no toolkit is installed.
+"""CUDA toolkit made of NVIDIA's wheels, for engines on a machine without an installed toolkit.
 
 SGLang and tvm_ffi look for nvcc in CUDA_HOME, CUDA_PATH, on PATH and in /usr/local/cuda, and link with ``lib64/libcudart.so``. The
 wheels have neither that folder nor a library without a version in its name.
@@ -18,6 +18,7 @@ from slime_like.util.caches import cache_folder
 
 SYSTEM = Path("/usr/local/cuda")
 RUNTIME = "libcudart.so"
+LIBRARY_PATH = "LD_LIBRARY_PATH"
 
 
 def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -40,6 +41,22 @@ def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {"CUDA_HOME": str(home)}
 
 
+def library_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return LD_LIBRARY_PATH with the CUDA runtime of NVIDIA's wheels, for a library that is preloaded into Python: torch would find
+    the runtime, but has not been imported. Return nothing without these wheels.
+    """
+    folders = [str(file.parent) for location in _locations() for file in sorted(location.glob(f"*/lib/{RUNTIME}.*"))]
+    if not folders:
+        return {}
+    return {LIBRARY_PATH: ":".join(filter(None, (environment.get(LIBRARY_PATH), folders[0])))}
+
+
+def _locations() -> list[Path]:
+    """Return the folders of NVIDIA's wheels."""
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(location) for location in (spec.submodule_search_locations or ())] if spec else []
+
+
 def _link(path: Path, target: Path) -> None:
     """Create a link if it is missing; another engine may create it at the same time."""
     with suppress(FileExistsError):
@@ -48,9 +65,8 @@ def _link(path: Path, target: Path) -> None:
 
 def _wheel() -> Path | None:
     """Return the folder of NVIDIA's wheels that has a compiler and the runtime library; None without one."""
-    spec = importlib.util.find_spec("nvidia")
-    for location in (spec.submodule_search_locations or ()) if spec else ():
-        for compiler in sorted(Path(location).glob("*/bin/nvcc")):
+    for location in _locations():
+        for compiler in sorted(location.glob("*/bin/nvcc")):
             home = compiler.parent.parent
             if os.access(compiler, os.X_OK) and any((home / "lib").glob(f"{RUNTIME}*")):
                 return home

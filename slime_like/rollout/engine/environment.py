@@ -9,7 +9,7 @@ from slime_like.config.schema.rank_memory import VARIABLE as RANK_MEMORY
 from slime_like.config.schema.rank_memory import rank_memory
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import ConfigError, EngineError
-from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
+from slime_like.rollout.engine.cuda_toolkit import library_environment, toolkit_environment
 from slime_like.rollout.engine.model_config import is_quantised, other_models
 from slime_like.rollout.engine.node import RENDEZVOUS_SCHEME, SINGLE_NODE, EngineNode
 from slime_like.rollout.engine.plugins import WHITELIST, extended_whitelist
@@ -71,6 +71,9 @@ def child_environment(
         environment |= toolkit_environment(environment)
         if spec.releases_memory:
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it, released engines keep their graphs
+            environment |= library_environment(
+                environment
+            )  # SGLang preloads torch_memory_saver, which needs CUDA's runtime
     environment |= {
         SGLANG_PLUGINS: ",".join(plugins),
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),

@@ -15,14 +15,16 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime_like.config.schema.dcp import BACKEND_FIELDS, default_backend, sharded_backend
 from slime_like.config.schema.resolved import EngineSpec
-from slime_like.printable import hide_in_logs
+from slime_like.printable import hide_in_logs, visible
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.model_config import merge_overrides, override_args
 from slime_like.rollout.engine.sglang_imports import block_megatron, sglang_imports
@@ -115,7 +117,8 @@ def uncaptured(spec: EngineSpec) -> tuple[str, ...]:
     """Return the fields of ServerArgs for the phases that SGLang may not capture as CUDA graphs."""
     if spec.remote_experts:
         return "cuda_graph_backend_prefill", "cuda_graph_backend_decode"  # a request to a worker cannot be captured
-    return ("cuda_graph_backend_prefill",) if spec.flow_mla else ()  # gathers were not tested within such graphs
+    # SGLang's graphs of prefill cannot be released; FlowMLA's gathers were not tested within them.
+    return ("cuda_graph_backend_prefill",) if spec.flow_mla or spec.releases_memory else ()
 
 
 def die_with_parent() -> None:
@@ -143,7 +146,12 @@ def main() -> None:
     launch = EngineLaunch(**(fields | {"spec": EngineSpec(**fields["spec"])}))
     die_with_parent()
     hide_in_logs(launch.admin_key)  # SGLang logs all of its arguments
-    serve(server_arguments(launch))
+    try:
+        serve(server_arguments(launch))
+    except Exception:  # noqa: BLE001 (fault boundary: at its exit, Python would wait for workers of SGLang that do not end)
+        sys.stderr.write(visible(traceback.format_exc()))
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def serve(arguments: dict[str, Any]) -> None:
