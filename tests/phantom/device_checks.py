@@ -41,6 +41,7 @@ def observe(world: RankWorld) -> dict[str, Any]:
         attention,
         host_memory,
         shared_memory,
+        virtual_memory,
         solo_world,
     )
     return {function.__name__: function() for function in functions}
@@ -255,6 +256,32 @@ def shared_memory() -> dict[str, Any]:
         "kept": leaked_bytes,
         "refused": refusal,
     }
+
+
+def virtual_memory() -> dict[str, Any]:
+    """Map memory to reserved addresses, unmap it and map other memory. The calls' results are 0 unless they are refused."""
+    cuda, size, none = ctypes.CDLL(None), ctypes.c_size_t(1 << 30), ctypes.c_size_t(0)
+    flags = ctypes.c_uint64(0)
+    address, memory = ctypes.c_void_p(), ctypes.c_void_p()
+    properties = (ctypes.c_int * 16)(1, 0, 1, 1)  # of memory on GPU 1
+    used = [counters.used_bytes(1)]
+    results = [cuda.cuMemAddressReserve(ctypes.byref(address), size, none, None, flags)]
+    for number in (b"\x01", b"\x02"):
+        results.append(cuda.cuMemCreate(ctypes.byref(memory), size, properties, flags))
+        results.append(cuda.cuMemMap(address, size, none, memory, flags))
+        results.append(cuda.cuMemRelease(memory))  # the mapping keeps it
+        used.append(counters.used_bytes(1))
+        assert address.value is not None
+        assert ctypes.string_at(address.value, 1) == b"\0"
+        ctypes.memmove(address.value, number, 1)
+        results.append(cuda.cuMemUnmap(address, size))
+        used.append(counters.used_bytes(1))
+    refused = [
+        cuda.cuMemUnmap(address, size),
+        cuda.cuMemCreate(ctypes.byref(memory), ctypes.c_size_t(1 << 40), properties, flags),
+    ]
+    results.append(cuda.cuMemAddressFree(address, size))
+    return {"results": results, "used": [n - used[0] for n in used], "refused": refused}
 
 
 def solo_world() -> dict[str, Any]:

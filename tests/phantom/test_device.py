@@ -72,6 +72,13 @@ def test_copies_are_carried_out_and_computed_scalars_are_zero(observations: dict
 
 
 @pytest.mark.slow
+def test_virtual_memory_counts_while_it_is_mapped(observations: dict[str, Any]) -> None:
+    memory = observations["virtual_memory"]
+    assert set(memory["results"]) == {0} and memory["refused"] == [1, 2]
+    assert memory["used"] == [0, GIB, 0, GIB, 0]
+
+
+@pytest.mark.slow
 def test_streams_graphs_and_launches(observations: dict[str, Any]) -> None:
     assert observations["streams"] == {"done": True, "ms": 1.0, "differ": True, "n": 8}
     assert observations["graphs"] == {"captured": True, "graphs": 1, "shape": [8]}

@@ -1,4 +1,4 @@
-"""SGLang's arguments and this project's hooks on a phantom GPU: as far as an engine starts without the packages of the GPU lock file."""
+"""Engines on a phantom GPU with stand-ins for SGLang's kernels: arguments, hooks, and a server that a trainer's rank pushes to."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from slime_like.phantom.device import PhantomGpu
+from tests.gdn.test_fla import PREPARED, install
 from tests.train.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
+GIB = 2**30
 KERNELS = Path(__file__).parent / "kernels"  # stand-ins of sglang-kernel and cutlass
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -25,23 +27,35 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from transformers import Qwen3Config
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path_factory.mktemp("engine") / "model"
-    Qwen3Config(
+    config = Qwen3Config(
         vocab_size=512,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=1,
-        head_dim=64,
+        head_dim=256,
         architectures=["Qwen3ForCausalLM"],
-    ).save_pretrained(folder)
-    environment = PhantomGpu(num_devices=2).environment()
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(KERNELS), os.environ.get("PYTHONPATH"))))
-    (result,) = run_ranks("tests.phantom.engine_arguments:resolve", 1, folder, VARIANTS, environment=environment)
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def environment(gpu: PhantomGpu, *packages: Path) -> dict[str, str]:
+    """Return the variables of a process on phantom GPUs that has stand-ins for SGLang's kernels, and ``packages``."""
+    folders = (*map(str, (KERNELS, *packages)), os.environ.get("PYTHONPATH"))
+    return gpu.environment() | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+@pytest.fixture(scope="module")
+def resolved(model: Path) -> dict[str, Any]:
+    variables = environment(PhantomGpu(num_devices=2))
+    (result,) = run_ranks("tests.phantom.engine_arguments:resolve", 1, model, VARIANTS, environment=variables)
     return result
 
 
@@ -59,3 +73,53 @@ def test_sglang_accepts_the_arguments_of_an_engine(name: str, resolved: dict[str
         "triton" if {"float32", 2} & {changes.get("dtype"), changes.get("dcp")} else "fa3"
     )
     assert fields["enable_memory_saver"] == (name == "released memory")
+
+
+STATIC = 0.7  # mem_fraction_static
+FIRST_FREE = 85.0  # GiB
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    scratch = tmp_path_factory.mktemp("served")
+    packages = PREPARED if (PREPARED / "torch_memory_saver").is_dir() else install(scratch / "packages")
+    (saver := scratch / "saver").mkdir()
+    for package in packages.glob("torch_memory_saver*"):
+        (saver / package.name).symlink_to(package)
+    (used := scratch / "used").mkdir()
+    variables = environment(PhantomGpu(), saver) | {"PHANTOM_GPU_USE": str(used)}
+    changes = {"releases_memory": True, "sglang": {"mem_fraction_static": STATIC}}
+    target = "tests.phantom.engine_process:run"
+    (result,) = run_ranks(target, 1, model, changes, FIRST_FREE, seconds=300, environment=variables)
+    return result
+
+
+@pytest.mark.engine
+def test_a_server_captures_decode_graphs_and_generates(served: dict[str, Any]) -> None:
+    assert served["lengths"] == [(3, 3, 7)] * 5, "after the start, three pushes, and a release"
+    assert "Capture target decode CUDA graph end. bs=[1, 2, 4, 8]" in served["log"]
+    assert "resolved prefill.backend='disabled'" in served["log"], "SGLang cannot release its graphs of prefill"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("transport", ["tensor", "ipc", "broadcast"])
+def test_a_server_takes_weights_by_each_transport(transport: str, served: dict[str, Any]) -> None:
+    assert served[transport]["tensors"] == 25
+    assert served[transport]["version"] == ["tensor", "ipc", "broadcast"].index(transport) + 1
+
+
+@pytest.mark.engine
+def test_a_server_releases_and_restores_its_memory(served: dict[str, Any]) -> None:
+    """By torch_memory_saver, whose calls of the driver release memory of the phantom GPU."""
+    before, no_cache, restored, nothing, all_restored = served["used"]
+    cache = served["memory"]["kvcache"] * GIB
+    assert before - no_cache == pytest.approx(cache, rel=0.01)
+    assert nothing < no_cache < 0.05 * cache
+    assert restored == pytest.approx(before, rel=0.01) and all_restored == pytest.approx(before, rel=0.01)
+    assert served["last push"] == {"tensors": 25, "version": 4}
+
+
+@pytest.mark.engine
+def test_the_cache_of_a_restarted_server_has_the_size_of_its_first_start(served: dict[str, Any]) -> None:
+    assert served["free"] == pytest.approx(80 - 0.5, abs=0.1)
+    assert served["memory"]["kvcache"] == pytest.approx(FIRST_FREE * STATIC, abs=0.3)

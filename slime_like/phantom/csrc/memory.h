@@ -14,7 +14,7 @@ typedef struct block {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static block *blocks;
-static size_t used[MAX_DEVICES], peak[MAX_DEVICES], pinned;
+static size_t own_used[MAX_DEVICES], *used = own_used, peak[MAX_DEVICES], pinned;
 static __thread int device;
 static __thread status last_error;
 
@@ -24,6 +24,26 @@ static size_t copy_limit(void) {
     static size_t limit = (size_t)-1;
     if (limit == (size_t)-1) limit = setting("PHANTOM_GPU_COPY_LIMIT", (size_t)1 << 20);
     return limit;
+}
+// Other processes read the use of this one in a file of its folder, which is named by the process id.
+static void publish(void) {
+    const char *folder = getenv("PHANTOM_GPU_USE");
+    char path[4096];
+    if (!folder || !*folder) return;
+    snprintf(path, sizeof path, "%s/%d", folder, getpid());
+    int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, sizeof own_used)) return;
+    size_t *shared = mmap(0, sizeof own_used, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (shared != MAP_FAILED) used = shared;
+    close(file);
+}
+static int charge(int owner, size_t n) {  // with the lock; 0: no memory
+    static int is_published;
+    if (!is_published) publish();
+    is_published = 1;
+    if (used[owner] + n + context_memory() > total_memory()) return 0;
+    if ((used[owner] += n) > peak[owner]) peak[owner] = used[owner];
+    return 1;
 }
 API size_t phantom_gpu_pinned(void) { return pinned; }
 API size_t phantom_gpu_used(int d) { return used[d]; }
@@ -37,15 +57,17 @@ static status reserve(void **out, size_t size, int owner) {  // owner: a device,
     if (!size) return 0;
     size = (size + unit - 1) & ~(unit - 1);
     pthread_mutex_lock(&lock);
-    block *new = is_pinned || used[owner] + size + context_memory() <= total_memory() ? malloc(sizeof *new) : 0;
+    block *new = is_pinned || charge(owner, size) ? malloc(sizeof *new) : 0;
     void *start = new ? mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : MAP_FAILED;
     if (start != MAP_FAILED) {
         *new = (block){start, size, owner, -1, 0, blocks};
         blocks = new;
         *out = start;
         if (is_pinned) pinned += size;
-        else if ((used[owner] += size) > peak[owner]) peak[owner] = used[owner];
-    } else free(new);
+    } else if (new) {
+        if (!is_pinned) used[owner] -= size;
+        free(new);
+    }
     pthread_mutex_unlock(&lock);
     return *out ? 0 : (last_error = OUT_OF_MEMORY);
 }

@@ -4,9 +4,11 @@
 //   PHANTOM_GPU_MEMORY      bytes of each GPU (80 GiB)        PHANTOM_GPU_DEVICES     number of GPUs (1)
 //   PHANTOM_GPU_CAPABILITY  90 for 9.0                        PHANTOM_GPU_COPY_LIMIT  largest copy that is carried out (1 MiB)
 //   PHANTOM_GPU_CONTEXT     bytes that a context takes (500 MiB)  CUDA_VISIBLE_DEVICES  numbers of the GPUs that the process uses
+//   PHANTOM_GPU_USE         folder in which each process writes the bytes that it has on each GPU
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -47,4 +49,5 @@ static void *new_handle(void) {  // of streams, events, modules and all other ob
 #include "blas.h"
 #include "nccl.h"
 #include "driver.h"
+#include "virtual.h"
 #include "nvml.h"

@@ -1,5 +1,4 @@
 // CUDA IPC: a shared block moves into an unnamed file, which other processes of this user map by the handle.
-#include <fcntl.h>
 #include <sys/stat.h>
 
 #define CHUNK ((size_t)64 << 10)

@@ -1,18 +1,38 @@
 """Stand-in for sglang-kernel, and for the kernels that SGLang compiles, in an engine on a phantom GPU.
 
-Like all kernels there, they compute nothing: a call leaves the memory of its results as it is.
+Like all kernels there, they compute nothing: a call leaves the memory of its results as it is. Kernels of a dense model that return
+their result return memory of its shape (``RESULTS``); the others return None.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from sglang.kernels.jit.utils.compile import loader
 
 PACKAGES = ("sgl_kernel", "cutlass")
+
+
+def like_input(x: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    """Return the result of an operation on each row."""
+    return torch.empty_like(x) if out is None else out
+
+
+def attention(q: Any, k: Any, v: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    """Return the result of attention: the queries' rows with the values' size."""
+    return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
+
+
+RESULTS: dict[str, Callable[..., Any]] = {
+    "rmsnorm": like_input,
+    "flash_attn_with_kvcache": attention,
+    "flash_attn_varlen_func": attention,
+}
 
 
 class Kernel:
@@ -30,15 +50,20 @@ class Kernel:
 kernel = Kernel()
 
 
+def find(name: str) -> Any:
+    """Return the kernel of a name."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return RESULTS.get(name, kernel)
+
+
 def weak_ref_tensor(tensor: Any) -> Any:
     """Return the tensor, not a weak reference to it."""
     return tensor
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return kernel
+    return find(name)
 
 
 class KernelModule(ModuleType):
@@ -49,9 +74,7 @@ class KernelModule(ModuleType):
         self.__path__ = []  # a package
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return kernel
+        return find(name)
 
 
 class KernelFinder:
