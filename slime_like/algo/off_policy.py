@@ -39,66 +39,70 @@ class OffPolicy(Protocol):
     """``algo.off_policy`` (table OFF_POLICY). ``sequences`` reduces over whole sequences; rejection needs it."""
 
     def __call__(
-        self, config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None, /
+        self, config: PolicyConfig, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, sequences: Sequences | None, /
     ) -> Correction: ...
 
 
 def truncated_importance(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, clip: float, low: float = 0.0
+    old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, clip: float, low: float = 0.0
 ) -> ImportanceWeight:
     """Return ``pi_old / pi_rollout`` per token, clamped to ``[low, clip]``.
 
     Truncation bounds the variance. It leaves a bias at tokens that the engine samples too rarely.
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
     """
-    raw_T = _ratio(old_logprobs, rollout_logprobs)
+    raw_T = _ratio(old_logprobs_T, rollout_logprobs_T)
     return ImportanceWeight(weight=raw_T.clamp(min=low, max=clip), raw=raw_T)
 
 
-def masked_importance(old_logprobs: Tensor, rollout_logprobs: Tensor, low: float, high: float) -> ImportanceWeight:
+def masked_importance(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, low: float, high: float) -> ImportanceWeight:
     """Return ``pi_old / pi_rollout`` per token if it is in ``[low, high]``, else 0.
 
     This drops tokens on which engine and trainer disagree strongly.
 
     Source: Ling team 2025, "Every Step Evolves", arXiv:2510.18855 (IcePop).
     """
-    raw_T = _ratio(old_logprobs, rollout_logprobs)
+    raw_T = _ratio(old_logprobs_T, rollout_logprobs_T)
     return ImportanceWeight(
         weight=torch.where((raw_T >= low) & (raw_T <= high), raw_T, torch.zeros_like(raw_T)), raw=raw_T
     )
 
 
-def sequence_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences, *, geometric: bool) -> Tensor:
+def sequence_ratio(
+    old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, sequences: Sequences, *, geometric: bool
+) -> Tensor:
     """Return [T]: the ratio of old to rollout policy of each token's sequence.
 
     It is the product over the sequence's tokens or, if ``geometric``, their geometric mean, which does not grow with length.
 
     Source: Liu et al. 2025, "When Speed Kills Stability" (sequence-level and geometric masks).
     """
-    log_ratio_T = (old_logprobs - rollout_logprobs).detach()
+    log_ratio_T = (old_logprobs_T - rollout_logprobs_T).detach()
     log_ratio_S = sequences.mean(log_ratio_T) if geometric else sequences.sum(log_ratio_T)
     return sequences.spread(log_ratio_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def importance_correction(
-    config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None
+    config: PolicyConfig, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, sequences: Sequences | None
 ) -> Correction:
     """Return the corrections that ``config`` enables. Metrics are means over all trained tokens, including dropped ones."""
     weight_T, keep_T, means = None, None, dict[str, Tensor]()
     if config.use_tis:
-        tis = truncated_importance(old_logprobs, rollout_logprobs, config.tis_clip, config.tis_clip_low)
+        tis = truncated_importance(old_logprobs_T, rollout_logprobs_T, config.tis_clip, config.tis_clip_low)
         weight_T = tis.weight
         means |= {"tis": tis.raw, "tis_abs": (tis.raw - 1).abs()}
         means["tis_clipfrac"] = (tis.weight != tis.raw).to(tis.raw.dtype)
     if config.use_mis:
-        mis = masked_importance(old_logprobs, rollout_logprobs, config.mis_low, config.mis_high)
+        mis = masked_importance(old_logprobs_T, rollout_logprobs_T, config.mis_low, config.mis_high)
         weight_T = mis.weight
         means |= {"mis": mis.raw, "mis_abs": (mis.raw - 1).abs()}
         means["mis_maskfrac_low"] = (mis.raw < config.mis_low).to(mis.raw.dtype)
         means["mis_maskfrac_high"] = (mis.raw > config.mis_high).to(mis.raw.dtype)
     if config.rejection != "none":
         assert sequences is not None, "algo.rejection needs whole sequences"
-        ratio_T = sequence_ratio(old_logprobs, rollout_logprobs, sequences, geometric=config.rejection == "geometric")
+        ratio_T = sequence_ratio(
+            old_logprobs_T, rollout_logprobs_T, sequences, geometric=config.rejection == "geometric"
+        )
         low = 0.0 if config.rejection_low is None else config.rejection_low
         high = float("inf") if config.rejection_high is None else config.rejection_high
         keep_T = ((ratio_T >= low) & (ratio_T <= high)).to(ratio_T.dtype)
@@ -106,5 +110,5 @@ def importance_correction(
     return Correction(weight_T, keep_T, means)
 
 
-def _ratio(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    return (old_logprobs - rollout_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _ratio(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor) -> Tensor:
+    return (old_logprobs_T - rollout_logprobs_T).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

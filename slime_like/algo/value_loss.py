@@ -1,4 +1,4 @@
-"""Value loss of the critic. The caller sums ``loss * loss_weight``, as for policy losses."""
+"""Value loss of the critic. The caller sums ``loss * loss_weight``, as for policy losses. Axis: T = tokens."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch import Tensor
 from slime_like.algo_interfaces import LossOutput
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> LossOutput:
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None) -> LossOutput:
     """Return ``max((v - R)², (v_clipped - R)²) / 2`` with ``v_clipped`` within ``clip`` of the old values.
 
-    All tensors are [T]; ``clip=None`` gives the plain squared error. Clipping removes the gradient that would move a value
+    ``clip=None`` gives the plain squared error. Clipping removes the gradient that would move a value
     further from its old estimate than ``clip``, and keeps the gradient that moves it back.
     Source: Schulman et al.'s reference implementation of PPO (openai/baselines, ppo2/model.py).
     """
-    plain_T = (values - returns).square()
-    means = {"values": values.detach(), "returns": returns}
+    plain_T = (values_T - returns_T).square()
+    means = {"values": values_T.detach(), "returns": returns_T}
     loss_T = plain_T
     if clip is not None:
-        bounded_T = torch.clamp(values, old_values - clip, old_values + clip)
-        clipped_T = (bounded_T - returns).square()
+        bounded_T = torch.clamp(values_T, old_values_T - clip, old_values_T + clip)
+        clipped_T = (bounded_T - returns_T).square()
         loss_T = torch.maximum(plain_T, clipped_T)
-        means["value_clipfrac"] = (clipped_T > plain_T).to(values.dtype)
+        means["value_clipfrac"] = (clipped_T > plain_T).to(values_T.dtype)
     loss_T = loss_T / 2
     return LossOutput(loss=loss_T, means={"value_loss": loss_T.detach(), **means}, maxima={})
