@@ -180,7 +180,7 @@ def remove_scratch(folder: Path) -> None:
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` iterations, but never the one that the latest file names.
 
-    Rollout files are removed with their iteration, and also if their iteration was never completed.
+    Rollout files are removed with their iteration, even if it was never completed.
     """
     latest = latest_iteration(folder)
     old = [k for k in iterations(folder) if k <= latest][:-keep]

@@ -178,7 +178,7 @@ class Job:
         return default_of(known_keys()[our_key])
 
     def report(self, key: str, verdict: str, note: str, *our_keys: str) -> None:
-        """Add a row for ``key`` if the job sets it; a later call adds keys of ours and a note to the row."""
+        """Add a row for ``key`` if the job sets it; a later call adds our keys and a note to the row."""
         if not self.has(key):
             return
         setting = self.settings[key]

@@ -25,7 +25,7 @@ class Connection:
     """Frames over a connected stream socket."""
 
     def __init__(self, sock: socket.socket, peer: str, max_payload: int) -> None:
-        """``peer``: its name in errors. ``max_payload``: limit of a received payload in bytes."""
+        """``peer`` names the other process in errors. ``max_payload`` limits a received payload, in bytes."""
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)

@@ -62,7 +62,7 @@ class RolloutActor(RolloutManager):
 
     async def stop(self) -> None:
         """Stop the manager, then processes that user code started, even if the manager was not connected or fails to stop."""
-        async with AsyncExitStack() as stack:  # all parts are stopped, also if one raises
+        async with AsyncExitStack() as stack:  # all parts are stopped, even if one raises
             if self._reaper is not None:
                 stack.callback(self._reaper.close)
             if self._starter is not None:
