@@ -149,6 +149,25 @@ def test_keys_that_do_not_fit_engines_on_several_nodes_are_refused(overrides: tu
         plan_of("rollout.tp=2", *overrides)
 
 
+SPLIT_ROLES = {
+    "critic": ("algo=ppo", "critic.placement=split", "critic.tp=2", "critic.dp=2"),
+    "teacher": ("algo=distill", "teacher.hf_checkpoint=models/Qwen3-8B", "teacher.placement=split", "teacher.tp=2"),
+}
+
+
+@pytest.mark.parametrize("role", SPLIT_ROLES)
+def test_each_tensor_parallel_group_of_another_role_is_on_one_node(role: str) -> None:
+    sizes = ("placement.actor_num_gpus_per_node=4", "parallel.tp=2", "rollout.tp=2", "rollout.num_engines=1")
+    cfg, plan = plan_of(*SPLIT_ROLES[role], *sizes)
+    nodes = [gpu_node(1, 4), gpu_node(2, 3), gpu_node(3, 5)]
+    groups = itertools.batched(nodes_of_gpus(cfg, plan, nodes)[4:], 2)
+    assert plan.roles[2].name == role and all(first == second for first, second in groups)
+    odd = [gpu_node(1, 5), *(gpu_node(number, 1) for number in range(2, 10))]
+    words = rf"{role}\.tp=2: .* no node .* more than 1 free GPUs .* or lower {role}\.tp to 1 or less"
+    with pytest.raises(MissingResources, match=words):
+        assign(cfg, plan, odd)
+
+
 def test_gpus_of_other_jobs_are_not_assigned() -> None:
     cfg, plan = plan_of("placement.actor_num_gpus_per_node=4", "rollout.num_engines=1")
     assert set(nodes_of_gpus(cfg, plan, [gpu_node(1, 8, taken=5), gpu_node(2, 4)])) == {2}

@@ -138,7 +138,7 @@ def _with_engine_parts(
             # Parts take the nodes with the most free GPUs, so that the parts of later engines fit on different nodes.
             fitting.sort(key=lambda node: free[node.node_id] * (-1 if block.engine >= 0 else 1))
         if not fitting:
-            raise MissingResources(_no_node(cfg, block, nodes, nodes_per_engine))
+            raise MissingResources(_no_node(cfg, block, nodes, nodes_per_engine, max(free.values(), default=0)))
         excluded.add(fitting[0].node_id)
         free[fitting[0].node_id] -= len(block.indices)
         node_of_gpu |= dict.fromkeys(block.indices, fitting[0])
@@ -202,8 +202,11 @@ def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
-def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], nodes_per_engine: int) -> str:
-    size, max_free = len(block.indices), max((node.free_gpus for node in nodes), default=0)
+def _no_node(
+    cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], nodes_per_engine: int, max_free: int
+) -> str:
+    """Return the message for a block that fits no node; ``max_free`` GPUs of a node have not been assigned to other blocks."""
+    size = len(block.indices)
     if block.role == TRAINER:
         num_nodes = cfg.placement.actor_num_nodes
         total = size * num_nodes
@@ -230,8 +233,8 @@ def _no_node(cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], node
             f"{_describe_free_gpus(nodes)}: add nodes, or lower rollout.tp or rollout.num_engines"
         )
     return (
-        f"{block.role}.tp={size}: a tensor parallel group of the {block.role} runs on one node, and no "
-        f"node of the Ray cluster has {size} free GPUs{_describe_free_gpus(nodes)}: add nodes, "
+        f"{block.role}.tp={size}: a tensor parallel group of the {block.role} runs on one node, and with the other processes "
+        f"no node of the Ray cluster has more than {max_free} free GPUs{_describe_free_gpus(nodes)}: add nodes, "
         + (f"or lower {block.role}.tp to {max_free} or less" if max_free else "or wait until GPUs are free")
     )
 
