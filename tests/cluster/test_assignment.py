@@ -35,8 +35,8 @@ def plan_of(*overrides: str, machine: str = "64xH200") -> tuple[TrainConfig, Pla
     return cfg, make_plan(cfg, described_machine(machine))
 
 
-def gpu_node(number: int, num_gpus: int, taken: int = 0) -> ClusterNode:
-    return ClusterNode(f"10.0.0.{number}", num_gpus, 64, 2048 * GIB, "H200", f"id{number}", taken)
+def gpu_node(number: int, num_gpus: int, num_used: int = 0) -> ClusterNode:
+    return ClusterNode(f"10.0.0.{number}", num_gpus, 64, 2048 * GIB, "H200", f"id{number}", num_used)
 
 
 def cpu_node(number: int) -> ClusterNode:
@@ -170,9 +170,9 @@ def test_each_tensor_parallel_group_of_another_role_is_on_one_node(role: str) ->
 
 def test_gpus_of_other_jobs_are_not_assigned() -> None:
     cfg, plan = plan_of("placement.actor_num_gpus_per_node=4", "rollout.num_engines=1")
-    assert set(nodes_of_gpus(cfg, plan, [gpu_node(1, 8, taken=5), gpu_node(2, 4)])) == {2}
+    assert set(nodes_of_gpus(cfg, plan, [gpu_node(1, 8, num_used=5), gpu_node(2, 4)])) == {2}
     with pytest.raises(MissingResources, match=r"10\.0\.0\.1: 3 of 8 GPUs free"):
-        assign(cfg, plan, [gpu_node(1, 8, taken=5)])
+        assign(cfg, plan, [gpu_node(1, 8, num_used=5)])
 
 
 def test_the_fix_for_nodes_of_four_gpus_is_named_and_works() -> None:
@@ -233,12 +233,12 @@ def test_the_request_for_nodes_has_each_gpu_of_the_run_once() -> None:
 
 def test_a_run_waits_for_missing_nodes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, plan = plan_of("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=1")
-    seen = itertools.chain([(gpu_node(1, 4),)] * 3, itertools.repeat((gpu_node(1, 4), gpu_node(2, 4))))
+    views_of_cluster = itertools.chain([(gpu_node(1, 4),)] * 3, itertools.repeat((gpu_node(1, 4), gpu_node(2, 4))))
     lines, requests = list[str](), PlacementGroups()
     monkeypatch.setattr(local_ray, "join", lambda *_: None)
     monkeypatch.setattr(node_request, "placement_group", requests.create)
     monkeypatch.setattr(node_request, "remove_placement_group", requests.removed.append)
-    monkeypatch.setattr(local_ray, "nodes", lambda: next(seen))
+    monkeypatch.setattr(local_ray, "nodes", lambda: next(views_of_cluster))
     monkeypatch.setattr(placement, "POLL_S", 0.01)
     monkeypatch.setattr(placement, "placement_group", lambda bundles, **_: pytest.fail(f"reserved {bundles}"))
     with pytest.raises(pytest.fail.Exception, match=r"reserved .*node:10\.0\.0\.1.*node:10\.0\.0\.2"):

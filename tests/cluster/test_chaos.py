@@ -141,7 +141,7 @@ def test_processes_of_ray_are_signalled_by_name(
     names = ("raylet", "gcs_server", "dashboard agent", "runtime-env agent")
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(process_tree, "ray_processes", lambda: {name: index for index, name in enumerate(names)})
-    monkeypatch.setattr(os, "kill", lambda pid, sent: signalled.append((pid, sent)))
+    monkeypatch.setattr(os, "kill", lambda pid, signal_number: signalled.append((pid, signal_number)))
     injector, _ = chaos(tmp_path, f"{kind}:step:3")
     with injector("step", 3):
         pass
@@ -152,7 +152,7 @@ def test_processes_of_ray_are_signalled_by_name(
 def test_a_reward_worker_is_killed_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(process_tree, "reward_workers", lambda: [7])
-    monkeypatch.setattr(os, "kill", lambda pid, sent: signalled.append((pid, sent)))
+    monkeypatch.setattr(os, "kill", lambda pid, signal_number: signalled.append((pid, signal_number)))
     injector, _ = chaos(tmp_path, "kill_reward_worker:collect:3")
     with injector("collect", 3):
         pass

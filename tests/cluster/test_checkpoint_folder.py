@@ -90,10 +90,10 @@ def test_groups_go_with_the_iteration_they_were_saved_in(tmp_path: Path) -> None
 def write_two_managers(folder: Path) -> Path:
     """Write the rollout state of two managers before rollout 3; the second has a rollout ahead and a group in flight."""
     rollout, ahead = folder / "rollout", {"rollout_id": 3, "groups": [], "started": 0.0, "stopped": 1.0}
-    made = [{**ahead, "num_generated": 1, "num_refills": 0}]
+    records = [{**ahead, "num_generated": 1, "num_refills": 0}]
     states = [
         {"next_rollout": 3, "cursor": {"at": 6}, "made": [], "in_flight": 0},
-        {"next_rollout": 3, "cursor": {"at": 8}, "made": made, "in_flight": 1},
+        {"next_rollout": 3, "cursor": {"at": 8}, "made": records, "in_flight": 1},
     ]
     rollout.mkdir()
     write_manager_states(folder, 3, states)

@@ -120,8 +120,8 @@ class _RemoteMethod:
 @pytest.fixture
 def ray_of_futures(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait_for_one(refs: Sequence[Future[Any]], *, timeout: float, num_returns: int = 1) -> Any:
-        done, pending = wait(refs, timeout, FIRST_COMPLETED)
-        return [ref for ref in refs if ref in done], list(pending)
+        ready_refs, pending = wait(refs, timeout, FIRST_COMPLETED)
+        return [ref for ref in refs if ref in ready_refs], list(pending)
 
     monkeypatch.setattr(ray, "wait", wait_for_one)
     monkeypatch.setattr(ray, "get", lambda ref, timeout: ref.result(timeout=0))  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType, reportUnknownArgumentType]
@@ -145,7 +145,7 @@ def test_a_push_starts_over_only_when_no_manager_works_on_it_any_more() -> None:
     pending = AnsweringManager()
     pending_call: Future[Any] = Future()
     pending.answer = lambda name, arguments: pending_call  # pyright: ignore[reportAttributeAccessIssue]
-    lost = AnsweringManager(EngineLost("engine 1 died"))
+    failing_manager = AnsweringManager(EngineLost("engine 1 died"))
 
     def call(*managers: AnsweringManager, seconds: float) -> list[Any]:
         group = ManagerGroup(cast(Any, managers))
@@ -154,10 +154,10 @@ def test_a_push_starts_over_only_when_no_manager_works_on_it_any_more() -> None:
     threading.Timer(0.05, pending_call.set_result, ((),)).start()
     start = time.monotonic()
     with pytest.raises(EngineLost, match="engine 1 died"):
-        call(lost, pending, seconds=30)
+        call(failing_manager, pending, seconds=30)
     assert pending_call.done() and time.monotonic() - start >= 0.04
     with pytest.raises(WeightSyncError):
-        call(lost, AnsweringManager(WeightSyncError("old weights")), seconds=30)
+        call(failing_manager, AnsweringManager(WeightSyncError("old weights")), seconds=30)
     assert call(AnsweringManager(), AnsweringManager(), seconds=30) == ["begin_push ()"] * 2
 
 

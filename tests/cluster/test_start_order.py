@@ -83,8 +83,10 @@ def test_the_connection_limit_precedes_the_cuda_context(monkeypatch: pytest.Monk
 def test_float32_engines_on_a_gpu_use_a_backend_that_has_float32(dtype: str, backend: str | None) -> None:
     spec = EngineSpec("m", "cuda", dtype, 1, 64, 0, "log", start_deadline_s=1)
     assert server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1)).get("attention_backend") == backend
-    chosen = EngineSpec("m", "cuda", dtype, 1, 64, 0, "log", start_deadline_s=1, sglang={"attention_backend": "own"})
-    assert server_arguments(EngineLaunch(chosen, "key", "127.0.0.1", 1))["attention_backend"] == "own"
+    engine_spec = EngineSpec(
+        "m", "cuda", dtype, 1, 64, 0, "log", start_deadline_s=1, sglang={"attention_backend": "own"}
+    )
+    assert server_arguments(EngineLaunch(engine_spec, "key", "127.0.0.1", 1))["attention_backend"] == "own"
 
 
 @pytest.mark.parametrize(("device", "saves"), [("cuda", True), ("cpu", False)])

@@ -29,8 +29,8 @@ def kv_cache(free: float, baseline: float, static: float, weights: float) -> flo
 @given(st.floats(0.3, 0.95), st.floats(0, 1), st.floats(20, 180))
 def test_a_restarted_engine_gets_the_cache_of_its_first_start(static: float, share: float, first: float) -> None:
     """If the memory of the trainer fits in the share that SGLang leaves to others."""
-    taken = share * ((1 - static) * first - size.MIN_SHARE * first)
-    free, weights = first - taken, 0.1 * first
+    trainer_bytes = share * ((1 - static) * first - size.MIN_SHARE * first)
+    free, weights = first - trainer_bytes, 0.1 * first
     baseline = size.baseline_of_first_start(free, first, static)
     expected = kv_cache(first, first, static, weights)
     assert kv_cache(free, baseline, static, weights) == pytest.approx(expected, abs=1e-6)

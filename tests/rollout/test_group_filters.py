@@ -35,45 +35,49 @@ def filters(*names: str) -> GroupFilters:
 
 
 def test_reasons_are_metrics_and_are_later_reported_as_zero() -> None:
-    chosen = filters(f"{HERE}:by_prompt", "nonzero_std")
-    verdicts = [chosen.keep(group([0.0, 1.0], label=label)) for label in (None, "late", "odd/even", "late")]
-    verdicts.append(chosen.keep(group([1.0, 1.0])))
+    group_filters = filters(f"{HERE}:by_prompt", "nonzero_std")
+    verdicts = [group_filters.keep(group([0.0, 1.0], label=label)) for label in (None, "late", "odd/even", "late")]
+    verdicts.append(group_filters.keep(group([1.0, 1.0])))
     assert verdicts == [True, False, False, False, False]
     prefix = f"rollout/dropped_groups/{HERE}:by_prompt"
     expected = {prefix: 3, f"{prefix}/late": 2, f"{prefix}/other": 1}
     nonzero = {"rollout/dropped_groups/nonzero_std": 1, "rollout/dropped_groups/nonzero_std/zero_std": 1}
-    report = chosen.report()
+    report = group_filters.report()
     assert "5 groups were generated" in report.summary
     assert f"{HERE}:by_prompt dropped 3 (late, other)" in report.summary
     values = reduce_metrics(report.metrics)
     assert {name: values[name] for name in expected | nonzero} == expected | nonzero
     assert not unknown(values)
-    second_report = reduce_metrics(chosen.report().metrics)
+    second_report = reduce_metrics(group_filters.report().metrics)
     assert second_report == dict.fromkeys(expected | nonzero, 0), "means without groups are omitted"
 
 
 def test_means_are_taken_over_all_generated_groups() -> None:
-    chosen = filters("nonzero_std")
-    assert [chosen.keep(group(scores)) for scores in ([1.0, 1.0], [0.0, 1.0], [1.0, 1.0])] == [False, True, False]
-    values = reduce_metrics(chosen.report().metrics)
+    group_filters = filters("nonzero_std")
+    assert [group_filters.keep(group(scores)) for scores in ([1.0, 1.0], [0.0, 1.0], [1.0, 1.0])] == [
+        False,
+        True,
+        False,
+    ]
+    values = reduce_metrics(group_filters.report().metrics)
     assert values["rollout/generated/raw_reward"] == pytest.approx(5 / 6)
     assert values["rollout/generated/zero_std_ratio"] == pytest.approx(2 / 3)
     assert "rollout/generated/accuracy" not in values, "these rewards have no accuracy"
 
 
 def test_failed_samples_enter_no_mean() -> None:
-    chosen, failed = filters(), group([1.0, 0.0])
-    chosen.keep(replace(failed, samples=(failed.samples[0], replace(failed.samples[1], status=Status.FAILED))))
-    values = reduce_metrics(chosen.report().metrics)
+    group_filters, failed = filters(), group([1.0, 0.0])
+    group_filters.keep(replace(failed, samples=(failed.samples[0], replace(failed.samples[1], status=Status.FAILED))))
+    values = reduce_metrics(group_filters.report().metrics)
     assert values["rollout/generated/raw_reward"] == 1
     assert values["rollout/generated/zero_std_ratio"] == 1
 
 
 def test_reasons_beyond_the_maximum_are_counted_together() -> None:
-    chosen = filters(f"{HERE}:by_prompt")
+    group_filters = filters(f"{HERE}:by_prompt")
     for number in range(MAX_REASONS + 5):
-        chosen.keep(group([1.0], label=f"reason {number}"))
-    values = reduce_metrics(chosen.report().metrics)
+        group_filters.keep(group([1.0], label=f"reason {number}"))
+    values = reduce_metrics(group_filters.report().metrics)
     assert values[f"rollout/dropped_groups/{HERE}:by_prompt/other"] == 5
     assert len(values) == 1 + MAX_REASONS + 1 + 2
 

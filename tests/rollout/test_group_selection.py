@@ -79,12 +79,12 @@ def test_several_managers_select_the_groups_of_a_single_one() -> None:
         single, several = selection(3, leftover), selection(3, leftover)
         for rollout_id, kept_ids in enumerate(rounds):
             groups = [group(i) for i in kept_ids]
-            whole = single.select(rollout_id, [part(*groups)])
+            unsplit = single.select(rollout_id, [part(*groups)])
             parts = [part(*(g for g in groups if g.group_id % 2 == index)) for index in range(2)]
             merged = several.select(rollout_id, parts)
-            assert ids(merged.groups) == ids(whole.groups)
-            assert reduce_metrics(merged.metrics) == reduce_metrics(whole.metrics)
-            assert [str(w) for w in merged.warnings] == [str(w).replace("; ", ";  and ") for w in whole.warnings]
+            assert ids(merged.groups) == ids(unsplit.groups)
+            assert reduce_metrics(merged.metrics) == reduce_metrics(unsplit.metrics)
+            assert [str(w) for w in merged.warnings] == [str(w).replace("; ", ";  and ") for w in unsplit.warnings]
 
 
 def test_carried_groups_are_used_first_until_they_are_too_old() -> None:
@@ -117,9 +117,9 @@ def test_an_empty_or_flat_share_is_no_warning_while_the_rollout_has_a_signal() -
 
 def test_rewards_are_shuffled_over_the_shares_of_all_managers() -> None:
     groups = [group(i, (i / 10, i / 10 + 0.05)) for i in range(8)]
-    whole = selection(8, shuffle=True).select(4, [part(*groups)])
+    unsplit = selection(8, shuffle=True).select(4, [part(*groups)])
     merged = selection(8, shuffle=True).select(4, [part(*groups[index::2]) for index in range(2)])
-    assert merged.groups == whole.groups
+    assert merged.groups == unsplit.groups
     assert [g.trained_scores for g in merged.groups] != [g.trained_scores for g in groups]
 
 

@@ -49,9 +49,9 @@ def test_no_engine_has_more_than_one_group_above_another(n: int, sizes: list[tup
             assert before[assignments[-1].engine] == min(before.values())
         loads = load(assignments, router.engines).values()
         assert max(loads) - min(loads) <= max((size for size, _ in sizes), default=0)
-        for assignment, (size, spent) in zip(assignments, sizes, strict=True):
-            assignment.spend(spent)
-            assert assignment.outstanding == max(0, size - spent)
+        for assignment, (size, num_spent) in zip(assignments, sizes, strict=True):
+            assignment.spend(num_spent)
+            assert assignment.outstanding == max(0, size - num_spent)
     with router.assign(5) as assignment:
         assert assignment.engine is router.engines[0]  # the load of ended assignments is removed
 

@@ -71,6 +71,6 @@ def test_the_system_step_runs_in_a_clean_root(clean_root: Path) -> None:
     for program in ("gcc", "git"):
         assert in_root(clean_root, program, "--version"), program
     assert (clean_root / "usr/bin/ps").exists()
-    for written in ("/slime_like/runs", "/slime_like/scripts", "/home/slime_like/.cache/uv"):
-        in_root(clean_root, "touch", f"{written}/file")
+    for writable_folder in ("/slime_like/runs", "/slime_like/scripts", "/home/slime_like/.cache/uv"):
+        in_root(clean_root, "touch", f"{writable_folder}/file")
     assert not any((clean_root / "var/lib/apt/lists").iterdir()), "the image would contain the lists of packages"
