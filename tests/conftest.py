@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import re
 import signal
 import sys
@@ -13,13 +15,17 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from slime_like.util.imports import heavy_imports
+from slime_like.util.imports import Distributions, heavy_imports
 from tests import pickled_copies
 from tests.groups import LONGEST
 
 settings.register_profile("slime_like", deadline=None)
 settings.register_profile("short", deadline=None, max_examples=25)  # of scripts/check.sh
 settings.load_profile("slime_like")
+
+# Tests import transformers too: without this it reads the file list of every package for 2.5 s (slime_like/util/imports.py).
+read_distributions = importlib.metadata.packages_distributions
+importlib.metadata.packages_distributions = functools.partial(Distributions, read_distributions)
 
 MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n(    .*\n)*\]|.*)", re.MULTILINE)
 

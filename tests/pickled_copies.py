@@ -1,10 +1,13 @@
-"""Copies of composed configs from pickles, which takes a quarter of the time of ``copy.deepcopy``.
+"""Faster compositions of configs: copies from pickles, which take a quarter of the time of ``copy.deepcopy``.
 
-A pytest process loads hundreds of configs, a run one. train.py in the tests of scripts and runs copies as the loader does.
+A pytest process composes hundreds of configs, a run one or two. train.py in the tests of scripts and runs copies as the loader
+and Hydra do.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import pickle
 import sys
 from typing import Any
@@ -14,15 +17,42 @@ _pickles: dict[int, tuple[object, bytes]] = {}  # by the address of a tree, whic
 
 
 def pickled_copy(tree: Any) -> Any:
-    """Return a deep copy of ``tree``, an unmodified composition that the loader keeps."""
+    """Return a deep copy of ``tree``, an unmodified composition or schema that the loader or Hydra keeps."""
     if id(tree) not in _pickles:
         _pickles[id(tree)] = tree, pickle.dumps(tree)
     return pickle.loads(_pickles[id(tree)][1])  # noqa: S301 (bytes of this process)
 
 
 def install() -> None:
-    """Make the loader of configs, if a test file has imported it, copy from pickles."""
+    """Make the loader of configs and Hydra, if a test file has imported them, copy from pickles."""
     if LOADER in sys.modules:
         loader: Any = sys.modules[LOADER]
         assert callable(loader._copy)
         loader._copy = pickled_copy
+        _install_in_hydra()
+
+
+def _install_in_hydra() -> None:
+    """Read Hydra's own files once, and copy no schema that a composition does not use."""
+    from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+    from hydra.core.config_store import ConfigStore
+
+    store: Any = ConfigStore.instance()
+    store.__deepcopy__ = lambda _: store  # Hydra copies its sources, which only read from the store
+
+    def load(config_path: str) -> Any:
+        node = copy.copy(store._load(config_path))
+        node.node = pickled_copy(node.node)
+        return node
+
+    store.load = load
+    read = ImportlibResourcesConfigSource.load_config
+
+    @functools.cache
+    def pickled(path: str, provider: str, config_path: str) -> bytes:
+        return pickle.dumps(read(ImportlibResourcesConfigSource(provider, path), config_path))
+
+    def load_config(self: Any, config_path: str) -> Any:
+        return pickle.loads(pickled(f"pkg://{self.path}", self.provider, config_path))  # noqa: S301 (bytes of this process)
+
+    ImportlibResourcesConfigSource.load_config = load_config

@@ -30,8 +30,9 @@ from slime_like.registry import resolve
 from slime_like.types import Sample, SampleGroup, Source, Status
 from tests.algo.samples import batches
 from tests.algo.simulate import LocalReduce, ThreadReduce
+from tests.hypothesis_examples import num_examples
 
-FEW_EXAMPLES = settings(max_examples=25, deadline=None)
+FEW_EXAMPLES = settings(max_examples=num_examples(25), deadline=None)
 Token = tuple[int, int]  # sample id, position
 PPO = {
     "undiscounted": PpoConfig(normalize_advantages=False),

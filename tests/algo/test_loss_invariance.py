@@ -35,6 +35,7 @@ from slime_like.types import SampleGroup, Status
 from tests.algo.reference import reference
 from tests.algo.samples import SampleShape, batches, groups_of
 from tests.algo.simulate import ForwardOnlySum, LocalReduce, Policies, Policy, SimulatedStep, simulate
+from tests.hypothesis_examples import num_examples
 
 MAX_RESPONSE_LEN = 16
 ALGORITHMS: dict[str, AlgoConfig] = {
@@ -69,7 +70,7 @@ ALGORITHMS: dict[str, AlgoConfig] = {
     "reinforce_pp_kl": ReinforcePlusPlusConfig(gamma=0.9, kl_coef=0.1, kl_reward_type="k2", use_tis=True),
     "sft": SftConfig(),
 }
-FEW_EXAMPLES = settings(max_examples=8, deadline=None)
+FEW_EXAMPLES = settings(max_examples=num_examples(8), deadline=None)
 
 
 def batch_of(

@@ -11,9 +11,10 @@ from slime_like.algo.token_advantage import ReinforcePlusPlus, discounted_return
 from slime_like.config.schema.algo import GrpoConfig
 from slime_like.errors import ConfigError
 from tests.algo.simulate import LocalReduce
+from tests.hypothesis_examples import num_examples
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=num_examples(40))
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), gamma=st.sampled_from([0.0, 0.3, 0.99, 1.0]))
 def test_returns_equal_the_backward_recursion(lengths: list[int], gamma: float) -> None:
     segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from slime_like.errors import ConfigError
 from slime_like_compat.shell.launch_script import read_launch
 from tests.convert.shell_lines import assert_read_as_bash_does, assert_refused, read_script
+from tests.hypothesis_examples import num_examples
 
 FIXTURE = Path(__file__).parent / "slime" / "run-qwen3.5-35B-A3B-flashqla.sh"
 
@@ -131,7 +132,7 @@ def test_the_fixture_is_read_completely() -> None:
     assert layers.file_line.endswith("models/qwen3.5-35B-A3B.sh:14")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(st.text(alphabet="ab=$(){}[]'\"`\\#;&|<> \n\t@*:-+%!0", max_size=60))
 def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.getbasetemp()

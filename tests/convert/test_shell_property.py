@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.convert.shell_lines import arguments_in_bash, read_script
+from tests.hypothesis_examples import num_examples
 
 NAMES = st.sampled_from("XYZ")
 WORDS = st.sampled_from(
@@ -41,7 +42,7 @@ def compound(command: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 commands = st.recursive(simple, compound, max_leaves=6)
 
 
-@settings(max_examples=3 * settings().max_examples, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(st.lists(st.builds("{}{}".format, commands, st.sampled_from(ENDS)), max_size=3))
 def test_known_arguments_equal_those_of_bash(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     text = f'X=1\nY=ab\n{"".join(lines)}python3 train.py "x$X" "y$Y" "z${{Z:-unset}}"'

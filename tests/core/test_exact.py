@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.util import exact
+from tests.hypothesis_examples import num_examples
 
 DIM, GROUPS = 16, 2
 
@@ -36,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     return exact.attention(q, k, v, visible, DIM**-0.5)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=num_examples(25))
 @given(st.integers(1, 200), st.integers(0, 5))
 def test_attention_equals_float64(length: int, seed: int) -> None:
     q, k, v, visible = case(length, seed)
@@ -45,7 +46,7 @@ def test_attention_equals_float64(length: int, seed: int) -> None:
     torch.testing.assert_close(attend(q, k, v, visible).double(), expected, atol=2e-6, rtol=1e-5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=num_examples(40))
 @given(st.data(), st.integers(1, 200), st.integers(0, 5))
 def test_a_slice_of_queries_has_the_bits_of_the_full_result(data: st.DataObject, length: int, seed: int) -> None:
     q, k, v, visible = case(length, seed)
@@ -57,7 +58,7 @@ def test_a_slice_of_queries_has_the_bits_of_the_full_result(data: st.DataObject,
     assert torch.equal(part, full_result[:, :, start:stop])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=num_examples(20))
 @given(st.integers(1, 100), st.integers(1, 9), st.integers(0, 5))
 def test_a_row_does_not_depend_on_its_batch(length: int, batch: int, seed: int) -> None:
     q, k, v, visible = case(length, seed, batch)
@@ -72,7 +73,7 @@ def test_many_rows_are_processed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(attend(q, k, v, visible), full_result)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=num_examples(40))
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(exact.COLUMNS, 90), st.integers(8, 200))
 def test_rows_of_a_product_are_independent(rows: int, extra_rows: int, outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(rows)

@@ -12,6 +12,7 @@ import pytest
 
 from slime_like.util.deadline import scale
 from slime_like.util.imports import Distributions, heavy_imports
+from tests.conftest import read_distributions
 
 
 def test_collector_and_metadata_are_restored() -> None:
@@ -25,7 +26,7 @@ def test_collector_and_metadata_are_restored() -> None:
 
 
 def test_lookups_equal_the_complete_mapping() -> None:
-    mapping, reads = importlib.metadata.packages_distributions(), list[int]()
+    mapping, reads = read_distributions(), list[int]()
 
     def read_config() -> dict[str, list[str]]:
         reads.append(1)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.damage.checks import FAULTS, RunFiles
 from tests.damage.world import FILES
+from tests.hypothesis_examples import num_examples
 
-EXAMPLES = settings().max_examples * 3 // 10
+EXAMPLES = num_examples(30)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from slime_like.data.assemble import FILLER_ID, AssembleSpec, assemble
 from slime_like.errors import ConfigError, DataError, EngineError
 from slime_like.types import Reward, SampleGroup, Source, Span, Status
 from tests.algo.samples import SampleShape, batches, groups_of
+from tests.hypothesis_examples import num_examples
 
 SPEC = AssembleSpec(grpo, "token_mean", 1, 1, 1000, 16)
 COMPLETED = Status.COMPLETED
@@ -41,7 +42,7 @@ def per_sample(step: StepBatch, name: str) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "dr_grpo"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(groups=batches(), dp=st.integers(1, 4), budget=st.integers(1, 30), steps=st.integers(1, 2))
 def test_every_sample_is_packed_once_and_weights_sum_to_one(
     aggregation: str, groups: list[SampleGroup], dp: int, budget: int, steps: int
@@ -67,7 +68,7 @@ def test_every_sample_is_packed_once_and_weights_sum_to_one(
             assert len(row.token_ids) <= budget or len(row.sample_ids) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(groups=batches())
 def test_columns_follow_the_spans(groups: list[SampleGroup]) -> None:
     step = assemble(groups, SPEC, rollout_id=0).steps[0]

@@ -23,6 +23,7 @@ from slime_like.reward.check import label_rule, row_rule
 from tests.config.model_folder import write_model
 from tests.data.character_tokenizer import TEMPLATE, characters
 from tests.data.sources import TEN, chat_tokenizer, data, source, texts, write
+from tests.hypothesis_examples import num_examples
 
 REWARD = RewardConfig()
 GOOD_ROW = TEN[0]
@@ -183,7 +184,7 @@ COLUMNS = st.dictionaries(st.sampled_from(["prompt", "label", "rm_type", "metada
 LINES = COLUMNS.map(json.dumps) | JSON.map(json.dumps) | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(LINES, max_size=12))
 def test_any_lines_are_prompts_or_counted_bad_rows(tmp_path: Path, lines: list[str]) -> None:
     path = tmp_path / "any.jsonl"

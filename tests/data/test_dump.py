@@ -15,6 +15,7 @@ from slime_like.errors import DataError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
 from tests.damage.world import groups
+from tests.hypothesis_examples import num_examples
 
 
 def group(group_id: int, lengths: list[int], seed: int = 0, version: int = 2) -> SampleGroup:
@@ -57,7 +58,7 @@ def assert_same(a: SampleGroup, b: SampleGroup) -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 6), max_size=4), max_size=5))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_dumped_groups_are_loaded_unchanged(tmp_path: Path, shape: list[list[int]]) -> None:
     groups = [group(i, lengths) for i, lengths in enumerate(shape)]
     path = rollout_path(tmp_path, 12)

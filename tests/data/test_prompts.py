@@ -20,6 +20,7 @@ from slime_like.errors import ConfigError, DataError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.reward.check import label_rule
 from tests.data.sources import TEN, chat_tokenizer, data, plain_tokenizer, source, texts, write
+from tests.hypothesis_examples import num_examples
 
 
 def test_a_row_becomes_a_prompt_with_tokens_label_and_reward(tmp_path: Path) -> None:
@@ -227,7 +228,7 @@ def test_every_epoch_holds_every_prompt_in_a_new_order(tmp_path: Path) -> None:
     assert [p.prompt_id for p in source(path, seed=8).next(10)] != first
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     batch=st.integers(1, 10),
     refills=st.integers(0, 2),
@@ -272,7 +273,7 @@ def test_without_shuffle_prompts_are_in_file_order(tmp_path: Path) -> None:
     assert [p.prompt_id for p in prompts.next(25)] == [*range(10), *range(10), *range(5)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(calls_before=st.lists(st.integers(0, 13), max_size=4), num_after=st.integers(1, 25), shuffle=st.booleans())
 def test_resume_continues_with_the_next_prompt(
     tmp_path_factory: pytest.TempPathFactory, calls_before: list[int], num_after: int, shuffle: bool

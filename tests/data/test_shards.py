@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_like.batch import EMPTY_BATCH, PackedBatch, StepBatch, TrainBatch, redistribute, shards, split_equally
+from tests.hypothesis_examples import num_examples
 
 
 def micro_batch(number: int) -> PackedBatch:
@@ -24,7 +25,7 @@ def micro_batch(number: int) -> PackedBatch:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=num_examples(40))
 @given(dp=st.integers(1, 4), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3), num_ranks=st.integers(1, 5))
 def test_columns_return_to_their_micro_batches(dp: int, sizes: list[int], num_ranks: int) -> None:
     counter = iter(range(1000))

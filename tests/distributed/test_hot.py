@@ -26,6 +26,7 @@ from slime_like.distributed.guard.symmetric_actions import SymmetricActions
 from slime_like.distributed.wrapper import hot, install
 from slime_like.distributed.wrapper.wrapper import Wrapper
 from tests.distributed.wrapped import Memory
+from tests.hypothesis_examples import num_examples
 
 CPU = torch.device("cpu")
 NEVER = GuardSpec(wrap=True, default=MemoryPolicy(checks="never"), ring=64)
@@ -140,7 +141,7 @@ def run_calls(names: list[str], *, in_c: bool) -> tuple[Any, ...]:
 
 
 @needs_c
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=num_examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=30))
 def test_c_and_python_give_the_same_results(names: list[str]) -> None:
     assert run_calls(names, in_c=True) == run_calls(names, in_c=False)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from slime_like_plugins.sglang_cpu import build
 from slime_like_plugins.sglang_cpu.kernels import CKernels
+from tests.hypothesis_examples import num_examples
 
 USE_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else st.just(False)
 KV_HEADS, GROUP, DIM, SLOTS, WIDTH = 2, 3, 8, 400, 64
@@ -41,7 +42,7 @@ def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_cac
     return torch.einsum("hql,lhd->qhd", weights_HQL, values[:, of_head])
 
 
-@settings(deadline=None, max_examples=settings().max_examples * 2 // 5)
+@settings(deadline=None, max_examples=num_examples(40))
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6),
     st.booleans(),

@@ -13,6 +13,7 @@ from torch import Tensor
 from slime_like_plugins.rollout_sampling.draw import draw, uniform
 from slime_like_plugins.sglang_cpu.kernels import TorchKernels
 from tests.engine.c_kernels import C, needs_compiler
+from tests.hypothesis_examples import num_examples
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 ROWS = st.integers(1, 5)
@@ -35,7 +36,7 @@ def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
 
 
 @needs_compiler
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, residual=st.booleans(), seed=st.integers(0, 99))
 def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype, residual: bool, seed: int) -> None:
     x, weight = random(seed, rows, width, dtype=dtype), random(seed + 1, width, dtype=dtype)
@@ -52,7 +53,7 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype, residual: bool,
 
 
 @needs_compiler
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, scale=st.sampled_from([1.0, 30.0, 200.0]))
 def test_silu_mul(rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
     gate_up = random(width, rows, 2 * width, dtype=dtype)
@@ -64,7 +65,7 @@ def test_silu_mul(rows: int, width: int, dtype: torch.dtype, scale: float) -> No
 
 
 @needs_compiler
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(
     rows=ROWS,
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 2), (3, 3)]),
@@ -94,7 +95,7 @@ def test_rope_and_store(rows: int, heads: tuple[int, int], half: int, dtype: tor
 
 
 @needs_compiler
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(
     lens=st.lists(st.integers(1, 70), min_size=1, max_size=5),
     heads=st.sampled_from([(1, 1), (2, 1), (6, 2), (4, 4), (7, 1), (10, 2)]),
@@ -121,7 +122,7 @@ def test_attention(lens: list[int], heads: tuple[int, int], dim: int, dtype: tor
 
 
 @needs_compiler
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(rows=ROWS, vocabulary=st.sampled_from([1, 2, 15, 16, 17, 255, 256, 257, 500, 1000]), seed=st.integers(0, 10**6))
 def test_sampling(rows: int, vocabulary: int, seed: int) -> None:
     """The token and its score equal torch's for the same seed, unless the draw is within rounding of a boundary."""

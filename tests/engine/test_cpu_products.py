@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slime_like_plugins.sglang_cpu import products
 from slime_like_plugins.sglang_cpu.products import Products
 from tests.engine.c_kernels import C, has_products
+from tests.hypothesis_examples import num_examples
 
 needs_products = pytest.mark.skipif(not has_products(), reason="no C compiler, or a CPU without its products")
 
@@ -97,7 +98,7 @@ def test_the_layers_are_packed_if_the_head_is_too_large(
 
 
 @needs_products
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=num_examples(80))
 @given(
     rows=st.integers(1, 130),
     depth=st.integers(1, 80),

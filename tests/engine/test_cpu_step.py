@@ -23,6 +23,7 @@ from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.products import Products
 from slime_like_plugins.sglang_cpu.structure import DecoderBlock
 from tests.engine.c_kernels import C, has_products
+from tests.hypothesis_examples import num_examples
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="no C compiler, or a CPU without its products")
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +119,7 @@ def run_separately(model: StepModel, x: Tensor, angles: tuple[Tensor, Tensor], b
     return product(h, model.lm_head)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=num_examples(40))
 @given(
     rows=st.integers(1, 30),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

@@ -20,6 +20,7 @@ from slime_like_plugins.sglang_cpu import build
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 from tests.engine.c_kernels import C, needs_compiler
 from tests.engine.dcp_case import DIM, ThreadGroup, by_threads, sharded_case
+from tests.hypothesis_examples import num_examples
 
 IN_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else st.just(False)
 
@@ -30,7 +31,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("base", [math.e, 2.0])
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 @given(
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
     scale=st.sampled_from([0.1, 1.0, 40.0, 3e4]),
@@ -60,7 +61,7 @@ def test_a_token_without_any_key_gets_nothing() -> None:
 
 
 @needs_compiler
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     lens=st.lists(st.integers(0, 70), min_size=1, max_size=5),
     heads=st.sampled_from([(1, 1), (2, 1), (6, 2), (7, 1), (16, 1)]),
@@ -90,7 +91,7 @@ def test_the_c_kernel_returns_log_sum_exp(
 
 
 @pytest.mark.parametrize("form", ["ag_rs", "a2a"])
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(
     requests=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6),
     size=st.integers(2, 4),

@@ -26,6 +26,7 @@ from tests.engine.flashinfer_case import (
     stub_runner,
     use_torch,
 )
+from tests.hypothesis_examples import num_examples
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6)
 
@@ -45,7 +46,7 @@ def forward(ranks: list[Any], group: ThreadGroup, case: ShardedCase, batch: Any)
 
 
 @pytest.mark.parametrize("exchange", ["ag_rs", "a2a"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(requests=REQUESTS, size=st.integers(2, 4), heads=st.integers(1, 5), decode=st.booleans())
 def test_any_mix_of_lengths_over_ranks(
     exchange: str, requests: list[tuple[int, int]], size: int, heads: int, decode: bool
@@ -67,7 +68,7 @@ def test_any_mix_of_lengths_over_ranks(
         assert int(pool.keys.isfinite().all(-1).sum()) == int((case.slots_L % size == rank).sum())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 @given(lens=st.lists(st.integers(1, 40), min_size=3, max_size=3), size=st.integers(2, 4), has_host_lens=st.booleans())
 def test_a_graph_reads_the_plan_of_its_replay(lens: list[int], size: int, has_host_lens: bool) -> None:
     """A graph is captured with sequences of one token; ``has_host_lens``: the lengths on the host, which FlashInfer's fast plan reads."""
@@ -94,7 +95,7 @@ def test_a_graph_reads_the_plan_of_its_replay(lens: list[int], size: int, has_ho
     torch.testing.assert_close(out.double(), case.exact(), atol=3e-6, rtol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 @given(lens=st.lists(st.integers(0, WIDTH), min_size=1, max_size=5), size=st.integers(1, 5), data=st.data())
 def test_rows_of_a_rank(lens: list[int], size: int, data: st.DataObject) -> None:
     """Every token of every sequence is read by one rank, in the order of positions, from the row where it is stored."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slime_like_plugins.qwen_gdn.causal_conv import causal_conv
 from slime_like_plugins.sglang_cpu.hybrid import checkpoints, conv, delta_rule, layers, states
+from tests.hypothesis_examples import num_examples
 
 WIDTH, CHANNELS, SLOTS = 4, 6, 7
 HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
@@ -41,7 +42,7 @@ def convolve(x_TD: Tensor, before_HD: Tensor, weight_DW: Tensor) -> tuple[Tensor
     return F.silu(torch.stack(taps)).float(), inputs[-(WIDTH - 1) :].float()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=num_examples(50))
 @given(lengths=LENGTHS, padding=st.integers(0, 3), seed=SEEDS)
 def test_convolution_of_a_prefill_equals_the_definition(lengths: list[int], padding: int, seed: int) -> None:
     total, weight = sum(lengths), random(seed, CHANNELS, WIDTH)
@@ -71,7 +72,7 @@ def test_convolution_of_a_prefill_equals_the_definition(lengths: list[int], padd
     assert torch.equal(pool[unused_rows], pool_before[unused_rows])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=num_examples(20))
 @given(length=st.integers(1, 12), seed=SEEDS)
 def test_convolution_token_by_token_equals_a_prefill(length: int, seed: int) -> None:
     weight, x_TD = random(seed, CHANNELS, WIDTH), random(seed + 1, length, CHANNELS)
@@ -143,7 +144,7 @@ class RequestInputs:
         return out.float(), state.float()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=num_examples(25))
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_delta_rule_of_a_prefill_and_a_decode_equals_the_definition(lengths: list[int], seed: int) -> None:
     """All but the last token of each request are one packed prefill, and the last tokens one decode step.
@@ -189,7 +190,7 @@ def test_delta_rule_of_a_prefill_and_a_decode_equals_the_definition(lengths: lis
     assert torch.equal(pool[unused_rows], pool_before_use[unused_rows])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=num_examples(25))
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4), seed=SEEDS, data=st.data())
 def test_states_between_chunks_are_those_of_shorter_prefills(
     lengths: list[int], seed: int, data: st.DataObject
@@ -259,7 +260,7 @@ def test_speculative_decoding_is_refused() -> None:
 
 # ---- between them ----------------------------------------------------------------------------------------------------
 @given(seed=SEEDS, activation=st.sampled_from(["silu", "swish", "sigmoid"]))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=num_examples(20))
 def test_gated_norm_equals_the_definition(seed: int, activation: str) -> None:
     x, gate, weight = random(seed, 3, KEY), random(seed + 1, 3, KEY), random(seed + 2, KEY)
     row, gate64 = x.double(), gate.double()

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from slime_like_plugins.qwen_gdn import causal_conv
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
 from tests.gdn.recurrence import conv_errors, convolve, make_conv
+from tests.hypothesis_examples import num_examples
 
 TORCH = TorchGDN()
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=5),
     st.integers(1, 5),

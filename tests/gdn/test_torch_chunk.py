@@ -28,6 +28,7 @@ from tests.gdn.recurrence import (
     recurrence,
     weights_of,
 )
+from tests.hypothesis_examples import num_examples
 
 EXACT = 1e-12
 TORCH = TorchGDN()
@@ -50,7 +51,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(SHAPES, st.sampled_from([1e-3, 0.1, 3.0]), st.integers(0, 99))
 def test_any_lengths_heads_and_padding(shape: CaseShape, decay: float, seed: int) -> None:
     assert_equals_recurrence(make_case(shape, seed=seed, decay=decay))
@@ -126,7 +127,7 @@ def test_packing_changes_nothing() -> None:
         assert max(measured.values()) <= EXACT, (n, measured)
 
 
-@settings(max_examples=10)
+@settings(max_examples=num_examples(10))
 @given(st.integers(0, 150))
 def test_a_split_with_state_passing_changes_nothing(cut: int) -> None:
     full = make_case(CaseShape((150,), groups=2))

@@ -14,13 +14,14 @@ from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.mode import PROBE_INTERVAL, STREAM_ROWS, ModeChooser
 from slime_like_plugins.remote_experts.routing import ExpertRows, split
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
+from tests.hypothesis_examples import num_examples
 from tests.remote_experts.workers import reference, weights_of
 
 NUM_EXPERTS = 6
 MATRICES = weights_of(ExpertShapes((0,), (NUM_EXPERTS,), 8, 12, "float32", 64, 3))[0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(st.integers(0, 80), st.sets(st.integers(0, NUM_EXPERTS - 1)), st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_local_and_remote_sums_are_those_of_all_experts(num: int, remote: set[int], size: int, seed: int) -> None:
     """Include ids of -1, weights of 0, no remote and no local experts; each token is in at most one request."""

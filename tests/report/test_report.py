@@ -26,6 +26,7 @@ from slime_like.report.run_page import run_page
 from slime_like.report.samples import sampled_rollouts
 from slime_like.report.write import write_report
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
+from tests.hypothesis_examples import num_examples
 from tests.report.pages import check_self_contained
 from tests.report.test_compare import write_run
 
@@ -126,7 +127,7 @@ def test_hostile_text_stays_text(run: Path) -> None:
     html.encode()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(st.text(alphabet=st.characters(), max_size=40))
 def test_any_text_of_a_model_stays_text(text: str) -> None:
     html = chart(text, [Series(text, [(0, 1.0)])], note=text)

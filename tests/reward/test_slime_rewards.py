@@ -14,6 +14,7 @@ from slime_like.reward.check import row_rule
 from slime_like.reward.latex import last_boxed
 from slime_like.reward.worker import ScoreRequest, answer
 from slime_like.types import Reward
+from tests.hypothesis_examples import num_examples
 from tests.reward.scored import group
 
 CORRECT, INCORRECT = Reward(1.0, 1.0), Reward(0.0, 0.0)
@@ -81,7 +82,7 @@ def test_f1_equals_squads(label: str, text: str, expected: float) -> None:
     assert score("f1", text, label).accuracy is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     st.lists(st.sampled_from(["red", "blue", "green"]), min_size=1),
     st.lists(st.sampled_from(["red", "blue", "sky"]), min_size=1),

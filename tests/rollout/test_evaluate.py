@@ -31,10 +31,11 @@ from slime_like.rollout.generate.evaluate import (
     prompt_result,
 )
 from slime_like.types import Reward, SampleGroup, Status
+from tests.hypothesis_examples import num_examples
 from tests.reward.scored import group
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(st.integers(1, 400), st.data())
 def test_pass_at_k_equals_the_exact_formula(n: int, data: st.DataObject) -> None:
     right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
@@ -42,7 +43,7 @@ def test_pass_at_k_equals_the_exact_formula(n: int, data: st.DataObject) -> None
     assert pass_at_k(n, right, k) == pytest.approx(float(exact), abs=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(right: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(right)))

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from slime_like.errors import StoreFull
 from slime_like.store.columns import TokenColumns
 from slime_like.store.store import Batch, SampleStore
+from tests.hypothesis_examples import num_examples
 from tests.store.reference import BLOCKS, EXPERT_DTYPE, TOP, ScalarRow, assert_same, flat, num_tables
 
 TOKENS = st.lists(
@@ -162,4 +163,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestStore.settings = settings(max_examples=num_examples(30), stateful_step_count=20, deadline=None)

@@ -24,6 +24,7 @@ from slime_like_plugins.megatron_cpu.functions import (
 from slime_like_plugins.megatron_cpu.kernels import QUERIES, SOURCE, QkvHeads, TrainKernels, make_kernels
 from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 from slime_like_plugins.sglang_cpu.build import COMPILERS, object_name
+from tests.hypothesis_examples import num_examples
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="no C compiler")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -72,14 +73,14 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(rows=ROWS, width=st.integers(8, 200), dtype=DTYPES, seed=SEEDS)  # the norm of one number has no gradient
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     inputs = random(seed, (rows, 1, width), (width,), dtype=dtype)
     assert_agree(lambda x, w: RMSNormFunction.apply(x, w, EPS, C()), rms, inputs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, seed=SEEDS)
 def test_swiglu(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     inputs = random(seed, (rows, 1, 2 * width), dtype=dtype)
@@ -91,7 +92,7 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     assert_agree(lambda x: SwiGLUFunction.apply(x, None, C()), definition, inputs)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=num_examples(40))
 @given(rows=ROWS, width=st.integers(1, 200), dtype=DTYPES, seed=SEEDS)
 def test_scaled_swiglu(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     (gate_up,), (scale,) = random(seed, (rows, 2 * width), dtype=dtype), random(seed, (rows,), dtype=torch.float32)
@@ -109,7 +110,7 @@ def test_swiglu_far_from_zero() -> None:
     torch.testing.assert_close(C().swiglu(rows)[0], F.silu(gate) * 0.5, equal_nan=True, atol=1e-30, rtol=2e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(
     rows=ROWS,
     groups=st.integers(1, 3),
@@ -144,7 +145,7 @@ def test_split_norm_rotate(
     assert_agree(fused, definition, random(seed, (rows, heads.width), *weights, dtype=dtype))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=num_examples(80))
 @given(
     rows=ROWS,
     real=st.integers(1, 70),
@@ -255,7 +256,7 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(
     lengths=LENGTHS,
     groups=st.integers(1, 3),

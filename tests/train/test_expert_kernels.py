@@ -16,6 +16,7 @@ from slime_like_plugins.megatron_cpu import experts
 from slime_like_plugins.megatron_cpu.experts import ExpertLinearFunction, expert_kernels
 from slime_like_plugins.megatron_cpu.kernels import SOURCE
 from slime_like_plugins.sglang_cpu.build import COMPILERS
+from tests.hypothesis_examples import num_examples
 from tests.train.test_grouped_products import COUNTS, DTYPES, SEEDS, assert_agree, one_by_one, random
 
 pytestmark = pytest.mark.skipif(not any(shutil.which(name) for name in COMPILERS), reason="no C compiler")
@@ -28,7 +29,7 @@ def in_c(counts: Sequence[int], rows: Tensor, *weights: Tensor) -> Tensor:
     return out
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(counts=COUNTS, inputs=SIZES, outputs=SIZES, dtype=DTYPES, seed=SEEDS)
 @example(counts=[0, 0], inputs=4, outputs=2, dtype=torch.float32, seed=0)
 @example(counts=[0, 1601, 3], inputs=34, outputs=200, dtype=torch.bfloat16, seed=0)  # several blocks in each dimension

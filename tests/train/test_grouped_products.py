@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slime_like.train.megatron.model.grouped_products import GroupedLinear, WeightedSwiGLU
 from slime_like.train.megatron.model.token_rows import Reorder, by_expert, token_rows
+from tests.hypothesis_examples import num_examples
 from tests.values import has_values
 
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
@@ -60,7 +61,7 @@ def one_by_one(counts: Sequence[int]) -> Callable[..., Tensor]:
     return definition
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(counts=COUNTS, inputs=st.integers(1, 40), outputs=st.integers(1, 40), dtype=DTYPES, seed=SEEDS)
 @example(counts=[0, 0], inputs=3, outputs=2, dtype=torch.float32, seed=0)
 @example(counts=[0, 5, 0], inputs=8, outputs=8, dtype=torch.bfloat16, seed=0)
@@ -94,7 +95,7 @@ def test_grouped_linear_on_a_gpu(counts: list[int], dtype: torch.dtype) -> None:
     assert_agree(grouped(counts), one_by_one(counts), tensors, terms=130)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=num_examples(40))
 @given(rows=st.integers(0, 9), width=st.integers(1, 40), dtype=DTYPES, seed=SEEDS)
 def test_weighted_swiglu(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     gate_up, probs = *random(seed, (rows, 2 * width), dtype=dtype), *random(seed, (rows,), dtype=torch.float32)
@@ -118,7 +119,7 @@ def routing(num_tokens: int, experts: int, top_k: int, seed: int) -> Tensor:
     return torch.zeros(num_tokens, experts, dtype=torch.bool).scatter(1, scores.topk(top_k, 1).indices, value=True)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(tokens=st.integers(0, 12), experts=st.integers(1, 9), data=st.data(), dtype=DTYPES, seed=SEEDS)
 def test_rows_of_tokens(tokens: int, experts: int, data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
     top_k = data.draw(st.integers(1, experts))
@@ -133,7 +134,7 @@ def test_rows_of_tokens(tokens: int, experts: int, data: st.DataObject, dtype: t
     assert_agree(rows.combine, combined, random(seed, (tokens * top_k, 5), dtype=dtype), terms=top_k)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(senders=st.integers(1, 4), experts=st.integers(1, 5), seed=SEEDS)
 def test_received_rows_are_ordered_by_expert(senders: int, experts: int, seed: int) -> None:
     counts_SE = torch.randint(0, 4, (senders, experts), generator=torch.Generator().manual_seed(seed))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.model.expert_choice import ExpertChoice, GroupLimitedChoice
+from tests.hypothesis_examples import num_examples
 from tests.train.jobs import SP, RankJob, Results
 from tests.train.parity import REPLAYED, comparison
 from tests.train.routing import OldChoice
@@ -88,7 +89,7 @@ def test_weights_of_replayed_experts_have_gradients_and_unknown_tokens_choose() 
     assert choose(choice, scores)[1].tolist() == [[0, 1], [0, 1]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 @given(seed=st.integers(0, 10_000), ranked=st.integers(1, 2))
 def test_a_gap_is_the_least_change_of_scores_that_allows_the_choice(seed: int, ranked: int) -> None:
     """The gap is 0 for the router's own choice, and above 0 for any other set of experts."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.train.megatron.model.sdpa import attention_batches, in_batches, in_pieces
+from tests.hypothesis_examples import num_examples
 
 CPU = torch.device("cpu")
 RAGGED = [9, 3, 8, 1, 9, 16, 2]
@@ -48,7 +49,7 @@ def values_and_gradients(attend: Attend, lengths: list[int]) -> list[Tensor]:
     return [out, *torch.autograd.grad((out * torch.randn(shapes[0], generator=numbers)).sum(), inputs)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @example(lengths=[7])
 @example(lengths=[5] * 8)
 @example(lengths=[5] * 4 + [6] * 4)

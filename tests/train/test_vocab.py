@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
+from tests.hypothesis_examples import num_examples
 
 
 def reference(hidden: Tensor, weight: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -16,7 +17,7 @@ def reference(hidden: Tensor, weight: Tensor, target: Tensor, temperature: float
     return log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     n=st.integers(0, 9),
     real=st.integers(1, 12),
