@@ -52,6 +52,7 @@ def _install_in_hydra() -> None:
     def pickled(path: str, provider: str, config_path: str) -> bytes:
         return pickle.dumps(read(ImportlibResourcesConfigSource(provider, path), config_path))
 
+    @functools.wraps(read)
     def load_config(self: Any, config_path: str) -> Any:
         return pickle.loads(pickled(f"pkg://{self.path}", self.provider, config_path))  # noqa: S301 (bytes of this process)
 

@@ -7,15 +7,18 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from slime_like.config.load.loader import _compose_shipped, _copy, from_yaml, load_config, show, to_yaml
+from slime_like.config.load.loader import _compose_shipped, _copy, _hydra, from_yaml, load_config, show, to_yaml
 from slime_like.config.load.paths import config_folder
 from slime_like.config.schema import algo, policy, role_algo
 from slime_like.config.schema.known import ALGORITHMS, known_keys
@@ -95,6 +98,22 @@ def test_copies_of_the_tests_equal_those_of_the_loader(groups: tuple[str, ...]) 
         with pytest.raises(ConfigAttributeError, match="seeed"):
             OmegaConf.update(tree_copy, "run.seeed", 7, merge=True)
     assert pickled_copy(tree).run.seed == tree.run.seed
+
+
+@pytest.mark.parametrize("groups", [(), ("+recipe=quickstart_latent", "algo=ppo")])
+def test_compositions_of_the_tests_equal_those_of_hydra(
+    groups: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tests Hydra copies schemas from pickles and reads its own files once (tests/pickled_copies.py)."""
+    faster = _hydra(config_folder(), groups)
+    read: Any = ImportlibResourcesConfigSource.load_config
+    monkeypatch.setattr(ImportlibResourcesConfigSource, "load_config", read.__wrapped__)
+    for name in ("load", "__deepcopy__"):
+        monkeypatch.delattr(ConfigStore.instance(), name)
+    for _ in range(2):  # a composition leaves the schemas as they were
+        composed = _hydra(config_folder(), groups)
+        assert OmegaConf.to_yaml(faster) == OmegaConf.to_yaml(composed)
+        assert OmegaConf.get_type(faster, "algo") == OmegaConf.get_type(composed, "algo")
 
 
 @given(st.text())
