@@ -55,6 +55,7 @@ GROUPS = (
 # Files that import SGLang, megatron-core or transformers, which takes seconds: in one process if no engine is started.
 HEAVY_IMPORTS = (
     "tests/engine/",
+    "tests/damage/",
     "tests/data/",
     "tests/benchmarks/test_flow_mla.py",
     "tests/benchmarks/test_gdn.py",
