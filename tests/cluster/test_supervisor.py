@@ -18,11 +18,12 @@ import psutil
 import pytest
 
 from slime_like.util.deadline import Deadline
+from tests.cluster.driver_server import ForkedDriver
 from tests.e2e.runs import REPOSITORY
 
 
 class Driver:
-    """Process that runs a case of ``tests.cluster.drivers``."""
+    """Process that runs a case of ``tests.cluster.drivers``: a new interpreter with ``preexec``, else a fork of a server."""
 
     def __init__(
         self,
@@ -34,6 +35,10 @@ class Driver:
         stdin: int = 0,
     ) -> None:
         self.run_dir = run_dir
+        self.process: subprocess.Popen[str] | ForkedDriver
+        if preexec is None:
+            self.process = ForkedDriver(case, run_dir, limit_s)
+            return
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.drivers", case, str(run_dir)],
             cwd=REPOSITORY,
@@ -48,6 +53,7 @@ class Driver:
     def end(self) -> tuple[int, str]:
         """Return exit code and stderr."""
         stderr = self.process.communicate(timeout=Deadline("test", "end", 30).limit)[1]
+        assert self.process.returncode is not None
         return self.process.returncode, stderr
 
     def until(self, reached: Callable[[], bool]) -> None:
