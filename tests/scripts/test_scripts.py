@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import summarize_run  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
 from tests.scripts.shell import ROOT, bash, executable
 
 SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
@@ -68,25 +69,20 @@ def test_a_failing_step_ends_the_script_with_its_name() -> None:
     assert "setup: doing this failed after" in result.stderr
 
 
-def summarize(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/summarize_run.py", "+recipe=quickstart"]
-    return subprocess.run(
-        [*command, f"run.dir={run_dir}", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
 def test_summary_prints_first_and_last_accuracy(tmp_path: Path) -> None:
     rows = [{"step": 0, "eval/arithmetic": 0.31}, {"step": 1}, {"step": 7, "eval/arithmetic": 0.92}, {"step": 8}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = summarize(tmp_path)
+    command = [sys.executable, "scripts/summarize_run.py", "+recipe=quickstart", f"run.dir={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stdout == "held-out accuracy (eval/arithmetic): 0.310 after the warm start, 0.920 after 7 rollouts\n"
     assert result.returncode == 0
 
 
-def test_a_run_without_accuracy_has_no_summary(tmp_path: Path) -> None:
-    missing = summarize(tmp_path)
-    assert missing.returncode == 1 and "metrics.jsonl" in missing.stderr
+def test_a_run_without_accuracy_has_no_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["+recipe=quickstart", f"run.dir={tmp_path}"]
+    assert summarize_run.main(command) == 1
+    assert "metrics.jsonl" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    empty = summarize(tmp_path)
-    assert empty.returncode == 1 and "no eval/arithmetic" in empty.stderr
-    assert summarize(tmp_path, "--plan").returncode == 0  # --plan runs nothing to summarize
+    assert summarize_run.main(command) == 1
+    assert "no eval/arithmetic" in capsys.readouterr().err
+    assert summarize_run.main([*command, "--plan"]) == 0  # --plan runs nothing to summarize
