@@ -14,7 +14,7 @@ from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
 from slime_like.cluster.start import local_ray, node_request, placement
-from slime_like.cluster.start.node_request import request_bundles
+from slime_like.cluster.start.node_request import request_bundles, request_strategy
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, MissingResources
@@ -220,15 +220,16 @@ class PlacementGroups:
         self.removed: list[object] = []
 
     def create(self, bundles: object, strategy: str) -> SimpleNamespace:
-        assert strategy == "PACK"
+        assert strategy == "STRICT_SPREAD", "the trainer nodes are different ones"
         self.created.append(bundles)
-        return SimpleNamespace(wait=lambda _: True)
+        return SimpleNamespace(wait=lambda seconds: seconds >= 1)  # Ray's call without time ends before the answer
 
 
 def test_the_request_for_nodes_has_each_gpu_of_the_run_once() -> None:
     split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
-    bundles = request_bundles(*plan_of(*split))
-    assert bundles == [{"GPU": 4.0, "CPU": 4.0}, *[{"GPU": 1.0, "CPU": 1.0}] * 12]
+    cfg, plan = plan_of(*split)
+    assert request_bundles(cfg, plan) == [{"GPU": 4.0, "CPU": 4.0}, *[{"GPU": 1.0, "CPU": 1.0}] * 12]
+    assert request_strategy(plan) == "PACK"
 
 
 def test_a_run_waits_for_missing_nodes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

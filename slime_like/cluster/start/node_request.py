@@ -10,6 +10,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from slime_like.cluster.plan.planner import Plan
 from slime_like.config.schema.root import TrainConfig
 
+# Seconds for the answer to the question if a group is placed. Ray takes whole ones; with 0, its call ends before the answer.
+PLACED_S = 1
+
 
 def request_bundles(cfg: TrainConfig, plan: Plan) -> list[dict[str, float]]:
     """Return the resources of each trainer node, and one bundle for each other GPU; on CPUs one for each trainer node."""
@@ -20,6 +23,12 @@ def request_bundles(cfg: TrainConfig, plan: Plan) -> list[dict[str, float]]:
     rest = plan.num_gpus - num_nodes * per_node
     trainers = [{"GPU": float(per_node), "CPU": float(per_node)}] * num_nodes if per_node else []
     return [*trainers, *[{"GPU": 1.0, "CPU": 1.0}] * rest]
+
+
+def request_strategy(plan: Plan) -> str:
+    """Return Ray's strategy for the bundles: each on another node if all are trainer nodes, which ``assign`` never puts on one."""
+    only_trainers = plan.needs_trainer and plan.num_gpus == plan.actor.layout.world_size
+    return "STRICT_SPREAD" if plan.device == "cpu" or only_trainers else "PACK"
 
 
 class NodeRequest:
@@ -33,7 +42,7 @@ class NodeRequest:
         """Create the group unless it is pending. Remove it once it has reserved its resources, which the run itself needs."""
         if self._group is None:
             self._group = placement_group(self._bundles, strategy=self._strategy)
-        elif self._group.wait(0):
+        elif self._group.wait(PLACED_S):
             self.withdraw()
 
     def withdraw(self) -> None:

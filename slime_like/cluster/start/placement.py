@@ -21,7 +21,7 @@ from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode, ClusterPlan, plan_on_nodes
 from slime_like.cluster.plan.transport import transport_on_nodes
 from slime_like.cluster.start import local_ray
-from slime_like.cluster.start.node_request import NodeRequest, request_bundles
+from slime_like.cluster.start.node_request import NodeRequest, request_bundles, request_strategy
 from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers.calls import call, start_actor, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
@@ -104,9 +104,7 @@ class Placement:
     def _plan_on_nodes(self) -> tuple[ClusterPlan, Assignment]:
         """Wait for the nodes and GPUs of the run, and plan on them."""
         cfg = self._cfg
-        request = NodeRequest(
-            request_bundles(cfg, self._plan), "STRICT_SPREAD" if self._plan.device == "cpu" else "PACK"
-        )
+        request = NodeRequest(request_bundles(cfg, self._plan), request_strategy(self._plan))
         try:
             assignment, nodes = self._assign_nodes(request)
         finally:
