@@ -293,6 +293,13 @@ def test_a_run_that_waits_for_nodes_is_submitted_to_a_cluster_that_grows() -> No
         plan_job(["+recipe=qwen3_30b_a3b", "rollout.sglang.mem_fraction_static=0.9"], HALF_NODES, grows=True)
 
 
+@pytest.mark.parametrize(("grows", "warns"), [(True, True), (False, False)])
+def test_a_run_that_would_take_cpus_before_nodes_with_gpus_join_is_named(grows: bool, warns: bool) -> None:
+    plan = plan_job(QUICK, [CPU_NODE], grows=grows)
+    assert any("if nodes with GPUs will join, set placement.device=cuda" in line for line in plan.warnings) == warns
+    assert not plan_job([*QUICK, "placement.device=cpu"], [CPU_NODE], grows=grows).warnings
+
+
 def test_engines_fit_a_cluster_with_different_nodes() -> None:
     """The nodes have six GPUs on average, and an engine of eight fits the larger one."""
     sizes = ("placement.actor_num_gpus_per_node=4", "rollout.tp=8", "rollout.num_engines=1")

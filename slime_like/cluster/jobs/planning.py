@@ -59,10 +59,21 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
         if not grows:
             raise MissingResources(f"{error}; if nodes will join, pass --grows") from error
         limit = f"placement.wait_deadline_s={cfg.placement.wait_deadline_s:g}"
-        return JobPlan(cfg, (cluster,), (f"not planned, since the run waits for nodes, at most {limit}: {error}",))
+        waits = f"not planned, since the run waits for nodes, at most {limit}: {error}"
+        return JobPlan(cfg, (cluster,), (waits, *_device_warning(cfg, machine, grows)))
     plan = replace(plan, engines=on_nodes(plan.engines, assignment.nodes_per_engine))
     planned = plan_on_nodes(cfg, plan, nodes)
-    return JobPlan(cfg, (cluster, planned.plan.summary), (*planned.plan.advice, *planned.warnings))
+    warnings = (*planned.plan.advice, *planned.warnings, *_device_warning(cfg, machine, grows))
+    return JobPlan(cfg, (cluster, planned.plan.summary), warnings)
+
+
+def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[str, ...]:
+    """Return a warning if a run on GPUs may have been intended, but selects a CPU before nodes with GPUs join."""
+    if not grows or machine.num_gpus or cfg.placement.device != "auto":
+        return ()
+    return (
+        "placement.device=auto selects cpu, as no node has a GPU: if nodes with GPUs will join, set placement.device=cuda",
+    )
 
 
 def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
