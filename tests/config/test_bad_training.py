@@ -246,6 +246,11 @@ RULES = {
         "rollout.sglang.cuda_graph_backend_prefill=breakable",
         "set it to disabled",
     ),
+    "offload with decode graphs that cannot be released": (
+        "placement.offload_rollout=true rollout.sglang.cuda_graph_backend_decode=breakable",
+        "rollout.sglang.cuda_graph_backend_decode=breakable",
+        "set it to full",
+    ),
     "no share": ("optim.cpu_offload_fraction=0", "optim.cpu_offload_fraction=0", "above 0"),
     "megatron key": ("model.megatron.softmax_scal=0.1", "model.megatron.softmax_scal=0.1", "'softmax_scale'"),
     "megatron key of ours": ("model.megatron.num_layers=3", "model.megatron.num_layers=3", "config.json"),

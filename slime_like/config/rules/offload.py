@@ -6,7 +6,11 @@ from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
-PREFILL_GRAPHS = "cuda_graph_backend_prefill"
+GRAPHS = {
+    "cuda_graph_backend_prefill": "disabled, which is the default here, or to full",
+    "cuda_graph_backend_decode": "full",
+}
+"""Fields of SGLang's arguments -> backends whose graphs SGLang can release."""
 
 
 def check_offload(cfg: TrainConfig) -> None:
@@ -44,11 +48,11 @@ def _check_engines(cfg: TrainConfig, setting: str) -> None:
         )
     if cfg.rollout.sglang.get("enable_memory_saver") is False:
         raise ConfigError(f"{setting} with rollout.sglang.enable_memory_saver=false: remove the latter")
-    if cfg.rollout.sglang.get(PREFILL_GRAPHS) == "breakable":
-        raise ConfigError(
-            f"{setting} with rollout.sglang.{PREFILL_GRAPHS}=breakable: SGLang cannot release such graphs; set it to disabled, which is the "
-            "default here, or to full"
-        )
+    for field, backends in GRAPHS.items():
+        if cfg.rollout.sglang.get(field) == "breakable":
+            raise ConfigError(
+                f"{setting} with rollout.sglang.{field}=breakable: SGLang cannot release such graphs; set it to {backends}"
+            )
     flow = cfg.rollout.flow_mla
     if flow.enabled and flow.transport == "p2p":
         raise ConfigError(
