@@ -50,10 +50,14 @@ def test_a_combination_that_an_engine_could_not_serve_is_refused(name: str) -> N
         load_config([RECIPE, *overrides], files=False, machine=False)
 
 
-def test_a_machine_without_gpus_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.weight_dtype=float8: .* none is visible"):
+@pytest.mark.parametrize(
+    ("address", "fix"),
+    [("null", "remove rollout"), ("auto", r"set placement\.device=cuda if other nodes have GPUs, or remove rollout")],
+)
+def test_a_machine_without_gpus_is_refused(address: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.weight_dtype=float8: .* none is visible; {fix}\.weight_dtype$"):
         make_plan(
-            load_config([RECIPE, "placement.ray_address=null"], files=False, machine=False),
+            load_config([RECIPE, f"placement.ray_address={address}"], files=False, machine=False),
             replace(described_machine("1"), num_gpus=0),
         )
 

@@ -48,8 +48,9 @@ def check_float8_engines(cfg: TrainConfig) -> None:
 def check_float8_device(cfg: TrainConfig, device: str) -> None:
     """Raise ``ConfigError`` if ``placement.device=auto`` has selected a CPU for engines with float8 weights."""
     if cfg.rollout.weight_dtype == FLOAT8 and device == "cpu":
+        nodes = "" if cfg.placement.ray_address is None else "set placement.device=cuda if other nodes have GPUs, or "
         raise ConfigError(
-            f"{SETTING}: SGLang's float8 kernels need a GPU, and none is visible; {OFF.removeprefix('or ')}"
+            f"{SETTING}: SGLang's float8 kernels need a GPU, and none is visible; {nodes}{OFF.removeprefix('or ')}"
         )
 
 
