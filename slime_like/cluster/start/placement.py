@@ -108,7 +108,8 @@ class Placement:
         try:
             assignment, nodes = self._assign_nodes(request)
         finally:
-            request.withdraw()
+            with driver_link.bounded_call(Deadline("driver", "placement", REQUEST_S), "its Ray cluster", at_once=True):
+                request.withdraw()
         self._say(f"nodes: {assignment.summary}")
         num_nodes = assignment.nodes_per_engine
         transport = transport_on_nodes(cfg, self._plan.transport, num_nodes)
