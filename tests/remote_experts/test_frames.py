@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like_plugins.remote_experts import connection as connection_module
 from slime_like_plugins.remote_experts import serving
 from slime_like_plugins.remote_experts.connection import Connection, PeerLost
 from slime_like_plugins.remote_experts.frames import (
@@ -64,7 +64,7 @@ def test_any_changed_byte_of_a_header_is_refused(position: int, change: int) -> 
 def test_an_oversized_frame_is_refused(field: str) -> None:
     sizes: dict[str, Any] = {field: max(LIMIT, MAX_JSON) + 1}
     with pytest.raises(FrameError, match="oversized COMPUTE"):
-        unpack(pack(replace(HEADER, **sizes)), LIMIT)
+        unpack(pack(HEADER._replace(**sizes)), LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def connections() -> tuple[Connection, socket.socket]:
 def test_frames_arrive_whole_from_single_bytes() -> None:
     connection, peer = connections()
     json = dump_json({"count": 1})
-    header = replace(HEADER, json_bytes=len(json))
+    header = HEADER._replace(json_bytes=len(json))
     for byte in pack(header) + json + bytes(range(200)) + pack(Header(FrameKind.CLOSE)):
         peer.send(bytes([byte]))
         connection.pump()
@@ -163,6 +163,30 @@ def test_a_worker_does_not_wait_forever_for_the_rest_of_a_frame(size: int, monke
     """An engine that was stopped within a frame keeps its connection, but the worker ends it after a deadline."""
     monkeypatch.setattr(serving, "FRAME_S", 0.2)
     with in_thread(lambda sock: serve(sock, serving.WorkerSettings())) as sock:
-        sock.send((pack(replace(HEADER, kind=FrameKind.HELLO, json_bytes=9, payload_bytes=0)) + b"{}       ")[:size])
+        sock.send((pack(HEADER._replace(kind=FrameKind.HELLO, json_bytes=9, payload_bytes=0)) + b"{}       ")[:size])
         sock.settimeout(20)
         assert sock.recv(1) == b""
+
+
+def test_a_wait_polls_first_if_the_wait_before_it_was_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long wait is followed by one that blocks at once, so that an idle peer takes no CPU time."""
+    connection, peer = connections()
+    yields: list[int] = []
+    monkeypatch.setattr(connection_module, "SPIN_S", 10.0)
+
+    def arrive() -> None:
+        yields.append(1)
+        if len(yields) == 1:
+            peer.send(pack(Header(FrameKind.CLOSE)))
+
+    monkeypatch.setattr(connection_module.os, "sched_yield", arrive)
+    connection.pump(0.01)  # blocks; shorter than SPIN_S
+    assert not yields
+    connection.pump(20.0)
+    assert len(yields) == 1 and connection.next() == Frame(Header(FrameKind.CLOSE))
+    monkeypatch.setattr(connection_module, "SPIN_S", 0.005)
+    connection.pump(0.05)  # polls, then blocks; longer than SPIN_S
+    num_yields = len(yields)
+    assert num_yields > 1
+    connection.pump(0.05)
+    assert len(yields) == num_yields

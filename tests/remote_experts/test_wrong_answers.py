@@ -75,7 +75,7 @@ def result(frame: Frame, **changes: Any) -> Header:
     answer = Header(
         FrameKind.RESULT, h.sequence, h.version, h.layer, h.num_rows, 0, h.hidden, h.row_type, h.slot, 0, size
     )
-    return replace(answer, **changes)
+    return answer._replace(**changes)
 
 
 def answer(service: FaultyService, frame: Frame, **changes: Any) -> None:

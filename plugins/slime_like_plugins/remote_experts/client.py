@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 import torch
@@ -258,9 +258,8 @@ class WorkerClient:
         while not self._free:
             self._pump(deadline.remaining(self.settings.name))
         slot = self._free.pop()
-        header = replace(
-            header, sequence=self._sequence, json_bytes=len(json), slot=slot if in_slot and self._region else INLINE
-        )
+        in_slot = in_slot and self._region is not None
+        header = header._replace(sequence=self._sequence, json_bytes=len(json), slot=slot if in_slot else INLINE)
         request = ExpertRequest(header, deadline, slot)
         self._pending[self._sequence] = request
         if header.slot != INLINE:

@@ -236,5 +236,9 @@ class RemoteExperts:
 
 def _added(sums: Tensor, answers: Sequence[tuple[TokenBucket, Tensor]]) -> Tensor:
     for bucket, rows in answers:
-        sums[bucket.index()] += rows.to(sums.device)
+        index, rows = bucket.index(), rows.to(sums.device)
+        if isinstance(index, slice):
+            sums[index].add_(rows)
+        else:
+            sums.index_add_(0, index.to(sums.device), rows)
     return sums

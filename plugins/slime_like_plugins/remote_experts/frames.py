@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime_like.errors import SlimeLikeError
 
@@ -64,9 +64,8 @@ class RowType(IntEnum):
 _KINDS, _ROW_TYPES = frozenset(FrameKind), frozenset(RowType)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """First part of a frame. Fields that a kind does not use are 0."""
+class Header(NamedTuple):
+    """First part of a frame, in the order of its bytes. Fields that a kind does not use are 0."""
 
     kind: FrameKind
     sequence: int = 0
@@ -97,11 +96,7 @@ class Frame:
 
 def pack(header: Header) -> bytes:
     """Return the 64 bytes of a header."""
-    h = header
-    fields = _FIELDS.pack(
-        *(MAGIC, PROTOCOL, h.kind, h.sequence, h.version, h.layer, h.num_rows, h.num_selected, h.hidden),
-        *(h.row_type, h.slot, h.json_bytes, h.payload_bytes),
-    )
+    fields = _FIELDS.pack(MAGIC, PROTOCOL, *header)
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 

@@ -60,9 +60,9 @@ def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[Token
     Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. Up to ``STREAM_ROWS`` tokens, such as
     those of a decode step, form a single bucket: the worker then computes each expert once, and a layer takes one request.
     """
-    is_used = weights != 0
-    local = np.where(is_used, rows.local_rows[ids], -1)
-    remote = np.where(is_used, rows.remote_rows[ids], -1)
+    local, remote = rows.local_rows.take(ids), rows.remote_rows.take(ids)
+    if not (is_used := weights != 0).all():
+        local, remote = np.where(is_used, local, -1), np.where(is_used, remote, -1)
     is_remote = remote >= 0
     counts = is_remote.sum(1)
     tokens = np.flatnonzero(counts)
@@ -78,12 +78,13 @@ def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[Token
 
 
 def _padded(tokens: NDArray[np.int64], counts: NDArray[np.int64], remote: Ids, weights: Weights) -> TokenBucket:
-    """Return a bucket of tokens with different numbers of remote experts; the rows of some end with pairs of id -1."""
+    """Return a bucket of tokens with different numbers of remote experts; some ids are -1."""
     if len(tokens) < len(counts):
         counts, remote, weights = counts[tokens], remote[tokens], weights[tokens]
-    pairs = np.arange(len(tokens))[:, None], np.argsort(remote < 0, 1, kind="stable")[:, : int(counts.max())]
-    ids = remote[pairs]
-    return TokenBucket(tokens, ids, np.where(ids < 0, np.float32(0), weights[pairs]))
+    if (num_selected := int(counts.max())) < remote.shape[1]:
+        pairs = np.arange(len(tokens))[:, None], np.argsort(remote < 0, 1, kind="stable")[:, :num_selected]
+        remote, weights = remote[pairs], weights[pairs]
+    return TokenBucket(tokens, remote, np.where(remote < 0, np.float32(0), weights))
 
 
 def _selected(tokens: NDArray[np.int64], is_remote: NDArray[np.bool_], remote: Ids, weights: Weights) -> TokenBucket:
