@@ -36,23 +36,21 @@ def expert_sums(
     hidden, device = w2.shape[1], w2.device
     flat = ids.reshape(-1)
     order = flat.argsort(kind="stable")
-    ends = np.bincount(
-        flat + 1, minlength=len(w13) + 1
-    ).cumsum()  # of the pairs of each expert; first those without one
+    # Where the pairs without an expert end in ``order``, then the pairs of each expert.
+    ends = np.bincount(flat + 1, minlength=len(w13) + 1).cumsum()
     start = int(ends[0])
     pairs, tokens = (_index(indices[start:], device) for indices in (order, order // num_selected))
-    x = x_NH.to(device=device, dtype=w13.dtype).index_select(0, tokens)
+    x = x_NH.to(device=device, dtype=w13.dtype)
     empty = torch.zeros if start else torch.empty
     out = empty((num_rows * num_selected, hidden), dtype=torch.float32, device=device)
     if num_rows <= GROUPED_ROWS and _supports_groups(w13, w2):
-        out.index_copy_(0, pairs, _grouped_products(x, ends[1:] - start, w13, w2).float())
-    elif len(x):
-        sizes = np.diff(ends)
-        experts = np.flatnonzero(sizes)
-        for expert, rows, indices in zip(
-            experts.tolist(), x.split(sizes[experts].tolist()), pairs.split(sizes[experts].tolist()), strict=True
-        ):
-            gate, up = F.linear(rows, w13[expert]).chunk(2, -1)
+        out.index_copy_(0, pairs, _grouped_products(x.index_select(0, tokens), ends[1:] - start, w13, w2).float())
+    elif len(tokens):
+        counts = np.diff(ends)
+        experts = np.flatnonzero(counts).tolist()
+        sizes = counts[experts].tolist()
+        for expert, rows, indices in zip(experts, tokens.split(sizes), pairs.split(sizes), strict=True):
+            gate, up = F.linear(x.index_select(0, rows), w13[expert]).chunk(2, -1)  # all rows at once would take memory
             out.index_copy_(0, indices, F.linear(F.silu(gate).mul_(up), w2[expert]).float())
             between()
     scale = torch.from_numpy(np.where(ids < 0, np.float32(0), weights)).to(device)
@@ -66,7 +64,7 @@ def _supports_groups(w13: Tensor, w2: Tensor) -> bool:
 
 
 def _grouped_products(x: Tensor, ends: NDArray[np.int64], w13: Tensor, w2: Tensor) -> Tensor:
-    """Return the outputs of the experts of rows that are sorted by expert; ``ends`` [E]: the row after those of each.
+    """Return the outputs of the experts of rows that are sorted by expert; ``ends`` [E]: the row after the last one of each.
 
     Products of a few rows take less time than their calls from Python. The results have the bits of one product per expert.
     """
