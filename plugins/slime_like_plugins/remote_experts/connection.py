@@ -61,7 +61,7 @@ class Connection:
         self._send()
 
     def pump(self, timeout_s: float = 0.0) -> None:
-        """Send and receive as much as possible. Waits for up to ``timeout_s`` if nothing is possible at once.
+        """Send as much as possible, and receive up to one frame. Waits for up to ``timeout_s`` if nothing is possible at once.
 
         Raises ``PeerLost`` or ``FrameError``.
         """
@@ -90,8 +90,8 @@ class Connection:
             while not events and time.monotonic() - start < SPIN_S:
                 os.sched_yield()
                 events = self._poll.poll(0)
-        if not events:
-            events = self._poll.poll(max(1, round(1000 * timeout_s)))
+        if not events:  # this process may have been stopped meanwhile
+            events = self._poll.poll(max(1, round(1000 * (timeout_s - (time.monotonic() - start)))))
         self._spins = time.monotonic() - start < SPIN_S
         return events
 
