@@ -235,7 +235,11 @@ class RolloutManager:
             self._resizer.admit_proven(self._version)
 
     async def resize_engines(self, num_engines: int) -> str:
-        """Add or remove engines; return a description of the change. Raises ``ConfigError`` if the number cannot be changed."""
+        """Add or remove engines until this manager has its share of ``num_engines``; return a description of the change.
+
+        Raises ``ConfigError`` if the number cannot be changed.
+        """
+        share_size = self._spec.share.size(num_engines)
         if self._resizer is None:
             raise ConfigError(f"engines={num_engines}: the number of engines of this run cannot be changed")
         if self._spec.releases_memory:
@@ -243,13 +247,13 @@ class RolloutManager:
                 f"engines={num_engines}: with placement.offload_rollout=true the number of engines cannot be changed, because the "
                 "start of an engine would need memory that the trainer has"
             )
-        if self._spec.has_fixed_gpus and num_engines > self._resizer.num_engines:
+        if self._spec.has_fixed_gpus and share_size > self._resizer.num_engines:
             raise ConfigError(
                 f"engines={num_engines}: with weights.transport=ipc no engine can be added, because it would share no GPU with a trainer "
                 "rank; set weights.transport=tensor before the run is started"
             )
-        change = await self._resizer.resize(num_engines)
-        self._usage.num_engines = num_engines
+        change = await self._resizer.resize(share_size)
+        self._usage.num_engines = share_size
         return change
 
     async def skip_push(self, version: int) -> None:
@@ -265,7 +269,7 @@ class RolloutManager:
         await self._pool.wait_until_push_needed()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the recoveries of engines and reward server that no ``CollectedRollout`` has reported yet."""
+        """Return the recoveries of engines and reward server that no ``ManagerRollout`` has reported yet."""
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 
     def block_reward_server(self, seconds: float) -> None:

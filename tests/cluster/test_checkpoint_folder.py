@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -23,6 +24,7 @@ from slime_like.cluster.run.rollout_state import (
     read_state,
     write_manager_states,
 )
+from slime_like.cluster.run.rollouts import DemonstrationRollout
 from slime_like.cluster.start.resume import first_rollout
 from slime_like.data.dump import save_groups
 from slime_like.errors import CheckpointError
@@ -111,6 +113,8 @@ def test_each_manager_has_its_own_state_and_files(tmp_path: Path) -> None:
     source = SimpleNamespace(load_state=loaded.append)
     check_cursor(tmp_path, 3, source)
     assert loaded == [{"at": 8}, {"at": 6}]
+    DemonstrationRollout(cast(Any, source), 1).load(tmp_path, 3)  # supervised fine-tuning after a run with engines
+    assert loaded.pop() == {"at": 6}
     check_num_managers(tmp_path, 3, 2)
     for count in (1, 3):
         with pytest.raises(

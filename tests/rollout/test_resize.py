@@ -91,7 +91,7 @@ def test_a_number_that_the_run_cannot_have_is_refused(
     async def resize(number: int) -> str:
         return f"{number} engines"
 
-    spec = {"has_fixed_gpus": False, "releases_memory": False} | settings
+    spec = {"has_fixed_gpus": False, "releases_memory": False, "share": SINGLE} | settings
     manager: Any = SimpleNamespace(
         _spec=SimpleNamespace(**spec),
         _resizer=SimpleNamespace(num_engines=2, resize=resize),
@@ -103,6 +103,27 @@ def test_a_number_that_the_run_cannot_have_is_refused(
         return
     with pytest.raises(ConfigError, match=rf"engines={num_engines}.*{message}"):
         asyncio.run(changed)
+
+
+@pytest.mark.parametrize("has_fixed_gpus", [False, True])
+def test_a_manager_takes_its_share_of_a_number_and_names_the_whole_number(has_fixed_gpus: bool) -> None:
+    numbers: list[int] = []
+
+    async def resize(number: int) -> str:
+        numbers.append(number)
+        return ""
+
+    spec = SimpleNamespace(has_fixed_gpus=has_fixed_gpus, releases_memory=False, share=ManagerShare(1, 2))
+    resizer, usage = SimpleNamespace(num_engines=2, resize=resize), SimpleNamespace(num_engines=2)
+    manager: Any = SimpleNamespace(_spec=spec, _resizer=resizer, _usage=usage)
+    asyncio.run(RolloutManager.resize_engines(manager, 4))
+    assert (numbers, usage.num_engines) == ([2], 2)
+    if has_fixed_gpus:
+        with pytest.raises(ConfigError, match=r"^engines=6: with weights\.transport=ipc"):
+            asyncio.run(RolloutManager.resize_engines(manager, 6))
+    else:
+        asyncio.run(RolloutManager.resize_engines(manager, 6))
+        assert (numbers, usage.num_engines) == ([2, 3], 3)
 
 
 async def started(resizer: PoolResizer, pool: EnginePool, count: int) -> None:

@@ -75,7 +75,7 @@ class EngineRollout:
             raise ConfigError(
                 f"engines={num_engines}: with rollout.num_managers={count} every manager has the same number of engines: request {choice}"
             )
-        changes = self._wait("resize", self.managers.start(RolloutActor.resize_engines, num_engines // count))
+        changes = self._wait("resize", self.managers.start(RolloutActor.resize_engines, num_engines))
         if count == 1:
             return changes[0]
         named_changes = zip(self.managers.shares, changes, strict=True)
@@ -183,4 +183,4 @@ class DemonstrationRollout:
 
     def load(self, folder: Path, next_rollout: int) -> None:
         """Restore the state written by ``save``."""
-        self.demonstrations.load_state(read_state(folder, next_rollout)["cursor"])
+        self.demonstrations.load_state(manager_states(read_state(folder, next_rollout))[0]["cursor"])
