@@ -158,19 +158,23 @@ def wait_first[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> tuple
 def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dict[str, R]:
     """Return the results of all ``refs`` by name; raise an error only once the other calls have ended, unless a process died.
 
-    After that no call changes its actor, so that the calls can be repeated. After an error that the caller cannot repeat, any
-    but ``EngineLost``, the others have ``SETTLE_S`` to end. Errors have the types of ``wait_all``.
+    ``EngineLost`` is raised only if no call is pending any more, so that the calls can be repeated: a call that is still pending
+    at the deadline is a ``DeadlineExceeded``. After any other error the pending calls have ``SETTLE_S`` to end. Errors have the
+    types of ``wait_all``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}
     errors: list[SlimeLikeError] = []
     while pending:
         timeout = deadline.limit - deadline.elapsed() if errors else _remaining(deadline, pending)
-        if any(not isinstance(error, EngineLost) for error in errors):
+        is_fatal = any(not isinstance(error, EngineLost) for error in errors)
+        if is_fatal:
             timeout = min(timeout, SETTLE_S * scale())
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(timeout, 0.0))
-        if not ready and errors:
+        if not ready and is_fatal:
             break
+        if not ready and errors:
+            raise deadline.exceeded(_names(pending)) from errors[0]
         for ref in ready:
             name = pending.pop(ref)
             try:
