@@ -38,6 +38,21 @@ def test_auto_refuses_changed_settings_and_names_the_fix(tmp_path: Path) -> None
     assert first_rollout(config(run_dir, lr=0.0, resume=str(run_dir / "checkpoints")), run_dir) == 4
 
 
+@pytest.mark.parametrize("by_path", [False, True])
+def test_another_number_of_managers_is_refused_with_the_value_to_restore(tmp_path: Path, by_path: bool) -> None:
+    """A resume by path could not continue either, so that ``auto`` must not recommend it."""
+    run_dir = used_folder(tmp_path / "run")
+    other_dir = tmp_path / "other"
+    if by_path:
+        shutil.copytree(run_dir / "model", other_dir / "model")
+        shutil.copy(run_dir / "train.jsonl", other_dir)
+    cfg = config(other_dir, resume=str(run_dir / "checkpoints")) if by_path else config(run_dir)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, num_managers=2, num_engines=2))
+    words = r"saved with rollout\.num_managers=1, .*: set rollout\.num_managers=1$"
+    with pytest.raises(CheckpointError, match=words), launch(cfg):
+        pass
+
+
 def test_auto_resumes_with_other_guard_settings(tmp_path: Path) -> None:
     """Guard settings may change: error messages about memory and deadlines tell users to change them."""
     run_dir = used_folder(tmp_path / "run")

@@ -107,11 +107,11 @@ def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
 
 def check_num_managers(folder: Path, next_rollout: int, num_managers: int) -> None:
     """Raise ``CheckpointError`` unless ``num_managers`` managers can continue from a checkpoint: each has a cursor."""
-    saved = len(manager_states(read_state(folder, next_rollout)))
-    if saved != num_managers:
+    num_saved = len(manager_states(read_state(folder, next_rollout)))
+    if num_saved != num_managers:
         raise CheckpointError(
-            f"{state_path(folder, next_rollout)}: saved with rollout.num_managers={saved}, and cannot be continued with "
-            f"{num_managers}, because each manager has its own prompts: set rollout.num_managers={saved}"
+            f"{state_path(folder, next_rollout)}: saved with rollout.num_managers={num_saved}, and cannot be continued with "
+            f"{num_managers}, because each manager has its own prompts: set rollout.num_managers={num_saved}"
         )
 
 

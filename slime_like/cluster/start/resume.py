@@ -31,6 +31,7 @@ FREE_KEYS = (
     "loop.num_epoch",
     "loop.step_deadline_s",
     "rollout.num_engines",
+    "rollout.num_managers",  # ``check_num_managers`` refuses a change and names the fix
     "rollout.tp",
     "rollout.dp_attention",
     "rollout.flow_mla.enabled",
