@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +103,16 @@ def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]
     results: list[Outcome] = []
     for index, injection in enumerate(injections):
         next_time = min((s.time for s in injections[index + 1 :] if s.target == injection.target), default=float("inf"))
-        effect = next(
-            (
-                r
-                for r in unmatched_recoveries
-                if r.engine == injection.target and injection.time <= r.noticed < next_time
-            ),
-            None,
-        )
-        if effect is not None:
+        effects = [
+            r for r in unmatched_recoveries if r.engine == injection.target and injection.time <= r.noticed < next_time
+        ]
+        if injection.target != REWARD_SERVER:
+            effects = effects[:1]
+        for effect in effects:
             unmatched_recoveries.remove(effect)
         result = (
-            _describe_recovery(effect, injection.time)
-            if effect is not None
+            _describe_recovery(_merge_records(effects), injection.time)
+            if effects
             else injection.note or _no_loss(injection, recoveries, next_time)
         )
         results.append(Outcome(injection.fault, injection.target, result))
@@ -124,6 +121,16 @@ def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]
         for recovery in unmatched_recoveries
     ]
     return results
+
+
+def _merge_records(recoveries: Sequence[Recovery]) -> Recovery:
+    """Return one record of a loss. The reward server has a record from each rollout manager that sent it a request."""
+    is_up = all(recovery.up for recovery in recoveries)
+    return replace(
+        min(recoveries, key=lambda recovery: recovery.noticed),
+        up=max(recovery.up for recovery in recoveries) if is_up else 0.0,
+        groups=sum(recovery.groups for recovery in recoveries),
+    )
 
 
 def _describe_recovery(recovery: Recovery, since: float) -> str:

@@ -111,6 +111,14 @@ def test_reward_down_blocks_the_reward_server_for_slow_s(tmp_path: Path) -> None
     lines = report_lines([injection], [Recovery("reward server", "down: refused", injection.time + 1, groups=4)])
     assert lines[0] == "faults: 1 injected, 0 engines lost, 0 of them serving again"
     assert "noticed after 1.0 s (down: refused), has not answered since, 4 samples without its score" in lines[1]
+    answered = Recovery("reward server", "down: refused", injection.time + 2, up=injection.time + 9, groups=3)
+    silent = Recovery("reward server", "down: refused", injection.time + 1, groups=4)
+    for records, words in (
+        ((answered, replace(silent, up=injection.time + 7)), "answers again after 9.0 s, 7 samples"),
+        ((answered, silent), "has not answered since, 7 samples"),
+    ):
+        (_, line) = report_lines([injection], records)  # one line, although each manager has a record
+        assert "noticed after 1.0 s" in line and words in line
     without_server, _ = chaos(tmp_path / "other", "reward_down:collect:3")
     (tmp_path / "other").mkdir()
     with without_server("collect", 3):

@@ -313,10 +313,9 @@ class Cluster:
         if self.chaos is None:
             return
         managers = self.managers or ManagerGroup(())
-        deadline = Deadline("driver", "report", REPORT_S)
         for name, ref in managers.start_each(lambda actor, _: call(actor, RolloutActor.last_recoveries)).items():
             try:
-                self.chaos.record_recoveries(wait_one(name, ref, deadline))
+                self.chaos.record_recoveries(wait_one(name, ref, Deadline("driver", "report", REPORT_S)))
             except SlimeLikeError as error:
                 self.say(f"faults: the {name} did not report other losses ({one_line(error)})")
         for line in report_lines(self.chaos.injections, self.chaos.recoveries, self.chaos.pending):

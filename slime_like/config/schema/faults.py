@@ -25,7 +25,7 @@ WORKERS = {"kill_reward_worker": "a reward worker is killed"}
 FATAL = {
     "kill_rank": "a trainer rank is killed",
     "stop_rank": "a trainer rank is stopped permanently",
-    "kill_manager": "the rollout manager is killed",
+    "kill_manager": "a rollout manager is killed",
     "kill_driver": "the driver is killed",
     "interrupt": "Ctrl-C: the driver gets SIGINT",
     "terminate": "the driver gets SIGTERM",
