@@ -15,6 +15,7 @@ from slime_like.cluster.workers.engine_starter import EngineStarter, EngineTempl
 from slime_like.cluster.workers.engine_supervisor import RayEngineSupervisor
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.rollout import RolloutConfig
+from slime_like.data.share import ManagerShare
 from slime_like.errors import EngineError
 from slime_like.interfaces import EngineAddress
 from slime_like.rollout.engine.client import EngineClient
@@ -77,6 +78,18 @@ def test_an_engine_is_started_on_the_live_node_with_the_fewest_engines(
     monkeypatch.setattr(ray, "nodes", lambda: [])
     with pytest.raises(EngineError, match="engine 7 cannot be started: the Ray cluster has no node"):
         asyncio.run(EngineStarter(template(), {}, {}).start(7))
+
+
+def test_managers_that_add_engines_at_the_same_time_use_different_nodes(
+    recorder: RecordedStart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: [entry(1), entry(2), entry(3)])
+    hosts = {0: "10.0.0.1", 1: "10.0.0.1"}
+    starters = [EngineStarter(template(), {}, hosts, ManagerShare(i, 2)) for i in range(2)]
+    for index in range(2, 6):
+        asyncio.run(starters[index % 2].start(index))
+    strategies = [options["scheduling_strategy"].node_id for options, _ in recorder.starts]
+    assert strategies == [node_id(2), node_id(3), node_id(3), node_id(2)], "node 1 has two engines"
 
 
 class LostActor:

@@ -27,6 +27,7 @@ from slime_like.cluster.workers.engine_parts import NodeSlot
 from slime_like.cluster.workers.engine_process import VISIBLE_DEVICES
 from slime_like.cluster.workers.node_affinity import on_node
 from slime_like.config.schema.resolved import EngineSpec
+from slime_like.data.share import SINGLE, ManagerShare
 from slime_like.errors import EngineError
 from slime_like.util.deadline import scale
 
@@ -92,12 +93,17 @@ class EngineStarter:
     """Starter of engines in the rollout manager's process, which also stops the engines that it has started."""
 
     def __init__(
-        self, template: EngineTemplate, actors: Mapping[int, ActorHandle[EngineActor]], hosts: Mapping[int, str]
+        self,
+        template: EngineTemplate,
+        actors: Mapping[int, ActorHandle[EngineActor]],
+        hosts: Mapping[int, str],
+        share: ManagerShare = SINGLE,
     ) -> None:
         """``actors``: actor of each engine of this manager that runs already. ``hosts``: node address of every engine of the run,
-        to spread further engines; engines that other managers move later keep their first address here.
+        to spread further engines; engines that other managers move later keep their first address here. The index of ``share``
+        selects among nodes with equally few engines, so that managers that add engines at the same time use different ones.
         """
-        self._template = template
+        self._template, self._share = template, share
         self._hosts = {index: (host,) for index, host in hosts.items()}
         self._hosts |= {index: tuple(slot.address for slot in slots) for index, slots in enumerate(template.reserved)}
         self._actors = dict(actors)
@@ -151,7 +157,10 @@ class EngineStarter:
             )
             raise EngineError(f"engine {index} cannot be started: {reason}")
         load = Counter(host for hosts in self._hosts.values() for host in hosts)
-        chosen_nodes = sorted(nodes, key=lambda node: (load[node.address], node.address))[:count]
+        nodes.sort(key=lambda node: (load[node.address], node.address))
+        ties = [node for node in nodes if load[node.address] == load[nodes[0].address]]
+        first = self._share.index % max(1, len(ties))
+        chosen_nodes = [*ties[first:], *ties[:first], *nodes[len(ties) :]][:count]
         return [NodeSlot(node.node_id, node.address) for node in chosen_nodes]
 
     async def _reserve(self, index: int, count: int, kept: Sequence[NodeSlot]) -> list[NodeSlot]:

@@ -55,7 +55,7 @@ class RolloutActor(RolloutManager):
         own_engines = spec.share.of(list(enumerate(engines)))
         actors = {index: actor for index, (actor, _) in own_engines}
         hosts = {index: str(urlsplit(address.url).hostname) for index, (_, address) in enumerate(engines)}
-        self._starter = EngineStarter(template, actors, hosts)
+        self._starter = EngineStarter(template, actors, hosts, spec.share)
         factory = RayEngineFactory(self._starter, spec.rollout, spec.routing, spec.health.timeout_s)
         supervisors = [factory.supervisor(index, *engine) for index, engine in own_engines]
         super().__init__(spec, source, heldout, supervisors, factory)
