@@ -65,18 +65,19 @@ class GroupSelection:
 
     def select(self, rollout_id: int, parts: Sequence[ManagerRollout]) -> CollectedRollout:
         """Return the complete groups that fill the rollout's optimizer steps, starting with groups carried over."""
-        spec, generated = self._spec, sorted((g for part in parts for g in part.groups), key=lambda g: g.group_id)
+        spec = self._spec
+        generated_groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.group_id)
         oldest_version = max(part.version for part in parts) - spec.max_staleness
-        carried = [group for group in self._leftover if group.oldest_version >= oldest_version]
-        num_stale = len(self._leftover) - len(carried)
-        split = split_leftover([*carried, *generated], spec.samples_per_rollout, spec.leftover)
+        carried_groups = [group for group in self._leftover if group.oldest_version >= oldest_version]
+        num_stale = len(self._leftover) - len(carried_groups)
+        split = split_leftover([*carried_groups, *generated_groups], spec.samples_per_rollout, spec.leftover)
         groups, self._leftover = split.to_train, split.to_carry
         if spec.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=spec.seed * 1_000_003 + rollout_id))
         advice = self._signal.observe(
             rollout_id,
             groups,
-            len(self._leftover) - len(carried),
+            len(self._leftover) - len(carried_groups),
             " and ".join(part.drop_summary for part in parts),
             next((part.example for part in parts if part.example is not None), None),
         )

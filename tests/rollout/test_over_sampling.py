@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.data.dump import load_groups, save_groups
+from slime_like.data.share import SINGLE, ManagerShare, share_of_source
 from slime_like.errors import DataError, RewardError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect import resumable
@@ -56,8 +57,9 @@ class SamplingSetting:
     policy: Refills
     partial: Partial
     num_engines: int = 1
-    passes: tuple[bool, ...] = (True,)  # prompt i passes the filters if entry i % len is True
+    passes: tuple[bool, ...] = (True,)  # prompt i of the share passes the filters if entry i % len is True
     dies: int = 0  # an engine dies with probability 1 / dies per step; 0: never
+    share: ManagerShare = SINGLE  # the sizes of ``policy`` are those of this share
 
 
 def length(seed: int) -> int:
@@ -81,24 +83,26 @@ class RolloutProcess:
         names = [f"engine {i}" for i in range(self.setting.num_engines)]
         self.supervisors = [SlowSupervisor(self.rng, self.version, name, self.setting.dies) for name in names]
         self.pool = EnginePool(self.supervisors, HealthConfig(max_restarts=1000), receives_pushes=False)  # pyright: ignore[reportArgumentType]
-        policy, partial = self.setting.policy, self.setting.partial
+        policy, partial, share = self.setting.policy, self.setting.partial, self.setting.share
         config = RolloutConfig(
-            batch_size=policy.batch_size,
-            over_sampling_batch_size=policy.round_size,
+            batch_size=policy.batch_size * share.count,
+            over_sampling_batch_size=policy.round_size * share.count,
             max_refills=policy.max_refills,
             n_samples_per_prompt=N,
             partial_rollout=partial.enabled,
             request_deadline_s=30,
         )
         sampler: Any = self
-        self.source = Counting()
-        self.oversampler = OverSamplingCollector(config, Sampling(1.0, 1), self.source, sampler, partial.max_staleness)
+        self.source = share_of_source(Counting(), share)
+        self.oversampler = OverSamplingCollector(
+            config, Sampling(1.0, 1), self.source, sampler, partial.max_staleness, share
+        )
         self.oversampler._filters = sampler
         self.prompts = self.oversampler._prompts
 
     @property
     def num_taken(self) -> int:
-        return self.source.state()["taken"]
+        return cast(int, self.source.state()["taken"])
 
     async def group(
         self, request: GroupRequest, journal: CallJournal, gate: PauseGate, generated: Callable[[], None]
@@ -121,7 +125,8 @@ class RolloutProcess:
         return SampleGroup(request.group_id, request.prompt, tuple(samples))
 
     def keep(self, group: SampleGroup) -> bool:
-        passes = self.setting.passes[group.prompt.prompt_id % len(self.setting.passes)]
+        number = group.prompt.prompt_id // self.setting.share.count
+        passes = self.setting.passes[number % len(self.setting.passes)]
         if not passes:
             self.dropped.append(group.prompt.prompt_id)
         return passes
@@ -196,9 +201,10 @@ async def assert_history(setting: SamplingSetting, rng: random.Random, resumes: 
         *(waiting.prompt.prompt_id for waiting in state.queued),
         *(unfinished.prompt.prompt_id for unfinished in state.partial_groups),
     ]
-    assert sorted(places) == list(range(state.cursor["taken"]))  # none lost, none duplicated
+    share = setting.share
+    assert sorted(places) == list(share.of(range(state.cursor["taken"])))  # none lost, none duplicated
     ids = [*(group.group_id for group in trained), *(unfinished.group_id for unfinished in state.partial_groups)]
-    assert len(ids) == len(set(ids))
+    assert len(ids) == len(set(ids)) and {i % share.count for i in ids} == {share.index}
 
 
 @given(
@@ -211,6 +217,7 @@ async def assert_history(setting: SamplingSetting, rng: random.Random, resumes: 
     passes=st.lists(st.booleans(), min_size=1, max_size=4).filter(any),
     dies=st.sampled_from([0, 20, 100]),
     resumes=st.lists(st.integers(0, 4), max_size=2),
+    share=st.sampled_from([SINGLE, ManagerShare(0, 2), ManagerShare(2, 3)]),
 )
 def test_no_prompt_or_token_is_lost_or_duplicated(
     tmp_path_factory: pytest.TempPathFactory,
@@ -223,9 +230,10 @@ def test_no_prompt_or_token_is_lost_or_duplicated(
     passes: list[bool],
     dies: int,
     resumes: list[int],
+    share: ManagerShare,
 ) -> None:
     setting = SamplingSetting(
-        Refills(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies
+        Refills(batch, batch + extra, 50), Partial(partial, bound), num_engines, tuple(passes), dies, share
     )
     with no_waiting():
         asyncio.run(assert_history(setting, random.Random(seed), resumes, tmp_path_factory.getbasetemp()))

@@ -82,14 +82,14 @@ class RolloutState:
         return RolloutState(cursor, queued, tuple(from_group(group) for group in groups if group.group_id >= 0))
 
 
-def generated_path(leftover: Path, rollout_id: int) -> Path:
-    """Return the path of a rollout that was generated but not trained on, next to the leftover groups."""
-    return leftover.with_name(f"{leftover.stem}_made_{rollout_id}.npz")
+def generated_path(base: Path, rollout_id: int) -> Path:
+    """Return the path of a rollout that was generated but not trained on, next to ``base``, the first part of its name."""
+    return base.with_name(f"{base.stem}_made_{rollout_id}.npz")
 
 
-def in_flight_path(leftover: Path) -> Path:
+def in_flight_path(base: Path) -> Path:
     """Return the path of groups in flight and prompts given back, next to the leftover groups."""
-    return leftover.with_name(f"{leftover.stem}_in_flight.npz")
+    return base.with_name(f"{base.stem}_in_flight.npz")
 
 
 def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
