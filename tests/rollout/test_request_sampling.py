@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import Completion, Engine, GenerateContext, Sampling
 from slime_like.rollout.generate.single_turn import single_turn
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
+from slime_like.rollout.pool.resize import PoolResizer
 from slime_like.types import I32, Prompt, Reward, Sample, SampleGroup
 from tests.rollout.counting import Counting
 from tests.rollout.slow_engine import SlowEngine, SlowSupervisor
@@ -138,7 +140,10 @@ def run_engine(
 
     async def run() -> RecordingEngine:
         supervisor = FakeSupervisor()
-        manager = RolloutManager(spec, Counting(), HELDOUT, [supervisor])  # pyright: ignore[reportArgumentType]
+        factory: Any = object()  # the number of engines does not change
+        manager = RolloutManager(spec, Counting(), HELDOUT, [supervisor], factory)  # pyright: ignore[reportArgumentType]
+        resizer = cast(PoolResizer, manager._resizer)
+        assert list(resizer._slots) == [share.index], "further engines get numbers that no other manager uses"
         try:
             for rollout_id in range(rollouts):
                 supervisor.client.groups += (await manager.collect(rollout_id)).groups
