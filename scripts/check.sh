@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Inner loop: lint, types of the files that differ from main, and the tests that start no engine, no ranks and no train.py,
-# with a process per core. scripts/test.sh runs everything.
+# with one more process than cores. scripts/test.sh runs everything.
 #
 #   bash scripts/check.sh                # everything
 #   bash scripts/check.sh tests/algo -x  # arguments are passed to pytest
@@ -26,8 +26,8 @@ if ((${#files[@]} > 0)); then
     aside "basedpyright, ${#files[@]} files" "$VENV/bin/basedpyright" "${files[@]}"
 fi
 lint
-# One thread per process, because there is a process per core.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# One thread per process, because every core has a process; one more process than cores, because some tests wait.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTEST_XDIST_AUTO_NUM_WORKERS=${PYTEST_XDIST_AUTO_NUM_WORKERS:-$(($(nproc) + 1))}
 stage "pytest" "$PYTHON" -m pytest -q -n auto --maxprocesses 8 --dist loadscope --hypothesis-profile short \
     -m "${PARTS[unit]} and not slow" "$@"
 ((${#files[@]} == 0)) || join
