@@ -74,6 +74,12 @@ class RunningEngine:
 
         await self.update(send(), version)
 
+    async def drop_prefixes(self) -> None:
+        """Drop all cached prefixes. Pause first, because a rank refuses while it completes its last reply."""
+        await self.client.pause()
+        await self.client.flush()
+        await self.client.resume()
+
     async def update(self, sending: Awaitable[object], version: int) -> None:
         """Update the weights by ``sending``: pause, update, flush, resume."""
         await self.client.pause()

@@ -126,9 +126,7 @@ def test_retracted_requests_continue_with_equal_tokens(arms: dict[str, RunningEn
         request = asyncio.create_task(arm.client.generate(prompt(8), [1, 2, 3], make_sampling(tokens=120)))
         for _ in range(2):
             await arm.client.generate(prompt(4), [9], make_sampling(tokens=6))
-            await arm.client.pause()
-            await arm.client.flush()
-            await arm.client.resume()
+            await arm.drop_prefixes()
         return await request
 
     assert_same(arms, work)

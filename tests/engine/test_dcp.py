@@ -186,7 +186,7 @@ def test_admission_by_the_cache_retracts_no_request(engines: ModelEngines) -> No
     """``rollout.max_running_requests=auto`` counts the tokens of all ranks."""
     by_cache, unsharded = engines.sharded["llama by cache"], engines.unsharded
     prompts = [prompt(20, seed=seed) for seed in range(16)]
-    by_cache.run(by_cache.client.flush())
+    by_cache.run(by_cache.drop_prefixes())
     by_cache.run(by_cache.client.kv_usage())
     assert_same(greedy(by_cache, prompts, 60), greedy(unsharded, prompts, 60))
     usage = by_cache.run(by_cache.client.kv_usage())

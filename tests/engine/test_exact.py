@@ -39,13 +39,6 @@ class EngineScores:
     continuations: list[tuple[I32, F32]]  # tokens after a cached prefix, and their log-probabilities
 
 
-async def drop_prefixes(engine: RunningEngine) -> None:
-    """Drop all cached prefixes. Pause first, because the engine refuses while it completes the last reply."""
-    await engine.client.pause()
-    await engine.client.flush()
-    await engine.client.resume()
-
-
 async def score_in_every_way(engine: RunningEngine, models: Models, name: str, temperature: float) -> EngineScores:
     """Sample all prompts in one batch, then some alone and after a cached prefix, and score all by prefill."""
     prompts, seeds = [prompt(length, seed=length) for length in LENGTHS], [11, 12]
@@ -60,9 +53,9 @@ async def score_in_every_way(engine: RunningEngine, models: Models, name: str, t
         )
         for i in range(0, len(sequences), 5)
     ]
-    await drop_prefixes(engine)
+    await engine.drop_prefixes()
     single_completions = [(await engine.client.generate(ids, [seeds[0]], sampling))[0] for ids in prompts[:4]]
-    await drop_prefixes(engine)
+    await engine.drop_prefixes()
     return EngineScores(
         ScoreQuery(models.paths[name], temperature, sequences),
         [(len(ids), completion.logprobs) for ids, completion in pairs],

@@ -116,7 +116,7 @@ def test_a_repeated_request_has_the_same_bits(pair: EngineArms) -> None:
     engine = pair.plain
     repetitions: list[Any] = []
     for _ in range(6):  # each of the two ranks receives every other request
-        engine.run(engine.client.flush())
+        engine.run(engine.drop_prefixes())
         (completion,) = engine.run(engine.client.generate(prompt(1, seed=3), [0], make_sampling(0.0, 8)))
         repetitions.append(completion.logprobs)
     for logprobs in repetitions[1:]:

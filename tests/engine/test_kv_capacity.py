@@ -38,7 +38,7 @@ def rollout(engine: RunningEngine, sampling: Sampling, first: int = 0) -> tuple[
     """Sample all requests at once; return their completions and the use of the cache."""
 
     async def sample() -> tuple[list[Completion], KvUsage]:
-        await engine.client.flush()
+        await engine.drop_prefixes()
         await engine.client.kv_usage()
         seeds = range(first, first + REQUESTS)
         calls = [engine.client.generate(prompt(PROMPT, seed), [seed], sampling) for seed in seeds]

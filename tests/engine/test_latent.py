@@ -169,7 +169,7 @@ def test_the_samples_of_a_prompt_share_the_prefix_cache_of_a_data_parallel_rank(
     prompts, sampling = [prompt(60, seed=70 + number) for number in range(3)], make_sampling(1.0, 4)
 
     async def num_cached_tokens(dp_ranks: Sequence[int | None]) -> list[int]:
-        await engine.client.flush()
+        await engine.drop_prefixes()
         cached: list[int] = []
         for _ in range(2):
             for ids, rank in zip(prompts, dp_ranks, strict=True):

@@ -152,7 +152,7 @@ def test_a_completion_on_a_paused_engine_can_be_interrupted(engine: RunningEngin
 
 def test_prefix_cache_hits_of_a_group_are_counted(engine: RunningEngine) -> None:
     async def scenario() -> tuple[dict[str, float], dict[str, float]]:
-        await engine.client.flush()
+        await engine.drop_prefixes()
         group = GroupUnderTest(engine)
         await group.generate()
         first_metrics = reduce_metrics(group.usage.drain())
