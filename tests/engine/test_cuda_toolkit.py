@@ -75,6 +75,20 @@ def test_a_preloaded_library_finds_the_runtime_of_the_wheels(wheel: Path, monkey
     assert library_environment({}) == {}
 
 
+@pytest.mark.usefixtures("wheel")
+def test_the_server_of_an_engine_on_a_gpu_has_the_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang compiles the activation of every MLP, and ends without a compiler."""
+    monkeypatch.setattr(engine_environment, "interface_environment", lambda host: {})
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    homes = [
+        engine_environment.child_environment(replace(SPEC, device=device), "/scratch").get("CUDA_HOME")
+        for device in ("cuda", "cpu")
+    ]
+    assert homes == [toolkit_environment({"PATH": "/nowhere"})["CUDA_HOME"], None]
+
+
 DEAD_WORKER = """
 import multiprocessing, time
 from slime_like.rollout.engine import main
