@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_step.py                                      # every arm, each in a process of its own
     python benchmarks/gpu_step.py --arms dense hybrid-flashqla --steps 8
+    python benchmarks/gpu_step.py --traced                             # also the peak that a phantom GPU has (docs/gpu.md)
     python benchmarks/gpu_step.py --device cpu --tiny --arms dense     # rehearsal on a CPU
 
 Weights are random. A step has four micro-batches of sequences of 2048 tokens, three quarters of which are trained on, full
 recompute, bfloat16, and one AdamW update. Seconds are the median over steps after two that are left out; memory is torch's
-peak of a step. Synchronisations are listed by line, as torch.cuda.set_sync_debug_mode reports them in one step.
+peak of a step; in the traced step all tokens are trained on. Synchronisations are listed by line, as
+torch.cuda.set_sync_debug_mode reports them in one step.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import torch  # noqa: E402
 
 from benchmarks.options import at_least  # noqa: E402
 from slime_like.batch import PackedBatch  # noqa: E402
+from slime_like.cluster.plan.trace import run_trace  # noqa: E402
 from slime_like.config.schema.algo import GrpoConfig  # noqa: E402
 from slime_like.config.schema.gdn import GDNConfig  # noqa: E402
 from slime_like.config.schema.model import ModelConfig  # noqa: E402
@@ -48,6 +51,10 @@ MICRO_BATCHES = 4
 WARM_UP = 2
 LIMIT = 600  # seconds of an arm
 GIB = 2**30
+TRACED = (
+    "+recipe=qwen3_4b_gsm8k algo.kl_loss_coef=0 placement.actor_num_gpus_per_node=1 parallel.tp=1 rollout.num_engines=1 rollout.tp=1 "
+    "rollout.sglang.mem_fraction_static=0.3 placement.offload_train=false placement.offload_rollout=false"
+)
 TINY = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_hidden_layers": 4, "num_experts": 8}
 
 
@@ -87,27 +94,33 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     if args.result is not None:
         return run_arm(next(arm for arm in ARMS if arm.name == args.arms[0]), args)
-    rows = [
-        "| model | parameters | tokens/s | s per step | GiB after start | peak GiB | synchronisations per micro-batch |"
-    ]
-    rows.append("|---|---|---|---|---|---|---|")
+    columns = ["model", "parameters", "tokens/s", "s per step", "GiB after start", "peak GiB", "peak GiB, traced"]
+    rows = [f"| {' | '.join([*columns, 'synchronisations per micro-batch'])} |", f"|{'---|' * (len(columns) + 1)}"]
     details: list[str] = []
     failed = False
-    for name in args.arms:
-        figures = _in_process(name, argv)
-        failed |= figures is None
+    for arm in (arm for arm in ARMS if arm.name in args.arms):
+        figures = _in_process(arm.name, argv)
         if figures is None:
-            rows.append(f"| {name} | failed | | | | | |")
+            failed = True
+            rows.append(f"| {arm.name} | failed |{' |' * (len(columns) - 1)}")
             continue
-        count = sum(figures.syncs.values()) / MICRO_BATCHES
-        speed = figures.tokens / figures.seconds
-        memory = f"{figures.built:.1f} | {figures.peak:.1f}"
-        rows.append(
-            f"| {name} | {figures.parameters:,} | {speed:,.0f} | {figures.seconds:.3f} | {memory} | {count:g} |"
-        )
-        details += [f"- {name}: {line}: {number}" for line, number in figures.syncs.items()]
+        peaks = [f"{figures.peak:.1f}", f"{traced_peak(arm, args):.1f}" if args.traced else ""]
+        speed = [f"{figures.tokens / figures.seconds:,.0f}", f"{figures.seconds:.3f}", f"{figures.built:.1f}"]
+        count = f"{sum(figures.syncs.values()) / MICRO_BATCHES:g}"
+        rows.append(f"| {' | '.join([arm.name, f'{figures.parameters:,}', *speed, *peaks, count])} |")
+        details += [f"- {arm.name}: {line}: {number}" for line, number in figures.syncs.items()]
     sys.stdout.write(visible("\n".join([*rows, "", *details, ""])))
     return int(failed)
+
+
+def traced_peak(arm: StepArm, args: argparse.Namespace) -> float:
+    """Return the largest peak in GiB of the arm's step on a phantom GPU."""
+    with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
+        model_config(arm, tiny=args.tiny).save_pretrained(folder)
+        sizes = f"parallel.max_tokens_per_rank={args.tokens} rollout.max_context_len={args.length} rollout.max_response_len={args.length // 2}"
+        keys = f"model.hf_checkpoint={folder} model.recompute=full model.gdn.backend={arm.gdn} {sizes} {TRACED}"
+        (trace,) = run_trace(keys.split(), "1xH200")
+    return max(phase["allocated"] for phase in trace["phases"]) / GIB
 
 
 def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
@@ -170,7 +183,19 @@ def run_arm(arm: StepArm, args: argparse.Namespace) -> int:
 
 def write_random_model(arm: StepArm, folder: Path, device: str, *, tiny: bool) -> int:
     """Write a model of the arm's shape with random weights, made on the device. Return the size of its vocabulary."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(arm, tiny=tiny)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return int(config.vocab_size)
+
+
+def model_config(arm: StepArm, *, tiny: bool) -> Any:
+    """Return the arm's config.json as transformers reads it."""
+    from transformers import AutoConfig
 
     published = table_config(arm.model)
     assert published is not None, f"the planner's table lacks {arm.model}"
@@ -183,12 +208,7 @@ def write_random_model(arm: StepArm, folder: Path, device: str, *, tiny: bool) -
         keys["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     if "num_experts" not in published:
         keys.pop("num_experts", None)
-    config = AutoConfig.for_model(**keys)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return int(config.vocab_size)
+    return AutoConfig.for_model(**keys)
 
 
 def make_rows(seed: int, tokens: int, length: int, vocabulary: int) -> PackedBatch:
@@ -242,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=at_least(1), default=8192, help="of a micro-batch")
     parser.add_argument("--length", type=at_least(2), default=2048, help="of a sequence")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--traced", action="store_true", help="also trace the peak memory on a phantom GPU")
     parser.add_argument("--tiny", action="store_true", help="small shapes of the same models")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser

@@ -3,11 +3,14 @@
     .venv/bin/python scripts/gpu_evidence.py                          # all parts; a part that has a result at this commit is skipped
     .venv/bin/python scripts/gpu_evidence.py --parts guard gdn        # these parts
     .venv/bin/python scripts/gpu_evidence.py --again --minutes 30     # also parts with a result; starts no part after 30 minutes
-    .venv/bin/python scripts/gpu_evidence.py --list
+    .venv/bin/python scripts/gpu_evidence.py --address auto           # also parts for several nodes, in this Ray cluster
+    .venv/bin/python scripts/gpu_evidence.py --list --parts ipc       # commands of these parts
+    .venv/bin/python scripts/gpu_evidence.py --write-not-run          # only update docs/measurements/NOT_RUN.md
 
-Each part is a command with a time limit. At the limit its processes are killed and the page shows the results up to then. Its log
-and result are in runs/gpu_evidence/PART, its page is gpu_PART.md in docs/measurements. A part whose packages or GPUs are missing is
-skipped with the reason. scripts/gpu_bundle.py packs what a machine without a network needs.
+Each part (evidence_parts.py, evidence_parts_large.py) is one or more commands with a time limit. At the limit their processes are killed
+and the page shows the results up to then. Logs, runs and result are in runs/gpu_evidence/PART, which all nodes must share for a part of
+several nodes. The page is gpu_PART.md in docs/measurements, and NOT_RUN.md there lists the parts that have not passed. A part is skipped
+with the reason if packages, GPUs, nodes, models or data are missing. scripts/gpu_bundle.py packs what a machine without a network needs.
 """
 
 from __future__ import annotations
@@ -15,200 +18,129 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
 from benchmarks.options import at_least  # noqa: E402
 from benchmarks.run import commit as commit_of_checkout  # noqa: E402
-from scripts.page import TableFile  # noqa: E402
+from scripts.evidence_page import HEADING, NOT_RUN, PartResult, needs_of, not_run_section, page_of  # noqa: E402
+from scripts.evidence_parts import ONE_GPU, TRAIN, Command, EvidencePart  # noqa: E402
+from scripts.evidence_parts_large import SEVERAL_GPUS, SEVERAL_NODES  # noqa: E402
+from scripts.page import TableFile, replace_section  # noqa: E402
+from slime_like.errors import SlimeLikeError, exit_code  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
-PYTEST = (
-    "-m",
-    "pytest",
-    "-v",
-    "-n",
-    "0",
-    "-p",
-    "no:cacheprovider",
-    "-m",
-    "gpu",
-    "--tb=short",
-    "--junitxml={folder}/tests.xml",
-)
-ENGINE = ("sglang", "ray")
-TRAIN = ("train.py", "run.dir={folder}/run", "placement.device=cuda")
-LOG_LINES = 40
-
-
-@dataclass(frozen=True, slots=True)
-class EvidencePart:
-    """One command. ``{folder}`` in an argument is the part's folder; ``page``: the command writes the page itself."""
-
-    name: str
-    title: str
-    arguments: tuple[str, ...]
-    minutes: int
-    needs: tuple[str, ...] = ()  # packages
-    num_gpus: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PartResult:
-    """Result of a part: exit code (None: stopped at its limit), seconds, and the commit it ran at."""
-
-    code: int | None
-    seconds: float
-    commit: str
-
-
-PARTS: tuple[EvidencePart, ...] = (
-    EvidencePart(
-        "guard",
-        "Memory guard and NCCL",
-        (*PYTEST, "tests/distributed/test_gpu.py", "tests/cluster/test_peaks.py"),
-        3,
-    ),
-    EvidencePart(
-        "trainer",
-        "Trainer against transformers",
-        (*PYTEST, "tests/train/test_gpu.py", "tests/train/test_grouped_products.py"),
-        15,
-        ("megatron",),
-    ),
-    EvidencePart(
-        "flow_mla",
-        "FlowMLA's copies between two processes",
-        (*PYTEST, "--noconftest", "tests/engine/test_flow_mla_gpu.py"),
-        5,
-    ),
-    EvidencePart(
-        "ipc",
-        "Weights from one process to another over CUDA IPC",
-        (*PYTEST, "--noconftest", "tests/weight_sync/test_ipc_gpu.py", "tests/weight_sync/test_shared_gpu.py"),
-        5,
-    ),
-    EvidencePart("step", "Speed, memory and synchronisations of a training step", ("benchmarks/gpu_step.py",), 15, ("megatron",)),
-    EvidencePart("gdn", "Gated DeltaNet kernels", (*PYTEST, "tests/gdn/test_gpu.py"), 15, ("fla",)),
-    EvidencePart(
-        "gdn_speed",
-        "fla and FlashQLA",
-        ("benchmarks/gdn.py", "--arms", "fla", "flashqla", "--shapes", "32768,16,32,128", "8x4096,16,32,128", "2048,16,32,128"),
-        15,
-        ("fla", "flash_qla"),
-    ),
-    EvidencePart("dcp", "Decode context parallelism's kernels", (*PYTEST, "tests/engine/test_dcp_flashinfer_gpu.py"), 10, ("flashinfer",)),
-    EvidencePart("quickstart", "Quickstart", (*TRAIN, "+recipe=quickstart"), 20, ENGINE),
-    EvidencePart(
-        "deterministic", "Quickstart, deterministic", (*TRAIN, "+recipe=quickstart", "run.deterministic=true"), 20, ENGINE
-    ),
-    EvidencePart("one_gpu", "Small hybrid model in bfloat16", (*TRAIN, "+recipe=one_gpu"), 20, ENGINE),
-    EvidencePart("engine_dcp", "Decode context parallelism, engines", (*PYTEST, "tests/engine/test_dcp_gpu.py"), 15, ENGINE, 2),
-    EvidencePart(
-        "engine_flow_mla", "FlowMLA, engines", (*PYTEST, "tests/engine/test_flow_mla_gpu_engines.py"), 15, ENGINE, 2
-    ),
-)  # fmt: skip
+PARTS: tuple[EvidencePart, ...] = (*ONE_GPU, *SEVERAL_GPUS, *SEVERAL_NODES)
+GIGABYTE = 10**9
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the parts. Return 1 if one of them failed or was stopped."""
     args = _parser().parse_args(argv)
-    if args.list:
-        for part in PARTS:
-            _say(f"{part.name:14} {part.minutes:3} min  {part.title}  ({_reason_to_skip(part) or 'can run here'})")
-        return 0
+    parts = [part for part in PARTS if not args.parts or part.name in args.parts]
+    try:
+        node_gpus = gpus_of_nodes(args.address) if args.address else []
+        if args.list:
+            for part in parts:
+                _say(
+                    f"{part.name:18} {part.minutes:3} min  {part.title}  ({skip_reason(part, node_gpus) or 'can run here'})"
+                )
+                for command in part.commands if args.parts else ():
+                    _say(f"    python {' '.join(command)}")
+            return 0
+        results = {} if args.write_not_run else _run_parts(parts, node_gpus, args)
+    except SlimeLikeError as error:
+        error.say()
+        return exit_code(error)
+    if (args.pages / NOT_RUN).is_file():
+        replace_section(args.pages / NOT_RUN, HEADING, not_run_section(PARTS, args.pages))
+    return int(not all(result.passed for result in results.values()))
+
+
+def _run_parts(
+    parts: Sequence[EvidencePart], node_gpus: Sequence[int], args: argparse.Namespace
+) -> dict[str, PartResult]:
+    """Run the parts that can run and have no result yet, and write their pages."""
     end = time.monotonic() + 60 * args.minutes
-    results: dict[str, PartResult | str] = {}
-    for part in PARTS:
-        if args.parts and part.name not in args.parts:
-            continue
+    results: dict[str, PartResult] = {}
+    for part in parts:
         folder = args.work / part.name
         if time.monotonic() >= end:
-            results[part.name] = f"not started within {args.minutes} minutes"
-        elif reason := _reason_to_skip(part):
-            results[part.name] = reason
+            _say(f"{part.name}: not started within {args.minutes} minutes")
+        elif reason := skip_reason(part, node_gpus):
+            _say(f"{part.name}: {reason}")
         elif not args.again and (earlier := read_result(folder)) and earlier.commit == commit():
-            results[part.name] = "has a result at this commit: --again repeats it"
+            _say(f"{part.name}: has a result at this commit: --again repeats it")
         else:
             page = TableFile(args.pages / f"gpu_{part.name}.md", Path(__file__).name)
-            results[part.name] = result = run_part(part, folder)
+            results[part.name] = result = run_part(part, folder, args.address if part.num_nodes > 1 else "")
             page.write(page_of(part, result, folder))
-        _say(f"{part.name}: {results[part.name]}")
-    return int(any(isinstance(result, PartResult) and result.code != 0 for result in results.values()))
+            _say(f"{part.name}: {result}")
+    return results
 
 
-def run_part(part: EvidencePart, folder: Path) -> PartResult:
-    """Run the part's command in a session of its own, and kill it at its limit. Writes log and result.json to ``folder``."""
+def run_part(part: EvidencePart, folder: Path, address: str = "") -> PartResult:
+    """Run the part's commands, each in a session of its own, and kill it at the part's limit. Writes logs and result.json to ``folder``."""
+    if (folder / "log_0").is_file():  # of an earlier run of this part, whose runs would be continued
+        shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tests.xml").unlink(missing_ok=True)
-    command = [sys.executable, *(argument.format(folder=folder) for argument in part.arguments)]
-    _say(f"{part.name}: {' '.join(command[1:])}")
     start = time.monotonic()
-    with (folder / "log").open("wb") as log:
+    codes: list[int | None] = []
+    for number, command in enumerate(part.commands):
+        seconds = max(0.0, start + 60 * part.minutes - time.monotonic())
+        codes.append(_run(part.name, arguments_of(command, folder, address), folder / f"log_{number}", seconds))
+        if codes[-1] is None:
+            break
+    result = PartResult(tuple(codes), round(time.monotonic() - start, 1), commit())
+    (folder / "result.json").write_text(json.dumps(asdict(result)))
+    return result
+
+
+def arguments_of(command: Command, folder: Path, address: str) -> list[str]:
+    """Return the arguments of Python for a command of a part."""
+    joined = [f"placement.ray_address={address}"] if address and command[0] == TRAIN else []
+    return [*(argument.replace("{folder}", str(folder)) for argument in command), *joined]
+
+
+def _run(name: str, arguments: Sequence[str], log: Path, seconds: float) -> int | None:
+    """Return the exit code of Python with ``arguments``; None if it was killed after ``seconds``."""
+    _say(f"{name}: python {' '.join(arguments).strip()}")
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *arguments],
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
-            code = process.wait(60 * part.minutes)
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            code = None
+            return None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    result = PartResult(code, round(time.monotonic() - start, 1), commit())
-    (folder / "result.json").write_text(json.dumps(asdict(result)))
-    return result
 
 
 def read_result(folder: Path) -> PartResult | None:
     """Return the result of an earlier run of the part, or None if there is none that can be read."""
     try:
-        return PartResult(**json.loads((folder / "result.json").read_text()))
-    except (OSError, ValueError, TypeError):
+        values = json.loads((folder / "result.json").read_text())
+        return PartResult(tuple(values["codes"]), values["seconds"], values["commit"])
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def page_of(part: EvidencePart, result: PartResult, folder: Path) -> str:
-    """Return the page of a part: machine, command, outcome of each test with its figures, and the end of the log."""
-    outcome = f"stopped at its limit of {part.minutes} min" if result.code is None else f"exit code {result.code}"
-    command = " ".join(argument.format(folder="runs/gpu_evidence") for argument in part.arguments)
-    lines = [
-        f"# {part.title}, on a GPU",
-        "",
-        f"{_machine()}. {result.commit}",
-        "",
-        f"Command: `python {command}`: {outcome} after {result.seconds:g} s.",
-        "",
-        *test_table(folder / "tests.xml"),
-        "```",
-        *(folder / "log").read_text(errors="replace").splitlines()[-LOG_LINES:],
-        "```",
-        "",
-    ]
-    return visible("\n".join(lines))
-
-
-def test_table(file: Path) -> Iterator[str]:
-    """Yield a table of pytest's JUnit file: test, outcome, seconds, recorded properties. Nothing if there is no file."""
-    if not file.is_file():
-        return
-    yield from ("| test | outcome | s | figures |", "|---|---|---|---|")
-    for case in ElementTree.parse(file).iter("testcase"):
-        outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
-        figures = ", ".join(f"{p.get('name')} {p.get('value')}" for p in case.iter("property"))
-        yield f"| `{case.get('name')}` | {outcome} | {case.get('time')} | {figures} |"
-    yield ""
 
 
 def commit() -> str:
@@ -217,24 +149,37 @@ def commit() -> str:
     return f"Commit {bundled.read_text().strip()}, from a bundle." if bundled.is_file() else commit_of_checkout()
 
 
-def _reason_to_skip(part: EvidencePart) -> str | None:
+def skip_reason(part: EvidencePart, node_gpus: Sequence[int]) -> str | None:
+    """Return the first need of the part that is missing; ``node_gpus`` are the free GPUs of each node of the cluster."""
     import torch
 
     if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:
         return f"needs {', '.join(missing)}"
-    if torch.cuda.device_count() < part.num_gpus:
-        return f"needs {part.num_gpus} GPUs, and torch finds {torch.cuda.device_count()}"
-    return None
+    if missing := [name for name in part.files if not (REPOSITORY / name).is_dir()]:
+        return f"needs {', '.join(missing)}"
+    if part.num_nodes > 1:
+        num_nodes = sum(gpus >= part.num_gpus for gpus in node_gpus)
+        needs = f"needs --address of a Ray cluster with {part.num_nodes} nodes of {part.num_gpus} free GPUs"
+        return None if num_nodes >= part.num_nodes else f"{needs}, and finds {num_nodes}"
+    if (num_gpus := torch.cuda.device_count()) < part.num_gpus:
+        return f"needs {next(needs_of(part))}, and torch finds {num_gpus}"
+    total = torch.cuda.get_device_properties(0).total_memory / GIGABYTE
+    return f"needs GPUs of {part.gb} GB, and GPU 0 has {total:.0f}" if total < part.gb else None
 
 
-def _machine() -> str:
-    """Return the GPU, and the versions of CUDA, torch and Triton."""
-    import torch
+def gpus_of_nodes(address: str) -> list[int]:
+    """Return the number of free GPUs of each node of a Ray cluster. Raises ``ConfigError`` if none answers at ``address``."""
+    import ray
 
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    triton = importlib.util.find_spec("triton")
-    version = "none" if triton is None else __import__("triton").__version__
-    return f"{name}, CUDA {torch.version.cuda}, torch {torch.__version__}, Triton {version}"
+    from slime_like.cluster.plan.ray_cluster import cluster_nodes
+    from slime_like.cluster.start.local_ray import available_resources_per_node, reach
+
+    reach(address)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        return [node.free_gpus for node in cluster_nodes(ray.nodes(), available_resources_per_node())]
+    finally:
+        ray.shutdown()
 
 
 def _say(text: str) -> None:
@@ -247,7 +192,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these parts")
     parser.add_argument("--again", action="store_true", help="also run parts that have a result at this commit")
     parser.add_argument("--minutes", type=at_least(1), default=24 * 60, help="start no part after so many minutes")
+    parser.add_argument("--address", help="Ray cluster for the parts of several nodes, as placement.ray_address")
     parser.add_argument("--list", action="store_true", help="print the parts and exit")
+    parser.add_argument("--write-not-run", action="store_true", help=f"only write the list of parts in {NOT_RUN}")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "gpu_evidence", help="logs and results")
     parser.add_argument("--pages", type=Path, default=REPOSITORY / "docs" / "measurements", help="folder of the pages")
     return parser

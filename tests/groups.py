@@ -66,6 +66,7 @@ HEAVY_IMPORTS = (
     "tests/quickstart/test_prepare.py",
     "tests/quickstart/test_tool.py",
     "tests/rollout/test_agent_requests.py",
+    "tests/scripts/test_gpu_evidence.py",
     "tests/scripts/test_prepare_data.py",
     "tests/train/",
 )

@@ -3,33 +3,67 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slime_like.cluster.plan.machine import described_machine
+from slime_like.cluster.plan.planner import make_plan
+from slime_like.config.load.loader import load_config
+
 ROOT = Path(__file__).resolve().parents[2]
 gpu_bundle: Any = importlib.import_module("scripts.gpu_bundle")
 gpu_evidence: Any = importlib.import_module("scripts.gpu_evidence")
+evidence_page: Any = importlib.import_module("scripts.evidence_page")
+evidence_parts: Any = importlib.import_module("scripts.evidence_parts")
+MEASUREMENTS = ROOT / "docs" / "measurements"
 
 
-def part_of(code: str) -> Any:
-    return gpu_evidence.EvidencePart("small", "Small", ("-c", code), 1)
+def part_of(*codes: str, name: str = "small") -> Any:
+    return gpu_evidence.EvidencePart(name, "Small", tuple(("-c", code) for code in codes), 1, "everything")
 
 
-def test_every_part_names_files_that_exist() -> None:
+def test_every_command_names_a_file_or_module_that_exists() -> None:
     for part in gpu_evidence.PARTS:
-        files = [argument for argument in part.arguments if argument.endswith(".py")]
-        assert files, part
-        assert [file for file in files if not (ROOT / file).is_file()] == []
+        for command in part.commands:
+            files = [argument for argument in command if argument.endswith(".py")]
+            assert files or command[0] == "-c" or command[:2] == ("-m", "sglang.benchmark.one_batch_server"), command
+            assert [file for file in files if not (ROOT / file).is_file()] == []
     assert len({part.name for part in gpu_evidence.PARTS}) == len(gpu_evidence.PARTS)
 
 
+RUN_PARTS = [part for part in gpu_evidence.PARTS if any(command[0] == gpu_evidence.TRAIN for command in part.commands)]
+GPUS = {0: "H100", 80: "H100", 95: "H20", 140: "H200"}  # of a part, by gigabytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", RUN_PARTS, ids=lambda part: part.name)
+def test_every_run_has_a_plan_that_fits_its_machine(part: Any, tmp_path: Path) -> None:
+    nodes = f"{part.num_nodes}x" if part.num_nodes > 1 else ""
+    machine = described_machine(f"{nodes}{part.num_gpus}x{GPUS[part.gb]}")
+    for command in part.commands:
+        words = gpu_evidence.arguments_of(command, tmp_path, "auto" if part.num_nodes > 1 else "")
+        if command[0] == "-c":
+            exec(words[1], {})  # writes a model that the other commands use
+        elif command[0] == gpu_evidence.TRAIN and "model.attention=te" not in words:  # needs TransformerEngine
+            plan = make_plan(load_config(words[1:], files=False, machine=False, code=False), machine)
+            assert plan.device == "cuda", command
+
+
+def test_the_runs_of_a_part_have_different_folders() -> None:
+    for part in gpu_evidence.PARTS:
+        folders = [command[1] for command in part.commands if command[0] == gpu_evidence.TRAIN]
+        assert len(set(folders)) == len(folders), part.name
+
+
 def test_every_gpu_test_is_in_a_part() -> None:
-    arguments = {argument for part in gpu_evidence.PARTS for argument in part.arguments}
+    arguments = {argument for part in gpu_evidence.PARTS for command in part.commands for argument in command}
     marked = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "tests").rglob("test_*.py")
@@ -39,19 +73,102 @@ def test_every_gpu_test_is_in_a_part() -> None:
     assert marked - arguments == set()
 
 
+def test_not_run_lists_the_parts_without_a_page_of_success() -> None:
+    """``scripts/gpu_evidence.py --write-not-run`` writes the section."""
+    text = (MEASUREMENTS / gpu_evidence.NOT_RUN).read_text()
+    section = evidence_page.HEADING + text.partition(evidence_page.HEADING)[2].partition("\n## ")[0]
+    assert section.strip() == gpu_evidence.not_run_section(gpu_evidence.PARTS, MEASUREMENTS)
+
+
+def test_a_part_leaves_the_list_when_it_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = part_of("raise SystemExit(1)", name="fails"), part_of("pass", name="passes")
+    monkeypatch.setattr(gpu_evidence, "PARTS", parts)
+    monkeypatch.setattr(gpu_evidence, "skip_reason", lambda part, nodes: None)
+    page = tmp_path / gpu_evidence.NOT_RUN
+    page.write_text("# Not run\n\n## Parts of the script\n\nold\n\n## Images\n\nby hand\n")
+    words = ["--work", str(tmp_path / "work"), "--pages", str(tmp_path)]
+    assert gpu_evidence.main([*words, "--write-not-run"]) == 0
+    assert "**fails**" in page.read_text() and "**passes**" in page.read_text() and "old" not in page.read_text()
+    assert gpu_evidence.main(words) == 1
+    assert "**fails**" in page.read_text() and "**passes**" not in page.read_text()
+    assert page.read_text().endswith("## Images\n\nby hand\n")
+
+
 def test_a_part_becomes_a_page_and_a_result(tmp_path: Path) -> None:
-    part = part_of("print('figures'); raise SystemExit(3)")
+    """The page has the log of every command, also of those after a failed one."""
+    part = part_of("print('figures'); raise SystemExit(3)", "print('second', r'{folder}')")
     result = gpu_evidence.run_part(part, tmp_path)
-    assert result.code == 3 and gpu_evidence.read_result(tmp_path) == result
+    assert result.codes == (3, 0) and not result.passed and gpu_evidence.read_result(tmp_path) == result
     page = gpu_evidence.page_of(part, result, tmp_path)
-    assert "exit code 3" in page and "figures" in page and result.commit in page
+    assert "failed after" in page and "exit code 3, exit code 0" in page and result.commit in page
+    assert "\nfigures\n" in page and f"\nsecond {tmp_path}\n" in page
 
 
 def test_a_part_is_killed_at_its_limit(tmp_path: Path) -> None:
-    part = replace(part_of("import time; print('begun', flush=True); time.sleep(600)"), minutes=0)
+    part = replace(part_of("import time; print('begun', flush=True); time.sleep(600)", "print('next')"), minutes=0)
     result = gpu_evidence.run_part(part, tmp_path)
-    assert result.code is None and result.seconds < 60
+    assert result.codes == (None,) and not result.passed and result.seconds < 60
     assert "stopped at its limit" in gpu_evidence.page_of(part, result, tmp_path)
+
+
+def test_a_repeated_part_does_not_continue_its_earlier_runs(tmp_path: Path) -> None:
+    part = part_of("import pathlib; pathlib.Path(r'{folder}/run').mkdir()")
+    assert [gpu_evidence.run_part(part, tmp_path / "small").codes for _ in range(2)] == [(0,), (0,)]
+
+
+def test_only_train_py_joins_the_cluster(tmp_path: Path) -> None:
+    commands = evidence_parts.runs("+recipe=one_gpu", a="")[0], ("scripts/compare.py", "{folder}/a")
+    words = [gpu_evidence.arguments_of(command, tmp_path, "10.0.0.1:6379") for command in commands]
+    assert (
+        words[0][:2] == ["train.py", f"run.dir={tmp_path}/a"] and words[0][-1] == "placement.ray_address=10.0.0.1:6379"
+    )
+    assert words[1] == ["scripts/compare.py", f"{tmp_path}/a"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "reason"),
+    [
+        ({}, (), "needs 1 GPU, and torch finds 0"),
+        ({"needs": ("no_such_package",)}, (), "needs no_such_package"),
+        ({"files": ("models/no_such_model",)}, (), "needs models/no_such_model"),
+        ({"num_gpus": 8, "num_nodes": 2}, (8, 4), "needs --address of a Ray cluster with 2 nodes of 8 free GPUs, and finds 1"),
+        ({"num_gpus": 8, "num_nodes": 2}, (8, 4, 8), None),
+    ],
+)  # fmt: skip
+def test_the_missing_need_is_named(
+    changes: dict[str, Any], nodes: tuple[int, ...], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert gpu_evidence.skip_reason(replace(part_of("pass"), **changes), nodes) == reason
+
+
+def test_gpus_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(total_memory=24 * 2**30)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
+    assert gpu_evidence.skip_reason(replace(part_of("pass"), gb=80), ()) == "needs GPUs of 80 GB, and GPU 0 has 26"
+    assert gpu_evidence.skip_reason(replace(part_of("pass"), gb=24), ()) is None
+
+
+def test_the_figures_of_runs_are_in_the_page(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    rows = (
+        {"step": step, "perf/step_time": 10.0 - step, "train/num_tokens": 600, "perf/actor_train_time": 2}
+        for step in range(3)
+    )
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "metrics.jsonl").write_text("x\n")
+    table = list(evidence_page.figure_table(tmp_path))
+    assert "is not a line of metrics" in table[2]
+    assert "| run | `perf/step_time` | 10 | 9 | 8 | 10 | 3 |" in table
+    assert "| run | `train/num_tokens / perf/actor_train_time` | 300 | 300 | 300 | 300 | 3 |" in table
+
+
+def test_the_figures_are_metrics_of_the_dictionary() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    names = {*evidence_page.FIGURES, evidence_page.TOKENS, evidence_page.SECONDS}
+    assert [name for name in names if not name.startswith(("eval/", "memory/")) and f"`{name}`" not in text] == []
 
 
 def test_figures_of_tests_are_in_the_table(tmp_path: Path) -> None:
@@ -59,7 +176,7 @@ def test_figures_of_tests_are_in_the_table(tmp_path: Path) -> None:
         '<testsuites><testsuite><testcase name="query" time="0.1"><properties><property name="us" value="12"/></properties>'
         '</testcase><testcase name="other" time="2"><failure message="x"/></testcase></testsuite></testsuites>'
     )
-    rows = list(gpu_evidence.test_table(tmp_path / "tests.xml"))
+    rows = list(evidence_page.test_table(tmp_path / "tests.xml"))
     assert rows[2:4] == ["| `query` | passed | 0.1 | us 12 |", "| `other` | failure | 2 |  |"]
 
 
@@ -69,7 +186,7 @@ def test_a_result_at_this_commit_is_not_repeated(
     marker = tmp_path / "runs"
     part = part_of(f"open({str(marker)!r}, 'a').write('x')")
     monkeypatch.setattr(gpu_evidence, "PARTS", (part, replace(part, name="other", num_gpus=10**6)))
-    monkeypatch.setattr(gpu_evidence, "_reason_to_skip", lambda p: "needs GPUs" if p.num_gpus > 1 else None)
+    monkeypatch.setattr(gpu_evidence, "skip_reason", lambda p, nodes: "needs GPUs" if p.num_gpus > 1 else None)
     words = ["--work", str(tmp_path / "work"), "--pages", str(tmp_path)]
     assert [gpu_evidence.main(words), gpu_evidence.main(words)] == [0, 0]
     assert marker.read_text() == "x"
@@ -80,10 +197,10 @@ def test_a_result_at_this_commit_is_not_repeated(
 
 
 def test_a_damaged_result_is_none(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text('{"code": 0}')
+    (tmp_path / "result.json").write_text('{"codes": [0]}')
     assert gpu_evidence.read_result(tmp_path) is None
-    (tmp_path / "result.json").write_text('{"code": 0, "seconds": 1.0, "commit": "a"}')
-    assert gpu_evidence.read_result(tmp_path) == gpu_evidence.PartResult(0, 1.0, "a")
+    (tmp_path / "result.json").write_text('{"codes": [0, null], "seconds": 1.0, "commit": "a"}')
+    assert gpu_evidence.read_result(tmp_path) == gpu_evidence.PartResult((0, None), 1.0, "a")
 
 
 def test_names_that_older_torch_lacks_are_removed(tmp_path: Path) -> None:
