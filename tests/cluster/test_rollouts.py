@@ -204,6 +204,17 @@ def test_a_manager_that_dies_is_named_while_the_others_still_work() -> None:
         managers.call(Deadline("driver", "push/begin_push", 60.0), RolloutActor.begin_push)
 
 
+@pytest.mark.usefixtures("ray_of_futures")
+def test_every_manager_that_hangs_is_named_at_the_deadline() -> None:
+    """Calls that wait for the need of a push are always pending, and no reason for the error."""
+    managers = [AnsweringManager() for _ in range(3)]
+    for hung in managers[::2]:
+        hung.answer = lambda name, arguments: Future()  # pyright: ignore[reportAttributeAccessIssue]
+    rollout = EngineRollout(ManagerGroup(cast(Any, tuple(managers))), cast(Any, None), 0.1)
+    with pytest.raises(DeadlineExceeded, match="for rollout manager 0, rollout manager 2 in phase 'collect'"):
+        rollout.collect(0)
+
+
 class ScriptedManager(AnsweringManager):
     """Fake Ray handle whose calls return or raise the next reply for their method, and are pending without one."""
 

@@ -117,8 +117,10 @@ class EngineRollout:
                 if share.name not in self._push_needed_calls:
                     self._push_needed_calls[share.name] = call(actor, RolloutActor.wait_until_push_needed)
             pending: dict[str, ObjectRef[Any]] = {name: ref for name, ref in refs.items() if name not in results}
-            pending |= {f"engines of the {name}": ref for name, ref in self._push_needed_calls.items()}
-            name, result = wait_first(pending, deadline)
+            push_calls: dict[str, ObjectRef[Any]] = {
+                f"engines of the {name}": ref for name, ref in self._push_needed_calls.items()
+            }
+            name, result = wait_first(pending, push_calls, deadline)
             if name in refs:
                 results[name] = result
             else:

@@ -145,14 +145,20 @@ def _errors(
             yield error
 
 
-def wait_first[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> tuple[str, R]:
-    """Return name and result of the first ready ref, ties in the order of ``refs``; errors as ``wait_all``."""
-    first = next(iter(refs))
-    ready, _ = ray.wait(list(refs.values()), num_returns=1, timeout=deadline.remaining(first))
+def wait_first[R](
+    refs: Mapping[str, ObjectRef[R]], optional_refs: Mapping[str, ObjectRef[R]], deadline: Deadline
+) -> tuple[str, R]:
+    """Return name and result of the first ready ref, ties in the order of ``refs``, then ``optional_refs``; errors as ``wait_all``.
+
+    ``optional_refs`` may be pending until the end of the run: ``DeadlineExceeded`` does not name them.
+    """
+    pending = {ref: name for name, ref in refs.items()}
+    names = pending | {ref: name for name, ref in optional_refs.items()}
+    ready, _ = ray.wait(list(names), num_returns=1, timeout=_remaining(deadline, pending))
     if not ready:
-        raise deadline.exceeded(first)
-    name = next(name for name, ref in refs.items() if ref in ready)
-    return name, _get(name, refs[name], deadline)
+        raise deadline.exceeded(_names(pending))
+    ref = next(ref for ref in names if ref in ready)
+    return names[ref], _get(names[ref], ref, deadline)
 
 
 def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dict[str, R]:
