@@ -87,22 +87,38 @@ def manager_states(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
-    """Return the rollout state of a checkpoint. Raises ``CheckpointError`` if it or its groups are missing or damaged."""
+    """Return the rollout state of a checkpoint. Raises ``CheckpointError`` if it is missing or damaged; does not read groups."""
+    return _read(folder, next_rollout)[1]
+
+
+def check_state(folder: Path, next_rollout: int) -> None:
+    """Raise ``CheckpointError`` if the rollout state of a checkpoint or one of its files of groups is missing or damaged."""
+    file, _, saved_states = _read(folder, next_rollout)
+    if not saved_states:  # from a run without engines, which has no groups
+        return
+    _saved_groups(leftover_path(folder, next_rollout))
+    for index, state in enumerate(saved_states):
+        _check_groups(file, state, manager_base(folder, next_rollout, ManagerShare(index, len(saved_states))))
+
+
+def _read(folder: Path, next_rollout: int) -> tuple[InputFile, dict[str, Any], tuple[_SavedState, ...]]:
+    """Return the file of a state, its object and the states of its managers. Raises ``CheckpointError``."""
     file = InputFile(state_path(folder, next_rollout), CheckpointError, FIX)
     state = file.json_object()
+    saved_states: tuple[_SavedState, ...] = ()
     if "managers" in state:
         saved_states = file.typed(state, _SavedStates).managers
         if len(saved_states) < 2:
             raise file.refused(f"has {len(saved_states)} managers, but a run with one has no list of them")
     elif "made" in state:
         saved_states = (file.typed(state, _SavedState),)
-    else:  # from a run without engines, which has no groups
-        return state
-    _saved_groups(leftover_path(folder, next_rollout))
-    for index, saved_state in enumerate(saved_states):
-        base = manager_base(folder, next_rollout, ManagerShare(index, len(saved_states)))
-        _check_manager_state(file, saved_state, next_rollout, base)
-    return state
+    for saved in saved_states:
+        generated_ids = [rollout.rollout_id for rollout in saved.made]
+        if saved.next_rollout != next_rollout or generated_ids != [next_rollout + k for k in range(len(generated_ids))]:
+            raise file.refused(
+                f"is for rollout {saved.next_rollout}, with {generated_ids} generated ahead, not for rollout {next_rollout}"
+            )
+    return file, state, saved_states
 
 
 def check_num_managers(folder: Path, next_rollout: int, num_managers: int) -> None:
@@ -126,15 +142,10 @@ def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
             raise CheckpointError(f"{path} {text}; {FIX}") from error
 
 
-def _check_manager_state(file: InputFile, state: _SavedState, next_rollout: int, base: Path) -> None:
-    """Raise ``CheckpointError`` if a manager's state or one of its files, whose names begin with ``base``, is unusable."""
-    generated_ids = [rollout.rollout_id for rollout in state.made]
-    if state.next_rollout != next_rollout or generated_ids != [next_rollout + k for k in range(len(generated_ids))]:
-        raise file.refused(
-            f"is for rollout {state.next_rollout}, with {generated_ids} generated ahead, not for rollout {next_rollout}"
-        )
-    for rollout_id in generated_ids:
-        _saved_groups(generated_path(base, rollout_id))
+def _check_groups(file: InputFile, state: _SavedState, base: Path) -> None:
+    """Raise ``CheckpointError`` if one of a manager's files of groups, whose names begin with ``base``, is unusable."""
+    for rollout in state.made:
+        _saved_groups(generated_path(base, rollout.rollout_id))
     if state.in_flight:
         in_flight_groups = _saved_groups(in_flight_path(base))
         if len(in_flight_groups) != state.in_flight or any(

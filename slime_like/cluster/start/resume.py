@@ -11,7 +11,7 @@ from typing import Any
 from slime_like.checkpoint.files import CRITIC, LATEST, iteration_folder, iterations, resumable_iteration
 from slime_like.checkpoint.record import CheckpointRecord, Manifest, read_record
 from slime_like.cluster.plan.verify import verify
-from slime_like.cluster.run.rollout_state import read_state
+from slime_like.cluster.run.rollout_state import check_state
 from slime_like.cluster.start.identity import DATA, changed_inputs, flatten, run_record
 from slime_like.config.load.loader import read_config, saved_settings
 from slime_like.config.rules.roles import check_critic
@@ -103,7 +103,7 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
     for path, record in records.items():
         verify(cfg, path, record)
     if cfg.run.replay_from is None:
-        read_state(folder, num_trained)
+        check_state(folder, num_trained)
     return num_trained
 
 
