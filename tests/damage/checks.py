@@ -22,7 +22,7 @@ from slime_like.checkpoint.files import LATEST
 from slime_like.cluster.plan.machine import Machine, probe_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.run.chaos import Chaos
-from slime_like.cluster.run.rollout_state import check_cursor, read_state
+from slime_like.cluster.run.rollout_state import check_cursor, check_num_managers, read_state
 from slime_like.cluster.run.status import read_status
 from slime_like.cluster.start.folder import claim_folder
 from slime_like.cluster.start.inputs import load_inputs
@@ -40,7 +40,7 @@ from slime_like.metrics.sinks import open_sinks
 from slime_like.report.record import read_record
 from slime_like.report.write import write_report
 from tests.damage import damages
-from tests.damage.world import FILES, argv, build
+from tests.damage.world import FILES, NUM_MANAGERS, argv, build
 
 LIMIT_S = 60
 MAX_MESSAGE_LEN = 2000
@@ -91,7 +91,7 @@ class RunFiles:
         damages.restore(self.pristine, self.root)
         self.machine: Machine = probe_machine()
         self.before = {file: self._load(kind, file) for kind, files in FILES.items() for file in files}
-        self._restore("run")
+        self._restore(*NUM_MANAGERS)
 
     def trial(self, kind: str, file: str, rng: Random) -> Trial:
         """Damage ``file`` at random, read the files as a run does, and restore it."""
@@ -103,9 +103,8 @@ class RunFiles:
         try:
             outcome, message = self._judge(kind, file, damage)
         finally:
-            self._restore("run" if file.startswith("run/") else file)
-            if file.startswith("model/") or not file.startswith("run/"):
-                self._restore("run")
+            is_of_run = file.partition("/")[0] in NUM_MANAGERS
+            self._restore(*NUM_MANAGERS, *(() if is_of_run else (file,)))
         return Trial(kind, file, damage, outcome, message)
 
     def _judge(self, kind: str, file: str, damage: str) -> tuple[ReadOutcome, str]:
@@ -160,8 +159,9 @@ class RunFiles:
     def _load(self, kind: str, file: str) -> Any:
         return _LOADERS[kind](self, self.root / file)
 
-    def _restore(self, name: str) -> None:
-        damages.restore(self.root / name, self.pristine / name)
+    def _restore(self, *names: str) -> None:
+        for name in names:
+            damages.restore(self.root / name, self.pristine / name)
 
 
 def _same_json(data: bytes, other_data: bytes) -> bool:
@@ -207,9 +207,10 @@ def _model(world: RunFiles, path: Path) -> Any:
 
 def _resume(world: RunFiles, path: Path) -> Any:
     """Resume the run: read everything that the driver and the rollout manager read from its folder."""
-    cfg, run_dir = world.cfg, world.root / "run"
+    folder_name = path.relative_to(world.root).parts[0]
+    cfg, run_dir = world.cfg, world.root / folder_name
     if path.name not in AUTO_RESUME_FILES:  # resuming from a checkpoint path does not read the run's config.yaml
-        cfg = replace(cfg, run=replace(cfg.run, resume=str(run_dir / "checkpoints")))
+        cfg = replace(cfg, run=replace(cfg.run, dir=str(run_dir), resume=str(run_dir / "checkpoints")))
     plan = make_plan(cfg, world.machine)
     first = first_rollout(cfg, run_dir)
     inputs = load_inputs(cfg, plan)
@@ -221,6 +222,7 @@ def _resume(world: RunFiles, path: Path) -> Any:
         return first
     folder = checkpoint_folder(cfg, run_dir)
     state = read_state(folder, first)
+    check_num_managers(folder, first, NUM_MANAGERS[folder_name])
     check_cursor(folder, first, inputs.source)
     inputs.source.next(3)
     group_files = sorted((folder / "rollout").glob("*.npz"))

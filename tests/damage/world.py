@@ -13,21 +13,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slime_like.checkpoint.files import LATEST, iteration_folder, name_latest, side_files, write_text
+from slime_like.checkpoint.files import LATEST, iteration_folder, name_latest, side_files
 from slime_like.checkpoint.record import Manifest, add_run, describe_files, write_manifest
+from slime_like.cluster.run.rollout_state import leftover_path, manager_base, write_manager_states
 from slime_like.cluster.run.status import ControlReply, RunStatus, write_status
 from slime_like.cluster.start.identity import run_record
 from slime_like.config.load.loader import load_config, to_yaml
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data import faults
 from slime_like.data.dump import rollout_path, save_groups
+from slime_like.data.share import ManagerShare
 from slime_like.data.token_table import TokenTable, save_table, table_path
 from slime_like.metrics.sinks import JsonlSink
 from slime_like.quickstart.model import CONCATENATED_MESSAGES, write_tokenizer
+from slime_like.rollout.collect.state import generated_path, in_flight_path
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span
 from slime_like.types import Status as Ended
 
 NUM_DONE = 4  # rollouts that the run has trained
+NUM_MANAGERS = {"run": 1, "managers": 2}
+"""Folder of a run -> rollout managers that wrote its checkpoint."""
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -113,6 +118,8 @@ def build(root: Path) -> TrainConfig:
     (root / "recipes" / "recipe" / "mine.yaml").write_text(RECIPE.format(root=root))
     cfg = load_config(argv(root))
     _write_run(cfg, root / "run")
+    for name, num_managers in NUM_MANAGERS.items():
+        _write_checkpoint(cfg, root / name / "checkpoints", num_managers)
     for path in (root, *root.rglob("*")):  # readable by user nobody, as which the soak reads unreadable files
         os.chmod(path, 0o777 if path.is_dir() else 0o666)
     for path in root.parents:  # pytest's folders are private to its user
@@ -172,18 +179,18 @@ def groups(first: int, count: int) -> list[SampleGroup]:
     return sample_groups
 
 
-def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
-    checkpoints = run_dir / "checkpoints"
+def _write_checkpoint(cfg: TrainConfig, checkpoints: Path, num_managers: int) -> None:
     folder = iteration_folder(checkpoints, NUM_DONE)
     folder.mkdir(parents=True)
     for name in ("__0_0.distcp", "common.pt", ".metadata"):
         (folder / name).write_bytes(np.random.default_rng(1).bytes(3000))
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     name_latest(checkpoints, NUM_DONE)
-    leftover = checkpoints / "rollout" / f"leftover_{NUM_DONE}.npz"
-    save_groups(leftover, groups(8, 1))
-    save_groups(leftover.with_name(f"leftover_{NUM_DONE}_made_{NUM_DONE}.npz"), groups(9, 2))
-    save_groups(leftover.with_name(f"leftover_{NUM_DONE}_in_flight.npz"), groups(11, 1))
+    save_groups(leftover_path(checkpoints, NUM_DONE), groups(8, 1))
+    for index in range(num_managers):
+        base = manager_base(checkpoints, NUM_DONE, ManagerShare(index, num_managers))
+        save_groups(generated_path(base, NUM_DONE), groups(9 + 2 * index, 2))
+        save_groups(in_flight_path(base), groups(11 + 2 * index, 1))
     rollout = {
         "rollout_id": NUM_DONE,
         "groups": (),
@@ -193,7 +200,7 @@ def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
         "num_refills": 0,
     }
     state = {"next_rollout": NUM_DONE, "cursor": cursor(cfg), "in_flight": 1, "made": [rollout]}
-    write_text(checkpoints / "rollout" / f"state_{NUM_DONE}.json", json.dumps(state))
+    write_manager_states(checkpoints, NUM_DONE, [state] * num_managers)
     model = {name: CONFIG[name] for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
     write_manifest(
         folder,
@@ -210,6 +217,10 @@ def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
         rollout=describe_files(checkpoints / "rollout", side_files(checkpoints, NUM_DONE)),
     )
     add_run(folder, run_record(cfg))
+
+
+def _write_run(cfg: TrainConfig, run_dir: Path) -> None:
+    run_dir.mkdir()
     (run_dir / "config.yaml").write_text(to_yaml(replace(cfg)))
     sink = JsonlSink(run_dir / "metrics.jsonl", 0)
     for step in range(1, NUM_DONE + 1):
@@ -268,11 +279,13 @@ FILES = {
         f"run/checkpoints/iter_{NUM_DONE:07d}/.metadata",
         f"run/checkpoints/iter_{NUM_DONE:07d}/metadata.json",
     ),
-    "state_N.json": (f"run/checkpoints/rollout/state_{NUM_DONE}.json",),
+    "state_N.json": tuple(f"{name}/checkpoints/rollout/state_{NUM_DONE}.json" for name in NUM_MANAGERS),
     "leftover, made and in-flight npz": (
         f"run/checkpoints/rollout/leftover_{NUM_DONE}.npz",
         f"run/checkpoints/rollout/leftover_{NUM_DONE}_made_{NUM_DONE}.npz",
         f"run/checkpoints/rollout/leftover_{NUM_DONE}_in_flight.npz",
+        f"managers/checkpoints/rollout/leftover_{NUM_DONE}_manager_0_in_flight.npz",
+        f"managers/checkpoints/rollout/leftover_{NUM_DONE}_manager_1_made_{NUM_DONE}.npz",
     ),
     "dumped rollouts": ("run/rollouts/rollout_0000000.npz", "run/rollouts/tokens_0000000.npz"),
 }
