@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,8 @@ class GroupSelection:
         carried_groups = [group for group in self._leftover if group.oldest_version >= oldest_version]
         num_stale = len(self._leftover) - len(carried_groups)
         split = split_leftover([*carried_groups, *generated_groups], spec.samples_per_rollout, spec.leftover)
-        groups, self._leftover = split.to_train, split.to_carry
+        # Arrays from Ray are views of a manager's entire rollout, whose shared memory they would occupy until the groups are used.
+        groups, self._leftover = split.to_train, tuple(deepcopy(group) for group in split.to_carry)
         if spec.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=spec.seed * 1_000_003 + rollout_id))
         advice = self._signal.observe(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slime_like.data.faults import Recovery
@@ -97,6 +98,18 @@ def test_carried_groups_are_used_first_until_they_are_too_old() -> None:
     third = selected.select(2, [part(group(5, version=2), group(6, version=2), version=2)])
     assert ids(third.groups) == [5, 6], "group 4 is two versions old"
     assert reduce_metrics(third.metrics)["rollout/dropped_groups/stale"] == 1
+
+
+def test_carried_groups_do_not_keep_the_memory_of_a_managers_rollout() -> None:
+    received = [group(i) for i in range(3)]
+    selected = selection(2)
+    selected.select(0, [part(*received)])
+    (carried,) = selected.select(1, [part(group(3))]).groups[:1]
+    assert not np.shares_memory(carried.prompt.token_ids, received[2].prompt.token_ids)
+    for old, new in zip(received[2].samples, carried.samples, strict=True):
+        assert not np.shares_memory(old.token_ids, new.token_ids)
+        assert not np.shares_memory(old.logprobs, new.logprobs)
+    assert str(carried) == str(received[2])
 
 
 def test_an_empty_or_flat_share_is_no_warning_while_the_rollout_has_a_signal() -> None:
