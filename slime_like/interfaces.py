@@ -110,7 +110,10 @@ class Generator(GenerateFn, Protocol):
     """A stateful ``GenerateFn``: a class named by ``rollout.generate``, constructed with the ``RolloutConfig``."""
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics since the last call. Give each name an entry in ``metrics.dictionary``, which documents it."""
+        """Return the metrics since the last call. Give each name an entry in ``metrics.dictionary``, which documents it.
+
+        The driver reduces the metrics of all rollout managers; a ``Last`` is that of the last manager.
+        """
         ...
 
     def warnings(self) -> tuple[str, ...]:
