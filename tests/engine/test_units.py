@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from slime_like.rollout.engine import main, processes
 from slime_like.rollout.engine.node import DATA_PARALLEL_PORTS
 from slime_like.rollout.engine.server import derived_ports
 from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
+from slime_like_plugins.weight_commit import hooks as commit_hooks
 from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
 
 SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10)
@@ -94,6 +97,19 @@ def test_the_message_about_unwritten_parameters_names_ranks_and_counts() -> None
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------
+def test_sglang_reads_the_reply_of_a_data_parallel_rank_that_failed() -> None:
+    """SGLang reads the first reply to a flush, in the order of arrival."""
+    replies = [SimpleNamespace(success=success) for success in (True, False, True)]
+
+    async def reply(communicator: object, request: object) -> list[SimpleNamespace]:
+        return replies
+
+    (hook,) = (hook for hook in commit_hooks.HOOKS if hook.target.endswith("FanOutCommunicator.__call__"))
+    assert asyncio.run(hook.function(reply, None, None)) == [replies[1], replies[0], replies[2]]
+    replies = [SimpleNamespace(state=1), SimpleNamespace(state=0)]
+    assert asyncio.run(hook.function(reply, None, None)) == replies
+
+
 def test_only_arguments_that_the_run_does_not_set_can_be_overridden() -> None:
     spec = replace(SPEC, sglang={"host": "0.0.0.0", "admin_api_key": "", "page_size": 8})
     arguments = main.server_arguments(main.EngineLaunch(spec, "key", "127.0.0.1", 1))

@@ -112,6 +112,14 @@ async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tupl
     return success, message
 
 
+async def failures_first(original: Callable[..., Awaitable[list[Any]]], communicator: Any, request: Any) -> list[Any]:
+    """Hook around ``FanOutCommunicator.__call__``: return the replies of data-parallel ranks that failed before the others.
+
+    SGLang reads only the first reply to a flush. A rank that refuses it keeps prefixes of the old weights.
+    """
+    return sorted(await original(communicator, request), key=lambda reply: getattr(reply, "success", True))
+
+
 async def release_memory(original: Callable[..., Awaitable[None]], manager: Any, request: Any, *args: Any) -> None:
     """Hook around ``TokenizerControlMixin.release_memory_occupation``: refuse if the engine is not paused, because its scheduler
     would end. Without the memory of its weights, the engine generates nothing until a commit.
@@ -156,6 +164,7 @@ HOOKS = (
     Hook("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", "around", deserialize),
     Hook(f"{CONTROL}.begin_weight_update", "around", begin_request),
     Hook(f"{CONTROL}.end_weight_update", "around", end_request),
+    Hook("sglang.srt.managers.communicator.FanOutCommunicator.__call__", "around", failures_first),
     Hook(f"{CONTROL}.release_memory_occupation", "around", release_memory),
     Hook(f"{TOKENIZER}.generate_request", "around", generate),
     Hook(f"{TOKENIZER}.continue_generation", "around", resume),
