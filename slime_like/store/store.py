@@ -9,7 +9,7 @@ change, so views stay valid.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,7 @@ class SampleStore:
         self._slabs: dict[int, Slab] = {}
         self._next_slab = 0
         self._num_entries = 0
-        self._expert_shape: ExpertEntry | None = None
+        self._entry: ExpertEntry | None = None  # shape and dtype of the experts of a token
         self.num_clones = 0  # rows copied because another row shares their tokens
         self.num_moves = 0  # rows copied because there was no space behind them
 
@@ -54,9 +54,7 @@ class SampleStore:
     def add(self, columns: TokenColumns) -> int:
         """Add a row with these tokens and return it. Raises ``StoreFull``."""
         count = len(columns)
-        if columns.experts is not None:
-            self._expert_shape = ExpertEntry(columns.experts.shape[1:], columns.experts.dtype)
-        slab = self._allocate(count, num_extents=1)
+        slab = self._allocate(count, self._expert_entry([columns.experts]), num_extents=1)
         (extent,) = self._extents.add(slab, np.zeros(1, np.int64), np.array([count])).tolist()
         copy_tokens(columns, 0, self._slabs[slab].columns, 0, count)
         self._extents.used[extent] = count
@@ -145,11 +143,12 @@ class SampleStore:
         table, rows, extents = self._rows, batch.rows, self._extents
         counts = np.ones(len(rows), dtype=np.int64) if batch.counts is None else batch.counts
         self._check(batch, counts)
+        entry = self._expert_entry(batch.experts)
         lengths = table.length[rows]
         ends = lengths + counts
         positions = self._positions_to_move(batch, counts, ends)
         if len(positions):
-            self._move(batch, positions, ends)
+            self._move(batch, positions, ends, entry)
         starts = (table.start[rows] + lengths).tolist()
         position = 0
         for key, start, count in zip(table.slab[rows].tolist(), starts, counts.tolist(), strict=True):
@@ -171,6 +170,8 @@ class SampleStore:
         rows = batch.rows
         if len(counts) != len(rows) or int(counts.sum()) != len(batch.columns):
             raise ValueError(f"{len(batch.columns)} tokens and {len(counts)} counts for {len(rows)} rows")
+        if len(batch.experts) not in (0, len(rows)):
+            raise ValueError(f"experts of {len(batch.experts)} rows for {len(rows)} rows")
         if len(set(rows.tolist())) != len(rows):
             raise ValueError(f"a row occurs twice in a batch: {rows.tolist()}")
         if len(rows) and (rows.min() < 0 or rows.max() >= self._rows.size or self._rows.extent[rows].min() < 0):
@@ -193,17 +194,14 @@ class SampleStore:
                 fits[position] = False
         return np.flatnonzero(~fits)
 
-    def _move(self, batch: Batch, positions: I64, ends: I64) -> None:
+    def _move(self, batch: Batch, positions: I64, ends: I64, entry: ExpertEntry | None) -> None:
         """Copy rows to new memory with space for the batch, and spare space unless they are finished."""
-        for experts in batch.experts:
-            if experts is not None:
-                self._expert_shape = ExpertEntry(experts.shape[1:], experts.dtype)
         required_sizes = ends[positions]
         spare = np.maximum(required_sizes // 2, MIN_SPARE)
         if batch.is_finished is not None:
             spare[batch.is_finished[positions]] = 0
         stops = np.cumsum(required_sizes + spare)
-        key = self._allocate(int(stops[-1]), num_extents=len(positions))
+        key = self._allocate(int(stops[-1]), entry, num_extents=len(positions))
         rows, starts = batch.rows[positions], stops - required_sizes - spare
         self._copy_rows(rows, key, starts)
         for position, row, start in zip(positions.tolist(), rows.tolist(), starts.tolist(), strict=True):
@@ -234,20 +232,30 @@ class SampleStore:
         target[start + num_rows : start + num_tokens] = 0
 
     # ---- memory ------------------------------------------------------------------------------------------------------
-    def _allocate(self, size: int, num_extents: int) -> int:
-        """Return the key of a new slab. Raises ``StoreFull``."""
+    def _expert_entry(self, experts: Iterable[RoutedExperts | None]) -> ExpertEntry | None:
+        """Return shape and dtype of ``experts`` and of all earlier ones; None if there are none. Raises ``ValueError`` if they differ."""
+        entries = {ExpertEntry(rows.shape[1:], rows.dtype) for rows in experts if rows is not None}
+        if self._entry is not None:
+            entries.add(self._entry)
+        if len(entries) > 1:
+            raise ValueError(f"experts of different shapes or dtypes: {entries}")
+        return next(iter(entries), None)
+
+    def _allocate(self, size: int, entry: ExpertEntry | None, num_extents: int) -> int:
+        """Return the key of a new slab, whose tokens have experts of shape and dtype ``entry``. Raises ``StoreFull``."""
         if self._num_entries + size > self._capacity:
             raise StoreFull(
                 f"the samples of a group need memory for {self._num_entries + size} tokens, but the limit is {self._capacity}: lower "
                 "rollout.n_samples_per_prompt or rollout.max_context_len"
             )
         try:
-            slab = Slab.allocate(size, self._expert_shape, num_extents)
+            slab = Slab.allocate(size, entry, num_extents)
         except MemoryError as error:
             raise StoreFull(f"no memory for {size} more tokens in flight: lower rollout.batch_size") from error
         key, self._next_slab = self._next_slab, self._next_slab + 1
         self._slabs[key] = slab
         self._num_entries += size
+        self._entry = entry
         return key
 
     def _drop_references(self, extents: Sequence[int]) -> int:

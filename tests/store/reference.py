@@ -69,6 +69,6 @@ def assert_same(actual: TokenColumns, expected: TokenColumns) -> None:
             assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
 
 
-def num_tables(store: SampleStore) -> tuple[int, int]:
-    """Return bytes and copies of a store."""
-    return store.nbytes, store.num_clones + store.num_moves
+def tables(store: SampleStore) -> tuple[object, ...]:
+    """Return the memory of a store, the number of its copies, and the experts that its next row will have space for."""
+    return store.nbytes, [*store._slabs], store.num_clones, store.num_moves, store._entry

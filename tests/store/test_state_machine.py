@@ -14,7 +14,7 @@ from slime_like.errors import StoreFull
 from slime_like.store.columns import TokenColumns
 from slime_like.store.store import Batch, SampleStore
 from tests.hypothesis_examples import num_examples
-from tests.store.reference import BLOCKS, EXPERT_DTYPE, TOP, ScalarRow, assert_same, flat, num_tables
+from tests.store.reference import BLOCKS, EXPERT_DTYPE, TOP, ScalarRow, assert_same, flat, tables
 
 TOKENS = st.lists(
     st.tuples(st.integers(0, 99), st.sampled_from([-0.5, -2.0, float("nan")]), st.integers(-2, 5)), max_size=70
@@ -91,14 +91,14 @@ class StoreMachine(RuleBasedStateMachine):
             experts if routed else (),
             np.array(finished_flags, dtype=np.bool_),
         )
-        before = num_tables(self.store)
+        before = tables(self.store)
         try:
             self.store.append_batch(batch)
         except ValueError:
             assert any(self.rows[row].is_finished for row in rows)
             return
         except StoreFull:
-            assert num_tables(self.store) == before
+            assert tables(self.store) == before
             return  # ``same_bytes`` checks that no row has changed
         assert not any(self.rows[row].is_finished for row in rows)
         for row, new, own, is_finished in zip(rows, tokens, experts, finished_flags, strict=True):

@@ -12,6 +12,7 @@ from slime_like.store.columns import PROMPT_TOKEN, TOOL_TOKEN, TokenColumns, con
 from slime_like.store.row import StoreRow
 from slime_like.store.store import Batch, SampleStore
 from slime_like.types import Source, Span
+from tests.store.reference import tables
 
 NO_TOKENS = context_columns(np.zeros(0, np.int32))
 
@@ -99,6 +100,21 @@ def test_a_refused_batch_changes_no_row(rows: list[int], message: str) -> None:
     assert (store.length(0), store.length(1)) == (3, 2)
     with pytest.raises(ValueError, match="3 tokens"):
         store.append_batch(batch([1], tokens(1, 2, 3)))
+
+
+def test_experts_of_another_shape_are_refused_before_memory_is_allocated() -> None:
+    store = SampleStore()
+    rows, columns = np.array([prompt(store), prompt(store)]), tokens(1, 2)
+    experts = [np.zeros((6, 2, top_k), np.uint8) for top_k in (4, 8)]
+    before = tables(store)
+    for wrong_experts, message in ((experts, "different shapes"), (experts[:1], "experts of 1 rows for 2 rows")):
+        with pytest.raises(ValueError, match=message):
+            store.append_batch(Batch(rows, columns, experts=wrong_experts))
+    assert tables(store) == before
+    store.append_batch(Batch(rows, columns, experts=experts[:1] * 2))
+    with pytest.raises(ValueError, match="different shapes"):
+        store.append_batch(Batch(rows, columns, experts=[experts[0].astype(np.uint16)] * 2))
+    assert (store.length(0), store.length(1)) == (6, 6)
 
 
 def test_an_empty_batch_is_no_change() -> None:
