@@ -168,25 +168,44 @@ def test_a_worker_does_not_wait_forever_for_the_rest_of_a_frame(size: int, monke
         assert sock.recv(1) == b""
 
 
+class SimulatedWait:
+    """Clock, advanced by yields and by polls that wait, of a connection whose peer sends a frame at the first yield."""
+
+    def __init__(self, connection: Connection, peer: socket.socket) -> None:
+        self.now, self.num_yields, self.waits_ms = 0.0, 0, list[int]()
+        self._events, self._peer = connection._poll, peer
+
+    def monotonic(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def sched_yield(self) -> None:
+        """Take a millisecond."""
+        if not self.num_yields:
+            self._peer.send(pack(Header(FrameKind.CLOSE)))
+        self.now, self.num_yields = self.now + 0.001, self.num_yields + 1
+
+    def poll(self, milliseconds: int) -> list[tuple[int, int]]:
+        """Return the events of the socket; without any, wait."""
+        if milliseconds:
+            self.now += milliseconds / 1000
+            self.waits_ms.append(milliseconds)
+        return self._events.poll(0)
+
+
 def test_a_wait_polls_first_if_the_wait_before_it_was_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long wait is followed by one that blocks at once, so that an idle peer takes no CPU time."""
     connection, peer = connections()
-    yields: list[int] = []
-    monkeypatch.setattr(connection_module, "SPIN_S", 10.0)
-
-    def arrive() -> None:
-        yields.append(1)
-        if len(yields) == 1:
-            peer.send(pack(Header(FrameKind.CLOSE)))
-
-    monkeypatch.setattr(connection_module.os, "sched_yield", arrive)
-    connection.pump(0.01)  # blocks; shorter than SPIN_S
-    assert not yields
-    connection.pump(20.0)
-    assert len(yields) == 1 and connection.next() == Frame(Header(FrameKind.CLOSE))
-    monkeypatch.setattr(connection_module, "SPIN_S", 0.005)
+    wait = SimulatedWait(connection, peer)
+    monkeypatch.setattr(connection, "_poll", wait)
+    for name in ("time", "os"):
+        monkeypatch.setattr(connection_module, name, wait)
+    monkeypatch.setattr(connection_module, "SPIN_S", 0.0045)
+    connection.pump(0.004)  # blocks; shorter than SPIN_S
+    assert (wait.num_yields, wait.waits_ms) == (0, [4])
+    connection.pump(20.0)  # the frame arrives
+    assert (wait.num_yields, wait.waits_ms) == (1, [4]) and connection.next() == Frame(Header(FrameKind.CLOSE))
     connection.pump(0.05)  # polls, then blocks; longer than SPIN_S
-    num_yields = len(yields)
-    assert num_yields > 1
+    assert (wait.num_yields, wait.waits_ms) == (6, [4, 45])
     connection.pump(0.05)
-    assert len(yields) == num_yields
+    assert (wait.num_yields, wait.waits_ms) == (6, [4, 45, 50])
