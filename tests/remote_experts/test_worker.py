@@ -14,11 +14,12 @@ import torch
 
 from slime_like.config.schema.remote_experts import parse_address
 from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.util.deadline import Deadline
 from slime_like_plugins.remote_experts import key, process, worker
 from slime_like_plugins.remote_experts.client import IN_FLIGHT, ClientSettings, WorkerClient, WorkerRefusal
 from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.connection import Connection, PeerLost
-from slime_like_plugins.remote_experts.frames import FrameError, FrameKind, Header, RowType
+from slime_like_plugins.remote_experts.frames import HEADER_BYTES, FrameError, FrameKind, Header, RowType
 from slime_like_plugins.remote_experts.region import Region
 from slime_like_plugins.remote_experts.serving import WorkerSettings
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
@@ -51,7 +52,10 @@ def test_sums_are_those_of_the_maths(transport: str, row_type: RowType) -> None:
     """Submit more requests than may be in flight, and take their results in reverse order."""
     with running(ClientSettings(transport=transport, row_type=row_type)) as client:
         assert client.transport == transport
+        connection = client._connection
         commit(client)
+        assert (connection.bytes_sent > SHAPES.weight_bytes) == (transport == "socket")
+        num_bytes = connection.bytes_sent + connection.bytes_received
         batches = [
             (layer, requests(SHAPES, layer, size, k, seed=size)) for size in (1, 7, 64) for layer, k in ((0, 2), (3, 1))
         ]
@@ -67,6 +71,8 @@ def test_sums_are_those_of_the_maths(transport: str, row_type: RowType) -> None:
         pairs = sum(request[1].size for _, request in batches)
         assert (client.traffic.calls, client.traffic.rows) == (len(batches), rows)
         assert client.traffic.payload_bytes == 2 * rows * SHAPES.hidden * row_type.itemsize + 8 * pairs
+        in_socket = connection.bytes_sent + connection.bytes_received - num_bytes - 2 * len(batches) * HEADER_BYTES
+        assert in_socket == (client.traffic.payload_bytes if transport == "socket" else 0)
 
 
 def test_both_transports_have_the_same_bits() -> None:
@@ -129,6 +135,12 @@ def test_weights_are_served_only_when_complete() -> None:
             client.result(client.submit(0, *request))
 
 
+def test_a_report_of_all_matrices_of_a_large_model_fits_a_frame() -> None:
+    shapes = ExpertShapes(tuple(range(60)), (383,) * 60, 1, 1, "float32", 8, 2)
+    with running(ClientSettings(), shapes) as client:
+        assert len(client.unwritten()) == 2 * sum(shapes.num_experts)
+
+
 def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served() -> None:
     with running(ClientSettings(transport="socket")) as client:
         commit(client)
@@ -147,6 +159,22 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served() -> Non
             client.result(client.submit(0, rows, ids, weights))
         client._sequence += 2
         client.result(client.submit(0, rows, ids, weights))
+
+
+def test_replies_that_arrived_before_the_deadline_count_although_they_are_read_later() -> None:
+    """The engine may have computed its own experts meanwhile, or its machine may have slept."""
+    with running(ClientSettings(transport="socket")) as client:
+        commit(client)
+        pending = [client.submit(0, *requests(SHAPES, 0, 30, 2, seed)) for seed in range(3)]
+        num_bytes, deadline = 3 * (HEADER_BYTES + 30 * SHAPES.hidden * 4), Deadline("a test", "receive replies", 20.0)
+        client._connection._socket.settimeout(20)  # recv waits
+        while len(client._connection._socket.recv(num_bytes, socket.MSG_PEEK)) < num_bytes:
+            deadline.remaining("the worker")
+        client._connection._socket.setblocking(False)
+        for request in pending:
+            request.deadline = replace(request.deadline, seconds=0.0)
+        for request in reversed(pending):
+            client.result(request)
 
 
 def test_an_oversized_frame_ends_the_connection_with_its_reason() -> None:

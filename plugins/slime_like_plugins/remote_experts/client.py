@@ -273,7 +273,11 @@ class WorkerClient:
 
     def _wait(self, request: ExpertRequest) -> None:
         while not request.is_done:
-            self._pump(request.deadline.remaining(self.settings.name))
+            seconds = request.deadline.limit - request.deadline.elapsed()
+            num_bytes = self._connection.bytes_received
+            self._pump(max(0.0, seconds))  # a reply that arrived while this process computed or was stopped is in time
+            if seconds <= 0 and not request.is_done and self._connection.bytes_received == num_bytes:
+                raise request.deadline.exceeded(self.settings.name)
         if request.error:
             raise WorkerRefusal(f"{self.settings.name}: {request.error}")
 
