@@ -14,13 +14,14 @@ import numpy as np
 import psutil
 import pytest
 
+from slime_like.config.schema import names
 from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import Completion
 from slime_like.types import F32
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, payload, prompt
 from tests.engine.fault_injection import EnginePair, at_first_answer, clear_callbacks, until
-from tests.engine.forked_engines import ForkedEngineServer, start_fork_server
+from tests.engine.forked_engines import REPOSITORY, ForkedEngineServer, start_fork_server
 from tests.engine.hybrid_models import build as build_hybrid
 from tests.engine.latent_models import build as build_latent
 from tests.engine.test_families import build
@@ -71,7 +72,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "float16 latent tp2 dcp2": {"payload_dtype": "float16", "policy": "fallback"},
 }
-# The other families, in the combinations of mode, transport and payload that ``ARMS`` lacks. qwen3_next: tests/e2e/test_hybrid.py.
+# The other families, in the combinations of mode, transport and payload that ``ARMS`` lacks.
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"mode": "batched", "transport": "socket"},
     "minimax_m2": {"mode": "stream", "transport": "shared"},
@@ -80,6 +81,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"mode": "batched", "transport": "shared", "payload_dtype": "bfloat16"},
     "qwen3_5_moe": {"mode": "stream", "transport": "socket", "payload_dtype": "float16"},
 }
+OTHERS = {"qwen3_moe", "deepseek_v3", "qwen3_next"}  # families of ``ARMS``, and of tests/e2e/test_hybrid.py
+DENSE = {"glm4", "llama", "mimo", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text"}
 BOUNDS = {"float16 latent tp2 dcp2": 2e-3}
 PAYLOAD_BOUNDS = {"float32": TOLERANCE, "float16": 2e-3, "bfloat16": 2e-2}
 
@@ -239,6 +242,13 @@ def test_an_engine_ends_with_a_required_worker(arms: Mapping[str, ExpertArm]) ->
     with pytest.raises(EngineLost):
         arm.engine.run(arm.engine.client.generate(prompt(9), [0], make_sampling(tokens=4)))
     assert "remote experts are lost" in arm.engine.server.cause_of_death() + arm.log
+
+
+def test_no_family_with_experts_is_left_out() -> None:
+    page = (REPOSITORY / "docs" / "remote_experts.md").read_text()
+    families = names.FAMILIES.keys() - DENSE
+    assert families == FAMILIES.keys() | OTHERS
+    assert {*re.findall(r"`(\w+)`", page.split("Engines of every family")[1].split("\n\n")[0])} == families
 
 
 @pytest.mark.parametrize("family", FAMILIES)
