@@ -50,6 +50,11 @@ def pinned_bytes() -> int:
     return _size("phantom_gpu_pinned")
 
 
+def pageable_bytes() -> int:
+    """Return the pageable memory of the host in blocks of torch above ``PhantomGpu.host_limit``."""
+    return _size("phantom_gpu_pageable")
+
+
 def used_bytes(device: int = 0) -> int:
     """Return the device memory allocated by the driver, without the context."""
     return _size("phantom_gpu_used", device)

@@ -18,6 +18,9 @@ class PhantomGpu:
     num_devices: int = 1
     capability: tuple[int, int] = (9, 0)
     context_bytes: int = 500 * 2**20  # memory of a process on each GPU, outside of torch's allocator
+    host_limit: int | None = (
+        None  # bytes of the largest host tensor with values; larger ones take no memory. None: all have values
+    )
 
     def environment(self) -> dict[str, str]:
         """Return the variables that put a new process on these GPUs. Compiles the library; raises ``ConfigError``."""
@@ -34,6 +37,7 @@ class PhantomGpu:
             "PHANTOM_GPU_DEVICES": str(self.num_devices),
             "PHANTOM_GPU_CAPABILITY": "{}{}".format(*self.capability),
             "PHANTOM_GPU_CONTEXT": str(self.context_bytes),
+            "PHANTOM_GPU_HOST_LIMIT": "" if self.host_limit is None else str(self.host_limit),
         }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def observe(world: RankWorld) -> dict[str, Any]:
         launch_checks,
         attention,
         host_memory,
+        large_host_tensors,
         shared_memory,
         virtual_memory,
         solo_world,
@@ -221,6 +223,39 @@ def refused_lock() -> str:
         torch.ones(1, device="cuda").add_(1)
         unpin(memory)
     return ""
+
+
+def large_host_tensors() -> dict[str, Any]:
+    """Write to 8 GiB of host tensors above the phantom GPU's limit. Return the bytes counted, and those taken."""
+    torch.accelerator.empty_host_cache()
+    before, counted = _private_bytes(), (counters.pageable_bytes(), counters.pinned_bytes())
+    limited = torch.full((64 * 2**20,), 7, dtype=torch.uint8)
+    tensors = [torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=pinned).fill_(9) for pinned in (False, True)]
+    out: dict[str, Any] = {
+        "counted": (counters.pageable_bytes() - counted[0], counters.pinned_bytes() - counted[1]),
+        "private": _private_bytes() - before,
+        "pages": _file_bytes("phantom host memory"),
+        "of the limit": [limited.numel(), int(limited.max())],
+    }
+    tensors.clear()
+    torch.accelerator.empty_host_cache()
+    out["freed"] = counters.pageable_bytes() - counted[0], counters.pinned_bytes() - counted[1]
+    return out
+
+
+def _file_bytes(name: str) -> int:
+    """Return the memory of this process's unnamed files with ``name``."""
+    total = 0
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder itself
+            total += file.stat().st_blocks * 512 if name in str(file.readlink()) else 0
+    return total
+
+
+def _private_bytes() -> int:
+    """Return the resident memory of this process that is not of a file."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
 
 
 def shared_memory() -> dict[str, Any]:

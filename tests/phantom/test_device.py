@@ -18,7 +18,8 @@ from tests.train.ranks import run_ranks
 
 GIB = 2**30
 CONTEXT = 500 * 2**20
-PHANTOM = PhantomGpu(memory_bytes=8 * GIB, num_devices=2)
+HOST_LIMIT = 64 * 2**20
+PHANTOM = PhantomGpu(memory_bytes=8 * GIB, num_devices=2, host_limit=HOST_LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,15 @@ def test_weights_are_copied_to_pinned_host_memory_once(observations: dict[str, A
     assert grown >= 2 * 3 * 4000 and remaining == 0
     assert push["pageable"] == 6, "the counter sees copies to pageable memory"
     assert "cannot page-lock 1 MiB" in push["refused"] and "ulimit -l" in push["refused"]
+
+
+@pytest.mark.slow
+def test_large_host_tensors_are_counted_and_take_no_memory(observations: dict[str, Any]) -> None:
+    host = observations["large_host_tensors"]
+    assert host["counted"] == (4 * GIB, 4 * GIB) and host["freed"] == (0, 0)
+    assert host["pages"] == 16 * 2**20, "all of them are the same pages"
+    assert host["private"] < 256 * 2**20
+    assert host["of the limit"] == [HOST_LIMIT, 7], "a tensor that is not larger than the limit has its own values"
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ typedef struct block {
     struct block *next;
 } block;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;  // free() below a lock takes it again
 static block *blocks;
-static size_t own_used[MAX_DEVICES], *used = own_used, peak[MAX_DEVICES], pinned;
+static size_t own_used[MAX_DEVICES], *used = own_used, peak[MAX_DEVICES], on_host[2];  // on_host: pageable, pinned
 static __thread int device;
 static __thread status last_error;
 
@@ -45,27 +45,31 @@ static int charge(int owner, size_t n) {  // with the lock; 0: no memory
     if ((used[owner] += n) > peak[owner]) peak[owner] = used[owner];
     return 1;
 }
-API size_t phantom_gpu_pinned(void) { return pinned; }
 API size_t phantom_gpu_used(int d) { return used[d]; }
 API size_t phantom_gpu_peak(int d) { return peak[d]; }
 API void phantom_gpu_reset_peak(int d) { peak[d] = used[d]; }
 
-static status reserve(void **out, size_t size, int owner) {  // owner: a device, or PINNED
-    int is_pinned = owner == PINNED;
-    size_t unit = is_pinned ? 4096 : GRANULARITY;
+static size_t *sum_of(int owner) { return owner < 0 ? &on_host[owner == PINNED || owner == REGISTERED] : &used[owner]; }
+static void *map_memory(size_t size) {
+    return mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+static void *map_shared_pages(size_t size);
+static int has_values(size_t size);  // of a block of the host
+static status reserve(void **out, size_t size, int owner) {  // owner: a device, PINNED, or PAGEABLE
+    size_t unit = owner < 0 ? 4096 : GRANULARITY;
     *out = 0;
     if (!size) return 0;
     size = (size + unit - 1) & ~(unit - 1);
     pthread_mutex_lock(&lock);
-    block *new = is_pinned || charge(owner, size) ? malloc(sizeof *new) : 0;
-    void *start = new ? mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : MAP_FAILED;
+    block *new = owner < 0 || charge(owner, size) ? malloc(sizeof *new) : 0;
+    void *start = !new ? MAP_FAILED : owner >= 0 || has_values(size) ? map_memory(size) : map_shared_pages(size);
     if (start != MAP_FAILED) {
         *new = (block){start, size, owner, -1, 0, blocks};
         blocks = new;
         *out = start;
-        if (is_pinned) pinned += size;
+        if (owner < 0) *sum_of(owner) += size;
     } else if (new) {
-        if (!is_pinned) used[owner] -= size;
+        if (owner >= 0) used[owner] -= size;
         free(new);
     }
     pthread_mutex_unlock(&lock);
@@ -79,7 +83,7 @@ static status remove_block(void *start, int is_foreign) {
         if ((*link)->start == start && (*link)->is_foreign == is_foreign && (*link)->owner != REGISTERED) {
             block *freed = *link;
             *link = freed->next;
-            if (!is_foreign) *(freed->owner == PINNED ? &pinned : &used[freed->owner]) -= freed->size;
+            if (!is_foreign) *sum_of(freed->owner) -= freed->size;
             if (freed->file >= 0) close(freed->file);
             munmap(freed->start, freed->size);
             free(freed);
@@ -112,33 +116,6 @@ API cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
     *total = total_memory();
     *free = *total - used[device] - context_memory();
     return 0;
-}
-
-API cudaError_t cudaHostAlloc(void **out, size_t n, unsigned flags) { return reserve(out, n, PINNED); }
-API cudaError_t cudaMallocHost(void **out, size_t n) { return reserve(out, n, PINNED); }
-API cudaError_t cudaFreeHost(void *p) { return release(p); }
-API cudaError_t cudaHostGetDevicePointer(void **out, void *p, unsigned flags) { *out = p; return 0; }
-API cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags) {
-    pthread_mutex_lock(&lock);
-    block *new = *block_at(p) ? 0 : malloc(sizeof *new);
-    if (new) {
-        *new = (block){p, n, REGISTERED, -1, 0, blocks};
-        blocks = new;
-        pinned += n;
-    }
-    pthread_mutex_unlock(&lock);
-    return new ? 0 : (last_error = cudaErrorHostMemoryAlreadyRegistered);
-}
-API cudaError_t cudaHostUnregister(void *p) {
-    pthread_mutex_lock(&lock);
-    block **link = block_at(p), *registered = *link && (*link)->start == p && (*link)->owner == REGISTERED ? *link : 0;
-    if (registered) {
-        *link = registered->next;
-        pinned -= registered->size;
-        free(registered);
-    }
-    pthread_mutex_unlock(&lock);
-    return registered ? 0 : (last_error = cudaErrorHostMemoryNotRegistered);
 }
 
 // ---- copies ----------------------------------------------------------------------------------------------------------

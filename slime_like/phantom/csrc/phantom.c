@@ -5,6 +5,7 @@
 //   PHANTOM_GPU_CAPABILITY  90 for 9.0                        PHANTOM_GPU_COPY_LIMIT  largest copy that is carried out (1 MiB)
 //   PHANTOM_GPU_CONTEXT     bytes that a context takes (500 MiB)  CUDA_VISIBLE_DEVICES  numbers of the GPUs that the process uses
 //   PHANTOM_GPU_USE         folder in which each process writes the bytes that it has on each GPU
+//   PHANTOM_GPU_HOST_LIMIT  largest block of host memory that has values (no limit)
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -42,6 +43,7 @@ static void *new_handle(void) {  // of streams, events, modules and all other ob
 
 #include "visible.h"
 #include "memory.h"
+#include "host.h"
 #include "device.h"
 #include "streams.h"
 #include "sharing.h"
