@@ -15,7 +15,7 @@ import pytest
 from slime_like.cluster.supervise import crash
 from slime_like.cluster.supervise.crash import write_bundle
 from slime_like.config.schema.collectives import canonical
-from slime_like.distributed.forensics.report import dump, findings
+from slime_like.distributed.forensics.report import dump, findings, list_ranks
 from slime_like.distributed.forensics.ring import (
     CODES,
     FAILED,
@@ -254,3 +254,40 @@ def test_groups_of_other_worlds_and_roles_are_kept_separate(tmp_path: Path) -> N
     code = CODES["broadcast"] | foreign.number << (OP_BITS + PHASE_BITS)
     RECORD.pack_into(trainers[0].memory, trainers[0].first_word(index) * 8, index, 1, 0, 4, code, 1, NO_PEER)
     assert findings(read_rings(tmp_path)) == []
+
+
+def test_ranks_of_other_nodes_are_not_blamed(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are on this node. They wait in the third op, and so may rank 2."""
+    trainers = rings(tmp_path, 2)
+    for ring in trainers:
+        for number in (1, 2):
+            write(ring, "all_reduce", number, 8)
+    assert findings(read_rings(tmp_path)) == [], "ops that have ended are no finding"
+    for ring in trainers:
+        write(ring, "all_reduce", 3, 8, ended=0)
+    (finding,) = findings(read_rings(tmp_path))
+    assert finding.headline == "all_reduce #3 in group dp: every rank on this node arrived; not recorded here: ranks 2"
+    write(trainers[0], "all_reduce", 4, 8, ended=0)
+    (finding,) = findings(read_rings(tmp_path))
+    assert (finding.sequence, finding.absent) == (3, ()), "the first op in which a rank waits"
+
+
+def test_a_receive_from_another_node_does_not_blame_the_sender(tmp_path: Path) -> None:
+    (ring,) = rings(tmp_path, 1)
+    write(ring, "irecv", 1, 8, ended=0, peer=2)
+    (finding,) = findings(read_rings(tmp_path))
+    assert finding.headline == "irecv #1 in group dp: every rank on this node arrived; not recorded here: ranks 2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((3,), "3"),
+        (tuple(range(8)), "0, 1, 2, 3, 4, 5, 6, 7"),
+        (tuple(range(256)), "0-255"),
+        ((*range(8), *range(16, 24), 40), "0-7, 16-23, 40"),
+        (tuple(range(0, 8192, 8)), "0, 8, 16, 24, 32, 40, 48 ... 8184 (1024 ranks)"),
+    ],
+)
+def test_many_ranks_are_listed_as_ranges(ranks: tuple[int, ...], text: str) -> None:
+    assert list_ranks(ranks) == text

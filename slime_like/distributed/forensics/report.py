@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from slime_like.config.schema.collectives import Kind
 from slime_like.distributed.forensics.ring import FAILED, GroupInfo, OpRecord, Reading, read_rings
 
 TAIL = 12  # ops of each rank in a dump
+MAX_LISTED = 8  # ranks, or ranges of ranks, that a message lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class CollectiveFinding:
     absent: tuple[str, ...]
     mismatches: tuple[str, ...] = ()  # ranks that issued another op or size
     lost_ranks: tuple[str, ...] = ()  # ranks that arrived and are now stopped or dead
+    unknown: tuple[int, ...] = ()  # ranks without a ring here, mostly those of other nodes: they may have arrived
 
     @property
     def headline(self) -> str:
@@ -42,15 +44,28 @@ class CollectiveFinding:
             return f"{op}: did not arrive: {', '.join(self.absent)}"
         if self.lost_ranks:
             return f"{op}: arrived, but then: {', '.join(self.lost_ranks)}"
+        if self.unknown:
+            return f"{op}: every rank on this node arrived; not recorded here: ranks {list_ranks(self.unknown)}"
         return f"{op}: every rank arrived"
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.group.ranks))
         lines = [
-            f"{self.headline} (phase {self.phase}, ranks {ranks})",
+            f"{self.headline} (phase {self.phase}, ranks {list_ranks(self.group.ranks)})",
             *(f"  arrived: {rank}" for rank in self.arrived),
         ]
         return "\n".join([*lines, *(f"  did not arrive: {rank}" for rank in self.absent)])
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks for a message. More than ``MAX_LISTED`` are listed as ranges, and of many ranges the first and the last."""
+    if len(ranks) <= MAX_LISTED:
+        return ", ".join(map(str, ranks))
+    starts = [i for i in range(len(ranks)) if i == 0 or ranks[i] != ranks[i - 1] + 1]
+    ends = [*(start - 1 for start in starts[1:]), len(ranks) - 1]
+    parts = [f"{ranks[i]}-{ranks[j]}" if i < j else str(ranks[i]) for i, j in zip(starts, ends, strict=True)]
+    if len(parts) <= MAX_LISTED:
+        return ", ".join(parts)
+    return f"{', '.join(parts[: MAX_LISTED - 1])} ... {parts[-1]} ({len(ranks)} ranks)"
 
 
 def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list[CollectiveFinding]:
@@ -70,10 +85,11 @@ def _group_findings(group: GroupInfo, ranks: Mapping[int, Reading], now: int) ->
     """Yield the first collective of a group that its ranks issued differently, or in which a rank still waits."""
     ops_of_rank = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
     last = {rank: max(ops, default=0) for rank, ops in ops_of_rank.items()}
+    unknown = tuple(rank for rank in group.ranks if rank not in ranks)
     numbers = sorted({number for ops in ops_of_rank.values() for number in ops})
     for number in numbers:
         arrived = {rank: ops[number] for rank, ops in ops_of_rank.items() if number in ops}
-        absent = [rank for rank in group.ranks if last.get(rank, 0) < number]
+        absent = [rank for rank, newest in last.items() if newest < number]
         mismatches = list(_mismatches(arrived))
         waits = any(record.ended_ns in (0, FAILED) for record in arrived.values())
         if not (mismatches or absent or waits):
@@ -86,13 +102,14 @@ def _group_findings(group: GroupInfo, ranks: Mapping[int, Reading], now: int) ->
             first.phase,
             first.started_ns,
             tuple(f"rank {rank} ({_describe_issue(record, now)})" for rank, record in sorted(arrived.items())),
-            tuple(f"rank {rank} ({_describe_rank(ranks.get(rank), now)})" for rank in absent),
+            tuple(f"rank {rank} ({_describe_rank(ranks[rank], now)})" for rank in absent),
             tuple(mismatches),
             tuple(
                 f"rank {rank} (process {ranks[rank].pid} {ranks[rank].state})"
                 for rank in sorted(arrived)
                 if ranks[rank].state != "running"
             ),
+            unknown,
         )
         return
 
@@ -132,10 +149,11 @@ def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[Collec
             group_rank = group.ranks.index(rank)
             if any(r.sequence >= record.sequence for r in _sends(ranks.get(sender), group, group_rank)):
                 continue
-            missing_rank = f"rank {sender}, the sender ({_describe_rank(ranks.get(sender), now)})"
-            arrived_rank = f"rank {rank} ({_describe_issue(record, now)})"
+            arrived = (f"rank {rank} ({_describe_issue(record, now)})",)
+            known = (f"rank {sender}, the sender ({_describe_rank(ranks[sender], now)})",) if sender in ranks else ()
+            unknown = () if known else (sender,)
             yield CollectiveFinding(
-                "irecv", group, record.sequence, record.phase, record.started_ns, (arrived_rank,), (missing_rank,)
+                "irecv", group, record.sequence, record.phase, record.started_ns, arrived, known, unknown=unknown
             )
             break
 
@@ -151,10 +169,8 @@ def _describe_issue(record: OpRecord, now: int) -> str:
     return f"{record.num_bytes} bytes, {(now - record.started_ns) / 1e9:.1f} s ago, {end}"
 
 
-def _describe_rank(reading: Reading | None, now: int) -> str:
+def _describe_rank(reading: Reading, now: int) -> str:
     """Describe a rank's state and its last op."""
-    if reading is None:
-        return "no record of it on this node"
     process = f"process {reading.pid} {reading.state}"
     if not reading.records:
         return f"{process}, no op yet"
@@ -176,7 +192,7 @@ def missing_ranks(readings: Mapping[str, Reading], ranks: Iterable[int], role: s
         for rank, reading in by_rank.items()
         if reading is not None and (reading.state != "running" or reading.rebuilds < rebuild)
     ]
-    unreadable = ", ".join(str(rank) for rank, reading in by_rank.items() if reading is None)
+    unreadable = list_ranks([rank for rank, reading in by_rank.items() if reading is None])
     text = f"did not arrive: {', '.join(absent)}" if absent else "every rank whose record is on this node arrived"
     return f"{text}; no record on this node: ranks {unreadable}" if unreadable else text
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from slime_like.distributed.forensics.report import CollectiveFinding, findings
+from slime_like.distributed.forensics.report import CollectiveFinding, findings, list_ranks
 from slime_like.distributed.forensics.ring import read_rings
 from slime_like.distributed.guard.counters import Counter
 from slime_like.errors import CollectiveError
@@ -32,7 +32,7 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
     cause = f"; {problems[0].headline}" if problems else ""
     lines = [
         f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited_s:.1f} s, phase {w.phase_name}, "
-        f"in group {info.label} (ranks {', '.join(map(str, info.ranks))}){cause}",
+        f"in group {info.label} (ranks {list_ranks(info.ranks)}){cause}",
         *(str(finding) for finding in problems),
         memory(w),
         f"{type(error).__name__}: {first_line}",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d_core
 from torch.distributed import distributed_c10d as c10d
 
-from slime_like.distributed.forensics.report import missing_ranks
+from slime_like.distributed.forensics.report import list_ranks, missing_ranks
 from slime_like.distributed.forensics.ring import read_rings
 from slime_like.distributed.wrapper.errors import memory
 from slime_like.errors import CollectiveError
@@ -229,7 +229,7 @@ def rebuild(w: Wrapper) -> None:
                 role = w.name.rpartition("_rank")[0]
                 readings = {} if w.ring.folder is None else read_rings(w.ring.folder)
                 raise CollectiveError(
-                    f"communicators of group {info.label} (ranks {', '.join(map(str, info.ranks))}) could not be rebuilt "
+                    f"communicators of group {info.label} (ranks {list_ranks(info.ranks)}) could not be rebuilt "
                     f"for phase {w.phase_name} on rank {dist.get_rank()} (rebuild #{number}): "
                     f"{missing_ranks(readings, info.ranks, role, number)}; {first_line}\n{memory(w)}"
                 ) from error
