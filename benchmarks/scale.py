@@ -2,9 +2,10 @@
 
 python benchmarks/scale.py --engines 4 32 128
 python benchmarks/scale.py --ranks 16 64 256
+python benchmarks/scale.py --rings 8 256 8192
 
 Engines are HTTP servers, called through ``EnginePool``, ``EngineWeightUpdate`` and ``EngineClient``. Ranks are Ray actors, called
-through ``TrainerGroup``. Results: docs/scale.md
+through ``TrainerGroup``. Rings are the records of the ranks' collectives, read after a hang. Results: docs/scale.md
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
-from benchmarks import scale_engines, scale_ranks  # noqa: E402
+from benchmarks import scale_engines, scale_ranks, scale_rings  # noqa: E402
 from benchmarks.options import at_least  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
@@ -32,16 +33,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--ranks", type=at_least(8, multiple=8), nargs="+", default=[], metavar="N", help="numbers of trainer ranks"
     )
+    parser.add_argument(
+        "--rings",
+        type=at_least(scale_rings.NODE),
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="numbers of ranks with a ring",
+    )
     parser.add_argument("--rounds", type=at_least(1), default=ROUNDS, help="measured rounds of each size")
     args = parser.parse_args(argv)
-    if not args.engines and not args.ranks:
-        parser.error("give --engines, --ranks or both")
+    if not args.engines and not args.ranks and not args.rings:
+        parser.error("give --engines, --ranks or --rings")
     load = os.getloadavg()[0]
     print(visible(f"load average {load:.1f} at the start\n"))
     if args.engines:
         _print_engines([asyncio.run(scale_engines.measure(engines, args.rounds)) for engines in args.engines])
     if args.ranks:
         _print_ranks([scale_ranks.measure(ranks, args.rounds) for ranks in args.ranks])
+    if args.rings:
+        _print_rings([scale_rings.measure(ranks, args.rounds) for ranks in args.rings])
     return 0
 
 
@@ -63,6 +74,17 @@ def _print_ranks(rows: list[scale_ranks.RankTimes]) -> None:
         times = (row.step, row.reduce, row.push, row.probe, row.offload, row.cpu)
         cells = " | ".join(f"{seconds:.3f}" for seconds in times)
         print(visible(f"| {row.num_ranks} | {row.start:.0f} | {cells} | {row.memory:.0f} |"))
+    print()
+
+
+def _print_rings(rows: list[scale_rings.RingTimes]) -> None:
+    print(
+        "| ranks | files of a rank (KiB) | describe its groups (ms) | report of a node (s) | rings | report of all (s) | crash bundle (s) |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        one = f"{row.num_bytes / 2**10:.0f} | {1e3 * row.describe:.1f} | {row.node:.3f}"
+        print(visible(f"| {row.num_ranks} | {one} | {row.num_rings} | {row.all_rings:.3f} | {row.dump:.3f} |"))
     print()
 
 

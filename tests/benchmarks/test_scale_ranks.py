@@ -64,7 +64,7 @@ def test_a_tensor_that_is_not_sent_ends_the_benchmark(monkeypatch: pytest.Monkey
 def test_the_benchmark_refuses_to_measure_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         scale.main([])
-    assert "give --engines, --ranks or both" in capsys.readouterr().err
+    assert "give --engines, --ranks or --rings" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         scale.main(["--ranks", "12"])
     assert "multiple of 8" in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""Records of collectives of many trainer ranks for ``benchmarks/scale.py``: time to find the rank that does not arrive."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.scale_engines import median
+from slime_like.config.schema.collectives import canonical
+from slime_like.config.schema.guard import GuardConfig
+from slime_like.distributed.forensics.report import dump, findings
+from slime_like.distributed.forensics.ring import (
+    CODES,
+    GROUP_SHIFT,
+    NO_PEER,
+    RECORD,
+    GroupInfo,
+    Ring,
+    read_rings,
+)
+
+TP = 8
+GROUPS = 21  # of a rank: world, tensor parallel and data parallel groups in turns
+OP = canonical("ProcessGroup", "all_reduce")
+NODE = 8  # ranks of a node
+MAX_RINGS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RingTimes:
+    """Seconds for the records of one rank, of the ranks of a node, and of ``num_rings`` ranks; bytes of a rank's files."""
+
+    num_ranks: int
+    num_rings: int
+    describe: float  # groups of one rank
+    node: float  # report of a node
+    all_rings: float  # report of all rings
+    dump: float  # the same with the last ops of every rank, as in a crash bundle
+    num_bytes: int
+
+
+def measure(num_ranks: int, rounds: int) -> RingTimes:
+    """Write the rings of ``num_ranks`` ranks, at most ``MAX_RINGS``, of which the last rank of a node misses the last op."""
+    late = NODE - 1
+    with tempfile.TemporaryDirectory() as folder:
+        node, others = Path(folder) / "node", Path(folder) / "all"
+        rings = [Ring(node, f"trainer_rank{rank}", GuardConfig().ring) for rank in range(NODE)]
+        rings += [Ring(others, f"trainer_rank{rank}", GuardConfig().ring) for rank in range(min(num_ranks, MAX_RINGS))]
+        describe = median([_timed(_describe, ring, num_ranks)[0] for ring in rings])
+        for ring in rings:
+            _fill(ring, arrives=_rank(ring) != late)
+        times = [_reported(*call, late, rounds) for call in ((_report, node), (_report, others), (dump, others))]
+        num_bytes = sum(file.stat().st_size for file in node.glob("trainer_rank0.*"))
+        for ring in rings:
+            ring.close()
+    return RingTimes(num_ranks, len(rings) - NODE, describe, *times, num_bytes)
+
+
+def groups_of(rank: int, num_ranks: int) -> list[GroupInfo]:
+    """Return the process groups of a rank."""
+    first = rank // TP * TP
+    members = (range(num_ranks), range(first, first + TP), range(rank % TP, num_ranks, TP))
+    labels = ("world", "tp", "dp")
+    return [
+        GroupInfo(
+            number,
+            f"{labels[number % 3]}{number}_{members[number % 3][0]}",
+            labels[number % 3],
+            tuple(members[number % 3]),
+        )
+        for number in range(GROUPS)
+    ]
+
+
+def _describe(ring: Ring, num_ranks: int) -> None:
+    for group in groups_of(_rank(ring), num_ranks):
+        ring.add_group(group)
+
+
+def _rank(ring: Ring) -> int:
+    assert ring.path is not None, "a ring in a folder"
+    return int(ring.path.stem.removeprefix("trainer_rank"))
+
+
+def _fill(ring: Ring, *, arrives: bool) -> None:
+    """Record as many ops as the ring holds, in all groups in turns; the last one, in the world, waits unless the rank misses it."""
+    code, phase = CODES[OP.name], ring.phase_number("step")
+    assert phase == 0, "the only phase has number 0, which the codes below contain"
+    num_ops = ring.slots - ring.slots % GROUPS
+    for op in range(num_ops):
+        _write(ring, code | (op % GROUPS) << GROUP_SHIFT, op // GROUPS + 1, ends=True)
+    if arrives:
+        _write(ring, code, num_ops // GROUPS + 1, ends=False)
+
+
+def _write(ring: Ring, code: int, sequence: int, *, ends: bool) -> None:
+    index, offset, end = ring.next_record()
+    RECORD.pack_into(ring.memory, offset, index, time.perf_counter_ns(), 0, 4096, code, sequence, NO_PEER)
+    if ends:
+        ring.words[end] = time.perf_counter_ns()
+
+
+def _report(folder: Path) -> str:
+    return "\n".join(map(str, findings(read_rings(folder))))
+
+
+def _reported(report: Callable[[Path], str], folder: Path, late: int, rounds: int) -> float:
+    """Return the median seconds of ``report``, which has to name the rank that did not arrive."""
+    results = [_timed(report, folder) for _ in range(rounds)]
+    for _, text in results:
+        headline = text.partition("\n")[0]
+        assert headline.startswith(f"{OP.name} #") and f"did not arrive: rank {late} (" in headline, headline
+    return median([seconds for seconds, _ in results])
+
+
+def _timed[**P, R](work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[float, R]:
+    start = time.perf_counter()
+    result = work(*args, **kwargs)
+    return time.perf_counter() - start, result
