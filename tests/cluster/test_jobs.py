@@ -210,10 +210,28 @@ def test_secrets_are_refused_and_not_repeated(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--env {name} would be readable") as error:
         check_no_secrets([], {name: "hunter2"})
     assert "hunter2" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"^reward.remote_url contains a URL with a password") as error:
-        check_no_secrets(["reward.remote_url=http://me:hunter2@h:1/score"], {})
+
+
+URL = "http://me:hunter2@h:1/score"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "source"),
+    [
+        ([f"reward.remote_url={URL}"], {}, "reward.remote_url"),
+        (["--rm-url", f"'{URL}?a=b'"], {}, "an argument"),
+        ([], {"https_proxy": URL}, "--env https_proxy"),
+    ],
+)
+def test_urls_with_a_password_are_refused_and_not_repeated(
+    arguments: list[str], environment: dict[str, str], source: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{source} contains a URL with a password") as error:
+        check_no_secrets(arguments, environment)
     assert "hunter2" not in str(error.value)
-    check_no_secrets(["reward.remote_url=http://h:1/score"], {"NCCL_SOCKET_IFNAME": "eth0"})
+    check_no_secrets(
+        ["reward.remote_url=http://h:1/score"], {"NCCL_SOCKET_IFNAME": "eth0", "https_proxy": "http://h:1/a@b"}
+    )
 
 
 def test_a_package_has_the_codes_files_and_a_name_of_its_content(tmp_path: Path) -> None:

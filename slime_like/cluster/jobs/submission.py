@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from urllib.parse import urlsplit
 
 from slime_like.cluster.jobs.job import CODE, FORMAT, MARK, PACKAGE, PYTHON, RUN_DIR, RUN_NAME, USER
 from slime_like.cluster.jobs.layout import JOINED
@@ -20,7 +19,8 @@ from slime_like.errors import ConfigError, DataError
 
 STOP_VARIABLE, STOP_S = "RAY_JOB_STOP_WAIT_TIME_S", 900  # between SIGTERM, on which a run saves, and SIGKILL; Ray: 3 s
 WORKING_DIR = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"  # Ray replaces it with the folder of the unpacked code
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
+PASSWORD = re.compile(r"://[^/?#\s@]*:[^/?#\s]*@")  # in a URL
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -73,20 +73,12 @@ def check_no_secrets(arguments: Sequence[str], environment: Mapping[str, str]) -
                 f"--env {name} would be readable in the job's description: set it in the environment of `ray start` on the "
                 "nodes, of sbatch, or by a Kubernetes secret (docs/cluster_jobs.md)"
             )
-    for argument in arguments:
-        value = argument.partition("=")[2]
-        if "://" in value and _has_password(value):
-            key = argument.partition("=")[0]
+    for argument in (*arguments, *(f"--env {name}={value}" for name, value in environment.items())):
+        if match := PASSWORD.search(argument):
+            source = argument[: match.start()].rpartition("=")[0] or "an argument"
             raise ConfigError(
-                f"{key} contains a URL with a password, which every user of the cluster could read: remove it"
+                f"{source} contains a URL with a password, which every user of the cluster could read: remove it"
             )
-
-
-def _has_password(text: str) -> bool:
-    try:
-        return urlsplit(text.strip("'\"")).password is not None
-    except ValueError:
-        return False
 
 
 def job_request(submission: Submission) -> JobRequest:
