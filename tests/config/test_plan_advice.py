@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.view import render_plan
 from slime_like.config.load.loader import load_config
+from slime_like.errors import ConfigError
 from tests.config.machines import SERVER
 
 
@@ -44,6 +46,49 @@ def test_other_modes_get_their_own_advice(plan) -> None:
     assert "raise rollout.num_engines" in plan("placement.mode=split").advice[0]
     few_samples = plan("rollout.batch_size=1", "rollout.n_samples_per_prompt=2", "placement.actor_num_gpus_per_node=2")
     assert "6 of 8 GPUs would idle: raise rollout.batch_size" in few_samples.advice[0]
+
+
+THREE = ("rollout.num_managers=3", "rollout.batch_size=12")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (("run.mode=rollout_only", "rollout.num_engines=3"), "rollout.num_engines=6,"),
+        (("run.mode=rollout_only", "rollout.num_engines=6"), "rollout.num_engines=8, and rollout.num_managers to a"),
+        (("placement.actor_num_gpus_per_node=8", "rollout.num_engines=3"), "rollout.num_engines=6"),
+        (
+            ("placement.actor_num_gpus_per_node=4", "rollout.num_engines=3"),
+            "placement.actor_num_gpus_per_node=8 rollout.num_engines=6,",
+        ),
+        (
+            ("placement.actor_num_gpus_per_node=4", "parallel.tp=4", "rollout.tp=1", "rollout.num_engines=3"),
+            "placement.actor_num_gpus_per_node=8 rollout.num_engines=6,",
+        ),
+    ],
+)
+def test_the_suggested_number_of_engines_is_a_multiple_of_the_managers(
+    plan, overrides: tuple[str, ...], fix: str
+) -> None:
+    assert f" set {fix}" in plan(*THREE, *overrides).advice[0]
+
+
+def test_engines_that_leave_gpus_over_need_another_size(plan) -> None:
+    six = replace(SERVER, num_gpus=6, gpu_names=("H100",) * 6)
+    sizes = ("run.mode=rollout_only", "rollout.tp=4", "rollout.num_engines=1")
+    assert plan(*sizes, machine=six).advice[0].startswith("2 of 6 GPUs would idle: set rollout.tp to a divisor of 6,")
+
+
+@pytest.mark.parametrize(
+    ("managers", "fix"),
+    [("2", "rollout.num_engines=2"), ("4", "rollout.num_engines=3 rollout.num_managers=1")],
+)
+def test_fewer_engines_that_fit_are_a_multiple_of_the_managers(plan, managers: str, fix: str) -> None:
+    settings = (f"rollout.num_managers={managers}", "rollout.num_engines=4", "rollout.batch_size=12")
+    trainer = "placement.actor_num_gpus_per_node=3"
+    with pytest.raises(ConfigError, match=rf"set {re.escape(fix)}, placement"):
+        plan(*settings, trainer)
+    assert plan(*settings, trainer, *fix.split()).engines
 
 
 def test_no_advice_for_unknown_or_fully_used_devices(plan) -> None:

@@ -102,6 +102,7 @@ def test_a_limit_below_a_sequence_is_named_and_the_named_value_mends_it(dcp: int
     ("recipe", "machine", "extra"),
     [
         ("qwen3_4b_gsm8k", "8xH100", ()),
+        ("qwen3_4b_gsm8k", "8xH100", ("rollout.num_managers=4",)),
         ("qwen3_4b_gsm8k", "8xH200", ("algo=ppo",)),
         ("qwen3_4b_gsm8k", "8xH200", ("parallel.pp=2", "parallel.vpp=2", "parallel.tp=1")),
         ("qwen3_4b_gsm8k", "8xH200", (BY_BLOCK, "model.recompute_num_layers=12")),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import Role
+from slime_like.config.rules.managers import engines_setting
 from slime_like.config.rules.tree import samples_per_step
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.heldout import eval_sets
@@ -37,24 +38,35 @@ def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> I
         fix = _use_all(cfg, machine.num_gpus, colocated, len(trainer))
         yield f"{num_idle} of {machine.num_gpus} GPUs would idle: {fix}, or hide them with CUDA_VISIBLE_DEVICES"
     if colocated and engines < trainer:
-        num_engines = len(trainer) // cfg.rollout.tp
         yield (
             f"the engines serve on {len(engines)} of the trainer's {len(trainer)} GPUs, so the other GPUs idle during "
-            f"rollouts: set rollout.num_engines={num_engines}"
+            f"rollouts: set {_more_engines(cfg, len(trainer))}"
         )
 
 
 def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str:
     """Return the settings that put a process on every GPU, if they follow from the layout."""
     if not trainers:
-        return f"set rollout.num_engines={gpus // cfg.rollout.tp}"
+        return f"set {_more_engines(cfg, gpus)}"
     if not colocated:
         return "raise rollout.num_engines or placement.actor_num_gpus_per_node"
     model = cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp
     ranks = min(gpus // model, samples_per_step(cfg)) * model
     if ranks <= trainers:
         return "raise rollout.batch_size (each data-parallel rank needs a sample per step) or parallel.*"
-    return f"set placement.actor_num_gpus_per_node={ranks} rollout.num_engines={max(1, ranks // cfg.rollout.tp)}"
+    return (
+        f"set placement.actor_num_gpus_per_node={ranks} {engines_setting(cfg.rollout, max(1, ranks // cfg.rollout.tp))}"
+    )
+
+
+def _more_engines(cfg: TrainConfig, gpus: int) -> str:
+    """Return settings with which engines use more of ``gpus`` GPUs than now."""
+    rollout, max_engines = cfg.rollout, gpus // cfg.rollout.tp
+    if max_engines == rollout.num_engines:
+        return f"rollout.tp to a divisor of {gpus}"
+    if max_engines < rollout.num_engines + rollout.num_managers:
+        return f"rollout.num_engines={max_engines}, and rollout.num_managers to a divisor of it"
+    return engines_setting(rollout, max_engines)
 
 
 def _evaluation(cfg: TrainConfig) -> Iterator[str]:

@@ -57,7 +57,11 @@ def _engine_changes(demand: Demand, shape: ModelShape, dcp: DcpPlan) -> Iterator
     if dcp.largest != spec.dcp:
         yield f"rollout.dcp={dcp.largest}", replace(demand, engines=(replace(spec, dcp=dcp.largest), *other_engines))
     per_node = demand.machine.cpu_count if demand.hardware is None else demand.hardware.gpus
-    if len(demand.engines) % 2 == 0 and 2 * spec.tp <= per_node and shape.heads % (2 * spec.tp) == 0:
+    if (
+        len(demand.engines) % (2 * demand.cfg.rollout.num_managers) == 0
+        and 2 * spec.tp <= per_node
+        and shape.heads % (2 * spec.tp) == 0
+    ):
         num_engines = len(demand.engines) // 2
         wider = replace(demand, engines=(replace(spec, tp=2 * spec.tp), *other_engines[: num_engines - 1]))
         yield f"rollout.tp={2 * spec.tp} rollout.num_engines={num_engines}", wider

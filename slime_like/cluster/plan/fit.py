@@ -8,6 +8,7 @@ from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.roles import role_devices
 from slime_like.cluster.plan.types import Role, num_gpus
 from slime_like.config.rules.hf import HfConfig
+from slime_like.config.rules.managers import engines_setting
 from slime_like.config.rules.weight_files import check_weights
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
@@ -33,7 +34,7 @@ def rank_roles(
     if device == "cuda" and colocated and world and engines and engine_devices[-1][-1] >= world:
         raise ConfigError(
             f"rollout.num_engines {len(engines)} * rollout.tp {cfg.rollout.tp} = {len(engines) * cfg.rollout.tp} GPUs, "
-            f"but the trainer that they share has {world}: set {_fewer_engines(cfg.rollout.tp, world)}, "
+            f"but the trainer that they share has {world}: set {_fewer_engines(cfg, world)}, "
             f"placement.actor_num_gpus_per_node, or placement.mode=split"
         )
     if device == "cpu":
@@ -42,9 +43,10 @@ def rank_roles(
     return tuple(role for role in roles if role.devices)
 
 
-def _fewer_engines(tp: int, world: int) -> str:
-    """Return settings with which engines of ``tp`` GPUs fit the ``world`` GPUs of the trainer."""
-    return f"rollout.num_engines={world // tp}" if world >= tp else f"rollout.num_engines=1 rollout.tp={world}"
+def _fewer_engines(cfg: TrainConfig, world: int) -> str:
+    """Return settings with which engines of ``rollout.tp`` GPUs fit the ``world`` GPUs of the trainer."""
+    tp = cfg.rollout.tp
+    return engines_setting(cfg.rollout, max(1, world // tp)) + (f" rollout.tp={world}" if world < tp else "")
 
 
 def add_roles(

@@ -21,3 +21,10 @@ def check_managers(cfg: RolloutConfig) -> None:
                 f"rollout.{name}={number} is not a multiple of rollout.num_managers={count}, and every manager has an equal share: set "
                 f"rollout.{name}={-(-number // count) * count}, or rollout.num_managers={divisors[0]}"
             )
+
+
+def engines_setting(cfg: RolloutConfig, max_engines: int) -> str:
+    """Return settings with as many engines as possible, at most ``max_engines``, of which every manager has an equal share."""
+    if max_engines < cfg.num_managers:
+        return f"rollout.num_engines={max_engines} rollout.num_managers=1"
+    return f"rollout.num_engines={max_engines // cfg.num_managers * cfg.num_managers}"
