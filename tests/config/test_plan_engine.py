@@ -13,7 +13,10 @@ from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.view import render_plan, show_plan
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules import foreign
+from slime_like.config.schema.flow_mla import FlowOptions
+from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.config.schema.resolved import EngineSpec
+from slime_like.rollout.engine.main import EngineLaunch, server_arguments
 from tests.config.recipe_plans import WIDE, plan
 
 
@@ -85,6 +88,24 @@ def test_cuda_graphs_are_those_that_sglangs_fields_name(
 ) -> None:
     settings = engine_settings(EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, sglang=options))
     assert (settings.decode_graphs, settings.prefill_graphs, settings.graph_requests) == graphs
+
+
+@pytest.mark.parametrize(
+    ("fields", "captured"),
+    [
+        ({"releases_memory": True}, (True, 0)),
+        ({"flow_mla": FlowOptions(("o_proj",)).to_json()}, (True, 0)),
+        ({"remote_experts": RemoteOptions(count=1).to_json()}, (False, 0)),
+        ({"releases_memory": True, "sglang": {"cuda_graph_backend_prefill": "full"}}, (True, None)),
+    ],
+)
+def test_graphs_that_an_engine_does_not_capture_take_no_memory(fields: dict[str, Any], captured: object) -> None:
+    spec = EngineSpec("", "cuda", "bfloat16", 2, 64, 0, "", 1.0, **fields)
+    settings = engine_settings(spec)
+    assert (settings.decode_graphs, settings.prefill_graphs) == captured
+    arguments = server_arguments(EngineLaunch(spec, "key", "127.0.0.1", 1))
+    backends = [arguments.get(f"cuda_graph_backend_{phase}", "") for phase in ("decode", "prefill")]
+    assert [backend != "disabled" for backend in backends] == [settings.decode_graphs, settings.prefill_graphs != 0]
 
 
 @pytest.mark.parametrize(

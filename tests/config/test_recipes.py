@@ -20,19 +20,14 @@ NODE = Machine(8, 96, 1024 * 2**30, ("NVIDIA H100 80GB HBM3",) * 8)
 LAPTOP = Machine(0, 2, 16 * 2**30, ())
 ONE_GPU = Machine(1, 8, 32 * 2**30, ("NVIDIA L4",))
 PLAN_LINE = re.compile(
-    r"^# Plan \(--plan-for (\S+)\): ([\d.]+ GiB) on each GPU, ([\d.]+ GiB) of main memory of a node\.$", re.MULTILINE
+    r"^# Plan \(--plan-for (\S+)((?: \S+=\S+)*)\): ([\d.]+ GiB) on each GPU, ([\d.]+ GiB) of main memory of a node\.$",
+    re.MULTILINE,
 )
-
-
-def plan_line(recipe: str) -> tuple[str, str, str] | None:
-    """Return machine, memory of a GPU and main memory of a node that a recipe's comment gives; None without one."""
-    text = next(path for path in RECIPES if path.stem == recipe).read_text()
-    line = PLAN_LINE.search(text)
-    return None if line is None else (line[1], line[2], line[3])
-
-
-PLANS = {path.stem: line for path in RECIPES if (line := plan_line(path.stem)) is not None}
-LARGE = {recipe: line for recipe, line in PLANS.items() if not recipe.startswith(("qwen3_4b", "one_gpu"))}
+# (recipe, machine, changes, memory of a GPU, main memory of a node), as the recipes' comments give them
+PLANS = [(path.stem, *line.groups()) for path in RECIPES for line in PLAN_LINE.finditer(path.read_text())]
+MACHINES = {recipe: machine for recipe, machine, changes, *_ in PLANS if not changes}
+LARGE = {name: machine for name, machine in MACHINES.items() if not name.startswith(("qwen3_4b", "one_gpu"))}
+FOR_GPUS = [path.stem for path in RECIPES if not path.stem.startswith("quickstart")]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +47,7 @@ def plan_of(recipe: str, model: Path, data: Path) -> tuple[TrainConfig, Plan, Ma
     elif recipe in LARGE:
         cfg, machine = (
             load_config([f"+recipe={recipe}"], files=False, machine=False),
-            described_machine(LARGE[recipe][0]),
+            described_machine(LARGE[recipe]),
         )
     else:
         cfg = load_config([f"+recipe={recipe}"], files=False)
@@ -92,10 +87,24 @@ def test_a_recipe_has_a_comment(path: Path) -> None:
         assert "docs/measurements/NOT_RUN.md" in comment
 
 
-@pytest.mark.parametrize("recipe", [path.stem for path in RECIPES if not path.stem.startswith("quickstart")])
-def test_the_comment_of_a_recipe_for_gpus_gives_its_planned_memory(recipe: str) -> None:
-    described, gpu, node = PLANS[recipe]
-    cfg, machine = load_config([f"+recipe={recipe}"], files=False, machine=False), described_machine(described)
+@pytest.mark.parametrize("recipe", FOR_GPUS)
+def test_the_comment_of_a_recipe_for_gpus_gives_its_machine_and_source(recipe: str) -> None:
+    comment = " ".join(
+        line[2:] for line in (RECIPES[0].parent / f"{recipe}.yaml").read_text().splitlines() if line[:1] == "#"
+    )
+    kind = MACHINES[recipe].rpartition("x")[2]
+    assert kind in comment.partition("Plan (")[0] or re.search(r"(8 GPUs of 80|Any GPU with 8) GB", comment)
+    source = re.search(r"Mirrors (slime's|the run of slime's|verl's|the article on|\w+)", comment)
+    assert source is not None
+    assert " " in source[1] or source[1].endswith("'s") or f"{source[1]}.yaml" in {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize(("recipe", "described", "changes", "gpu", "node"), PLANS)
+def test_the_comment_of_a_recipe_for_gpus_gives_its_planned_memory(
+    recipe: str, described: str, changes: str, gpu: str, node: str
+) -> None:
+    cfg = load_config([f"+recipe={recipe}", *changes.split()], files=False, machine=False)
+    machine = described_machine(described)
     plan = make_plan(cfg, machine)
     text = render_plan(cfg, plan, machine)
     assert f"memory     {gpu} of " in text
@@ -112,6 +121,8 @@ def test_an_engine_of_a_large_recipe_is_on_the_nodes_that_its_comment_names(
 
 
 def test_each_large_model_has_a_recipe() -> None:
+    assert sorted(MACHINES) == sorted(FOR_GPUS), "each has a plan without changes"
+    assert ("deepseek_r1_h20", "8xH200") in {line[:2] for line in PLANS}
     assert sorted(LARGE) == [
         "deepseek_r1",
         "deepseek_r1_h20",

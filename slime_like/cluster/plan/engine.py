@@ -138,7 +138,9 @@ def _captures(spec: EngineSpec, phase: str) -> bool:
     backend = options.get(f"cuda_graph_backend_{phase}")
     if backend is not None:
         return backend != "disabled"
-    return not (options.get("disable_cuda_graph") or options.get(f"disable_{phase}_cuda_graph"))
+    return phase not in spec.uncaptured and not (
+        options.get("disable_cuda_graph") or options.get(f"disable_{phase}_cuda_graph")
+    )
 
 
 def _prefill_graphs(spec: EngineSpec) -> int | None:

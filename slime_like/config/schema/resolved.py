@@ -138,6 +138,14 @@ class EngineSpec:
     feeds_training: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def uncaptured(self) -> tuple[str, ...]:
+        """Phases that SGLang may not capture as CUDA graphs, unless ``sglang`` names a backend for them."""
+        if self.remote_experts:
+            return "prefill", "decode"  # a request to a worker cannot be captured
+        # SGLang's graphs of prefill cannot be released; FlowMLA's gathers were not tested within them.
+        return ("prefill",) if self.flow_mla or self.releases_memory else ()
+
 
 @dataclass(frozen=True, slots=True)
 class TransportSpec:

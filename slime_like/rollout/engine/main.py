@@ -76,7 +76,7 @@ def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
         if spec.dcp_replicate_q:
             arguments["dcp_replicate_q_proj"] = True
     if spec.device == "cuda":
-        arguments |= dict.fromkeys(uncaptured(spec), "disabled")
+        arguments |= {f"cuda_graph_backend_{phase}": "disabled" for phase in spec.uncaptured}
     if spec.returns_experts:
         arguments["enable_return_routed_experts"] = True
     if spec.releases_memory and spec.device == "cuda":
@@ -111,14 +111,6 @@ def _device_arguments(spec: EngineSpec) -> dict[str, Any]:
     if spec.dtype == "float32":
         arguments["attention_backend"] = "triton"  # SGLang's choice on Hopper, FlashAttention 3, has no float32
     return arguments
-
-
-def uncaptured(spec: EngineSpec) -> tuple[str, ...]:
-    """Return the fields of ServerArgs for the phases that SGLang may not capture as CUDA graphs."""
-    if spec.remote_experts:
-        return "cuda_graph_backend_prefill", "cuda_graph_backend_decode"  # a request to a worker cannot be captured
-    # SGLang's graphs of prefill cannot be released; FlowMLA's gathers were not tested within them.
-    return ("cuda_graph_backend_prefill",) if spec.flow_mla or spec.releases_memory else ()
 
 
 def die_with_parent() -> None:
