@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from slime_like.cluster.plan.assignment import assign
 from slime_like.cluster.plan.engine import engine_settings
 from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.config.load.loader import load_config
-from slime_like.config.rules.float8_engines import check_float8_model
+from slime_like.config.rules.float8_engines import check_float8_gpus, check_float8_model
 from slime_like.config.rules.hf import read_hf_config
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.errors import ConfigError
@@ -60,6 +62,31 @@ def test_a_machine_without_gpus_is_refused(address: str, fix: str) -> None:
             load_config([RECIPE, f"placement.ray_address={address}"], files=False, machine=False),
             replace(described_machine("1"), num_gpus=0),
         )
+
+
+@pytest.mark.parametrize("machine", ["8xA100", "8xA800", "8xNVIDIA A100-SXM4-80GB"])
+def test_gpus_without_float8_are_refused(machine: str) -> None:
+    """The same for the nodes of a joined cluster: only those that the run uses count."""
+    words = r"float8 on .*A[18]00.*compute capability 8\.0: .* need 8\.9 or newer .* use such GPUs, or remove rollout"
+    with pytest.raises(ConfigError, match=words):
+        plan_of(machine=machine)
+    cfg = load_config([RECIPE, "placement.ray_address=auto"], files=False, machine=False)
+    plan = make_plan(cfg, described_machine("16xH200"))
+    name = machine.partition("x")[2]
+    nodes = [
+        ClusterNode(f"10.0.0.{number}", 8, 64, 2**40, name, str(number)) for number, name in enumerate(("H20", name))
+    ]
+    assert {node.gpu_name for node in assign(cfg, plan, nodes).gpus} == {"H20"}
+    with pytest.raises(ConfigError, match=words):
+        assign(cfg, plan, nodes[1:])
+
+
+def test_a_gpu_that_the_table_lacks_is_refused_by_the_capability_of_the_driver() -> None:
+    cfg = load_config([RECIPE], files=False, machine=False)
+    check_float8_gpus(cfg, ["NVIDIA RTX 6000 Ada"], (8, 9))
+    check_float8_gpus(cfg, ["NVIDIA RTX 6000 Ada"])
+    with pytest.raises(ConfigError, match=r"float8 on NVIDIA A10, a GPU of compute capability 8\.6"):
+        check_float8_gpus(cfg, ["NVIDIA A10"], (8, 6))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.config.rules.dcp import check_dcp_device, check_dcp_states, check_flashinfer
-from slime_like.config.rules.float8_engines import check_float8_device
+from slime_like.config.rules.float8_engines import check_float8_device, check_float8_gpus
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.trained_sampling import check_drafts
 from slime_like.config.schema.root import TrainConfig
@@ -28,6 +28,9 @@ def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, d
         )
     check_drafts(cfg, device)
     check_float8_device(cfg, device)
+    if device == "cuda" and (cfg.placement.ray_address is None or not machine.is_local):
+        kernels = machine.kernels
+        check_float8_gpus(cfg, machine.gpu_names, None if kernels is None else kernels.capability)
     check_dcp_device(cfg, device, model)
     check_flashinfer(cfg, device, machine.kernels if cfg.placement.ray_address is None else None, model)
     check_dcp_states(cfg, device, model)

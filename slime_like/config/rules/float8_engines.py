@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.rollout import FLOAT8
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.planner.hardware import known_gpu
 
 SETTING = f"rollout.weight_dtype={FLOAT8}"
 OFF = "or remove rollout.weight_dtype"
 BLOCK = (128, 128)  # of SGLang's kernels
+CAPABILITY = (
+    8,
+    9,
+)  # of the first GPUs with float8. SGLang's experts are Triton kernels, which compile for no older ones.
 
 
 def check_float8_engines(cfg: TrainConfig) -> None:
@@ -52,6 +58,24 @@ def check_float8_device(cfg: TrainConfig, device: str) -> None:
         raise ConfigError(
             f"{SETTING}: SGLang's float8 kernels need a GPU, and none is visible; {nodes}{OFF.removeprefix('or ')}"
         )
+
+
+def check_float8_gpus(cfg: TrainConfig, names: Iterable[str], other_capability: tuple[int, int] | None = None) -> None:
+    """Raise ``ConfigError`` if engines with float8 weights would run on GPUs without float8.
+
+    ``other_capability``: compute capability of GPUs that the planner's table does not have; None if it is unknown.
+    """
+    if cfg.rollout.weight_dtype != FLOAT8:
+        return
+    for name in names:
+        gpu = known_gpu(name)
+        capability = other_capability if gpu is None else gpu.capability
+        if capability is not None and capability < CAPABILITY:
+            number, minimum = (".".join(map(str, value)) for value in (capability, CAPABILITY))
+            raise ConfigError(
+                f"{SETTING} on {name}, a GPU of compute capability {number}: SGLang's float8 kernels need {minimum} or newer "
+                f"(L4, L40S, H20, H100); use such GPUs, {OFF}"
+            )
 
 
 def check_float8_model(cfg: TrainConfig, model: HfConfig) -> None:
