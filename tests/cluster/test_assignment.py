@@ -225,11 +225,38 @@ class PlacementGroups:
         return SimpleNamespace(wait=lambda seconds: seconds >= 1)  # Ray's call without time ends before the answer
 
 
-def test_the_request_for_nodes_has_each_gpu_of_the_run_once() -> None:
-    split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
-    cfg, plan = plan_of(*split)
-    assert request_bundles(cfg, plan) == [{"GPU": 4.0, "CPU": 4.0}, *[{"GPU": 1.0, "CPU": 1.0}] * 12]
-    assert request_strategy(plan) == "PACK"
+SPLIT = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "sizes"),
+    [
+        ((*SPLIT, "rollout.tp=4"), [], [4] * 4),
+        ((*SPLIT, "rollout.tp=8"), [gpu_node(1, 8)], [4, 8, 8, 8]),
+        ((*SPLIT, "rollout.tp=8"), [gpu_node(1, 2)], [4] * 7),
+        ((*SPLIT, "rollout.tp=16"), [gpu_node(1, 2), gpu_node(2, 8)], [4, *[8] * 6]),
+        ((*SPLIT, "rollout.tp=8", "rollout.engine_num_nodes=4"), [gpu_node(1, 8)], [4, *[2] * 12]),
+        (("run.mode=rollout_only", "rollout.tp=2", "rollout.num_engines=2"), [], [1] * 4),
+        (("placement.actor_num_gpus_per_node=8", "rollout.tp=8", "rollout.num_engines=1"), [], [8]),
+        ((*SPLIT_ROLES["critic"], *SPLIT, "rollout.tp=4"), [], [4, 4, 4, 4, 2, 2]),
+    ],
+)
+def test_a_requested_bundle_has_all_gpus_that_have_to_be_on_one_node(
+    overrides: tuple[str, ...], nodes: list[ClusterNode], sizes: list[int]
+) -> None:
+    """Ray could place single GPUs on nodes where no engine fits, and its autoscaler would add none."""
+    cfg, plan = plan_of(*overrides)
+    assert request_bundles(cfg, plan, nodes) == [{"GPU": size, "CPU": size} for size in sizes]
+    assert sum(sizes) == plan.num_gpus
+    assert request_strategy(plan) == ("STRICT_SPREAD" if sizes == [8] else "PACK")
+
+
+def test_the_request_of_a_run_on_cpus_has_a_bundle_for_each_node_that_it_needs() -> None:
+    parts = ("placement.device=cpu", "parallel.tp=1", "rollout.tp=4", "rollout.engine_num_nodes=4")
+    cfg, plan = plan_of(*parts, "placement.actor_num_nodes=2")
+    assert request_bundles(cfg, plan, []) == [{"CPU": 1.0}] * 4
+    with pytest.raises(MissingResources, match=r"rollout\.engine_num_nodes=4, but the Ray cluster has 3 nodes"):
+        assign(cfg, plan, [cpu_node(number) for number in (1, 2, 3)])
 
 
 def test_a_run_waits_for_missing_nodes_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

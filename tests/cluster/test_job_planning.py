@@ -77,6 +77,16 @@ def test_a_run_that_would_take_cpus_before_nodes_with_gpus_join_is_named(grows: 
     assert not plan_job([*QUICK, "placement.device=cpu"], [CPU_NODE], grows=grows).warnings
 
 
+def test_only_nodes_that_the_run_uses_have_to_be_large_enough() -> None:
+    """The ranks fill the nodes in the order of their addresses."""
+    small = ClusterNode("10.0.0.2", 8, 8, 2**35, "L4", "id2")
+    assert plan_job(["+recipe=qwen3_30b_a3b"], [small, H100_NODE]).warnings == ()
+    with pytest.raises(ConfigError, match=r"on a GPU .* each L4 has 22\.5 GiB"):
+        plan_job(["+recipe=qwen3_30b_a3b"], [replace(small, address="10.0.0.0"), H100_NODE])
+    with pytest.raises(ConfigError, match=r"needs 8 GPUs with a CPU each"):
+        plan_job(["+recipe=qwen3_30b_a3b"], [replace(H100_NODE, num_cpus=4), replace(small, num_cpus=64)])
+
+
 def test_engines_fit_a_cluster_with_different_nodes() -> None:
     """The nodes have six GPUs on average, and an engine of eight fits the larger one."""
     sizes = ("placement.actor_num_gpus_per_node=4", "rollout.tp=8", "rollout.num_engines=1")

@@ -266,7 +266,9 @@ def test_a_joined_cluster_is_checked_before_anything_is_reserved(monkeypatch: py
     monkeypatch.setattr(local_ray, "join", lambda address, _: joined_processes.append(address))
     monkeypatch.setattr(local_ray, "nodes", lambda: (ClusterNode("10.0.0.1", 4, 64, 2**40, "H200"),))
     monkeypatch.setattr(placement, "placement_group", lambda *_, **__: pytest.fail("nothing may be reserved"))
-    monkeypatch.setattr(placement, "NodeRequest", lambda *_: SimpleNamespace(renew=lambda: None, withdraw=lambda: None))
+    monkeypatch.setattr(
+        placement, "NodeRequest", lambda *_: SimpleNamespace(renew=lambda _: None, withdraw=lambda: None)
+    )
     with pytest.raises(ConfigError, match=r"needs 8 GPUs .* the nodes have 4"):
         placement.Placement(cfg, plan, "stacks", lambda _: None).open()
     assert joined_processes == ["10.0.0.1:6379"]

@@ -16,6 +16,7 @@ from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, MissingResources
+from slime_like.planner.hardware import known_gpu
 from slime_like_compat.flags.translate import translate
 
 MAX_GPUS = 16_000
@@ -62,7 +63,7 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
         waits = f"not planned, since the run waits for nodes, at most {limit}: {error}"
         return JobPlan(cfg, (cluster,), (waits, *_device_warning(cfg, machine, grows)))
     plan = replace(plan, engines=on_nodes(plan.engines, assignment.nodes_per_engine))
-    planned = plan_on_nodes(cfg, plan, nodes)
+    planned = plan_on_nodes(cfg, plan, assignment.used(nodes))
     warnings = (*planned.plan.advice, *planned.warnings, *_device_warning(cfg, machine, grows))
     return JobPlan(cfg, (cluster, planned.plan.summary), warnings)
 
@@ -77,13 +78,16 @@ def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[st
 
 
 def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
-    """Return ``machine`` with more GPUs than a run needs, so that ``assign`` names the missing ones.
+    """Return ``machine`` with more GPUs than a run needs, so that ``assign`` names the missing ones, all of the cluster's largest kind.
 
-    ``plan_on_nodes`` compares the memory of the cluster's nodes.
+    ``plan_on_nodes`` compares the memory of the nodes that the run uses.
     """
     if cfg.placement.device == "cpu" or (cfg.placement.device == "auto" and not machine.num_gpus):
         return machine
-    return replace(machine, num_gpus=MAX_GPUS, memory_bytes=2**62, nodes=1)
+    kinds = {name: known_gpu(name) for name in machine.gpu_names}
+    sizes = {name: float("inf") if kind is None else kind.memory for name, kind in kinds.items()}
+    largest = (max(sizes, key=lambda name: sizes[name]),) if sizes else ()
+    return replace(machine, num_gpus=MAX_GPUS, gpu_names=largest, memory_bytes=2**62, nodes=1)
 
 
 def _machine(nodes: Sequence[ClusterNode]) -> Machine:

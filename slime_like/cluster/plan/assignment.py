@@ -19,6 +19,7 @@ from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.cluster.plan.types import Role
 from slime_like.config.rules.engine_nodes import KEY, check_engine_nodes
+from slime_like.config.rules.float8_engines import check_float8_gpus
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, MissingResources
 
@@ -32,6 +33,10 @@ class Assignment:
     gpus: tuple[ClusterNode, ...] = ()  # node of each GPU of the run, by run-local index
     processes: Mapping[str, tuple[ClusterNode, ...]] | None = None  # on a CPU: role -> node of each process
     nodes_per_engine: int = 1  # with more than 1, ``processes`` has the nodes of engine 0, then those of engine 1, ...
+
+    def used(self, nodes: Sequence[ClusterNode]) -> tuple[ClusterNode, ...]:
+        """Return the nodes of the run's GPUs; ``nodes``, the cluster's, if the run has none."""
+        return tuple(dict.fromkeys(self.gpus)) or tuple(nodes)
 
     @property
     def summary(self) -> str:
@@ -48,7 +53,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class NodeBlock:
     """GPUs of the run that have to be on one node."""
 
     role: str
@@ -57,12 +62,15 @@ class _Block:
 
 
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
-    """Return the node of each process. Raises ``MissingResources`` naming the missing nodes or GPUs."""
+    """Return the node of each process. Raises ``MissingResources`` naming the missing nodes or GPUs, ``ConfigError`` if engines
+    cannot have equal parts or run on the kind of GPU.
+    """
     ordered = sorted(nodes, key=_order)
     if plan.device == "cpu":
         num_nodes = plan.engines[0].num_nodes if plan.engines else 1
         return Assignment(processes=_on_cpu(cfg, plan, ordered, num_nodes), nodes_per_engine=num_nodes)
     gpus = _on_gpus(cfg, plan, ordered)
+    check_float8_gpus(cfg, {node.gpu_name for node in gpus})
     return Assignment(gpus=gpus, nodes_per_engine=_nodes_per_engine(cfg, plan, gpus))
 
 
@@ -128,7 +136,7 @@ def _with_engine_parts(
     node_of_gpu: dict[int, ClusterNode] = {}
     used_nodes: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> its nodes, which get no further block of it
     for block in sorted(
-        _blocks(cfg, plan, nodes_per_engine), key=lambda block: (block.role != TRAINER, -len(block.indices))
+        node_blocks(cfg, plan, nodes_per_engine), key=lambda block: (block.role != TRAINER, -len(block.indices))
     ):
         fitting = [node for node in nodes if free[node.node_id] >= len(block.indices)]
         excluded = used_nodes.setdefault((block.role, block.engine), set())
@@ -171,7 +179,7 @@ def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode])
     return num_nodes
 
 
-def _blocks(cfg: TrainConfig, plan: Plan, nodes_per_engine: int) -> Iterator[_Block]:
+def node_blocks(cfg: TrainConfig, plan: Plan, nodes_per_engine: int) -> Iterator[NodeBlock]:
     """Yield disjoint blocks that cover all GPUs of the run; a role on the GPUs of an earlier role adds none."""
     covered: set[int] = set()
     for role in plan.roles:
@@ -180,15 +188,15 @@ def _blocks(cfg: TrainConfig, plan: Plan, nodes_per_engine: int) -> Iterator[_Bl
                 if role.name == ENGINE:
                     yield from _parts(role.name, new_indices, nodes_per_engine)
                 else:
-                    yield _Block(role.name, new_indices)
+                    yield NodeBlock(role.name, new_indices)
             covered.update(indices)
 
 
-def _parts(role: str, indices: tuple[int, ...], count: int) -> Iterator[_Block]:
+def _parts(role: str, indices: tuple[int, ...], count: int) -> Iterator[NodeBlock]:
     """Yield a block for each of the ``count`` nodes of an engine."""
     size = -(-len(indices) // count)
     for begin in range(0, len(indices), size):
-        yield _Block(role, indices[begin : begin + size], indices[0] if count > 1 else -1)
+        yield NodeBlock(role, indices[begin : begin + size], indices[0] if count > 1 else -1)
 
 
 def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
@@ -203,7 +211,7 @@ def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
 
 
 def _no_node(
-    cfg: TrainConfig, block: _Block, nodes: Sequence[ClusterNode], nodes_per_engine: int, max_free: int
+    cfg: TrainConfig, block: NodeBlock, nodes: Sequence[ClusterNode], nodes_per_engine: int, max_free: int
 ) -> str:
     """Return the message for a block that fits no node; ``max_free`` GPUs of a node have not been assigned to other blocks."""
     size = len(block.indices)

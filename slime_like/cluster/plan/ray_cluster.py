@@ -71,7 +71,7 @@ class ClusterPlan:
 
 
 def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> ClusterPlan:
-    """Compare a plan with the nodes' GPUs, CPUs and memory, and decide ``rollout.dcp=auto`` on them.
+    """Compare a plan with the GPUs, CPUs and memory of the ``nodes`` that it uses, and decide ``rollout.dcp=auto`` on them.
 
     Raises ``ConfigError`` naming the key to change.
     """
@@ -127,7 +127,7 @@ def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], cluster: str) -> None:
 
 
 def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
-    """Return the nodes that the run uses, with the smallest node's memory. On GPUs, Ray fills the largest nodes first."""
+    """Return as few of ``nodes`` as have the plan's GPUs as one machine, with the smallest node's memory."""
     if plan.device == "cpu":
         cpus, memory = min((node.num_cpus for node in nodes), default=0), sum(node.memory_bytes for node in nodes)
         return Machine(0, cpus, memory, (), is_local=False)

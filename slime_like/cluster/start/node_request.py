@@ -7,22 +7,36 @@ from typing import Any
 
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from slime_like.cluster.plan.assignment import node_blocks
 from slime_like.cluster.plan.planner import Plan
+from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.config.schema.root import TrainConfig
 
 # Seconds for the answer to the question if a group is placed. Ray takes whole ones; with 0, its call ends before the answer.
 PLACED_S = 1
 
 
-def request_bundles(cfg: TrainConfig, plan: Plan) -> list[dict[str, float]]:
-    """Return the resources of each trainer node, and one bundle for each other GPU; on CPUs one for each trainer node."""
-    num_nodes = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
+def request_bundles(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> list[dict[str, float]]:
+    """Return a bundle for the GPUs that have to be on one node: of a trainer node, of an engine or its part on a node, of a tensor
+    parallel group of another role. On CPUs one for each node that the run needs at least.
+    """
     if plan.device == "cpu":
-        return [{"CPU": 1.0}] * num_nodes
-    per_node = plan.actor.layout.world_size // num_nodes if plan.needs_trainer else 0
-    rest = plan.num_gpus - num_nodes * per_node
-    trainers = [{"GPU": float(per_node), "CPU": float(per_node)}] * num_nodes if per_node else []
-    return [*trainers, *[{"GPU": 1.0, "CPU": 1.0}] * rest]
+        num_nodes = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
+        return [{"CPU": 1.0}] * max([num_nodes, *(engine.num_nodes for engine in plan.engines)])
+    sizes = [len(block.indices) for block in node_blocks(cfg, plan, _nodes_per_engine(cfg, plan, nodes))]
+    return [{"GPU": float(size), "CPU": float(size)} for size in sizes]
+
+
+def _nodes_per_engine(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> int:
+    """Return the number of nodes of an engine, so that a part fits the largest node that is known: a part that is larger than
+    every node could never be placed. Without such a node, single GPUs are requested.
+    """
+    tp = cfg.rollout.tp
+    if cfg.rollout.engine_num_nodes:
+        return cfg.rollout.engine_num_nodes
+    ranks = plan.actor.layout.world_size // cfg.placement.actor_num_nodes if plan.needs_trainer else 1
+    max_gpus = max([ranks, *(node.num_gpus for node in nodes)])
+    return next(count for count in range(1, tp + 1) if tp % count == 0 and tp // count <= max_gpus)
 
 
 def request_strategy(plan: Plan) -> str:
@@ -34,14 +48,14 @@ def request_strategy(plan: Plan) -> str:
 class NodeRequest:
     """Pending placement group of a run's size. It reserves nothing while the cluster lacks nodes; Ray removes it with the driver."""
 
-    def __init__(self, bundles: Sequence[dict[str, float]], strategy: str) -> None:
-        self._bundles, self._strategy = list(bundles), strategy
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
         self._group: Any = None
 
-    def renew(self) -> None:
+    def renew(self, bundles: list[dict[str, float]]) -> None:
         """Create the group unless it is pending. Remove it once it has reserved its resources, which the run itself needs."""
         if self._group is None:
-            self._group = placement_group(self._bundles, strategy=self._strategy)
+            self._group = placement_group(bundles, strategy=self._strategy)
         elif self._group.wait(PLACED_S):
             self.withdraw()
 

@@ -104,7 +104,7 @@ class Placement:
     def _plan_on_nodes(self) -> tuple[ClusterPlan, Assignment]:
         """Wait for the nodes and GPUs of the run, and plan on them."""
         cfg = self._cfg
-        request = NodeRequest(request_bundles(cfg, self._plan), request_strategy(self._plan))
+        request = NodeRequest(request_strategy(self._plan))
         try:
             assignment, nodes = self._assign_nodes(request)
         finally:
@@ -116,7 +116,7 @@ class Placement:
         if transport != self._plan.transport:
             self._say(f"weights.transport={transport.kind}: each engine is on {num_nodes} nodes")
         plan = replace(self._plan, engines=on_nodes(self._plan.engines, num_nodes), transport=transport)
-        return plan_on_nodes(cfg, plan, nodes), assignment
+        return plan_on_nodes(cfg, plan, assignment.used(nodes)), assignment
 
     def _assign_nodes(self, request: NodeRequest) -> tuple[Assignment, tuple[ClusterNode, ...]]:
         """Assign the processes to the cluster's nodes. Request missing nodes; wait for them until ``placement.wait_deadline_s``."""
@@ -133,7 +133,7 @@ class Placement:
                     said_at = deadline.elapsed()
                     self._say(f"waiting for the Ray cluster, at most {deadline.limit - said_at:.0f} s more: {error}")
             with driver_link.bounded_call(Deadline("driver", "placement", REQUEST_S), "its Ray cluster", at_once=True):
-                request.renew()
+                request.renew(request_bundles(cfg, self._plan, nodes))
                 time.sleep(POLL_S)
 
     @property
