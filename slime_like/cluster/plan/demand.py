@@ -147,7 +147,7 @@ class Demand:
     def _engine(self) -> EngineMemory | None:
         if not self.engines or self.shapes.actor is None:
             return None
-        spec = self.engines[0]
+        spec = replace(self.engines[0], releases_memory=self.offload_settings.rollout)
         if self.hardware is None:
             return host_engine_memory(self.machine, self.shapes.actor, spec, self.static)
         return engine_memory(self.shapes.actor, engine_settings(spec, self.static), self.hardware)
