@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from slime_like.checkpoint.files import iteration_folder, latest_iteration, resumable_iteration
+from slime_like.util.deadline import scale
 from tests.e2e.runs import last_step, metrics
 from tests.nodes.cluster import RayNodes, addresses_of_engines, start_run
 from tests.nodes.job import SmallJob
 from tests.nodes.machine import LOCAL
 
 pytestmark = pytest.mark.e2e
+DEADLINE_S, GRACE_S = 4, 4  # of a collective; until its error
 TWO_NODES = ("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=1")
 
 
@@ -72,3 +75,20 @@ def test_the_loss_of_a_rank_ends_the_run_which_resumes_on_the_returned_node_with
     assert [row["step"] for row in rows] == list(range(trained + 3))
     assert max(row["probe/logprob_abs_diff_max"] for row in rows[-2:]) < 1e-4
     assert rows[-1]["rollout/engine_load_max"] < 2.0, "both engines answered"
+
+
+def test_a_collective_over_a_slow_link_ends_at_its_deadline(all_nodes: RayNodes, job: SmallJob, tmp_path: Path) -> None:
+    """An all-reduce of the gradients takes longer than ``guard.deadline_s``, and no rank is at fault."""
+    one, two, _ = all_nodes.nodes
+    settings = (*TWO_NODES, f"guard.deadline_s={DEADLINE_S}", "loop.num_rollout=100000")
+    run = start_run(all_nodes, one, tmp_path / "run", *job.sft(*settings))
+    run.wait_until(lambda: last_step(run.run_dir) >= 1)
+    with two.slow_link("1mbit", 8_000):
+        code, output = run.wait()
+    assert code == 1, output
+    error = re.search(
+        r"CollectiveError: \w+ #\d+ of \d+ bytes failed on rank (\d) after ([\d.]+) s, phase step, .*", output
+    )
+    assert error is not None, output
+    assert DEADLINE_S * scale() <= float(error[2]) < (DEADLINE_S + GRACE_S) * scale()
+    assert f"every rank on this node arrived; not recorded here: ranks {1 - int(error[1])}" in error[0]
