@@ -145,12 +145,23 @@ STEP_WAITS = {
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_no_wait_per_micro_batch_or_parameter(kind: str, results: Results) -> None:
     (few,), (many,) = results[f"waits, {kind}, 2"], results[f"waits, {kind}, 4"]
-    assert few == many, "the host waits for the device once per micro-batch"
+    places = many["places"]
+    early = {"balance.py:close_step"}  # ends at a division by zero if the memory that it reads is zeros
+    compared = {line: n for line, n in many["lines"].items() if line not in early}
+    per_batch = {places[line]: n for line, n in compared.items() if n != few["lines"].get(line)}
+    assert not per_batch, f"the host waits for the device in each micro-batch: {per_batch}"
     assert sum(few["lines"].values()) < few["parameters"] / 2
     allowed = STEP_WAITS | {"balance.py:open_step": 1, "balance.py:close_step": 2} if kind == "experts" else STEP_WAITS
-    assert few["lines"].keys() <= allowed.keys()
+    assert not (unknown := [places[line] for line in many["lines"].keys() - allowed.keys()]), unknown
     groups = 2 if kind == "experts" else 1  # experts have buckets of their own
-    assert {line: n for line, n in few["lines"].items() if n > groups * allowed[line]} == {}
+    assert {places[line]: n for line, n in few["lines"].items() if n > groups * allowed[line]} == {}
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_step_leaves_no_graph(kind: str, results: Results) -> None:
+    """A layer that keeps a tensor of its graph keeps its input, and the input's gradient, until its next forward pass."""
+    (result,) = results[f"waits, {kind}, 2"]
+    assert result["graphs"] == []
 
 
 def test_roles(results: Results) -> None:

@@ -91,17 +91,21 @@ def steps(folder: Path, layout: Layout, rank: int = 0, options: Mapping[str, Any
 
 
 def waits(folder: Path, layout: Layout, num_micros: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lines at which the host waits for the device in a step, in this project or megatron, with their counts."""
+    """Return the functions in which the host waits for the device in a step, of this project or megatron, with counts and lines."""
     trainer = make_trainer(folder, layout, **options)
     train(trainer, num_micros)
     lines: Counter[str] = Counter()
+    places: dict[str, str] = {}
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "called a synchronizing" in str(message):
             frames = [
                 f for f in traceback.extract_stack() if "/slime_like/" in f.filename or "/megatron/" in f.filename
             ]
-            lines[f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}"] += 1
+            frame = frames[-1]
+            function = f"{frame.filename.rpartition('/')[2]}:{frame.name}"
+            lines[function] += 1
+            places[function] = f"{frame.filename}:{frame.lineno}: {frame.line}"
 
     with warnings.catch_warnings():
         warnings.showwarning = note
@@ -111,7 +115,10 @@ def waits(folder: Path, layout: Layout, num_micros: int, options: Mapping[str, A
             train(trainer, num_micros)
         finally:
             torch.cuda.set_sync_debug_mode(0)
-    return {"lines": dict(lines), "parameters": sum(1 for _ in trainer.model.parameters())}
+    gc.collect()
+    graph_shapes = [tuple(x.shape) for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    parameters = sum(1 for _ in trainer.model.parameters())
+    return {"lines": dict(lines), "places": places, "parameters": parameters, "graphs": graph_shapes}
 
 
 def critic(folder: Path, layout: Layout) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         """Return the sum of each token's rows, in the shape of the hidden states."""
         assert self._rows is not None
         output = self._rows.combine(permutated_local_input_tokens).view(self.hidden_shape)
-        self._rows = None
+        # Kept probabilities would keep the layer's input, and the input's gradient, until the next forward pass.
+        self._rows = self.probs = None
         if self.shared_experts is None:
             return output
         shared: Any = self.shared_experts.get_output()
