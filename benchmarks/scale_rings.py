@@ -52,11 +52,12 @@ def measure(num_ranks: int, rounds: int) -> RingTimes:
         describe = median([_timed(_describe, ring, num_ranks)[0] for ring in rings])
         for ring in rings:
             _fill(ring, arrives=_rank(ring) != late)
-        times = [_reported(*call, late, rounds) for call in ((_report, node), (_report, others), (dump, others))]
+        node_s, all_s = (_reported(_report, path, late, rounds) for path in (node, others))
+        dump_s = _reported(dump, others, late, rounds)
         num_bytes = sum(file.stat().st_size for file in node.glob("trainer_rank0.*"))
         for ring in rings:
             ring.close()
-    return RingTimes(num_ranks, len(rings) - NODE, describe, *times, num_bytes)
+    return RingTimes(num_ranks, len(rings) - NODE, describe, node_s, all_s, dump_s, num_bytes)
 
 
 def groups_of(rank: int, num_ranks: int) -> list[GroupInfo]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scale_rings
-
 scale: Any = importlib.import_module("benchmarks.scale")
+scale_rings: Any = importlib.import_module("benchmarks.scale_rings")
 
 
 def test_the_late_rank_of_a_node_is_named(capsys: pytest.CaptureFixture[str]) -> None:
