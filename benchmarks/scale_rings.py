@@ -1,4 +1,4 @@
-"""Records of collectives of many trainer ranks for ``benchmarks/scale.py``: time to find the rank that does not arrive."""
+"""Records of collectives of many trainer ranks for ``benchmarks/scale.py``: CPU time to find the rank that does not arrive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_RINGS = 256
 
 @dataclass(frozen=True, slots=True)
 class RingTimes:
-    """Seconds for the records of one rank, of the ranks of a node, and of ``num_rings`` ranks; bytes of a rank's files."""
+    """CPU seconds for the records of one rank, of the ranks of a node, and of ``num_rings`` ranks; bytes of a rank's files."""
 
     num_ranks: int
     num_rings: int
@@ -43,12 +43,12 @@ class RingTimes:
 
 
 def measure(num_ranks: int, rounds: int) -> RingTimes:
-    """Write the rings of ``num_ranks`` ranks, at most ``MAX_RINGS``, of which the last rank of a node misses the last op."""
-    late = NODE - 1
+    """Write the rings of ``num_ranks`` ranks, with more than ``MAX_RINGS`` those of a node only. Its last rank misses the last op."""
+    late, num_rings = NODE - 1, num_ranks if num_ranks <= MAX_RINGS else NODE
     with tempfile.TemporaryDirectory() as folder:
         node, others = Path(folder) / "node", Path(folder) / "all"
         rings = [Ring(node, f"trainer_rank{rank}", GuardConfig().ring) for rank in range(NODE)]
-        rings += [Ring(others, f"trainer_rank{rank}", GuardConfig().ring) for rank in range(min(num_ranks, MAX_RINGS))]
+        rings += [Ring(others, f"trainer_rank{rank}", GuardConfig().ring) for rank in range(num_rings)]
         describe = median([_timed(_describe, ring, num_ranks)[0] for ring in rings])
         for ring in rings:
             _fill(ring, arrives=_rank(ring) != late)
@@ -57,7 +57,7 @@ def measure(num_ranks: int, rounds: int) -> RingTimes:
         num_bytes = sum(file.stat().st_size for file in node.glob("trainer_rank0.*"))
         for ring in rings:
             ring.close()
-    return RingTimes(num_ranks, len(rings) - NODE, describe, node_s, all_s, dump_s, num_bytes)
+    return RingTimes(num_ranks, num_rings, describe, node_s, all_s, dump_s, num_bytes)
 
 
 def groups_of(rank: int, num_ranks: int) -> list[GroupInfo]:
@@ -118,6 +118,7 @@ def _reported(report: Callable[[Path], str], folder: Path, late: int, rounds: in
 
 
 def _timed[**P, R](work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[float, R]:
-    start = time.perf_counter()
+    """Return the CPU seconds of this process, which do not depend on other processes of the machine, and the result."""
+    start = time.process_time()
     result = work(*args, **kwargs)
-    return time.perf_counter() - start, result
+    return time.process_time() - start, result
