@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,13 @@ def test_without_memory_no_row_changes() -> None:
         if count == 1:
             store.append_batch(batch(rows[:1], tokens(8)))
             before[0] = [*before[0], 8]
-        with pytest.raises(StoreFull, match="n_samples_per_prompt"):
-            store.append_batch(batch(rows, tokens(*range(1 + count * 2)), counts=[1, count, count]))
+        memory = tables(store)
+        experts = (np.zeros((6, 2, 4), np.uint8), None, None)
+        too_large = batch(rows, tokens(*range(1 + count * 2)), counts=[1, count, count])
+        for refused_batch in (too_large, replace(too_large, experts=experts)):
+            with pytest.raises(StoreFull, match="n_samples_per_prompt"):
+                store.append_batch(refused_batch)
+        assert tables(store) == memory
         assert [store.columns(row).token_ids.tolist() for row in rows] == before
     store.append_batch(batch(rows[:1], tokens(9)))
     assert store.columns(rows[0]).token_ids.tolist() == [*before[0], 9], "and the next append continues"
