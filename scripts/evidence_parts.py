@@ -54,7 +54,7 @@ class EvidencePart:
 
 def tests(words: str) -> tuple[Command]:
     """Return a command of pytest for tests marked ``gpu``."""
-    fixed = "-m pytest -v -n 0 -p no:cacheprovider -m gpu --tb=short --junitxml={folder}/tests.xml"
+    fixed = "-m pytest -v -p no:cacheprovider -m gpu --tb=short --junitxml={folder}/tests.xml"
     return (tuple(f"{fixed} {words}".split()),)
 
 

@@ -33,7 +33,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "plugins")]
 
 from benchmarks.options import at_least  # noqa: E402
-from benchmarks.run import commit as commit_of_checkout  # noqa: E402
 from scripts.evidence_page import HEADING, NOT_RUN, PartResult, needs_of, not_run_section, page_of  # noqa: E402
 from scripts.evidence_parts import ONE_GPU, TRAIN, Command, EvidencePart  # noqa: E402
 from scripts.evidence_parts_large import SEVERAL_GPUS, SEVERAL_NODES  # noqa: E402
@@ -146,7 +145,11 @@ def read_result(folder: Path) -> PartResult | None:
 def commit() -> str:
     """Return a sentence with the commit: of the git checkout, or of the bundle of ``gpu_bundle.py``."""
     bundled = REPOSITORY / "COMMIT"
-    return f"Commit {bundled.read_text().strip()}, from a bundle." if bundled.is_file() else commit_of_checkout()
+    if bundled.is_file():
+        return f"Commit {bundled.read_text().strip()}, from a bundle."
+    from benchmarks.run import commit as commit_of_checkout  # its packages are not in a bundle
+
+    return commit_of_checkout()
 
 
 def skip_reason(part: EvidencePart, node_gpus: Sequence[int]) -> str | None:

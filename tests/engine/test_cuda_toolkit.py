@@ -44,6 +44,19 @@ def test_the_wheels_become_a_toolkit(wheel: Path) -> None:
     assert toolkit_environment({"PATH": "/nowhere"}) == environment, "SGLang would compile its kernels in each run"
 
 
+def test_flashinfer_can_link_with_the_driver(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wheel.is_dir()
+    monkeypatch.setattr(cuda_toolkit, "DRIVER_FOLDERS", (str(tmp_path / "driver"),))
+    for folder in (tmp_path / "driver", tmp_path / "other"):
+        folder.mkdir()
+    environment = {"PATH": "/nowhere", "LD_LIBRARY_PATH": f":{tmp_path / 'other'}"}
+    library = Path(toolkit_environment(environment)["CUDA_HOME"]) / "lib64" / "stubs" / "libcuda.so"
+    assert not library.exists(), "this machine has no driver"
+    (tmp_path / "driver" / "libcuda.so.1").touch()
+    toolkit_environment(environment)
+    assert library.resolve() == tmp_path / "driver" / "libcuda.so.1"
+
+
 def test_an_installed_toolkit_is_used(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH"):
         assert toolkit_environment({name: "/opt/cuda", "PATH": "/nowhere"}) == {}

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.config.load.loader import load_config
+from slime_like.util.deadline import scale
 
 ROOT = Path(__file__).resolve().parents[2]
 gpu_bundle: Any = importlib.import_module("scripts.gpu_bundle")
@@ -221,6 +230,61 @@ def test_packed_packages_are_pinned() -> None:
     assert names == list(gpu_bundle.PACKAGES)
     with pytest.raises(SystemExit, match="lacks antlr4"):
         gpu_bundle.versions("torch==2.14.1")
+
+
+INSTALLED = ("torch", "triton", "transformers", "pytest")  # on a machine that gets a bundle
+WITHOUT_OTHERS = """
+import importlib.abc, importlib.metadata, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+sys.argv = ["gpu_evidence"]
+import pytest
+from scripts import gpu_evidence
+assert gpu_evidence.main(["--list"]) == 0
+sys.exit(pytest.main(["-p", "xdist.plugin", "-p", "no:cacheprovider", "--collect-only", "-q", "-m", "gpu", *FILES]))
+"""
+
+
+def required(names: Iterable[str]) -> set[str]:
+    """Return distributions and all that they require."""
+    out: set[str] = set()
+    remaining = [canonicalize_name(name) for name in names]
+    while remaining:
+        name = remaining.pop()
+        if name in out:
+            continue
+        out.add(name)
+        with suppress(PackageNotFoundError):
+            for requirement in map(Requirement, metadata.requires(name) or ()):
+                if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
+                    remaining.append(canonicalize_name(requirement.name))
+    return out
+
+
+@pytest.mark.slow
+def test_a_bundle_has_the_packages_that_its_parts_import() -> None:
+    """The script starts and pytest imports the tests of all parts without engines, if no other package can be imported."""
+    known = required(INSTALLED) | set(gpu_bundle.PACKAGES)
+    modules = metadata.packages_distributions().items()
+    blocked = {name for name, owners in modules if not known & {canonicalize_name(owner) for owner in owners}}
+    assert {"psutil", "ray", "sglang"} <= blocked - {"slime_like", "slime_like_plugins"}
+    parts = [part for part in gpu_evidence.PARTS if not {"sglang", "flashinfer"} & set(part.needs)]
+    files = [word for part in parts for command in part.commands for word in command if word.startswith("tests/")]
+    code = f"BLOCKED = {blocked - {'slime_like', 'slime_like_plugins', 'slime_like_compat'}}\nFILES = {files}\n{WITHOUT_OTHERS}"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240 * scale(),
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_project_is_packed_with_its_commit(tmp_path: Path) -> None:

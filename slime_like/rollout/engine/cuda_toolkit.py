@@ -1,7 +1,8 @@
 """CUDA toolkit made of NVIDIA's wheels, for engines on a machine without an installed toolkit.
 
 SGLang and tvm_ffi look for nvcc in CUDA_HOME, CUDA_PATH, on PATH and in /usr/local/cuda, and link with ``lib64/libcudart.so``. The
-wheels have neither that folder nor a library without a version in its name.
+wheels have neither that folder nor a library without a version in its name. FlashInfer also links with ``lib64/stubs/libcuda.so``, for
+which a driver has only the name ``libcuda.so.1``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from slime_like.util.caches import cache_folder
 SYSTEM = Path("/usr/local/cuda")
 RUNTIME = "libcudart.so"
 LIBRARY_PATH = "LD_LIBRARY_PATH"
+DRIVER = "libcuda.so.1"
+DRIVER_FOLDERS = tuple(
+    f"/usr/{name}" for name in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "lib64", "local/nvidia/lib64")
+)
 
 
 def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -37,6 +42,10 @@ def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
         _link(home / name, wheel / name)
     for library in (wheel / "lib").iterdir():
         _link(libraries / library.name, library)
+    (libraries / "stubs").mkdir(exist_ok=True)
+    folders = [*filter(None, environment.get(LIBRARY_PATH, "").split(":")), *DRIVER_FOLDERS]
+    if driver := next((path for folder in folders if (path := Path(folder) / DRIVER).exists()), None):
+        _link(libraries / "stubs" / "libcuda.so", driver)
     _link(libraries / RUNTIME, next((wheel / "lib").glob(f"{RUNTIME}.*"), wheel / "lib" / RUNTIME))
     return {"CUDA_HOME": str(home)}
 
