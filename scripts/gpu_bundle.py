@@ -40,6 +40,7 @@ PACKAGES = (
     "megatron-core",
     "msgspec",
     "omegaconf",
+    "psutil",
     "pydantic",
     "pydantic-core",
     "pytest-xdist",

@@ -270,7 +270,7 @@ def test_a_bundle_has_the_packages_that_its_parts_import() -> None:
     known = required(INSTALLED) | set(gpu_bundle.PACKAGES)
     modules = metadata.packages_distributions().items()
     blocked = {name for name, owners in modules if not known & {canonicalize_name(owner) for owner in owners}}
-    assert {"psutil", "ray", "sglang"} <= blocked - {"slime_like", "slime_like_plugins"}
+    assert {"ray", "sglang"} <= blocked - {"slime_like", "slime_like_plugins"}
     parts = [part for part in gpu_evidence.PARTS if not {"sglang", "flashinfer"} & set(part.needs)]
     files = [word for part in parts for command in part.commands for word in command if word.startswith("tests/")]
     code = f"BLOCKED = {blocked - {'slime_like', 'slime_like_plugins', 'slime_like_compat'}}\nFILES = {files}\n{WITHOUT_OTHERS}"
