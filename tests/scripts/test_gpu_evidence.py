@@ -151,6 +151,27 @@ def test_the_missing_need_is_named(
     assert gpu_evidence.skip_reason(replace(part_of("pass"), **changes), nodes) == reason
 
 
+def test_free_gpus_of_the_cluster_are_counted_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    local_ray, ray = (importlib.import_module(name) for name in ("slime_like.cluster.start.local_ray", "ray"))
+    calls: list[str] = []
+    nodes = [
+        {"Alive": alive, "NodeManagerAddress": f"10.0.0.{i}", "NodeID": str(i), "Resources": {"GPU": 8.0, "CPU": 4.0}}
+        for i, alive in enumerate((True, True, False))
+    ]
+    monkeypatch.setattr(local_ray, "reach", lambda address: calls.append(address))
+    monkeypatch.setattr(local_ray, "available_resources_per_node", lambda: {"0": {"GPU": 8.0}, "1": {"GPU": 3.0}})
+    monkeypatch.setattr(ray, "init", lambda **options: calls.append(options["address"]))
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    assert gpu_evidence.gpus_of_nodes("10.0.0.1:6379") == [8, 3]
+    assert calls == ["10.0.0.1:6379", "10.0.0.1:6379", "shutdown"]
+
+
+def test_a_cluster_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_evidence.main(["--list", "--address", "127.0.0.1:1"]) == 2
+    assert "'127.0.0.1:1': no Ray cluster answers" in capsys.readouterr().err
+
+
 def test_gpus_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(total_memory=24 * 2**30)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
