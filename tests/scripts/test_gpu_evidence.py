@@ -255,12 +255,15 @@ def test_packed_packages_are_pinned() -> None:
 
 INSTALLED = ("torch", "triton", "transformers", "pytest")  # on a machine that gets a bundle
 WITHOUT_OTHERS = """
-import importlib.abc, importlib.metadata, sys
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Blocker())
+import importlib.machinery, sys
+finders = sys.meta_path[:]
+class Installed:
+    find_distributions = importlib.machinery.PathFinder.find_distributions
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] not in BLOCKED:
+            return next((spec for finder in finders if (spec := finder.find_spec(name, path, target))), None)
+sys.meta_path[:] = [Installed]
 sys.argv = ["gpu_evidence"]
 import pytest
 from scripts import gpu_evidence
