@@ -40,6 +40,7 @@ from slime_like.config.schema.algo import GrpoConfig  # noqa: E402
 from slime_like.config.schema.gdn import GDNConfig  # noqa: E402
 from slime_like.config.schema.model import ModelConfig  # noqa: E402
 from slime_like.config.schema.resolved import Layout  # noqa: E402
+from slime_like.errors import SlimeLikeError  # noqa: E402
 from slime_like.metrics.types import reduce_metrics  # noqa: E402
 from slime_like.planner.models import table_config  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
             failed = True
             rows.append(f"| {arm.name} | failed |{' |' * (len(columns) - 1)}")
             continue
-        peaks = [f"{figures.peak:.1f}", f"{traced_peak(arm, args):.1f}" if args.traced else ""]
+        peaks = [f"{figures.peak:.2f}", traced_peak(arm, args) if args.traced else ""]
         speed = [f"{figures.tokens / figures.seconds:,.0f}", f"{figures.seconds:.3f}", f"{figures.built:.1f}"]
         count = f"{sum(figures.syncs.values()) / MICRO_BATCHES:g}"
         rows.append(f"| {' | '.join([arm.name, f'{figures.parameters:,}', *speed, *peaks, count])} |")
@@ -113,14 +114,18 @@ def main(argv: Sequence[str]) -> int:
     return int(failed)
 
 
-def traced_peak(arm: StepArm, args: argparse.Namespace) -> float:
-    """Return the largest peak in GiB of the arm's step on a phantom GPU."""
+def traced_peak(arm: StepArm, args: argparse.Namespace) -> str:
+    """Return the largest peak in GiB of the arm's step on a phantom GPU, or "failed" after an error, which is printed."""
     with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
         model_config(arm, tiny=args.tiny).save_pretrained(folder)
         sizes = f"parallel.max_tokens_per_rank={args.tokens} rollout.max_context_len={args.length} rollout.max_response_len={args.length // 2}"
         keys = f"model.hf_checkpoint={folder} model.recompute=full model.gdn.backend={arm.gdn} {sizes} {TRACED}"
-        (trace,) = run_trace(keys.split(), "1xH200")
-    return max(phase["allocated"] for phase in trace["phases"]) / GIB
+        try:
+            (trace,) = run_trace(keys.split(), "1xH200")
+        except SlimeLikeError as error:
+            error.say()
+            return "failed"
+    return f"{max(phase['allocated'] for phase in trace['phases']) / GIB:.2f}"
 
 
 def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:

@@ -59,6 +59,7 @@ HEAVY_IMPORTS = (
     "tests/data/",
     "tests/benchmarks/test_flow_mla.py",
     "tests/benchmarks/test_gdn.py",
+    "tests/benchmarks/test_gpu_step.py",
     "tests/cluster/test_inputs.py",
     "tests/config/test_flow_mla_config.py",
     "tests/config/test_foreign_code.py",

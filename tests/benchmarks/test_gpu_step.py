@@ -1,37 +1,37 @@
-"""Benchmark of a training step on a GPU, on a phantom GPU: a row with the memory of the step beside that of the traced one."""
+"""Table of the benchmark of a training step on a GPU: each arm's peak beside the traced one, whose command is a valid run."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import importlib
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from slime_like.phantom.device import PhantomGpu
-from slime_like.util.deadline import scale
+from slime_like.config.load.loader import load_config
+from slime_like.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
-SIZES = ("--tiny", "--traced", "--arms", "dense", "--steps", "1", "--tokens", "512", "--length", "128")
+gpu_step: Any = importlib.import_module("benchmarks.gpu_step")
+FIGURES = gpu_step.StepFigures(1_720_574_976, 32_768, 2.0, 16.0, 36.3, {"step.py:1": 6})
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_the_peak_of_a_step_is_beside_the_traced_peak() -> None:
-    result = subprocess.run(
-        [sys.executable, "benchmarks/gpu_step.py", *SIZES],
-        cwd=ROOT,
-        env={**os.environ, **PhantomGpu().environment()},
-        capture_output=True,
-        text=True,
-        timeout=240 * scale(),
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
-    head, _, row, *_ = result.stdout.splitlines()
-    figures = dict(zip(head.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
-    assert figures["model"] == "dense" and int(figures["parameters"].replace(",", "")) > 1_000_000
-    peak, traced = float(figures["peak GiB"]), float(figures["peak GiB, traced"])
-    assert 0 < peak <= 1.2 * traced < 3 * peak, result.stdout
-    assert float(figures["synchronisations per micro-batch"]) < 5, result.stdout
+def test_the_peak_of_a_step_is_beside_the_traced_peak(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_trace(argv: Sequence[str], machine: str) -> list[dict[str, Any]]:
+        cfg = load_config(list(argv), machine=False, files=False)
+        assert (cfg.parallel.max_tokens_per_rank, cfg.rollout.max_context_len, machine) == (8192, 2048, "1xH200")
+        if cfg.model.gdn.backend == "fla":
+            raise ConfigError("the trace failed: no fla here")
+        return [{"phases": [{"allocated": 38 * gpu_step.GIB}, {"allocated": 3 * gpu_step.GIB}]}]
+
+    monkeypatch.setattr(gpu_step, "run_trace", run_trace)
+    monkeypatch.setattr(gpu_step, "_in_process", lambda name, argv: None if name == "moe" else FIGURES)
+    assert gpu_step.main(["--traced", "--arms", "dense", "moe", "hybrid-fla"]) == 1
+    out, err = capsys.readouterr()
+    head, _, *rows = out.splitlines()
+    names = head.strip("| ").split(" | ")
+    assert names[5:7] == ["peak GiB", "peak GiB, traced"]
+    assert rows[0] == "| dense | 1,720,574,976 | 16,384 | 2.000 | 16.0 | 36.30 | 38.00 | 1.5 |"
+    assert rows[1].startswith("| moe | failed |") and all(row.count("|") == len(names) + 1 for row in rows[:3])
+    assert "| 36.30 | failed |" in rows[2] and "no fla here" in err
