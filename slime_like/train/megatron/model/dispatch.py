@@ -20,6 +20,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
     megatron adds the rows of a token one by one in the model's dtype; this adds them in float32 and rounds once.
     """
 
+    probs: Any = None  # Tensor [L, E] between dispatch and combine
     _rows: TokenRows | None = None
     _orders: tuple[Tensor, Tensor] | None = None  # index that orders received rows by expert, and its inverse
     _counts_SE: Tensor | None = None  # number of received rows by sender and expert, on the device
