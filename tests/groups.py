@@ -77,6 +77,7 @@ LONGEST = (
     *(*FORKED_RUNS, *MORE_FORKED_RUNS),
     *(*RANKS_OF_WRAPPER, *ENGINE, *MORE_FORKED_ENGINES),
     "tests/e2e/test_ended_by_faults.py",
+    *(f"tests/phantom/test_{name}.py" for name in ("trainer", "trace", "compiled_kernels", "engine")),
     *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
     *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )

@@ -55,6 +55,13 @@ PINNED = Constant(
     "reserved / requested bytes",
     "torch rounds each pinned buffer up to a power of two (CachingHostAllocator): 1 / ln 2 = 1.44 on average",
 )
+PINNED_BLOCKS = Constant(
+    "blocks of pinned memory",
+    1.1,
+    "reserved / requested bytes",
+    "tensors that share pinned blocks of at most 256 MiB (host_weights.py), rounded up to a power of two: 1.10 in a trace of "
+    "qwen3_4b_gsm8k (docs/planner.md)",
+)
 _RESERVE = "SGLang 0.5.23, arg_groups/memory_hook.py"
 SGLANG_META = Constant("engine metadata", 512 * MIB, "bytes", _RESERVE)
 SGLANG_PREFILL = Constant("prefill reserve", 1.5 * MIB, "bytes per token of a prefill chunk", _RESERVE)
@@ -156,6 +163,7 @@ CONSTANTS = (
     FLASHINFER_WORKSPACE,
     ALLOCATOR,
     PINNED,
+    PINNED_BLOCKS,
     SGLANG_META,
     SGLANG_PREFILL,
     SGLANG_PARALLEL,

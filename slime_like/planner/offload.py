@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from slime_like.planner import constants
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import MemoryTable, items
@@ -12,44 +14,53 @@ from slime_like.planner.trainer import (
     PARAMETER_BYTES,
     SCORING,
     TrainerSettings,
+    padded_vocabulary,
     stage_parameters,
 )
 
 
 def offload_items(
-    shape: ModelShape, settings: TrainerSettings, num_copies: int = 0, *, in_rollouts: bool = False
+    shape: ModelShape,
+    settings: TrainerSettings,
+    num_copies: int = 0,
+    *,
+    in_rollouts: bool = False,
+    stage: int | None = None,
 ) -> MemoryTable:
-    """Return the host memory of one rank, the mean over the pipeline stages, with ``num_copies`` of its weights.
+    """Return the host memory of one rank of a pipeline stage (None: the mean over all) with ``num_copies`` of its weights.
 
     ``in_rollouts``: weights and optimizer state move to pinned memory, which is kept, while rollouts are sampled.
 
     megatron's offload keeps float32 weights, moments and pinned gradients on the host. A save first copies weights, main
     weights and moments from the device to pinned memory, and clones those that are on the host.
     """
-    s, pinned_share = settings, constants.PINNED.value
-    stages = [stage_parameters(shape, s, stage) for stage in range(s.pp)]
-    total = sum(parameters.total for parameters in stages) / s.pp
-    shard = sum(parameters.shard(s) for parameters in stages) / s.pp
+    s, pinned_share, block_share = settings, constants.PINNED.value, constants.PINNED_BLOCKS.value
+    stages = [stage_parameters(shape, s, number) for number in (range(s.pp) if stage is None else (stage,))]
+    total = sum(parameters.total for parameters in stages) / len(stages)
+    shard = sum(parameters.shard(s) for parameters in stages) / len(stages)
     weights = PARAMETER_BYTES[s.dtype]
     process = ("processes", constants.HOST_RANK.value, "torch, megatron-core and Ray")
-    moved_bytes = pinned_share * weights * total if in_rollouts else 0.0
+    moved_bytes = block_share * weights * total if in_rollouts else 0.0
     moved_note = "pinned, during rollouts"
     if s.task == SCORING:
         return MemoryTable(items(process, ("offloaded state", moved_bytes, moved_note)))
     state = MOMENT_BYTES + (MAIN_BYTES if s.dtype == "bfloat16" else 0)
     on_host, on_device = shard * s.offload, shard * (1 - s.offload)
-    moved_bytes += pinned_share * state * on_device if in_rollouts else 0.0
+    moved_bytes += block_share * state * on_device if in_rollouts else 0.0
+    table = weights * padded_vocabulary(shape.vocabulary, s.tp) * shape.hidden / s.tp
+    kept = 2.0 ** math.ceil(math.log2(table)) if on_host else 0.0  # torch rounds it up, and keeps it
     snapshot = pinned_share * (weights * total / (s.dp * s.cp) + state * on_device) + state * on_host
     return MemoryTable(
         items(
             process,
             ("offloaded optimizer", state * on_host, "float32 weights and moments"),
             ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
+            ("pinned weight", kept, "copy of the embedding, made at the start"),
             ("offloaded state", moved_bytes, moved_note),
             (
                 "copies of weights",
-                num_copies * weights * total,
-                "reference, teacher, and the weights that they replace",
+                block_share * num_copies * weights * total,
+                "pinned: reference, teacher, and the weights that they replace",
             ),
             ("checkpoint", snapshot, "snapshot during a save"),
         )

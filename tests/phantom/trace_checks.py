@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.cluster.plan.machine import described_machine
-from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.plan.phases import FIXED
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.trace import gpu_totals, planned_host_bytes, planned_items
 from slime_like.cluster.plan.traced_rank import traces
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.gdn import GDNConfig
-from slime_like.config.schema.residency import PUSH, SAVE
+from slime_like.config.schema.residency import PUSH, STEP
 from slime_like.config.schema.resolved import Layout
 from slime_like.planner.models import find_shape, table_config
+from slime_like.planner.offload import offload_items
 from slime_like.planner.trainer import TrainerSettings, stage_items
 from tests.train.models import make_spec
 from tests.train.ranks import RankWorld
+
+SMALL_BYTES = 64 << 20  # of buffers that the planner does not count
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,13 @@ class TraceCase:
 
 
 def trace_all(
-    world: RankWorld, scratch: Path, layouts: Mapping[str, TraceCase], recipes: Sequence[str], machine: str
+    world: RankWorld, scratch: Path, layouts: Mapping[str, TraceCase], recipes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the traced and the planned peak of each layout, and the free memory of the GPUs under each recipe."""
+    """Return the traced and the planned memory of each layout, and of each recipe on the machine that it names."""
     del world
     return {
         **{name: _trace(scratch / name.replace(" ", "_"), layout) for name, layout in layouts.items()},
-        **{name: _recipe(name, machine) for name in recipes},
+        **{name: trace_recipe(name, machine) for name, machine in recipes.items()},
     }
 
 
@@ -85,39 +90,58 @@ def _trace(folder: Path, traced: TraceCase) -> dict[str, float]:
     trace = trace_rank(spec, traced.rank, TracedBatch(2_048, traced.num_micro_batches, traced.trained_share))
     shape = find_shape("MODEL", traced.model)
     stage = traced.rank * traced.layout.pp // traced.layout.world_size
-    plan_table = stage_items(replace(shape, layers=shape.layers[: traced.layers]), traced.settings, stage)
+    shape = replace(shape, layers=shape.layers[: traced.layers])
+    plan_table = stage_items(shape, traced.settings, stage)
+    on_host = offload_items(shape, traced.settings, stage=stage)
     step = next(phase for phase in trace.phases if phase.name == "step")
     return {
         "traced": step.allocated,
         "planned": plan_table.total,
         "weights": plan_table.of("weights") / trace.weights,
         "gradients": plan_table.of("gradients") / trace.gradients,
+        "main memory traced": trace.pinned + trace.pageable,
+        "main memory planned": on_host.of("offloaded optimizer", "pinned gradients", "pinned weight"),
     }
 
 
-def _recipe(name: str, machine: str) -> dict[str, float]:
-    """Return the largest sum of a recipe's traced trainer and planned engine on a GPU, the memory that both contexts leave there,
-    and traced and planned peaks of the trainer.
-    """
+def trace_one(world: RankWorld, name: str, machine: str) -> list[dict[str, float]]:
+    """Return the traced and the planned memory of a recipe."""
+    del world
+    return trace_recipe(name, machine)
+
+
+def trace_recipe(name: str, machine: str) -> list[dict[str, float]]:
+    """Return the traced and the planned memory of a recipe's trainer in its first and in its last pipeline stage."""
     argv = [f"+recipe={name}"]
-    (trace, *_) = traces(argv, machine)
     plan = make_plan(load_config(argv, files=False, machine=False), described_machine(machine))
-    tables = dict(plan.memory.tables)
-    outside = ("allocator", "CUDA context", "communicators")
-    peaks = {phase["name"]: phase for phase in trace["phases"]}
-    largest = max(trace["phases"], key=lambda phase: phase["allocated"])
-    sums, plan_totals = [], {"step": tables["trainer"].total - tables["trainer"].of(*outside)}
-    for phase in plan.memory.phases:
-        roles = dict(phase.tables)
-        if "trainer" in roles and phase.name != SAVE:
-            sums.append(
-                peaks.get(phase.name, largest)["reserved"] + (roles["engine"].total if "engine" in roles else 0.0)
-            )
-            if phase.name == PUSH:
-                plan_totals[PUSH] = roles["trainer"].total - roles["trainer"].of(*outside)
-    return {
-        "traced": max(sums, default=largest["reserved"]),
-        "left": plan.memory.available - tables["trainer"].of(*outside[1:]),
-        **{f"{phase} allocated": (peaks[phase] if phase == PUSH else largest)["allocated"] for phase in plan_totals},
-        **{f"{phase} planned": num_bytes for phase, num_bytes in plan_totals.items()},
+    return [_compared(plan, trace) for trace in traces(argv, machine)]
+
+
+def _compared(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
+    planned = planned_items(plan, trace["stage"])
+    assert planned is not None
+    peaks = {phase["name"]: phase["allocated"] for phase in trace["phases"]}
+    out = {
+        "largest sum": max(gpu_totals(plan, trace).values()),
+        "available": plan.memory.available,
+        "step traced": peaks[STEP],
+        "step planned": planned.total,
+        "main memory traced": trace["pinned"] + trace["pageable"],
+        "main memory planned": planned_host_bytes(plan, trace["stage"]) or 0.0,
     }
+    push = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)
+    if push is not None:
+        out |= {"push traced": peaks[PUSH], "push planned": push.total - push.of("allocator", *FIXED)}
+    return out
+
+
+def check_recipe(name: str, results: Sequence[Mapping[str, float]]) -> None:
+    """Assert that a recipe fits its machine, and that the planner agrees with each traced number within 10%."""
+    offloads = load_config([f"+recipe={name}"], files=False, machine=False).placement.offload_train
+    for result in results:
+        assert result["largest sum"] <= result["available"], f"{name}: {result}"
+        numbers = {key.removesuffix(" planned") for key in result if key.endswith(" planned")}
+        assert numbers == {"step", "main memory"} | ({"push"} if offloads else set()), numbers
+        for number in numbers:
+            planned, traced = result[f"{number} planned"], result[f"{number} traced"]
+            assert abs(planned - traced) <= max(0.1 * traced, SMALL_BYTES), f"{name}, {number}: {result}"

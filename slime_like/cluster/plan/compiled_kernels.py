@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slime_like.cluster.plan.machine import described_machine, probe_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.shapes import config_values
-from slime_like.cluster.plan.trace import TRACED_RANK, UNLIMITED, check_traceable, run_on_phantom
+from slime_like.cluster.plan.trace import TRACED_GPU, TRACED_RANK, check_traceable, run_on_phantom
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.hf import HfConfig, hf_config
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.phantom.autotuning import NO_RESULTS
-from slime_like.phantom.device import PhantomGpu
 from slime_like.planner.hardware import GPUS, known_gpu
 from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
 from slime_like.util.gpus import visible_gpus
@@ -80,7 +79,7 @@ def run_capabilities(description: str | None) -> list[tuple[int, int]]:
 
 def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
     """Compile the kernels of a trainer rank. Raises ``ConfigError`` with the reason if a step fails."""
-    check_traceable(_plan(job)[1], "the compilation for the trainer", probe_machine().memory_bytes)
+    check_traceable(_plan(job)[1], "the compilation for the trainer")
     request = {"argv": list(job.argv), "machine": job.description}
     choice = {"own_kernels": True, "first_configs": job.first_configs}
     return run_on_phantom("compilation for the trainer", TRACED_RANK, request | choice, _environment(job), SECONDS)
@@ -134,5 +133,6 @@ def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> En
 
 def _environment(job: CompileJob) -> dict[str, str]:
     """Return the variables of a child: its GPU, the cache, and the CUDA compiler of NVIDIA's wheels if there is one."""
-    gpu = PhantomGpu(UNLIMITED, capability=job.capability)
+    # A limit above any block of the compilers, which run in the same process and need their values.
+    gpu = replace(TRACED_GPU, capability=job.capability, host_limit=32 << 20)
     return {**gpu.environment(), **cache_variables(job.folder), **NO_RESULTS, **toolkit_environment(os.environ)}

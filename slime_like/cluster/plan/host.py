@@ -50,6 +50,11 @@ def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
     return "lower rollout.num_engines, or use more nodes, or nodes with more memory"
 
 
+def actor_host_memory(demand: Demand, shape: ModelShape, stage: int | None = None) -> MemoryTable:
+    """Return the host memory of one rank of the policy in a pipeline stage; None: the mean over all stages."""
+    return _rank(shape, demand.settings, demand.actor, demand.offload_settings.train, stage)
+
+
 def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
     """Yield the host memory of one process of each kind and the number of these processes in the run."""
     counts = {role.name: len(role.devices) for role in demand.roles}
@@ -57,7 +62,7 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
     assert shapes.actor is not None, "the memory of an unknown model is not predicted"
     offloads = demand.offload_settings.train
     if "trainer" in counts:
-        yield _rank(shapes.actor, demand.settings, demand.actor, offloads), counts["trainer"]
+        yield actor_host_memory(demand, shapes.actor), counts["trainer"]
     if critic is not None and shapes.critic is not None:
         yield _rank(shapes.critic, demand.role_settings(critic.rank, VALUE), None, offloads), counts["critic"]
     if teacher is not None and shapes.teacher is not None:
@@ -71,7 +76,9 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
         )
 
 
-def _rank(shape: ModelShape, settings: TrainerSettings, actor: RankSpec | None, offloads: bool) -> MemoryTable:
+def _rank(
+    shape: ModelShape, settings: TrainerSettings, actor: RankSpec | None, offloads: bool, stage: int | None = None
+) -> MemoryTable:
     copies = 0 if actor is None else actor.needs_reference + actor.swaps_teacher
     copies += bool(copies)  # the actor's own weights during a swap
-    return offload_items(shape, settings, copies, in_rollouts=offloads)
+    return offload_items(shape, settings, copies, in_rollouts=offloads, stage=stage)

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_like.cluster.plan.machine import probe_machine
+from slime_like.cluster.plan.host import actor_host_memory
 from slime_like.cluster.plan.phases import FIXED
 from slime_like.cluster.plan.planner import Plan
-from slime_like.config.schema.residency import PUSH
+from slime_like.config.schema.residency import PUSH, SAVE, STEP
 from slime_like.errors import ConfigError
 from slime_like.phantom.device import PhantomGpu
-from slime_like.planner.offload import offload_items
 from slime_like.planner.table import MemoryTable, gib
 from slime_like.planner.trainer import stage_items
 from slime_like.planner.view import columns
@@ -28,41 +27,35 @@ from slime_like.util.deadline import Deadline
 
 TRACED_RANK = "slime_like.cluster.plan.traced_rank"
 TRACE_SECONDS = 1_800
-UNLIMITED = 1 << 42  # bytes of the phantom GPU, so that a rank that does not fit has a peak too
+TRACED_GPU = PhantomGpu(memory_bytes=1 << 42, host_limit=1 << 20)
+"""GPU of a trace: a rank that does not fit a real one has a peak too. Offloaded state takes no memory of this machine; a host tensor
+above 1 MiB would have no values anyway, because a phantom GPU carries out no larger copy.
+"""
+SMALL = 64 << 20  # bytes of host memory that a rank without offloaded state takes for its batches
+TRANSFER = "transfer"  # traced phase of a push
 RESIDENT = ("weights", "gradients", "optimizer")
 
 
 def trace_lines(plan: Plan, argv: Sequence[str], description: str | None) -> Iterator[str]:
     """Trace the run's trainer and describe its memory. Raises ``ConfigError`` if there is nothing to trace."""
-    check_traceable(plan, "--trace", probe_machine().memory_bytes)
+    check_traceable(plan, "--trace")
     for trace in run_trace(argv, description):
         yield from _lines(plan, trace)
 
 
-def check_traceable(plan: Plan, subject: str, available: int) -> None:
-    """Refuse a traced step of a plan without a trainer on GPUs, or whose offloaded optimizer, which takes real memory, does not fit
-    this machine.
-    """
+def check_traceable(plan: Plan, subject: str) -> None:
+    """Refuse a traced step of a plan without a trainer on GPUs."""
     if not plan.needs_trainer or plan.actor.device != "cuda":
         raise ConfigError(
             f"{subject} runs a step of a trainer rank on a phantom GPU, and this plan has no trainer on GPUs: set "
             "placement.device=cuda, or describe GPUs with --plan-for 8xH100"
-        )
-    demand = plan.memory.demand
-    if demand is None or demand.shapes.actor is None:
-        return
-    required_bytes = offload_items(demand.shapes.actor, demand.settings).of("offloaded optimizer", "pinned gradients")
-    if required_bytes > available / 2:
-        raise ConfigError(
-            f"{subject} with optim.cpu_offload=true needs {gib(required_bytes)} of this machine's main memory, which has {gib(available)}: "
-            "use optim.cpu_offload=false, or a machine with more memory"
         )
 
 
 def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, Any]]:
     """Return the traces of the first and the last pipeline stage. Raises ``ConfigError`` with the child's message."""
     request = {"argv": list(argv), "machine": description}
-    return run_on_phantom("trace", TRACED_RANK, request, PhantomGpu(UNLIMITED).environment(), TRACE_SECONDS)
+    return run_on_phantom("trace", TRACED_RANK, request, TRACED_GPU.environment(), TRACE_SECONDS)
 
 
 def run_on_phantom(
@@ -102,8 +95,8 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
         f"trace      a trainer rank on a phantom GPU: {place}{trace['num_micro_batches']} micro-batches of "
         f"{plan.actor.max_tokens_per_rank:,} tokens in sequences of {trace['length']:,}{trace['note']}"
     )
-    peak = max(phase["allocated"] for phase in trace["phases"])
-    table = _planned(plan, trace["stage"])
+    peak = next(phase["allocated"] for phase in trace["phases"] if phase["name"] == STEP)
+    table = planned_items(plan, trace["stage"])
     rows = [("", "traced", "planned", "")]
     for name in RESIDENT:
         rows.append((name, gib(trace[name]), "-" if table is None else gib(table.of(name)), ""))
@@ -113,11 +106,35 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
         ("activations and temporary", gib(peak - resident), "-" if other_bytes is None else gib(other_bytes), "")
     )
     error = "" if table is None else f"planner {table.total / peak - 1:+.1%}"
-    rows.append(("peak", gib(peak), "-" if table is None else gib(table.total), error))
-    rows += _push_row(plan, trace)
+    rows.append(("peak of a step", gib(peak), "-" if table is None else gib(table.total), error))
+    rows += [*_push_row(plan, trace), *_host_row(plan, trace)]
     yield from columns(rows)
     phases = ", ".join(f"{p['name']} {gib(p['allocated'])} (reserved {gib(p['reserved'])})" for p in trace["phases"])
     yield f"  phases: {phases}; without CUDA context and communicators"
+    if plan.memory.unknown:
+        return
+    sums, available = gpu_totals(plan, trace), plan.memory.available
+    verdict = "fits" if max(sums.values()) <= available else "does not fit"
+    text = ", ".join(f"{name} {gib(num_bytes)}".strip() for name, num_bytes in sums.items())
+    yield f"  a GPU, with the planned memory of its other processes: {text} of {gib(available)}: {verdict}"
+
+
+def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
+    """Return the memory of a trainer's GPU by traced phase: the memory that torch reserves for this rank, and the planned rest.
+
+    The planned rest is the rank's CUDA context and communicators, and the other roles of the GPU. During the transfer of weights,
+    an engine has the memory that it also has during a save: its weights. The name of the phase is empty if all have the same memory.
+    """
+    reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
+    reserved[""] = max(reserved.values())
+    sums: dict[str, float] = {}
+    for phase in plan.memory.phases:
+        roles = dict(phase.tables)
+        name = TRANSFER if phase.name == SAVE else phase.name
+        if (trainer := roles.pop("trainer", None)) is not None:
+            rest = sum(table.total for table in roles.values())
+            sums[name] = reserved[name] + trainer.of(*FIXED) + rest
+    return sums or {"": reserved[""] + dict(plan.memory.tables)["trainer"].of(*FIXED)}  # a GPU without an engine
 
 
 def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -127,12 +144,29 @@ def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
     if traced is None or table is None or plan.actor.layout.pp > 1:
         return []
     planned = table.total - table.of("allocator", *FIXED)
-    return [("peak of a push", gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}")]
+    return [("peak at the end of a push", gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}")]
 
 
-def _planned(plan: Plan, stage: int) -> MemoryTable | None:
+def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return the row of a rank's tensors in main memory, if there are any."""
+    traced, planned = trace["pinned"] + trace["pageable"], planned_host_bytes(plan, trace["stage"])
+    if traced < SMALL or planned is None:
+        return []
+    return [("main memory", gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}")]
+
+
+def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
     """Return the planner's estimate of the memory that torch allocates on this stage; None if it has none."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None
     return stage_items(demand.shapes.actor, demand.settings, stage)
+
+
+def planned_host_bytes(plan: Plan, stage: int) -> float | None:
+    """Return the planner's estimate of a rank's tensors in main memory, without the snapshot of a checkpoint; None if it has none."""
+    demand = plan.memory.demand
+    if demand is None or demand.shapes.actor is None:
+        return None
+    table = actor_host_memory(demand, demand.shapes.actor, stage)
+    return table.total - table.of("processes", "checkpoint")

@@ -12,15 +12,16 @@ import torch
 
 from slime_like.batch import PackedBatch
 from slime_like.config.schema.guard_policy import NO_GUARD
-from slime_like.config.schema.residency import COLLECT, GRADIENTS, PUSH, TRAINER_PHASES, WEIGHTS
+from slime_like.config.schema.residency import COLLECT, GRADIENTS, PUSH, STEP, TRAINER_PHASES, WEIGHTS
 from slime_like.config.schema.resolved import RankSpec
-from slime_like.phantom.counters import CallCounts, read_counts
+from slime_like.phantom.counters import CallCounts, pageable_bytes, pinned_bytes, read_counts
 from slime_like.train.megatron.trace import solo
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
 PUSH_BYTES = 512 << 20  # bucket of a weight push
+BUILD, TRANSFER = "build", "transfer"  # traced phases that the planner does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +37,25 @@ class TracedBatch:
 class PhasePeak:
     """Peak of torch's allocator in one phase, in bytes."""
 
-    name: str  # build | step | push | collect
+    name: str  # build | step | transfer, push and collect with placement.offload_train
     allocated: int
     reserved: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """Traced memory of a rank in bytes, and the calls of its second step."""
+    """Traced memory of a rank in bytes, and the calls of its second step.
+
+    ``pinned`` and ``pageable`` are on the host: page-locked blocks as torch's allocator rounds them, and other tensors above the
+    phantom GPU's ``host_limit``. torch keeps pinned blocks, so they include those of a phase that has ended.
+    """
 
     rank: int
     weights: int
     gradients: int
     optimizer: int
+    pinned: int
+    pageable: int
     phases: tuple[PhasePeak, ...]
     calls: CallCounts
 
@@ -75,40 +82,48 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
 
     gc.collect()
     torch.cuda.empty_cache()
+    torch.accelerator.empty_host_cache()
+    host_base = pinned_bytes(), pageable_bytes()
     base = torch.cuda.memory_allocated()  # memory of an earlier trace in this process
     peaks = _Peaks([], base, torch.cuda.memory_reserved())
-    trainer = peaks.during("build", lambda: UnloadedTrainer(spec, info))
+    trainer = peaks.during(BUILD, lambda: UnloadedTrainer(spec, info))
     micros = [_micro_batch(spec, batch, seed) for seed in range(batch.num_micro_batches)]
-    steps = [micros] * spec.steps_per_rollout
+    steps = [micros] * min(2, spec.steps_per_rollout)  # of several steps, all but the first have the same memory
     counts = [int((micro.loss_weight > 0).sum()) * len(micros) * spec.layout.dp for micro in micros[:1]] * len(steps)
-    trainer.train_rollout(steps, counts)  # allocates the optimizer's state
+    first = micros if spec.layout.pp > 1 else micros[:1]  # stages need several
+    trainer.train_rollout([first], counts[:1])  # allocates the optimizer's state
     before = read_counts()
-    peaks.during("step", lambda: trainer.train_rollout(steps, counts))
+    peaks.during(STEP, lambda: trainer.train_rollout(steps, counts))
     calls = read_counts() - before
     gc.collect()
     sizes = {part: trainer.device_state.num_bytes(part) for part in (WEIGHTS, GRADIENTS)}
     optimizer = max(0, torch.cuda.memory_allocated() - base - sum(sizes.values()))
     _trace_push(trainer, micros[0], peaks, offload=offload)
-    return RankTrace(rank, sizes[WEIGHTS], sizes[GRADIENTS], optimizer, tuple(peaks.phases), calls)
+    on_host = pinned_bytes() - host_base[0], pageable_bytes() - host_base[1]
+    return RankTrace(rank, sizes[WEIGHTS], sizes[GRADIENTS], optimizer, *on_host, tuple(peaks.phases), calls)
 
 
 def _trace_push(trainer: RankTrainer, batch: PackedBatch, peaks: _Peaks, *, offload: bool) -> None:
-    """Record the peak of a push, with ``offload`` also of the probe's forward pass, and of the rollout after it."""
+    """Record the peak of a transfer of weights, with ``offload`` also of the probe's forward pass after it, and of the rollout."""
     if offload:
         trainer.device_state.keep(TRAINER_PHASES[PUSH])
+        gc.collect()
 
-    def push() -> None:
+    def transfer() -> None:
         for _ in trainer.hf_export.buckets(PUSH_BYTES):
             pass
-        # With virtual stages, the padding of one micro-batch has another shape.
-        if offload and trainer.spec.layout.vpp == 1:
+
+    def probe() -> None:
+        if trainer.spec.layout.vpp == 1:  # with virtual stages, the padding of one micro-batch has another shape
             trainer.score(batch)
 
-    peaks.during("push", push)
+    peaks.during(TRANSFER, transfer)
     if offload:
+        torch.cuda.empty_cache()  # as a push does before the engine allocates its KV cache
+        peaks.during(PUSH, probe)
         trainer.device_state.keep(TRAINER_PHASES[COLLECT])
         gc.collect()
-        peaks.during("collect", lambda: None)
+        peaks.during(COLLECT, lambda: None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def keep_objects() -> None:
 
 
 def adapt() -> None:
-    """Replace numbers that the host's code would read from the device. Imports megatron."""
+    """Replace numbers that the host's code would read from the device, and skip work on tensors without values. Imports megatron."""
     global _is_adapted
     if _is_adapted:
         return
@@ -80,6 +80,7 @@ def adapt() -> None:
     from slime_like.train.megatron.step.step import StepReport
 
     _is_adapted = True
+    _wrap(torch, "_fused_adamw_", _only_on_device)
     _wrap(RowDispatcher, "_maybe_dtoh_and_synchronize", _even_rows)
     _wrap(P2PCommunicator, "_communicate_shapes", _own_shape)
     _wrap(rank_model, "make_micro", _note_shape)
@@ -107,6 +108,12 @@ def _gather_own_object(objects: list[Any], own: Any, group: Any = None) -> None:
 
 def _keep_own_objects(objects: list[Any], *args: Any, **kwargs: Any) -> None:
     """Keep this rank's objects instead of the source's."""
+
+
+def _only_on_device(stock: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    """Skip the arithmetic of an optimizer step on the host, which takes minutes; its tensors are allocated before."""
+    if parameters[0].is_cuda:
+        stock(parameters, *args, **kwargs)
 
 
 def _even_rows(stock: Callable[..., Any], dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
