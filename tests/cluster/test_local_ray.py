@@ -24,7 +24,7 @@ from ray._private import worker as ray_worker
 from slime_like.cluster.plan.machine import Machine, described_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode
-from slime_like.cluster.start import local_ray, no_dashboard_agent, placement
+from slime_like.cluster.start import agent_stand_ins, local_ray, placement
 from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, DeadlineExceeded
 from slime_like.util.deadline import scale
@@ -185,6 +185,7 @@ def test_sigterm_handler_is_kept_during_shutdown(monkeypatch: pytest.MonkeyPatch
 REAL = """
 import os, pathlib, signal, sys
 import psutil
+import ray
 from ray._private import worker
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.supervise import process_tree
@@ -205,8 +206,16 @@ for infos in node.all_processes.values():
 raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
 agents = {name: psutil.Process(pid) for name, pid in process_tree.ray_agents(raylet).items()}
 assert agents.keys() == process_tree.RAY_AGENTS.keys(), agents
-assert str(local_ray.STAND_IN) in agents["dashboard agent"].cmdline(), "of which the driver imports nothing either:"
+assert all(str(local_ray.STAND_INS) in agent.cmdline() for agent in agents.values())
+# The driver imports nothing of the dashboard either.
 assert not {"aiohttp", "opencensus", "prometheus_client", "ray.dashboard"} & sys.modules.keys()
+
+@ray.remote(num_cpus=0, runtime_env={"env_vars": {"OF_A_USER": "1"}})
+def read_variable():
+    return os.environ["OF_A_USER"]
+
+assert ray.get(read_variable.remote(), timeout=60) == "1", "the stand-in becomes the agent at the first request"
+assert str(local_ray.STAND_INS) not in agents["runtime-env agent"].cmdline()
 (reported,) = local_ray.nodes()
 assert reported.num_cpus and reported.memory_bytes > 2**28 and not reported.num_gpus, reported
 take_down = node.kill_all_processes
@@ -218,7 +227,7 @@ def signalled(*arguments, **options):
 node.kill_all_processes = signalled
 local_ray.shutdown()
 assert not folder.exists(), "and go with it"
-assert psutil.wait_procs(agents.values(), timeout=60)[1] == [], "the stand-in ends with its raylet"
+assert psutil.wait_procs(agents.values(), timeout=60)[1] == [], "agents end with their raylet"
 os.kill(os.getpid(), signal.SIGTERM)
 """
 
@@ -237,16 +246,19 @@ def test_sigterm_handler_is_kept_with_a_real_ray() -> None:
     assert (result.returncode, result.stdout) == (0, "handled\n" * 2), result.stderr
 
 
-def test_the_stand_in_publishes_the_ports_that_the_raylet_waits_for(tmp_path: Path) -> None:
+def test_the_stand_ins_publish_the_ports_that_the_raylet_waits_for(tmp_path: Path) -> None:
     node_id = "0" * 56
-    no_dashboard_agent.publish(
-        ["ray/dashboard/agent.py", f"--node-id={node_id}", f"--session-dir={tmp_path}", "--head"]
-    )
-    names = ("METRICS_AGENT_PORT_NAME", "METRICS_EXPORT_PORT_NAME", "DASHBOARD_AGENT_LISTEN_PORT_NAME")
+    options = agent_stand_ins.named_options(["agent.py", f"--node-id={node_id}", f"--session-dir={tmp_path}", "--head"])
+    services = dict.fromkeys(agent_stand_ins.SERVICES, agent_stand_ins.NO_SERVICE)
+    agent_stand_ins.publish(options, services | {agent_stand_ins.PORT: 5})
+    names = ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN", "RUNTIME_ENV_AGENT")
     raylet: Any = ray_core
-    ports = [raylet.wait_for_persisted_port(str(tmp_path), node_id, getattr(raylet, name), 10) for name in names]
-    assert ports == [-1] * 3
-    assert len(list(tmp_path.iterdir())) == 3
+    ports = [
+        raylet.wait_for_persisted_port(str(tmp_path), node_id, getattr(raylet, f"{name}_PORT_NAME"), 10)
+        for name in names
+    ]
+    assert ports == [-1, -1, -1, 5]
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_rays_message_for_a_late_node_is_unchanged() -> None:

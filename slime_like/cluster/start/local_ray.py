@@ -29,7 +29,7 @@ from ray._private.state import available_resources_per_node
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
 from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
-from slime_like.cluster.start import no_dashboard_agent
+from slime_like.cluster.start import agent_stand_ins
 from slime_like.cluster.supervise import driver_link
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
@@ -47,7 +47,7 @@ REMOVE_S = 5.0  # for Ray processes that still write logs
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's node
 AGENT_COMMAND = "_build_python_executable_command_memory_profileable"  # function of ray._private.services
 DEPENDENCIES = "get_dashboard_dependency_error"  # function of ray._private.utils
-STAND_IN = Path(no_dashboard_agent.__file__).resolve()
+STAND_INS = Path(agent_stand_ins.__file__).resolve()
 CLUSTER_FIX = "start it with `ray start --head`, correct the address, or omit the key to start a Ray for this run"
 TIMEOUT_TEXT = "timed out during startup"  # message of a plain Exception: Ray gives its node 30 s, not configurable
 
@@ -168,13 +168,13 @@ def keep_sigterm() -> Generator[None]:
 
 @contextmanager
 def without_unused_processes() -> Generator[None]:
-    """Start Ray's node without autoscaler, log monitor, API server and dashboard agent: no run uses them.
+    """Start Ray's node without autoscaler, log monitor, API server and agents: no run uses them.
 
-    They take 5 s of CPU time, and ``ray.init`` waits for the API server and the agent. It starts the API server even with
+    They take 6 s of CPU time, and ``ray.init`` waits for the API server and the agents. It starts the API server even with
     ``include_dashboard=False``, and has no option for the others. Remove when it has such options.
 
-    The raylet ends if its dashboard agent does, so a stand-in takes the agent's place. The driver does not import the
-    dashboard's dependencies.
+    The raylet ends if one of its agents does, so stand-ins take their places. The driver does not import the dashboard's
+    dependencies.
     """
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (ray_node.Node, name): lambda *_, **__: None for name in UNUSED
@@ -194,11 +194,11 @@ def without_unused_processes() -> Generator[None]:
 
 
 def _agent_command(original: Any) -> Callable[..., list[str]]:
-    """Wrap Ray's function that returns the first words of a process's command; for the dashboard agent, return the stand-in's."""
+    """Wrap Ray's function that returns the first words of a process's command; for an agent, return its stand-in's."""
 
     def command(component: str, *arguments: Any, **options: Any) -> list[str]:
-        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
-            return [sys.executable, "-I", "-S", str(STAND_IN)]
+        if component in (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT):
+            return [sys.executable, "-I", "-S", str(STAND_INS)]
         return original(component, *arguments, **options)
 
     return command

@@ -1,0 +1,67 @@
+"""Stand-ins for the two agents of Ray's raylet, which a run does not use. Each ends with the raylet.
+
+The dashboard agent's publishes that none of its services exist. The runtime-env agent's holds the agent's port and becomes the
+agent at the first request, since only user code may give an actor a ``runtime_env``.
+
+The raylet starts this file as a script without site packages, with the agent's own script and options as arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+SERVICES = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+NO_SERVICE = -1  # published for a service without its dependencies (ray without ``[default]``)
+PORT = "runtime_env_agent_port"
+PORT_OPTION = "--runtime-env-agent-port"
+
+
+def named_options(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the options of the form ``--name=value``."""
+    return {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
+
+
+def publish(options: Mapping[str, str], ports: Mapping[str, int]) -> None:
+    """Write the port files that the raylet waits for, as ``ray._raylet.persist_port`` does."""
+    for name, port in ports.items():
+        path = os.path.join(options["--session-dir"], f"{name}_{options['--node-id']}")
+        with open(f"{path}.tmp", "w") as file:
+            file.write(str(port))
+        os.replace(f"{path}.tmp", path)
+
+
+def listen(options: Mapping[str, str]) -> socket.socket:
+    """Return a socket at the runtime-env agent's address."""
+    address = options["--node-ip-address"], int(options[PORT_OPTION])
+    family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(where)
+    listener.listen()
+    return listener
+
+
+def main() -> None:
+    """Publish the ports and wait for the end of the raylet, or for a request."""
+    arguments = sys.argv[1:]
+    options = named_options(arguments)
+    raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
+    if PORT_OPTION not in options:
+        publish(options, dict.fromkeys(SERVICES, NO_SERVICE))
+        select.select([raylet], [], [])
+        return
+    with listen(options) as listener:
+        port = listener.getsockname()[1]
+        publish(options, {PORT: port})
+        ready, _, _ = select.select([raylet, listener], [], [])
+    if raylet not in ready:  # the raylet repeats the request, which ends with this socket
+        others = [argument for argument in arguments if not argument.startswith(f"{PORT_OPTION}=")]
+        os.execv(sys.executable, [sys.executable, "-u", *others, f"{PORT_OPTION}={port}"])
+
+
+if __name__ == "__main__":
+    main()
