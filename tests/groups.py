@@ -47,7 +47,7 @@ MORE_FORKED_ENGINES = tuple(
     f"tests/engine/test_{name}.py" for name in ("remote_experts", "flow_mla_engine", "servers_by_hand")
 )
 FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("same_run", "latent", "roles", "library", "worker_server"))
-MORE_FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "hybrid"))
+MORE_FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "hybrid", "hang"))
 GROUPS = (
     *(ENGINE, RANKS, NODES, RANKS_OF_WRAPPER),
     *(FORKED_ENGINES, MORE_FORKED_ENGINES, FORKED_RUNS, MORE_FORKED_RUNS),

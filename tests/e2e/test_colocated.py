@@ -65,7 +65,7 @@ def run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Stop
         "run.dump_rollouts=true",
         "rollout.generate=tests.e2e.custom:wait_at_step",
     )
-    environment, log = {HOLD_FOLDER: str(hold)}, folder / "first.log"
+    environment, log = forking_workers() | {HOLD_FOLDER: str(hold)}, folder / "first.log"
     hold_after(hold, 1)
     first = Training(*command, log=log, environment=environment)
     try:
@@ -85,7 +85,7 @@ def run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Stop
     finally:
         (hold / "after").unlink()
     first_result = first.wait()
-    resumed = train(*command, log=folder / "second.log", environment=environment | forking_workers())
+    resumed = train(*command, log=folder / "second.log", environment=environment)
     return StoppedAndResumed(run_dir, first_result, resumed)
 
 

@@ -18,6 +18,7 @@ from slime_like.distributed.forensics.ring import PREFIX, SHARED, read_rings
 from slime_like.util.deadline import Deadline, scale
 from tests.e2e.conftest import WarmStart
 from tests.e2e.runs import REPOSITORY, RunResult, Training, last_step, metrics
+from tests.e2e.worker_server import forking_workers
 
 pytestmark = pytest.mark.e2e
 SCRIPT = "scripts/profile_comm.py"
@@ -51,6 +52,7 @@ def stopped_run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory)
         f"guard.deadline_s={DEADLINE_S}",
         log=folder / "log",
         script=SCRIPT,
+        environment=forking_workers(),
     )
     training.wait_until(lambda: last_step(run_dir) >= 2)
     training.record()

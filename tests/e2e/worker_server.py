@@ -1,10 +1,10 @@
 """Server that forks Ray's workers of a test's runs from a process that has imported torch and megatron-core.
 
 The imports take a third of the CPU time of a rank in a short run. Everything else is as in a user's run. The server does not import
-Ray, whose library reads a worker's variables (``RAY_JOB_ID``) when it is loaded. If the environment of a run has the variables of
-``forking_workers()``, the raylet starts Python for a worker as usual; tests/e2e/forked/sitecustomize.py then sends command,
-environment and files to the server, and waits for the end of the fork. A fork ends when the process that requested it or the server
-ends; the server ends with the process that started it.
+Ray, whose library reads a worker's variables (``RAY_JOB_ID``) when it is loaded, but packages that Ray imports. If the environment of
+a run has the variables of ``forking_workers()``, the raylet starts Python for a worker as usual; tests/e2e/forked/sitecustomize.py
+then sends command, environment and files to the server, and waits for the end of the fork. A fork ends when the process that
+requested it or the server ends; the server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ NUM_THREADS = "1"  # of torch in the server, and of a rank unless the run's plan
 REQUEST_S = 10.0  # for a client to send its request
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 IMPORTS = (
+    *("google.protobuf.json_format", "jsonschema", "msgpack", "requests", "tqdm.auto", "uvloop", "wcwidth"),  # of Ray
+    "slime_like.cluster.plan.ray_cluster",
+    "slime_like.cluster.supervise.crash",
+    "slime_like.cluster.workers.peaks",
+    "slime_like.quickstart.tool",
     "slime_like.rollout.manager",
     "slime_like.train.megatron.rank.critic",
     "slime_like.train.megatron.rank.teacher",
