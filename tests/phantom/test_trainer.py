@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ranks
 
 GIB = 2**30
 TORCH_GDN: dict[str, Any] = {"model": {"gdn": GDNConfig(backend="torch")}}  # fla's kernels do not run on a phantom
+OFFLOAD: dict[str, Any] = {"optim": {"cpu_offload": True}}
 FAMILIES = (
     "qwen2",
     "qwen3",
@@ -64,6 +65,7 @@ LAYOUTS: dict[str, tuple[str, Layout, int, dict[str, Any]]] = {
     "float32": ("qwen3", Layout(), 0, {"dtype": "float32"}),
     "KL to a reference": ("qwen3", Layout(dp=2), 0, {"algo": GrpoConfig(kl_loss_coef=0.1)}),
     "deterministic": ("qwen3", Layout(), 0, {"deterministic": True}),
+    "offload of float32 parameters": ("qwen3_5_text", Layout(), 0, TORCH_GDN | OFFLOAD),
 }
 
 
@@ -95,6 +97,7 @@ def results(scratch: Path) -> Results:
         "teacher": ("teacher", qwen, Layout(**SP)),
         "save": ("save_and_load", qwen, scratch / "saved", {}),
         "save of experts": ("save_and_load", sparse, scratch / "saved_experts", {}),
+        "save, offload": ("save_and_load", models["qwen3_5_text"], scratch / "saved_offload", TORCH_GDN | OFFLOAD),
         "guard": ("guard", qwen, scratch / "guard", Layout(dp=2, **SP), "always"),
         "replay": ("replay", sparse, "old"),
         "residency": ("residency", qwen, {}),
@@ -170,7 +173,7 @@ def test_roles(results: Results) -> None:
     assert teacher["scores"] == [64, 64] and teacher["extra"] < 0.5, "a teacher has no gradients and no optimizer"
 
 
-@pytest.mark.parametrize("name", ["save", "save of experts"])
+@pytest.mark.parametrize("name", ["save", "save of experts", "save, offload"])
 def test_checkpoints_on_the_device(name: str, results: Results) -> None:
     (rank_result,) = results[name]
     assert rank_result["finished"] and (rank_result["iteration"], rank_result["version"]) == (3, 2)

@@ -92,6 +92,7 @@ def steps(folder: Path, layout: Layout, rank: int = 0, options: Mapping[str, Any
 
 def waits(folder: Path, layout: Layout, num_micros: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the functions in which the host waits for the device in a step, of this project or megatron, with counts and lines."""
+    earlier = _graph_tensors()
     trainer = make_trainer(folder, layout, **options)
     train(trainer, num_micros)
     lines: Counter[str] = Counter()
@@ -116,9 +117,15 @@ def waits(folder: Path, layout: Layout, num_micros: int, options: Mapping[str, A
         finally:
             torch.cuda.set_sync_debug_mode(0)
     gc.collect()
-    graph_shapes = [tuple(x.shape) for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    graph_shapes = [shape for key, shape in _graph_tensors().items() if key not in earlier]
     parameters = sum(1 for _ in trainer.model.parameters())
     return {"lines": dict(lines), "places": places, "parameters": parameters, "graphs": graph_shapes}
+
+
+def _graph_tensors() -> dict[int, tuple[int, ...]]:
+    """Return the shapes of the tensors that are part of a graph, by identity. Those of torch's compiler have another type."""
+    objects = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    return {id(x): tuple(x.shape) for x in objects if x.grad_fn is not None}
 
 
 def critic(folder: Path, layout: Layout) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def _gradient_norm(module: ModuleType) -> None:
 
 def _distributed_optimizer(module: ModuleType) -> None:
     _order_group_by_dtype(module)
+    _detach_float32_shards(module)
     replace(module, "Adam", GroupStepAdamW)
     replace(module, "HAVE_APEX_OR_TE", True)
     replace(module, "USING_APEX_OPTIMIZER", True)
@@ -125,6 +126,29 @@ def _order_group_by_dtype(module: ModuleType) -> None:
     replace(optimizer, "_build_optimizer_group_ranges", classmethod(build))
 
 
+def _detach_float32_shards(module: ModuleType) -> None:
+    """Detach the shards of float32 parameters, as upstream does with those of 16 bit: an offloaded optimizer refuses other tensors.
+
+    Remove when upstream detaches them.
+    """
+    optimizer = module.DistributedOptimizer
+    stock = optimizer._build_model_and_main_param_groups.__func__
+
+    def build(cls: Any, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, *args: Any) -> Any:
+        groups = stock(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, *args)
+        shards: dict[int, Tensor] = {}
+        for group in groups[3]:
+            for index, shard in enumerate(group):
+                group[index] = shards[id(shard)] = shard.detach()
+                group[index].__dict__.update(shard.__dict__)
+        for group_range in opt_group_ranges:
+            original = group_range["orig_group"]
+            original["params"] = [shards.get(id(p), p) for p in original["params"]]
+        return groups
+
+    replace(optimizer, "_build_model_and_main_param_groups", classmethod(build))
+
+
 def _share_storage(target: Tensor, source: Tensor) -> None:
     """Copy the bytes of ``source`` into ``target``'s storage, for all its views, without changing autograd's version counter."""
     target.untyped_storage().resize_(source.untyped_storage().nbytes())
@@ -143,11 +167,12 @@ def _recompute(module: ModuleType) -> None:
 
 
 def _optimizer_offload(module: ModuleType) -> None:
-    """Fix two faults of optimizer offload: the step count of the GPU part after a resume, and ``dummy_step``.
+    """Fix three faults of optimizer offload: the step count of the GPU part after a resume, ``dummy_step``, and float32 parameters.
 
     Sub-optimizers copy their param groups from the hybrid optimizer before each step but do not write them back, so the
     count per group of ``GroupStepAdamW`` would be reset to the resumed value at every step. ``dummy_step``, which allocates
-    the state before it is loaded, changes the weights by a step with random gradients.
+    the state before it is loaded, changes the weights by a step with random gradients. After a resume, upstream looks up a main
+    weight for every parameter, and float32 parameters have none.
     """
     hybrid = module.HybridDeviceOptimizer
     sync, dummy_step = hybrid._sync_sub_optimizers_state_to_hdo, hybrid.dummy_step
@@ -166,7 +191,13 @@ def _optimizer_offload(module: ModuleType) -> None:
         self.update_fp32_param_by_new_param()
 
     replace(hybrid, "_sync_sub_optimizers_state_to_hdo", sync_counts)
+
+    def set_main_weights(self: Any) -> None:
+        for p, state in self.state.items() if self.param_update_in_fp32 else ():
+            self.param_to_inner_param[p].data.copy_(state["master_param"])
+
     replace(hybrid, "dummy_step", dummy_step_without_update)
+    replace(hybrid, "_update_fp32_params_by_new_state", set_main_weights)
 
 
 _save_errors: ContextVar[list[Exception] | None] = ContextVar("save errors", default=None)
