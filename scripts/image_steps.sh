@@ -1,10 +1,7 @@
 #!/usr/bin/env bash
-# The steps of docker/Dockerfile, one per RUN line, and a run of all of them in a clean root without an image builder.
+# The steps of docker/Dockerfile, one per RUN line. scripts/image_root.py executes the Dockerfile without an image builder.
 #
-#   bash scripts/image_steps.sh system|dependencies|code    # one step, as in the image; SLIME_LIKE_DEVICE=cpu|gpu
-#   bash scripts/image_steps.sh root FOLDER [PYTHON]        # all steps in FOLDER, a Debian or Ubuntu root (debootstrap), as root;
-#                                                           # PYTHON: prefix of a Python 3.12, if the root's packages have none
-#   bash scripts/image_steps.sh root-system FOLDER          # only the step system in FOLDER
+#   bash scripts/image_steps.sh system|dependencies|code    # SLIME_LIKE_DEVICE=cpu|gpu
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -42,62 +39,10 @@ code() {
     bash scripts/setup.sh
 }
 
-# root FOLDER [PYTHON]: copy what the Dockerfile copies, and run the steps with chroot, as the users that the Dockerfile names.
-root() {
-    local folder=$1 prefix=${2:-}
-    check_root "$folder"
-    mountpoint -q "$folder/proc" || mount -t proc proc "$folder/proc"
-    PROC=$folder/proc
-    trap 'umount "$PROC"' EXIT
-    [[ -z $prefix ]] || cp -a "$prefix/." "$folder/usr/local/"
-    chroot "$folder" /sbin/ldconfig # PYTHON may have shared libraries
-    root_system "$folder"
-    git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- --owner="$USER_ID" --group="$USER_ID" \
-        | tar --extract --directory="$folder/slime_like"
-    in_root "$folder" "$USER_ID" dependencies
-    in_root "$folder" "$USER_ID" code
-    chroot --userspec="$USER_ID:$USER_ID" "$folder" /usr/bin/env HOME=/home/slime_like SLIME_LIKE_DEVICE="$SLIME_LIKE_DEVICE" \
-        bash /slime_like/docker/entrypoint.sh /slime_like/.venv/bin/python /slime_like/train.py +recipe=quickstart --plan
-}
-
-check_root() {
-    [[ -x $1/usr/bin/apt-get ]] || { echo "image_steps: $1 is no Debian or Ubuntu root: create it with debootstrap" >&2; exit 2; }
-}
-
-# root_system FOLDER: run the step system, then copy this machine's certificates, which a proxy may need, over the root's.
-root_system() {
-    local folder=$1 name
-    check_root "$folder"
-    [[ -c $folder/dev/urandom ]] || mknod -m 666 "$folder/dev/urandom" c 1 9
-    install -d -m 1777 "$folder/dev/shm" # for the semaphores of compileall
-    cp /etc/resolv.conf "$folder/etc/resolv.conf"
-    install -d "$folder/slime_like/scripts"
-    cp scripts/image_steps.sh "$folder/slime_like/scripts/"
-    in_root "$folder" 0 system
-    for name in PIP_CERT SSL_CERT_FILE; do
-        [[ ! -f ${!name:-} ]] || install -D -m 644 "${!name}" "$folder${!name}"
-    done
-}
-
-# in_root FOLDER UID STEP: run a step with the environment of the image and pip's settings of this machine.
-in_root() {
-    local name
-    local -a settings=()
-    for name in PIP_CERT PIP_INDEX_URL PIP_EXTRA_INDEX_URL SSL_CERT_FILE HTTPS_PROXY https_proxy; do
-        [[ -z ${!name:-} ]] || settings+=("$name=${!name}")
-    done
-    echo "== step $3 as user $2"
-    chroot --userspec="$2:$2" "$1" /usr/bin/env -i PATH=/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin \
-        HOME=/home/slime_like LANG=C.UTF-8 UV_LINK_MODE=copy SLIME_LIKE_DEVICE="$SLIME_LIKE_DEVICE" "${settings[@]}" \
-        bash /slime_like/scripts/image_steps.sh "$3"
-}
-
 case ${1:-} in
     system | dependencies | code) "$1" ;;
-    root) SLIME_LIKE_DEVICE=${SLIME_LIKE_DEVICE:-cpu} root "${2:?give the folder of the root}" "${3:-}" ;;
-    root-system) SLIME_LIKE_DEVICE=${SLIME_LIKE_DEVICE:-cpu} root_system "${2:?give the folder of the root}" ;;
     *)
-        sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+        sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
         exit 2
         ;;
 esac

@@ -105,8 +105,10 @@ install_package() {
 
 # compile_all: uv creates no .pyc, and importing SGLang takes 19 s instead of 8 without them. Some packages contain
 # templates that are not Python; their errors are ignored. Tests of other packages are skipped. Reading all files takes 20 s, so
-# nothing is compiled if the installed packages are those of the last time.
+# nothing is compiled if the installed packages are those of the last time, or with SLIME_LIKE_BYTECODE=off, for an environment that
+# runs a few commands only.
 compile_all() {
+    [[ ${SLIME_LIKE_BYTECODE:-} != off ]] || return 0
     local packages distributions
     packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
     distributions=$(cd "$packages" && compgen -G '*.dist-info')

@@ -1,58 +1,44 @@
-"""The image's Dockerfile and compose file agree with scripts/image_steps.sh, which runs the same steps in a clean root."""
+"""The image's Dockerfile and compose file, and the script that executes the Dockerfile in a clean root."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
+from scripts import image_root  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
 from slime_like.cluster.jobs import kubernetes
 from slime_like.util.deadline import scale
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "scripts" / "image_steps.sh"
-MOUNT = re.compile(r"--mount=\S+ ")
+LINES = image_root.instructions(image_root.DOCKERFILE.read_text())
+OWNER = f"{os.getuid()}:{os.getgid()}"
 
 
-def instructions() -> list[tuple[str, str]]:
-    """Return instruction and arguments of each line of the Dockerfile."""
-    text = (ROOT / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return [(line.split()[0], line.partition(" ")[2]) for line in lines]
-
-
-def steps_run_in_root() -> list[tuple[str, str]]:
-    """Return user and step of each line of ``root()`` and of ``root_system()``, which it calls first, that runs one."""
-    first, body = (
-        STEPS.read_text().partition(f"\n{name}() {{")[2].partition("\n}\n")[0] for name in ("root_system", "root")
-    )
-    body = body.replace('root_system "$folder"', first)
-    return [(user, step) for user, step in re.findall(r'in_root "\$folder" (\S+) (\w+)', body)]
-
-
-def test_each_run_line_is_a_step_that_a_clean_root_runs_as_the_same_user() -> None:
+def test_each_run_line_is_a_step_of_the_user_that_it_names() -> None:
     user, steps = "0", list[tuple[str, str]]()
-    for name, arguments in instructions():
-        if name == "USER":
-            user = arguments.partition(":")[0]
-        if name == "RUN":
-            words = shlex.split(MOUNT.sub("", arguments))
-            assert words[:2] == ["bash", "scripts/image_steps.sh"], arguments
+    for line in LINES:
+        if line.name == "USER":
+            user = line.arguments.partition(":")[0]
+        if line.name == "RUN":
+            words = shlex.split(line.arguments)
+            assert words[:2] == ["bash", "scripts/image_steps.sh"], line
             steps.append((user, words[2]))
     user_id = re.search(r"^USER_ID=(\d+)", STEPS.read_text(), re.MULTILINE)
     assert user_id is not None
     assert steps == [("0", "system"), (user_id[1], "dependencies"), (user_id[1], "code")]
-    assert [(id_.replace('"$USER_ID"', user_id[1]), step) for id_, step in steps_run_in_root()] == steps
 
 
 def test_the_image_does_not_run_as_root_and_ends_with_a_command_that_prints_versions() -> None:
-    words = instructions()
-    assert [arguments for name, arguments in words if name == "USER"][-1] == "10001:10001"
-    assert ("ENTRYPOINT", '["bash", "docker/entrypoint.sh"]') in words
+    assert [line.arguments for line in LINES if line.name == "USER"][-1] == "10001:10001"
+    assert [line.arguments for line in LINES if line.name == "ENTRYPOINT"] == ['["bash", "docker/entrypoint.sh"]']
     result = subprocess.run(
         [sys.executable, ROOT / "scripts" / "print_versions.py"],
         capture_output=True,
@@ -65,23 +51,45 @@ def test_the_image_does_not_run_as_root_and_ends_with_a_command_that_prints_vers
     )
 
 
-def test_files_that_an_early_step_needs_are_copied_before_it() -> None:
-    copied, early = set[str](), ("setup.sh", "lib", "requirements", "setup.py")
-    for name, arguments in instructions():
-        if name == "COPY":
-            copied |= set(arguments.split()[:-1])
-        if name == "RUN" and "dependencies" in arguments:
-            assert all(any(path.endswith(part) for path in copied) for part in early), copied
+def test_files_that_an_early_step_needs_are_copied_before_it(tmp_path: Path) -> None:
+    image = image_root.Image({"DEVICE": "cpu"}, folder="/code")
+    for line in LINES:
+        if line.name == "RUN" and "dependencies" in line.arguments:
+            break
+        if line.name == "COPY":
+            image_root.copy(image_root.Instruction("COPY", {"chown": OWNER}, line.arguments), image, tmp_path)
+    copied = {str(path.relative_to(tmp_path / "code")) for path in tmp_path.rglob("*") if path.is_file()}
+    needed = {"setup.py", "scripts/setup.sh", "scripts/image_steps.sh", "scripts/lib/common.sh"}
+    assert needed <= copied and "train.py" not in copied, copied
 
 
 def test_an_unknown_step_and_a_root_that_is_none_are_refused(tmp_path: Path) -> None:
-    for arguments, message in (
-        ([], "The steps of docker/Dockerfile"),
-        (["root", tmp_path], "is no Debian or Ubuntu root"),
-        (["root-system", tmp_path], "is no Debian or Ubuntu root"),
+    for command, code, message in (
+        (["bash", STEPS], 2, "The steps of docker/Dockerfile"),
+        ([sys.executable, ROOT / "scripts" / "image_root.py", tmp_path], 1, "is no Debian or Ubuntu root"),
     ):
-        result = subprocess.run(["bash", STEPS, *arguments], capture_output=True, text=True, timeout=60 * scale())
-        assert result.returncode == 2 and message in result.stderr
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60 * scale())
+        assert result.returncode == code and message in result.stderr
+
+
+def test_lines_of_a_dockerfile_are_read_as_an_image_builder_reads_them(tmp_path: Path) -> None:
+    text = "FROM a AS b\nRUN left out\nFROM b\nARG DEVICE\nENV A=1 \\\n  B=${DEVICE}2\nENV C=${A}3\nWORKDIR /x/y\nUSER 5:6\n"
+    options = image_root.Options(tmp_path, "gpu", None, None, bytecode=True)
+    image = image_root.build(image_root.instructions(text), options)
+    assert {name: image.environment[name] for name in "ABC"} == {"A": "1", "B": "gpu2", "C": "13"}
+    assert (image.user, image.folder) == ("5:6", "/x/y") and (tmp_path / "x" / "y").is_dir()
+    for line, message in (("COPY missing.py ./", "has no such file"), ("VOLUME /data", "is not supported")):
+        with pytest.raises(image_root.ImageError, match=message):
+            image_root.build(image_root.instructions(f"FROM a\n{line}\n"), options)
+
+
+def test_the_build_context_is_what_git_and_dockerignore_leave() -> None:
+    names = image_root.context()
+    assert {"train.py", "docker/entrypoint.sh", "scripts/requirements/cpu.lock"} <= set(names)
+    patterns = ("runs", "**/__pycache__", "**/*.egg-info")
+    excluded = ("runs/a", "__pycache__/a", "a/__pycache__/b.pyc", "a/b.egg-info/c")
+    assert all(image_root.excluded(name, patterns) for name in excluded)
+    assert not any(image_root.excluded(name, patterns) for name in ("a/runs", "runs.py", "a/b.py"))
 
 
 def test_the_compose_file_publishes_only_on_loopback_and_requires_a_token() -> None:
@@ -96,6 +104,6 @@ def test_the_compose_file_publishes_only_on_loopback_and_requires_a_token() -> N
 
 
 def test_generated_files_use_the_images_folder_and_version_of_ray() -> None:
-    assert ("WORKDIR", kubernetes.CODE) in instructions()
+    assert [line.arguments for line in LINES if line.name == "WORKDIR"] == [kubernetes.CODE]
     lock = (ROOT / "scripts" / "requirements" / "gpu.lock").read_text()
     assert re.search(rf"^ray(\[\w+\])?=={re.escape(kubernetes.RAY_VERSION)} ", lock, re.MULTILINE)
