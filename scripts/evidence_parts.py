@@ -61,8 +61,8 @@ def tests(words: str) -> tuple[Command]:
 def runs(common: str, **keys: str) -> tuple[Command, ...]:
     """Return a command of train.py for each keyword, which names the run's folder."""
     return tuple(
-        (TRAIN, f"run.dir={{folder}}/{name}", "placement.device=cuda", *shlex.split(f"{common} {own}"))
-        for name, own in keys.items()
+        (TRAIN, f"run.dir={{folder}}/{name}", "placement.device=cuda", *shlex.split(f"{common} {overrides}"))
+        for name, overrides in keys.items()
     )
 
 

@@ -48,14 +48,14 @@ def offload_items(
     on_host, on_device = shard * s.offload, shard * (1 - s.offload)
     moved_bytes += block_share * state * on_device if in_rollouts else 0.0
     table = weights * padded_vocabulary(shape.vocabulary, s.tp) * shape.hidden / s.tp
-    kept = 2.0 ** math.ceil(math.log2(table)) if on_host else 0.0  # torch rounds it up, and keeps it
+    embedding_copy = 2.0 ** math.ceil(math.log2(table)) if on_host else 0.0  # torch rounds it up, and keeps it
     snapshot = pinned_share * (weights * total / (s.dp * s.cp) + state * on_device) + state * on_host
     return MemoryTable(
         items(
             process,
             ("offloaded optimizer", state * on_host, "float32 weights and moments"),
             ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
-            ("pinned weight", kept, "copy of the embedding, made at the start"),
+            ("pinned weight", embedding_copy, "copy of the embedding, made at the start"),
             ("offloaded state", moved_bytes, moved_note),
             (
                 "copies of weights",

@@ -150,10 +150,10 @@ def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[Collec
             if any(r.sequence >= record.sequence for r in _sends(ranks.get(sender), group, group_rank)):
                 continue
             arrived = (f"rank {rank} ({_describe_issue(record, now)})",)
-            known = (f"rank {sender}, the sender ({_describe_rank(ranks[sender], now)})",) if sender in ranks else ()
-            unknown = () if known else (sender,)
+            absent = (f"rank {sender}, the sender ({_describe_rank(ranks[sender], now)})",) if sender in ranks else ()
+            unknown = () if absent else (sender,)
             yield CollectiveFinding(
-                "irecv", group, record.sequence, record.phase, record.started_ns, arrived, known, unknown=unknown
+                "irecv", group, record.sequence, record.phase, record.started_ns, arrived, absent, unknown=unknown
             )
             break
 
