@@ -90,9 +90,9 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         fd = self._pipe.fileno()
-        loop.add_reader(fd, lambda: readable.done() or readable.set_result(None))
+        await asyncio.to_thread(self._send, request)
+        loop.add_reader(fd, lambda: readable.done() or readable.set_result(None))  # wakes the loop until it is removed
         try:
-            await asyncio.to_thread(self._send, request)
             await asyncio.wait_for(readable, deadline.remaining(subject))
         finally:
             loop.remove_reader(fd)  # before a kill closes the pipe, whose number may then belong to another file
