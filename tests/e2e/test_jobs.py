@@ -53,13 +53,19 @@ def wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def test_a_submitted_run_streams_its_steps_and_returns_its_code(cluster: LocalCluster, tmp_path: Path) -> None:
-    """The engine's ranks hold different requests, and each has half of the attention weights of a model with shared KV heads."""
+    """A trainer rank is on each node.
+
+    The engine's ranks hold different requests, and each has half of the attention weights of a model with shared KV heads.
+    """
     changes = overrides(cluster, tmp_path / "run", "train.jsonl")
     steps = (f"loop.num_rollout={ROLLOUTS}", "optim.warmup_steps=0", "algo.kl_loss_coef=0")
     reward = "reward.name=tests.e2e.custom:num_digits"  # random answers have different scores
-    process = cluster.submit("run", "--env", "A_VARIABLE=1", "+recipe=quickstart", *changes, *steps, reward, *FLOW_MLA)
+    ranks = ("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=1")
+    settings = (*changes, *steps, *ranks, reward, *FLOW_MLA)
+    process = cluster.submit("run", "--env", "A_VARIABLE=1", "+recipe=quickstart", *settings)
     output = read_until(process, f"[1/{ROLLOUTS}]")
     assert "cluster: 2 nodes, 0 GPUs, 8 CPUs" in output
+    assert "nodes: 1 trainer on 127.0.0.2, 1 trainer on 127.0.0.3, 1 engine on 127.0.0.2" in output
     assert process.poll() is None, "the log is written as it appears"
     code, rest = wait_for_end(process)
     assert code == 0, output + rest

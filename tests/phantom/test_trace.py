@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from slime_like.cluster.plan import trace as trace_module
+from slime_like.cluster.plan.machine import described_machine
+from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.view import show_plan
+from slime_like.config.load.loader import load_config
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.phantom import build
@@ -34,8 +37,17 @@ LAYOUTS = {
     "hybrid with experts": TraceCase(HYBRID, 4, EP8, tokens=4_096),
 }
 MACHINE = "8xH100"
-SMALL = ("qwen3_4b_gsm8k", "qwen3_4b_dapo", "qwen3_4b_dapo_async", "qwen3_30b_a3b", "one_gpu", "one_gpu_gdn")
-RECIPES = {name: MACHINES[name] for name in SMALL}  # and machines
+FAST = ("qwen3_4b_gsm8k", "qwen3_4b_dapo_async", "qwen3_30b_a3b", "one_gpu", "one_gpu_gdn")
+NIGHTLY = (
+    "qwen3_4b_dapo",
+    "qwen3_4b_gsm8k_async",
+    "qwen3_5_35b_a3b",
+    "qwen3_next_80b_a3b",
+    "qwen3_235b_a22b",
+    "deepseek_r1",
+)
+RECIPES = {name: MACHINES[name] for name in FAST}  # and machines
+NIGHTLY_RECIPES = {name: MACHINES[name] for name in NIGHTLY}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +72,14 @@ def test_the_planner_agrees_with_a_trace(name: str, traced: dict[str, Any]) -> N
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_fit_their_hardware(name: str, traced: dict[str, Any]) -> None:
     check_recipe(name, traced[name])
+
+
+def test_every_recipe_with_a_trainer_is_traced() -> None:
+    plans = {
+        name: make_plan(load_config([f"+recipe={name}"], files=False, machine=False), described_machine(machine))
+        for name, machine in MACHINES.items()
+    }
+    assert {*FAST, *NIGHTLY} == {name for name, plan in plans.items() if plan.needs_trainer}
 
 
 TRACE: dict[str, Any] = {
