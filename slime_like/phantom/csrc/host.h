@@ -61,12 +61,11 @@ API int posix_memalign(void **out, size_t alignment, size_t size) {
     return next(out, alignment, size);
 }
 static int is_shared_block(const void *p) {
-    if (!on_host[0] || (uintptr_t)p & (GRANULARITY - 1)) return 0;
+    if (!p || !on_host[0] || (uintptr_t)p & (GRANULARITY - 1)) return 0;
     pthread_mutex_lock(&lock);
-    block *b = blocks;
-    while (b && (b->start != p || b->owner != PAGEABLE)) b = b->next;
+    block *b = block_at(blocks, p);
     pthread_mutex_unlock(&lock);
-    return b != 0;
+    return b && b->start == p && b->owner == PAGEABLE;
 }
 API void free(void *p) {
     static deallocator next;
@@ -85,10 +84,10 @@ API cudaError_t cudaFreeHost(void *p) { return release(p); }
 API cudaError_t cudaHostGetDevicePointer(void **out, void *p, unsigned flags) { *out = p; return 0; }
 API cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags) {
     pthread_mutex_lock(&lock);
-    block *known = *block_at(p), *new = known && known->owner != PAGEABLE ? 0 : malloc(sizeof *new);
+    block *known = owned_block(p), *new = known && known->owner != PAGEABLE ? 0 : malloc(sizeof *new);
     if (new) {
-        *new = (block){p, n, REGISTERED, -1, 0, blocks};
-        blocks = new;
+        *new = (block){p, n, REGISTERED, -1, 0};
+        add_block(&registered, new);
         on_host[1] += n;
     }
     pthread_mutex_unlock(&lock);
@@ -96,12 +95,12 @@ API cudaError_t cudaHostRegister(void *p, size_t n, unsigned flags) {
 }
 API cudaError_t cudaHostUnregister(void *p) {
     pthread_mutex_lock(&lock);
-    block **link = block_at(p), *registered = *link && (*link)->start == p && (*link)->owner == REGISTERED ? *link : 0;
-    if (registered) {
-        *link = registered->next;
-        on_host[1] -= registered->size;
-        free(registered);
+    block *b = block_at(registered, p);
+    int is_known = b && b->start == p;
+    if (is_known) {
+        on_host[1] -= b->size;
+        drop_block(&registered, b);
     }
     pthread_mutex_unlock(&lock);
-    return registered ? 0 : (last_error = cudaErrorHostMemoryNotRegistered);
+    return is_known ? 0 : (last_error = cudaErrorHostMemoryNotRegistered);
 }

@@ -9,14 +9,31 @@ typedef struct block {
     int owner;
     int file;  // of memory that other processes can map; -1 for other memory
     int is_foreign;  // memory of another process, which counts it
-    struct block *next;
 } block;
 
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;  // free() below a lock takes it again
-static block *blocks;
+static void *blocks, *registered;  // trees by address: blocks do not overlap, but a registered one may lie in a pageable one
 static size_t own_used[MAX_DEVICES], *used = own_used, peak[MAX_DEVICES], on_host[2];  // on_host: pageable, pinned
 static __thread int device;
 static __thread status last_error;
+
+static int by_address(const void *a, const void *b) {
+    const block *x = a, *y = b;
+    return x->start + x->size <= y->start ? -1 : y->start + y->size <= x->start;
+}
+static block *block_at(void *tree, const void *address) {  // 0: no block has this address
+    block key = {(char *)address, 1}, **node = tfind(&key, &tree, by_address);
+    return node ? *node : 0;
+}
+static block *owned_block(const void *address) {
+    block *b = block_at(registered, address);
+    return b ? b : block_at(blocks, address);
+}
+static void add_block(void **tree, block *b) { tsearch(b, tree, by_address); }
+static void drop_block(void **tree, block *b) {
+    tdelete(b, tree, by_address);
+    free(b);
+}
 
 static size_t total_memory(void) { return setting("PHANTOM_GPU_MEMORY", (size_t)80 << 30); }
 static size_t context_memory(void) { return setting("PHANTOM_GPU_CONTEXT", (size_t)500 << 20); }
@@ -64,8 +81,8 @@ static status reserve(void **out, size_t size, int owner) {  // owner: a device,
     block *new = owner < 0 || charge(owner, size) ? malloc(sizeof *new) : 0;
     void *start = !new ? MAP_FAILED : owner >= 0 || has_values(size) ? map_memory(size) : map_shared_pages(size);
     if (start != MAP_FAILED) {
-        *new = (block){start, size, owner, -1, 0, blocks};
-        blocks = new;
+        *new = (block){start, size, owner, -1, 0};
+        add_block(&blocks, new);
         *out = start;
         if (owner < 0) *sum_of(owner) += size;
     } else if (new) {
@@ -79,31 +96,22 @@ static status allocate(void **out, size_t size) { count(ALLOCATIONS); return res
 static status remove_block(void *start, int is_foreign) {
     status result = INVALID_VALUE;
     pthread_mutex_lock(&lock);
-    for (block **link = &blocks; *link; link = &(*link)->next)
-        if ((*link)->start == start && (*link)->is_foreign == is_foreign && (*link)->owner != REGISTERED) {
-            block *freed = *link;
-            *link = freed->next;
-            if (!is_foreign) *sum_of(freed->owner) -= freed->size;
-            if (freed->file >= 0) close(freed->file);
-            munmap(freed->start, freed->size);
-            free(freed);
-            result = 0;
-            break;
-        }
+    block *b = block_at(blocks, start);
+    if (b && b->start == start && b->is_foreign == is_foreign) {
+        if (!is_foreign) *sum_of(b->owner) -= b->size;
+        if (b->file >= 0) close(b->file);
+        munmap(b->start, b->size);
+        drop_block(&blocks, b);
+        result = 0;
+    }
     pthread_mutex_unlock(&lock);
     return result ? (last_error = result) : 0;
 }
-static block **block_at(const void *address) {  // the link to the block, or the last link, which is 0
-    block **link = &blocks;
-    while (*link && !((char *)address >= (*link)->start && (char *)address < (*link)->start + (*link)->size)) link = &(*link)->next;
-    return link;
-}
 static status release(void *start) { return start ? remove_block(start, 0) : 0; }
 static int owner_of(const void *address) {  // PAGEABLE: memory that this library has not given out
-    int owner = PAGEABLE;
     pthread_mutex_lock(&lock);
-    block *b = *block_at(address);
-    if (b) owner = b->owner;
+    block *b = owned_block(address);
+    int owner = b ? b->owner : PAGEABLE;
     pthread_mutex_unlock(&lock);
     return owner;
 }

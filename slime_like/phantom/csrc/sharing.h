@@ -30,12 +30,9 @@ API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *h, void *p) {
     shared_memory shared = {0};
     struct stat state;
     pthread_mutex_lock(&lock);
-    for (block *b = blocks; b; b = b->next)
-        if (b->owner >= 0 && !b->is_foreign && (char *)p >= b->start && (char *)p < b->start + b->size) {
-            if ((b->file >= 0 || move_to_file(b) >= 0) && !fstat(b->file, &state))
-                shared = (shared_memory){b->start, b->size, state.st_ino, getpid(), b->file};
-            break;
-        }
+    block *b = block_at(blocks, p);
+    if (b && b->owner >= 0 && !b->is_foreign && (b->file >= 0 || move_to_file(b) >= 0) && !fstat(b->file, &state))
+        shared = (shared_memory){b->start, b->size, state.st_ino, getpid(), b->file};
     pthread_mutex_unlock(&lock);
     if (!shared.start) return last_error = INVALID_VALUE;
     memset(h, 0, sizeof *h);
@@ -59,15 +56,15 @@ static void *map_foreign(const shared_memory *shared) {  // 0: the memory has be
         return 0;
     }
     pthread_mutex_lock(&lock);
-    *new = (block){start, shared->size, device, -1, 1, blocks};
-    blocks = new;
+    *new = (block){start, shared->size, device, -1, 1};
+    add_block(&blocks, new);
     pthread_mutex_unlock(&lock);
     return start;
 }
 static void *own_memory(const shared_memory *shared) {  // 0: the memory has been freed
     struct stat state;
     pthread_mutex_lock(&lock);
-    block *b = *block_at(shared->start);
+    block *b = owned_block(shared->start);
     void *start = b && b->file >= 0 && !fstat(b->file, &state) && state.st_ino == shared->inode ? b->start : 0;
     pthread_mutex_unlock(&lock);
     return start;
@@ -83,9 +80,9 @@ API cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t h, unsigned fl
 }
 API cudaError_t cudaIpcCloseMemHandle(void *p) {
     count(CLOSINGS);
-    int is_foreign = 0, is_device = owner_of(p) >= 0;
     pthread_mutex_lock(&lock);
-    for (block *b = blocks; b; b = b->next) is_foreign |= b->start == p && b->is_foreign;
+    block *b = block_at(blocks, p);
+    int is_device = b && b->owner >= 0, is_foreign = b && b->start == p && b->is_foreign;
     pthread_mutex_unlock(&lock);
     return is_foreign ? remove_block(p, 1) : is_device ? 0 : (last_error = INVALID_VALUE);
 }

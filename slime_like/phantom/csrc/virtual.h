@@ -51,9 +51,9 @@ API status cuMemMap(void *start, size_t n, size_t offset, void *memory, uint64_t
     mapping *m = malloc(sizeof *m);
     if (!b || !m) return OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
-    *b = (block){start, n, p->owner, -1, 1, blocks};  // counted by cuMemCreate
+    *b = (block){start, n, p->owner, -1, 1};  // counted by cuMemCreate
     *m = (mapping){start, p, mappings};
-    blocks = b;
+    add_block(&blocks, b);
     mappings = m;
     p->uses++;
     pthread_mutex_unlock(&lock);
@@ -71,10 +71,9 @@ API status cuMemUnmap(void *start, size_t n) {
             free(gone);
             break;
         }
-    block **link = block_at(start), *b = *link;
+    block *b = block_at(blocks, start);
     if (memory && b) {
-        *link = b->next;
-        free(b);
+        drop_block(&blocks, b);
         drop(memory);
         map_addresses(start, n, PROT_NONE, MAP_FIXED);
     }
