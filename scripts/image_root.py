@@ -227,9 +227,11 @@ def enter(words: Sequence[str], image: Image, root: Path, environment: dict[str,
 
 def main(argv: Sequence[str]) -> int:
     """Build, then run the entry point with the command; return its exit code, or 1 if a line failed."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    command = argv[split + 1 :] or PLAN
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.epilog = "-- COMMAND ...: runs in the root at the end; default: print the quickstart's plan"
     parser.add_argument("root", type=Path, metavar="FOLDER", help="Debian or Ubuntu root")
-    parser.add_argument("command", nargs="*", default=PLAN, help="default: print the quickstart's plan")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument(
         "--python", type=Path, metavar="PREFIX", help="Python 3.12 to copy, unless the root's packages have it"
@@ -238,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
         "--uv-cache", type=Path, metavar="FOLDER", help="packages are linked to this cache of uv, not copied"
     )
     parser.add_argument("--no-bytecode", action="store_true", help="do not compile packages")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv[:split])
     options = Options(args.root, args.device, args.python, args.uv_cache, not args.no_bytecode)
     try:
         prepare(options)
@@ -246,8 +248,8 @@ def main(argv: Sequence[str]) -> int:
     except ImageError as error:
         print(visible(f"image_root: {error}"), file=sys.stderr)
         return 1
-    print(visible(f"== {shlex.join([*image.entrypoint, *args.command])}"), flush=True)
-    return enter([*image.entrypoint, *args.command], image, options.root, image.environment)
+    print(visible(f"== {shlex.join([*image.entrypoint, *command])}"), flush=True)
+    return enter([*image.entrypoint, *command], image, options.root, image.environment)
 
 
 if __name__ == "__main__":

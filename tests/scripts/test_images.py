@@ -18,6 +18,7 @@ from slime_like.util.deadline import scale
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "scripts" / "image_steps.sh"
+IMAGE_ROOT = (sys.executable, ROOT / "scripts" / "image_root.py")
 LINES = image_root.instructions(image_root.DOCKERFILE.read_text())
 OWNER = f"{os.getuid()}:{os.getgid()}"
 
@@ -66,7 +67,8 @@ def test_files_that_an_early_step_needs_are_copied_before_it(tmp_path: Path) -> 
 def test_an_unknown_step_and_a_root_that_is_none_are_refused(tmp_path: Path) -> None:
     for command, code, message in (
         (["bash", STEPS], 2, "The steps of docker/Dockerfile"),
-        ([sys.executable, ROOT / "scripts" / "image_root.py", tmp_path], 1, "is no Debian or Ubuntu root"),
+        ([*IMAGE_ROOT, tmp_path], 1, "is no Debian or Ubuntu root"),
+        ([*IMAGE_ROOT, tmp_path, "--device", "gpu", "--", "a", "--plan"], 1, "is no Debian or Ubuntu root"),
     ):
         result = subprocess.run(command, capture_output=True, text=True, timeout=60 * scale())
         assert result.returncode == code and message in result.stderr
