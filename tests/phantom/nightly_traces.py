@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from slime_like.cluster.plan import trace as trace_module
@@ -25,7 +23,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_its_hardware(name: str, tmp_path: Path) -> None:
+def test_a_recipe_fits_its_hardware(name: str) -> None:
     target, environment = "tests.phantom.trace_checks:trace_one", trace_module.TRACED_GPU.environment()
     (out,) = run_ranks(target, 1, name, NIGHTLY_RECIPES[name], environment=environment, seconds=1_800)
     check_recipe(name, out)

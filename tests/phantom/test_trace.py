@@ -37,9 +37,8 @@ LAYOUTS = {
     "hybrid with experts": TraceCase(HYBRID, 4, EP8, tokens=4_096),
 }
 MACHINE = "8xH100"
-FAST = ("qwen3_4b_gsm8k", "qwen3_4b_dapo_async", "qwen3_30b_a3b", "one_gpu", "one_gpu_gdn")
+FAST = ("qwen3_4b_gsm8k", "qwen3_4b_dapo", "qwen3_4b_dapo_async", "qwen3_30b_a3b", "one_gpu", "one_gpu_gdn")
 NIGHTLY = (
-    "qwen3_4b_dapo",
     "qwen3_4b_gsm8k_async",
     "qwen3_5_35b_a3b",
     "qwen3_next_80b_a3b",
