@@ -28,6 +28,11 @@ read_distributions = importlib.metadata.packages_distributions
 importlib.metadata.packages_distributions = functools.partial(Distributions, read_distributions)
 
 MARKS_OF_FILE = re.compile(r"^pytestmark = (\[\n(    .*\n)*\]|.*)", re.MULTILINE)
+IMPORTS_MEGATRON = (
+    "imports megatron-core, whose groups and threads tests of this process would share, and skips its adaptations: run it on a rank "
+    "(tests/train/jobs.py), or import megatron-core within the test's own process"
+)
+megatron_reported: list[bool] = []
 
 
 def excluded_marks(expression: str) -> set[str]:
@@ -85,10 +90,14 @@ def pytest_collection() -> Generator[None, object, object]:
         result = yield
         gc.collect()
     if "megatron.core" in sys.modules:
-        raise pytest.UsageError(
-            "a test file imports megatron-core, whose groups and threads tests of this process would share: run the test on a rank "
-            "(tests/train/jobs.py), or import it within the test's own process"
-        )
+        raise pytest.UsageError(f"a test file {IMPORTS_MEGATRON}")
     pickled_copies.install()
     gc.set_threshold(20_000, 20, 20)
     return result
+
+
+def pytest_runtest_teardown() -> None:
+    """Fail the first test that imports megatron-core in this process."""
+    if "megatron.core" in sys.modules and not megatron_reported:
+        megatron_reported.append(True)
+        pytest.fail(f"this test {IMPORTS_MEGATRON}", pytrace=False)

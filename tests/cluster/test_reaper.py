@@ -15,6 +15,7 @@ from slime_like.cluster.supervise.reaper import Reaper, reaper
 from slime_like.errors import ProcessLost
 from slime_like.util.deadline import Deadline
 from tests.e2e.runs import REPOSITORY
+from tests.process_states import is_alive
 
 OWNER = """
 import subprocess, sys
@@ -28,10 +29,6 @@ if sys.argv[1] == "closes":
     print("closed", flush=True)
 sys.stdin.read()
 """
-
-
-def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("end", ["closes", "killed"])
@@ -48,16 +45,16 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
     assert owner.stdout is not None
     unrelated, orphan, reaped = owner.stdout.readline().split()
     try:
-        assert reaped == "True" and not has_ended(int(orphan))
+        assert reaped == "True" and is_alive(int(orphan))
         if end == "killed":
             owner.kill()
             deadline = Deadline("test", "end", 30)
-            while not has_ended(int(orphan)):
+            while is_alive(int(orphan)):
                 deadline.remaining("a process of user code")
                 time.sleep(0.02)
         else:
-            assert owner.stdout.readline() == "closed\n" and has_ended(int(orphan))
-        assert not has_ended(int(unrelated)), "processes started before the reaper are not touched"
+            assert owner.stdout.readline() == "closed\n" and not is_alive(int(orphan))
+        assert is_alive(int(unrelated)), "processes started before the reaper are not touched"
     finally:
         owner.kill()
         owner.wait()

@@ -20,6 +20,7 @@ import pytest
 from slime_like.util.deadline import Deadline
 from tests.cluster.driver_server import ForkedDriver
 from tests.e2e.runs import REPOSITORY
+from tests.process_states import is_alive
 
 
 class Driver:
@@ -67,7 +68,7 @@ class Driver:
         """Return the ids of processes that the driver started and that are alive."""
         path = self.run_dir / "pids"
         pids = [int(line) for line in path.read_text().split()] if path.exists() else []
-        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        return [pid for pid in pids if is_alive(pid)]
 
     def causes(self) -> list[str]:
         """Return the first lines of its crash bundles."""

@@ -9,6 +9,7 @@ import torch
 
 from slime_like.config.schema.residency import COLLECT, GRADIENTS, OPTIMIZER, PUSH, SAVE, STEP, WEIGHTS
 from slime_like.config.schema.resolved import Layout
+from slime_like.train.megatron.rank import residency
 from tests.train.jobs import SP, RankJob, Results
 
 CASES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
@@ -53,8 +54,6 @@ def test_each_phase_has_its_parts_on_the_device(name: str, results: Results) -> 
 
 
 def test_a_failed_move_continues_with_the_next_call() -> None:
-    from slime_like.train.megatron.rank import residency
-
     first, second = torch.arange(6.0), torch.arange(4.0)
     view = first[2:4]
     state = residency.DeviceState(

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from slime_like.config.schema.residency import GRADIENTS, OPTIMIZER, TRAINER_PARTS, WEIGHTS
-from slime_like.train.megatron.model.model import ModelSegments
 from slime_like.train.megatron.model_io.host_weights import CHUNK_BYTES, copy_from_host, copy_to_host
+
+if TYPE_CHECKING:
+    from slime_like.train.megatron.model.model import ModelSegments
 
 type Tensors = Callable[[], Iterable[Tensor]]
 
