@@ -5,6 +5,7 @@ A module of its own, so that the ranks' processes import little.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +31,10 @@ class SimulatedRank(TrainerWorker):
     def connect(self, spec: RankSpec, master: tuple[str, int]) -> int:
         """Return the data-parallel rank: tensor-parallel ranks are adjacent."""
         return self._rank // spec.layout.tp
+
+    def pid(self) -> int:
+        """Return the process id."""
+        return os.getpid()
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
         """Move nothing: the rank has no state."""

@@ -16,7 +16,7 @@ from benchmarks.scale_engines import cpu_seconds, median
 from benchmarks.scale_rank import MANIFEST, SimulatedRank
 from slime_like.batch import PackedBatch, StepBatch, TrainBatch
 from slime_like.cluster.start import local_ray
-from slime_like.cluster.workers.calls import start_actor
+from slime_like.cluster.workers.calls import call, start_actor, wait_all
 from slime_like.cluster.workers.trainer_group import TrainerGroup, connect
 from slime_like.config.schema.algo import GrpoConfig
 from slime_like.config.schema.model import ModelConfig, OptimConfig
@@ -36,6 +36,7 @@ TOKENS = 8192  # of a micro-batch, in sequences of SEQUENCE tokens
 SEQUENCE = 1024
 PARTS = ("weights", "gradients", "optimizer")
 LIMIT_S = 600.0
+STARTED_TOGETHER = 4
 SPEC = RankSpec(
     model=ModelConfig(hf_checkpoint="none"),
     optim=OptimConfig(),
@@ -83,11 +84,33 @@ def measure(num_ranks: int, rounds: int) -> RankTimes:
 
 
 def _start_ranks(num_ranks: int, stacks: str) -> TrainerGroup:
-    start_rank = start_actor(SimulatedRank, num_cpus=0)
-    workers = [cast("ActorHandle[TrainerWorker]", start_rank(rank, num_ranks, stacks, {})) for rank in range(num_ranks)]
+    workers = cast("list[ActorHandle[TrainerWorker]]", _start_actors(num_ranks, stacks))
     group = TrainerGroup(workers, replace(SPEC, layout=Layout(tp=TP, dp=num_ranks // TP)))
     connect([group], Deadline("driver", "connect", LIMIT_S))
     return group
+
+
+def _start_actors(num_ranks: int, stacks: str) -> list[ActorHandle[SimulatedRank]]:
+    """Start the ranks, a few at a time; each is stopped (SIGSTOP) until all have started.
+
+    An idle worker of Ray wakes up 100 times a second, for 1.5% of a core: the later ones would wait for the idle ones.
+    """
+    start_rank = start_actor(SimulatedRank, num_cpus=0)
+    actors: list[ActorHandle[SimulatedRank]] = []
+    processes: list[psutil.Process] = []
+    try:
+        for first in range(0, num_ranks, STARTED_TOGETHER):
+            ranks = range(first, min(first + STARTED_TOGETHER, num_ranks))
+            actors += [start_rank(rank, num_ranks, stacks, {}) for rank in ranks]
+            refs = {f"trainer rank {rank}": call(actors[rank], SimulatedRank.pid) for rank in ranks}
+            pids = wait_all(refs, Deadline("driver", "start", LIMIT_S))
+            processes += [psutil.Process(pid) for pid in pids.values()]
+            for process in processes[first:]:
+                process.suspend()
+    finally:
+        for process in processes:
+            process.resume()
+    return actors
 
 
 def make_batch(dp: int) -> TrainBatch:

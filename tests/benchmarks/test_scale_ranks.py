@@ -31,7 +31,11 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         scale_ranks, "connect", lambda groups, _: [g.set_dp_ranks(g.start_connect(("", 0))) for g in groups]
     )
-    monkeypatch.setattr(scale_ranks, "start_actor", lambda actor_class, **_: actor_class)
+    monkeypatch.setattr(
+        scale_ranks,
+        "_start_actors",
+        lambda size, stacks: [SimulatedRank(rank, size, stacks, {}) for rank in range(size)],
+    )
     for name in ("start", "shutdown"):
         monkeypatch.setattr(scale_ranks.local_ray, name, lambda *_: None)
 
