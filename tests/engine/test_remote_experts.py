@@ -22,6 +22,7 @@ from slime_like.types import F32
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, payload, prompt
 from tests.engine.fault_injection import EnginePair, at_first_answer, clear_callbacks, until
 from tests.engine.forked_engines import REPOSITORY, ForkedEngineServer, start_fork_server
+from tests.engine.forked_workers import WorkerForkingServer
 from tests.engine.hybrid_models import build as build_hybrid
 from tests.engine.latent_models import build as build_latent
 from tests.engine.test_families import build
@@ -72,6 +73,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "float16 latent tp2 dcp2": {"payload_dtype": "float16", "policy": "fallback"},
 }
+STARTED = {"batched shared"}  # with a worker that the engine starts as a user's; the other workers are forks
 # The other families, in the combinations of mode, transport and payload that ``ARMS`` lacks.
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"mode": "batched", "transport": "socket"},
@@ -105,7 +107,8 @@ def start_arms(
         launching: dict[str, tuple[Models, Any]] = {}
         for name, (models, options) in arms.items():
             remote = replace(HALF, **options).to_json() if options else ""
-            settings: dict[str, Any] = {"chunked_prefill_size": 48, "server_type": ForkedEngineServer}
+            server_type = ForkedEngineServer if name in STARTED else WorkerForkingServer
+            settings: dict[str, Any] = {"chunked_prefill_size": 48, "server_type": server_type}
             run = launch(
                 models,
                 tmp_path_factory.mktemp("run"),

@@ -79,17 +79,21 @@ class ForkedProcess(ExpertProcess):
     settings = WorkerSettings()
 
     def __init__(self, origin: object) -> None:
-        self.socket, theirs = socket.socketpair()
+        self.socket, self.theirs = socket.socketpair()
         self._pid = os.fork()
         if not self._pid:
             try:
                 self.socket.close()
-                torch.set_num_threads(1)
-                serve(theirs, self.settings)
+                self.serve()
             finally:
                 os._exit(0)
-        theirs.close()
+        self.theirs.close()
         self._process: Any = ForkedChild(self._pid)
+
+    def serve(self) -> None:
+        """Serve the engine in the worker."""
+        torch.set_num_threads(1)
+        serve(self.theirs, self.settings)
 
     @property
     def pid(self) -> int:
