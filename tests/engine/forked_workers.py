@@ -32,7 +32,7 @@ class WorkerOfRank(ForkedProcess):
 
 def main() -> None:
     """Run an engine that forks its workers."""
-    vars(link)["ExpertProcess"] = WorkerOfRank
+    link.ExpertProcess = WorkerOfRank
     engine.main()
 
 
