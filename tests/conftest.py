@@ -96,6 +96,7 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
+@pytest.hookimpl(trylast=True)  # after the test's own teardown
 def pytest_runtest_teardown() -> None:
     """Fail the first test that imports megatron-core in this process."""
     if "megatron.core" in sys.modules and not megatron_reported:
