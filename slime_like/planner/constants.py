@@ -53,7 +53,8 @@ PINNED = Constant(
     "pinned memory",
     1.44,
     "reserved / requested bytes",
-    "torch rounds each pinned buffer up to a power of two (CachingHostAllocator): 1 / ln 2 = 1.44 on average",
+    "parts of tensors that megatron cuts: torch rounds each pinned buffer up to a power of two (CachingHostAllocator), 1 / ln 2 = 1.44 "
+    "on average over sizes",
 )
 PINNED_BLOCKS = Constant(
     "blocks of pinned memory",

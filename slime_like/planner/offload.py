@@ -13,7 +13,11 @@ from slime_like.planner.trainer import (
     MOMENT_BYTES,
     PARAMETER_BYTES,
     SCORING,
+    RankParameters,
+    TensorGroup,
     TrainerSettings,
+    num_parameters,
+    num_shards,
     padded_vocabulary,
     stage_parameters,
 )
@@ -34,10 +38,12 @@ def offload_items(
     megatron's offload keeps float32 weights, moments and pinned gradients on the host. A save first copies weights, main
     weights and moments from the device to pinned memory, and clones those that are on the host.
     """
-    s, pinned_share, block_share = settings, constants.PINNED.value, constants.PINNED_BLOCKS.value
+    s, block_share = settings, constants.PINNED_BLOCKS.value
     stages = [stage_parameters(shape, s, number) for number in (range(s.pp) if stage is None else (stage,))]
     total = sum(parameters.total for parameters in stages) / len(stages)
     shard = sum(parameters.shard(s) for parameters in stages) / len(stages)
+    buffers = sum(gradient_buffers(parameters, s) for parameters in stages) / len(stages)
+    pinned_share = buffers / (GRADIENT_BYTES * shard)
     weights = PARAMETER_BYTES[s.dtype]
     process = ("processes", constants.HOST_RANK.value, "torch, megatron-core and Ray")
     moved_bytes = block_share * weights * total if in_rollouts else 0.0
@@ -65,3 +71,25 @@ def offload_items(
             ("checkpoint", snapshot, "snapshot during a save"),
         )
     )
+
+
+def gradient_buffers(parameters: RankParameters, settings: TrainerSettings) -> float:
+    """Return the bytes of the pinned gradients of a rank's shard: a buffer per tensor, which torch rounds up to a power of two."""
+    dense_shards, expert_shards = num_shards(settings)
+    return _buffers(parameters.dense_tensors, dense_shards) + _buffers(parameters.expert_tensors, expert_shards)
+
+
+def _buffers(tensors: tuple[TensorGroup, ...], shards: int) -> float:
+    """Return the bytes of the buffers of one of ``shards`` shards, the mean over all.
+
+    megatron joins the tensors and divides them into equal shards, so a tensor may be cut into parts of any size.
+    """
+    total, num_bytes = num_parameters(tensors), 0.0
+    for tensor in tensors:
+        if not tensor.size * tensor.count:
+            continue
+        requested = GRADIENT_BYTES * tensor.size
+        cut_share = min(1.0, tensor.size * (shards - 1) / total)
+        rounded = 2.0 ** math.ceil(math.log2(requested))
+        num_bytes += tensor.count * ((1 - cut_share) * rounded + cut_share * constants.PINNED.value * requested)
+    return num_bytes / shards

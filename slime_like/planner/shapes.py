@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ATTENTION, LATENT, RECURRENT = "attention", "latent", "recurrent"
+MIXERS = (ATTENTION, LATENT, RECURRENT)
 NORM_WEIGHTS = 2  # norms of a layer: before the token mixer and before the MLP
 
 
@@ -135,7 +136,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Number of parameters without the multi-token prediction layers."""
-        mixers = sum(self.count(mixer) * self.mixer_parameters(mixer) for mixer in (ATTENTION, LATENT, RECURRENT))
+        mixers = sum(self.count(mixer) * self.mixer_parameters(mixer) for mixer in MIXERS)
         dense = (len(self.layers) - self.sparse_layers) * self.dense_parameters
         sparse = self.sparse_layers * (self.shared_parameters + self.router_parameters) + self.routed_parameters
         norms = (NORM_WEIGHTS * len(self.layers) + 1) * self.hidden
@@ -166,18 +167,26 @@ class ModelShape:
         """Parameters of one layer's router."""
         return 0 if self.experts is None else self.hidden * self.experts.count
 
-    def mixer_parameters(self, mixer: str) -> int:
-        """Return the parameters of one layer's token mixer."""
+    def mixer_tensors(self, mixer: str) -> tuple[int, ...]:
+        """Return the size of each parameter tensor of one layer's token mixer. The trainer fuses queries, keys and values."""
         if mixer == ATTENTION and (a := self.attention):
-            queries = a.query * (2 if a.gated else 1)
-            biases = queries + 2 * a.key if a.bias else 0
-            return self.hidden * (queries + 2 * a.key) + a.query * self.hidden + biases + 2 * a.head_dim * a.normed
+            inputs = a.query * (2 if a.gated else 1) + 2 * a.key
+            biases, norms = (inputs,) * a.bias, (a.head_dim,) * (2 * a.normed)
+            return (self.hidden * inputs, a.query * self.hidden, *biases, *norms)
         if mixer == LATENT and (m := self.latent):
-            return sum(latent_parts(self.hidden, m).values())
+            parts = latent_parts(self.hidden, m)
+            queries = (self.hidden * m.query_rank, m.query_rank) if m.query_rank else ()
+            keys = (self.hidden * (m.kv_rank + m.rope_dim), m.kv_rank)
+            return (*queries, *keys, parts["query_up"], parts["kv_up"], parts["output"])
         if mixer == RECURRENT and (r := self.recurrence):
             inputs = self.hidden * (r.channels + r.values + 2 * r.value_heads)
-            return inputs + r.channels * r.conv_width + 2 * r.value_heads + r.value_dim + r.values * self.hidden
-        return 0
+            gates = (r.value_heads,) * 2
+            return (inputs, r.channels * r.conv_width, *gates, r.value_dim, r.values * self.hidden)
+        return ()
+
+    def mixer_parameters(self, mixer: str) -> int:
+        """Return the parameters of one layer's token mixer."""
+        return sum(self.mixer_tensors(mixer))
 
 
 def latent_parts(hidden: int, latent: LatentAttention) -> dict[str, int]:

@@ -10,7 +10,7 @@ from slime_like.planner.decode import StepTime, decode_step
 from slime_like.planner.engine import engine_memory
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.hardware import Hardware
-from slime_like.planner.shapes import ATTENTION, LATENT, RECURRENT, ModelShape
+from slime_like.planner.shapes import ATTENTION, LATENT, MIXERS, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def prefill_time(shape: ModelShape, settings: EngineSettings, hardware: Hardware
     peak = gpu.fp8 if s.weights == "fp8" else gpu.bf16
     prompts = arrivals / -math.expm1(-arrivals) if arrivals else 1.0  # prompts of a step that has any
     attention_gpus = s.attention_tp * min(prompts, s.dp_attention)
-    mixers = sum(shape.count(mixer) * shape.mixer_parameters(mixer) for mixer in (ATTENTION, LATENT, RECURRENT))
+    mixers = sum(shape.count(mixer) * shape.mixer_parameters(mixer) for mixer in MIXERS)
     pair = 0.0
     if shape.attention is not None:
         pair += 4 * shape.attention.query * shape.count(ATTENTION)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from slime_like.planner import constants
-from slime_like.planner.shapes import ATTENTION, LATENT, RECURRENT, ModelShape
+from slime_like.planner.shapes import ATTENTION, LATENT, MIXERS, ModelShape
 from slime_like.planner.stages import StageSegment, even_sizes, stage_segments
 from slime_like.planner.table import Item, MemoryTable, items
 
@@ -50,40 +51,77 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RankParameters:
-    """Parameters of a pipeline stage on one rank."""
+class TensorGroup:
+    """Parameter tensors of one size on one rank."""
 
-    dense: float  # reduced over dp * cp
-    experts: float  # reduced over the copies of an expert
+    size: float  # numbers of a tensor
+    count: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """Parameter tensors of a pipeline stage on one rank."""
+
+    dense_tensors: tuple[TensorGroup, ...]  # reduced over dp * cp
+    expert_tensors: tuple[TensorGroup, ...]  # reduced over the copies of an expert
 
     @property
     def total(self) -> float:
-        """All parameters of the rank."""
-        return self.dense + self.experts
+        """Number of all parameters of the rank."""
+        return num_parameters(self.dense_tensors) + num_parameters(self.expert_tensors)
 
     def shard(self, settings: TrainerSettings) -> float:
         """Return the number of parameters whose optimizer state one rank keeps."""
-        s = settings
-        if not s.distributed_optimizer:
-            return self.total
-        return self.dense / (s.dp * s.cp) + self.experts / max(1, s.tp * s.cp * s.dp // (s.ep * s.etp))
+        dense_shards, expert_shards = num_shards(settings)
+        return num_parameters(self.dense_tensors) / dense_shards + num_parameters(self.expert_tensors) / expert_shards
+
+
+def num_parameters(tensors: tuple[TensorGroup, ...]) -> float:
+    """Return the numbers in these tensors."""
+    return sum(tensor.size * tensor.count for tensor in tensors)
+
+
+def num_shards(settings: TrainerSettings) -> tuple[int, int]:
+    """Return the number of ranks over which the optimizer state of dense parameters, and of experts, is divided."""
+    s = settings
+    if not s.distributed_optimizer:
+        return 1, 1
+    return s.dp * s.cp, max(1, s.tp * s.cp * s.dp // (s.ep * s.etp))
 
 
 def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -> RankParameters:
     """Return the parameters of pipeline stage ``stage`` on one rank. The first has the embedding, the last the head."""
     s, part = settings, _part(shape, _segments(shape, settings, stage))
     is_last = stage == s.pp - 1
-    mixers = sum(part.count(mixer) * part.mixer_parameters(mixer) for mixer in (ATTENTION, LATENT, RECURRENT))
-    dense_layers = len(part.layers) - part.sparse_layers
-    matrices = mixers + dense_layers * part.dense_parameters + part.sparse_layers * part.shared_parameters
-    norms = 2 * len(part.layers) * part.hidden + part.sparse_layers * part.router_parameters
-    table = padded_vocabulary(part.vocabulary, s.tp) * part.hidden / s.tp
+    num_norms = 2 * len(part.layers) + is_last + (is_last and s.task == VALUE)  # and a critic's value head
     has_output = is_last and s.task != VALUE and not (part.tied and s.pp == 1)  # with stages, tied tables are copies
-    head = part.hidden * (is_last + (is_last and s.task == VALUE))  # final norm, and a critic's value head
+    table = padded_vocabulary(part.vocabulary, s.tp) * part.hidden / s.tp
+    experts, num_experts = part.experts, 0 if part.experts is None else part.sparse_layers * part.experts.count
+    routed = _mlp_tensors(part.hidden, experts.width) if experts else ()
     return RankParameters(
-        dense=matrices / s.tp + norms + table * ((stage == 0) + has_output) + head,
-        experts=part.routed_parameters / (s.ep * s.etp),
+        dense_tensors=(
+            *(TensorGroup(size / s.tp, count) for size, count in _divided_tensors(part)),
+            TensorGroup(part.hidden, num_norms),
+            TensorGroup(part.router_parameters, part.sparse_layers),
+            TensorGroup(table, (stage == 0) + has_output),
+        ),
+        expert_tensors=tuple(TensorGroup(size / s.etp, num_experts / s.ep) for size in routed),
     )
+
+
+def _divided_tensors(part: ModelShape) -> Iterator[tuple[int, int]]:
+    """Yield size and number of the layers' tensors that tensor parallelism divides."""
+    for mixer in MIXERS:
+        yield from ((size, part.count(mixer)) for size in part.mixer_tensors(mixer))
+    yield from ((size, len(part.layers) - part.sparse_layers) for size in _mlp_tensors(part.hidden, part.dense_width))
+    if e := part.experts:
+        shared = (*_mlp_tensors(part.hidden, e.shared_width), part.hidden * e.shared_gate)
+        yield from ((size, part.sparse_layers) for size in shared)
+
+
+def _mlp_tensors(hidden: int, width: int) -> tuple[int, int]:
+    """Return the sizes of an MLP's weights: gate and up projection in one, and the down projection."""
+    return 2 * hidden * width, hidden * width
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:

@@ -12,17 +12,7 @@ from tests.train.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-# Recipe -> a known difference, with which its test fails.
-KNOWN = {
-    "qwen3_5_35b_a3b": "the planner's main memory is 10.7% above the traced one; the GPU's memory agrees within 1%, and fits"
-}
-RECIPES = [
-    pytest.param(name, marks=[pytest.mark.xfail(reason=KNOWN[name], strict=True)] if name in KNOWN else [])
-    for name in NIGHTLY_RECIPES
-]
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NIGHTLY_RECIPES)
 def test_a_recipe_fits_its_hardware(name: str) -> None:
     target, environment = "tests.phantom.trace_checks:trace_one", trace_module.TRACED_GPU.environment()
     (out,) = run_ranks(target, 1, name, NIGHTLY_RECIPES[name], environment=environment, seconds=1_800)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from slime_like.config.rules.hf import padded_vocabulary as rows_of_the_trainer
-from slime_like.planner import constants
 from slime_like.planner.models import find_shape
 from slime_like.planner.offload import offload_items
 from slime_like.planner.trainer import TrainerSettings, allocated_items, padded_vocabulary, trainer_memory
@@ -64,10 +63,8 @@ def test_offloaded_state_moves_to_the_host() -> None:
     offloaded = replace(BASE, offload=1.0)
     assert allocated_items(SHAPE, offloaded).of("optimizer") == 0
     on_host = offload_items(SHAPE, offloaded).of("offloaded optimizer")
-    pinned_bytes = (
-        constants.PINNED.value * on_host / 3
-    )  # gradients have a third of the state's numbers, in pinned memory
-    assert offload_items(SHAPE, offloaded).of("pinned gradients") == pytest.approx(pinned_bytes)
+    num_bytes = on_host / 3  # gradients have a third of the state's numbers, each tensor in a pinned buffer of its own
+    assert num_bytes < offload_items(SHAPE, offloaded).of("pinned gradients") < 2 * num_bytes
     assert on_host == pytest.approx(allocated_items(SHAPE, BASE).of("optimizer"))
     assert offload_items(SHAPE, BASE).of("offloaded optimizer", "pinned gradients", "copies of weights") == 0
 

@@ -1,0 +1,64 @@
+"""Main memory of offloaded ranks: compared with traces, and pinned buffers by hand."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime_like.planner.constants import MIB
+from slime_like.planner.models import find_shape
+from slime_like.planner.offload import gradient_buffers, offload_items
+from slime_like.planner.trainer import RankParameters, TensorGroup, TrainerSettings
+
+# Layouts of recipes, and the bytes on the host that ``--trace`` counts for a rank (pinned and pageable).
+TRACED = {
+    "Qwen3.5-35B-A3B": (TrainerSettings(tp=2, cp=4, ep=8, offload=1.0), False, 70_100_000_000),
+    "Qwen3-30B-A3B": (TrainerSettings(tp=4, dp=2, ep=8, offload=1.0), True, 74_330_968_064),
+}
+
+
+@pytest.mark.parametrize("model", TRACED)
+def test_offloaded_state_takes_as_much_memory_as_in_a_trace(model: str) -> None:
+    settings, in_rollouts, traced = TRACED[model]
+    table = offload_items(find_shape("MODEL", model), settings, in_rollouts=in_rollouts)
+    assert table.total - table.of("processes", "checkpoint") == pytest.approx(traced, rel=0.02)
+
+
+def test_a_gradients_buffer_is_the_power_of_two_above_its_size() -> None:
+    """Experts of Qwen3.5-35B-A3B have such sizes already; those of Qwen3-30B-A3B take a third more."""
+    pairs = RankParameters((), (TensorGroup(2 * MIB, 10), TensorGroup(MIB, 10)))
+    assert gradient_buffers(pairs, TrainerSettings()) == 10 * (8 + 4) * MIB
+    larger = RankParameters((), (TensorGroup(3 * MIB, 10), TensorGroup(1.5 * MIB, 10)))
+    assert gradient_buffers(larger, TrainerSettings()) == 10 * (16 + 8) * MIB
+    assert gradient_buffers(RankParameters((TensorGroup(3 * MIB, 0),), ()), TrainerSettings()) == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**28), st.integers(1, 50)), min_size=1, max_size=20))
+def test_buffers_of_one_shard_are_those_of_whole_tensors(groups: list[tuple[int, int]]) -> None:
+    parameters = RankParameters(tuple(TensorGroup(size, count) for size, count in groups), ())
+    rounded = sum(count * (1 << (4 * size - 1).bit_length()) for size, count in groups)
+    assert gradient_buffers(parameters, TrainerSettings()) == rounded
+
+
+@pytest.mark.parametrize("shards", [2, 8, 64])
+def test_buffers_of_shards_agree_with_a_division_of_joined_tensors(shards: int) -> None:
+    generator = random.Random(shards)
+    sizes = [generator.randint(1, 2 ** generator.randint(10, 24)) for _ in range(2_000)]
+    parameters = RankParameters(tuple(TensorGroup(size, 1) for size in sizes), ())
+    planned = gradient_buffers(parameters, TrainerSettings(dp=shards))
+    assert planned == pytest.approx(_buffers_of_parts(sizes, shards) / shards, rel=0.02)
+
+
+def _buffers_of_parts(sizes: list[int], shards: int) -> int:
+    """Return the bytes of the buffers of all parts into which the boundaries of equal shards cut joined tensors."""
+    total, start, num_bytes = sum(sizes), 0, 0
+    bounds = [total * shard // shards for shard in range(1, shards)]
+    for size in sizes:
+        cuts = [start, *(bound for bound in bounds if start < bound < start + size), start + size]
+        num_bytes += sum(1 << (4 * (end - begin) - 1).bit_length() for begin, end in pairwise(cuts))
+        start += size
+    return num_bytes
