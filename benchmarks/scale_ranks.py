@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -99,13 +100,13 @@ def _start_actors(num_ranks: int, stacks: str) -> list[ActorHandle[SimulatedRank
     actors: list[ActorHandle[SimulatedRank]] = []
     processes: list[psutil.Process] = []
     try:
-        for first in range(0, num_ranks, STARTED_TOGETHER):
-            ranks = range(first, min(first + STARTED_TOGETHER, num_ranks))
+        for ranks in itertools.batched(range(num_ranks), STARTED_TOGETHER):
             actors += [start_rank(rank, num_ranks, stacks, {}) for rank in ranks]
             refs = {f"trainer rank {rank}": call(actors[rank], SimulatedRank.pid) for rank in ranks}
             pids = wait_all(refs, Deadline("driver", "start", LIMIT_S))
-            processes += [psutil.Process(pid) for pid in pids.values()]
-            for process in processes[first:]:
+            started = [psutil.Process(pid) for pid in pids.values()]
+            processes += started
+            for process in started:
                 process.suspend()
     finally:
         for process in processes:

@@ -8,8 +8,14 @@ import pytest
 
 from slime_like.config.rules.hf import padded_vocabulary as rows_of_the_trainer
 from slime_like.planner.models import find_shape
-from slime_like.planner.offload import offload_items
-from slime_like.planner.trainer import TrainerSettings, allocated_items, padded_vocabulary, trainer_memory
+from slime_like.planner.offload import gradient_buffers, offload_items
+from slime_like.planner.trainer import (
+    TrainerSettings,
+    allocated_items,
+    padded_vocabulary,
+    stage_parameters,
+    trainer_memory,
+)
 
 SHAPE = find_shape("MODEL", "Qwen3-4B")
 BASE = TrainerSettings(tp=2, dp=4, tokens=16_384)
@@ -63,8 +69,10 @@ def test_offloaded_state_moves_to_the_host() -> None:
     offloaded = replace(BASE, offload=1.0)
     assert allocated_items(SHAPE, offloaded).of("optimizer") == 0
     on_host = offload_items(SHAPE, offloaded).of("offloaded optimizer")
-    num_bytes = on_host / 3  # gradients have a third of the state's numbers, each tensor in a pinned buffer of its own
-    assert num_bytes < offload_items(SHAPE, offloaded).of("pinned gradients") < 2 * num_bytes
+    pinned_bytes = offload_items(SHAPE, offloaded).of("pinned gradients")
+    stages = [gradient_buffers(stage_parameters(SHAPE, offloaded, stage), offloaded) for stage in range(offloaded.pp)]
+    assert pinned_bytes == pytest.approx(sum(stages) / len(stages))
+    assert on_host / 3 < pinned_bytes < 2 * on_host / 3, "gradients have a third of the state's numbers"
     assert on_host == pytest.approx(allocated_items(SHAPE, BASE).of("optimizer"))
     assert offload_items(SHAPE, BASE).of("offloaded optimizer", "pinned gradients", "copies of weights") == 0
 
