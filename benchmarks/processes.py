@@ -52,7 +52,7 @@ def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes], seconds: floa
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(seconds)
+        process.wait(STOP_S)
 
 
 def join_ranks(ranks: ProcessContext | None, *, limit_s: float = RUN_S) -> None:
