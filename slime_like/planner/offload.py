@@ -42,6 +42,7 @@ def offload_items(
     stages = [stage_parameters(shape, s, number) for number in (range(s.pp) if stage is None else (stage,))]
     total = sum(parameters.total for parameters in stages) / len(stages)
     shard = sum(parameters.shard(s) for parameters in stages) / len(stages)
+    saved = sum(parameters.saved(s) for parameters in stages) / len(stages)
     buffers = sum(gradient_buffers(parameters, s) for parameters in stages) / len(stages)
     pinned_share = buffers / (GRADIENT_BYTES * shard)
     weights = PARAMETER_BYTES[s.dtype]
@@ -50,18 +51,20 @@ def offload_items(
     moved_note = "pinned, during rollouts"
     if s.task == SCORING:
         return MemoryTable(items(process, ("offloaded state", moved_bytes, moved_note)))
-    state = MOMENT_BYTES + (MAIN_BYTES if s.dtype == "bfloat16" else 0)
+    has_main = s.dtype != "float32"
+    state = MOMENT_BYTES + (MAIN_BYTES if has_main else 0)
     on_host, on_device = shard * s.offload, shard * (1 - s.offload)
     moved_bytes += block_share * state * on_device if in_rollouts else 0.0
     table = weights * padded_vocabulary(shape.vocabulary, s.tp) * shape.hidden / s.tp
     embedding_copy = 2.0 ** math.ceil(math.log2(table)) if on_host else 0.0  # torch rounds it up, and keeps it
-    snapshot = pinned_share * (weights * total / (s.dp * s.cp) + state * on_device) + state * on_host
+    weight_copies = embedding_copy if has_main else pinned_share * weights * on_host
+    snapshot = saved * (pinned_share * (weights + state * (1 - s.offload)) + state * s.offload)
     return MemoryTable(
         items(
             process,
-            ("offloaded optimizer", state * on_host, "float32 weights and moments"),
+            ("offloaded optimizer", state * on_host, "float32 weights and moments" if has_main else "moments"),
             ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
-            ("pinned weight", embedding_copy, "copy of the embedding, made at the start"),
+            ("pinned weights", weight_copies, "copy of the embedding, made at the start" if has_main else "float32"),
             ("offloaded state", moved_bytes, moved_note),
             (
                 "copies of weights",

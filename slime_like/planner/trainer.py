@@ -72,8 +72,15 @@ class RankParameters:
 
     def shard(self, settings: TrainerSettings) -> float:
         """Return the number of parameters whose optimizer state one rank keeps."""
-        dense_shards, expert_shards = num_shards(settings)
-        return num_parameters(self.dense_tensors) / dense_shards + num_parameters(self.expert_tensors) / expert_shards
+        return self._divided(num_shards(settings))
+
+    def saved(self, settings: TrainerSettings) -> float:
+        """Return the number of parameters that one rank saves, the mean over all: replicas are saved once."""
+        return self._divided(num_replicas(settings))
+
+    def _divided(self, divisors: tuple[int, int]) -> float:
+        dense, expert = divisors
+        return num_parameters(self.dense_tensors) / dense + num_parameters(self.expert_tensors) / expert
 
 
 def num_parameters(tensors: tuple[TensorGroup, ...]) -> float:
@@ -83,9 +90,12 @@ def num_parameters(tensors: tuple[TensorGroup, ...]) -> float:
 
 def num_shards(settings: TrainerSettings) -> tuple[int, int]:
     """Return the number of ranks over which the optimizer state of dense parameters, and of experts, is divided."""
+    return num_replicas(settings) if settings.distributed_optimizer else (1, 1)
+
+
+def num_replicas(settings: TrainerSettings) -> tuple[int, int]:
+    """Return the number of ranks that have the same dense parameters, and of those that have the same experts."""
     s = settings
-    if not s.distributed_optimizer:
-        return 1, 1
     return s.dp * s.cp, max(1, s.tp * s.cp * s.dp // (s.ep * s.etp))
 
 
