@@ -99,6 +99,30 @@ def fork_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]], seconds: 
     return out
 
 
+def run_on_gpu(calls: Mapping[str, Sequence[Any]], **environment: str) -> Results:
+    """Return the results of ``target(world, *args)`` (module:function) by the call's name, one after another in one process.
+
+    A process that has used a GPU cannot be forked. ``environment``: further variables of the process.
+    """
+    seconds = 60 + 120 * len(calls)
+    (out,) = run_ranks("tests.train.jobs:call_targets", 1, calls, seconds=seconds, environment=environment)
+    return Results({name: [result] for name, result in out.items()})
+
+
+def call_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Call the target of each call with this rank. A failing call does not stop the others."""
+    import_trainer(*sorted({target.partition(":")[0] for target, *_ in calls.values()}), device="cuda")
+    out: dict[str, Any] = {}
+    for name, (target, *args) in calls.items():
+        gc.collect()
+        gc.freeze()  # so that later collections skip what the calls share
+        try:
+            out[name] = pkgutil.resolve_name(target)(world, *args)
+        except Exception:  # noqa: BLE001 (fault boundary: the test prints the error)
+            out[name] = Failed(traceback.format_exc())
+    return out
+
+
 def prepare(jobs: Sequence[RankJob]) -> None:
     """Import the modules of the jobs, and share process groups between them."""
     configs = ("transformers.models.auto.configuration_auto", "transformers.models.llama.configuration_llama")
@@ -106,12 +130,12 @@ def prepare(jobs: Sequence[RankJob]) -> None:
     reuse_groups()
 
 
-def import_trainer(*modules: str) -> None:
+def import_trainer(*modules: str, device: str = "cpu") -> None:
     """Import the trainer, then ``modules``, as its ranks do."""
     with heavy_imports():  # megatron collects garbage at every save and load
         from slime_like.train.megatron.platform import host
 
-        host.install("cpu")
+        host.install(device)
         rank_modules = (
             "slime_like.train.megatron.rank.critic",
             "slime_like.train.megatron.rank.teacher",

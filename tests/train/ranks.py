@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from slime_like.util.deadline import Deadline
+from slime_like.util.imports import heavy_imports
 from slime_like.util.leave import leave
 from slime_like.util.ports import PortLease
 
@@ -197,7 +198,13 @@ def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str
     module, _, function = target.partition(":")
     args = pickle.loads((Path(folder) / "args").read_bytes())  # noqa: S301 (our own file)
     world = RankWorld(int(rank), int(size), "127.0.0.1", int(port))
-    _work(lambda *a: getattr(importlib.import_module(module), function)(*a), world, args, Path(folder), float(limit))
+
+    def call(*args: Any) -> Any:
+        with heavy_imports():
+            imported = importlib.import_module(module)
+        return getattr(imported, function)(*args)
+
+    _work(call, world, args, Path(folder), float(limit))
 
 
 def _work(function: Callable[..., Any], world: RankWorld, args: Sequence[Any], folder: Path, limit: float) -> NoReturn:

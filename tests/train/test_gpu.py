@@ -21,7 +21,7 @@ from slime_like.errors import ConfigError
 from slime_like.metrics.types import reduce_metrics
 from slime_like.train.megatron.platform import host
 from tests.train import parity
-from tests.train.jobs import annotated, save_checkpoint, start_trainer
+from tests.train.jobs import Results, annotated, run_on_gpu, save_checkpoint, start_trainer
 from tests.train.lifecycle import batch, train
 from tests.train.models import count_tokens, make_model, make_spec
 from tests.train.ranks import RankWorld, run_ranks
@@ -38,6 +38,7 @@ WIDE: dict[str, Any] = {  # FlashQLA supports only heads of 128
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
+HYBRID_BACKENDS = ("torch", "fla") if importlib.util.find_spec("fla") else ("torch",)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,20 @@ def folders(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return qwen3 | {
         name: make_model(folder / name, family, tied=tied, seed=seed) for name, (family, tied, seed) in families.items()
     }
+
+
+@pytest.fixture(scope="module")
+def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Run every function of this module that needs one GPU and no kernels of other libraries, in one process."""
+    scratch, module = tmp_path_factory.mktemp("gpu"), "tests.train.test_gpu"
+    calls = {
+        "options": (f"{module}:options_on_gpu", folders["tied"], scratch / "options"),
+        "tied": (f"{module}:on_gpu", folders["tied"], scratch / "tied"),
+        "qwen3_moe": (f"{module}:on_gpu", folders["qwen3_moe"], scratch / "qwen3_moe"),
+        "hybrid": (f"{module}:hybrid_on_gpu", folders["qwen3_5"], HYBRID_BACKENDS),
+        "same bits": (f"{module}:same_bits", folders["tied"]),  # the last, because torch stays deterministic
+    }
+    return run_on_gpu(calls, CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
 def actor_on_gpu(world: RankWorld, folder: Path, **spec: Any) -> Any:
@@ -139,8 +154,8 @@ def options_on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, A
     return out
 
 
-def test_options_on_one_gpu(folders: dict[str, Path], tmp_path: Path) -> None:
-    (result,) = run_ranks("tests.train.test_gpu:options_on_gpu", 1, folders["tied"], tmp_path)
+def test_options_on_one_gpu(results: Results) -> None:
+    (result,) = results["options"]
     assert len(result["recompute"]) > 1 and [len(result[name]) for name in ("device", "half", "resumed")] == [4, 4, 4]
     if has_values():
         assert {name: error for name, error in result["recompute"].items() if error > 1e-5} == {}
@@ -149,8 +164,8 @@ def test_options_on_one_gpu(folders: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "qwen3_moe"])
-def test_one_gpu(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    (result,) = run_ranks("tests.train.test_gpu:on_gpu", 1, folders[kind], tmp_path)
+def test_one_gpu(kind: str, results: Results) -> None:
+    (result,) = results[kind]
     assert result.keys() == {"grad", "loss", "bfloat16 score", "losses", "resumed", "export"}
     if has_values():
         assert result["grad"] < 1e-4 and result["loss"] < 1e-5, result
@@ -194,10 +209,9 @@ def assert_backends_agree(errors_of: dict[str, dict[str, float]], backends: tupl
         assert not has_values() or (errors["score"] < 0.3 and errors["grad"] < 0.1), errors_of
 
 
-def test_gated_delta_net_on_one_gpu(folders: dict[str, Path]) -> None:
-    backends = ("torch", "fla") if importlib.util.find_spec("fla") else ("torch",)
-    (errors_of,) = run_ranks("tests.train.test_gpu:hybrid_on_gpu", 1, folders["qwen3_5"], backends)
-    assert_backends_agree(errors_of, backends)
+def test_gated_delta_net_on_one_gpu(results: Results) -> None:
+    (errors_of,) = results["hybrid"]
+    assert_backends_agree(errors_of, HYBRID_BACKENDS)
 
 
 def test_gated_delta_net_by_flashqla_on_one_gpu(tmp_path: Path) -> None:
@@ -226,11 +240,8 @@ def same_bits(world: RankWorld, folder: Path) -> list[list[bytes]]:
     return weights_of_runs
 
 
-def test_a_deterministic_gpu_gives_the_same_bits_twice(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    ((first, second),) = run_ranks("tests.train.test_gpu:same_bits", 1, folders["tied"])
+def test_a_deterministic_gpu_gives_the_same_bits_twice(results: Results) -> None:
+    ((first, second),) = results["same bits"]
     assert len(first) == len(second) > 30
     assert first == second or not has_values()
 
