@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slime_like.config.rules.gdn_runtime import has_nvcc
 from slime_like.phantom.autotuning import use_first_configs
+from slime_like.rollout.engine.sglang_imports import sglang_imports
 
 TOKENS, REQUESTS, SLOTS = 256, 4, 1024
 KV_SPLITS = 8
@@ -32,6 +33,8 @@ def main(request: Path, result: Path) -> int:
     arguments: dict[str, Any] = json.loads(request.read_text(encoding="utf-8"))
     if arguments.get("first_configs"):
         use_first_configs()
+    with sglang_imports():
+        importlib.import_module("sglang")
     result.write_text(
         json.dumps([call(f, arguments["shape"]) for f in functions(arguments["shape"])]), encoding="utf-8"
     )

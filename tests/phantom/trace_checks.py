@@ -20,7 +20,6 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.planner.models import find_shape, table_config
 from slime_like.planner.offload import offload_items
 from slime_like.planner.trainer import TrainerSettings, stage_items
-from tests.phantom.heavy_objects import import_rank
 from tests.train.models import make_spec
 from tests.train.ranks import RankWorld
 
@@ -64,7 +63,6 @@ def trace_all(
 ) -> dict[str, Any]:
     """Return the traced and the planned memory of each layout, and of each recipe on the machine that it names."""
     del world
-    import_rank()
     return {
         **{name: _trace(scratch / name.replace(" ", "_"), layout) for name, layout in layouts.items()},
         **{name: trace_recipe(name, machine) for name, machine in recipes.items()},

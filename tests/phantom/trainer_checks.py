@@ -18,7 +18,6 @@ from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
 from slime_like.config.schema.residency import COLLECT, PUSH, SAVE, STEP, TRAINER_PHASES
 from slime_like.config.schema.resolved import CriticSpec, Layout, RankSpec
 from slime_like.phantom.counters import pinned_bytes, read_counts
-from tests.phantom.heavy_objects import import_rank
 from tests.train.jobs import Failed
 from tests.train.models import count_tokens, make_rows, make_spec, normalise
 from tests.train.ranks import RankWorld
@@ -30,7 +29,6 @@ LENGTHS = (24, 8, 16, 16)  # equal micro-batches, so that pipeline stages exchan
 def run_cases(world: RankWorld, cases: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Call ``function(*args)`` of each case. A failing case does not stop the others."""
     del world
-    import_rank()
     functions: dict[str, Callable[..., Any]] = {
         f.__name__: f
         for f in (steps, critic, teacher, save_and_load, guard, replay, overlapped_offload, residency, waits)

@@ -7,6 +7,7 @@ are even, and a pipeline stage receives tensors of the shape that it would send 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from slime_like.phantom.counters import is_phantom
 from slime_like.phantom.store import join_world
 from slime_like.train.megatron.platform import groups, host
 from slime_like.train.megatron.platform.groups import RankInfo
+from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import RendezvousAddress
 
 NOWHERE = RendezvousAddress("localhost", 0)
@@ -36,13 +38,22 @@ def join(spec: RankSpec, rank: int = 0) -> RankInfo:
     if not is_phantom() or spec.device != "cuda":
         raise ConfigError("a rank without the others of its world runs on a phantom GPU alone: use slime_like.phantom")
     groups.check_layout(spec.layout, spec.layout.world_size)
-    host.install("cuda")
     leave()
     keep_objects()  # before the collectives are wrapped
+    _import_trainer()
     join_world(rank, spec.layout.world_size)
     info = groups.join_and_make_groups(spec, rank=rank, world_size=spec.layout.world_size, master=NOWHERE)
     adapt()
     return info
+
+
+@functools.cache
+def _import_trainer() -> None:
+    """Import the trainer, and torch's compiler, which a step on CUDA imports."""
+    with heavy_imports():
+        host.install("cuda")
+        for name in ("slime_like.train.megatron.rank.trainer", "torch._inductor.compile_fx"):
+            importlib.import_module(name)
 
 
 def leave() -> None:
