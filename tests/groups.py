@@ -76,8 +76,8 @@ LONGEST = (
     *(*FORKED_ENGINES, *RANKS, *NODES),
     *(*FORKED_RUNS, *MORE_FORKED_RUNS),
     *(*RANKS_OF_WRAPPER, *ENGINE, *MORE_FORKED_ENGINES),
-    "tests/e2e/test_ended_by_faults.py",
-    *(f"tests/phantom/test_{name}.py" for name in ("trainer", "trace", "compiled_kernels", "engine")),
+    *("tests/e2e/test_ended_by_faults.py", "tests/scripts/test_clean_root.py"),
+    *(f"tests/phantom/test_{name}.py" for name in ("gpu_tests", "engine", "trace", "compiled_kernels", "trainer")),
     *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
     *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )
