@@ -18,7 +18,6 @@ from slime_like.planner.trainer import (
     TrainerSettings,
     num_parameters,
     num_shards,
-    padded_vocabulary,
     stage_parameters,
 )
 
@@ -55,16 +54,14 @@ def offload_items(
     state = MOMENT_BYTES + (MAIN_BYTES if has_main else 0)
     on_host, on_device = shard * s.offload, shard * (1 - s.offload)
     moved_bytes += block_share * state * on_device if in_rollouts else 0.0
-    table = weights * padded_vocabulary(shape.vocabulary, s.tp) * shape.hidden / s.tp
-    embedding_copy = 2.0 ** math.ceil(math.log2(table)) if on_host else 0.0  # torch rounds it up, and keeps it
-    weight_copies = embedding_copy if has_main else pinned_share * weights * on_host
+    weight_copies = 0.0 if has_main else pinned_share * weights * on_host
     snapshot = saved * (pinned_share * (weights + state * (1 - s.offload)) + state * s.offload)
     return MemoryTable(
         items(
             process,
             ("offloaded optimizer", state * on_host, "float32 weights and moments" if has_main else "moments"),
             ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
-            ("pinned weights", weight_copies, "copy of the embedding, made at the start" if has_main else "float32"),
+            ("pinned weights", weight_copies, "float32"),
             ("offloaded state", moved_bytes, moved_note),
             (
                 "copies of weights",

@@ -200,6 +200,13 @@ def test_offload_moves_the_optimizer_to_pinned_memory(results: Results) -> None:
     assert none["pinned"] < half["pinned"] < everything["pinned"]
 
 
+@pytest.mark.parametrize("name", ["half offload", "offload"])
+def test_the_optimizer_over_whole_parameters_is_freed(name: str, results: Results) -> None:
+    """megatron builds it before the optimizer over a shard, and leaves it in a reference cycle."""
+    (result,) = results[name]
+    assert result["optimizers"] == 1
+
+
 @pytest.mark.parametrize(("name", "optimizer"), [("residency", 12), ("residency, half offload", 6)])
 def test_each_phase_has_its_parts_on_the_device(name: str, optimizer: int, results: Results) -> None:
     (phases,) = results[name]

@@ -226,11 +226,15 @@ def overlapped_offload(folder: Path, fraction: float) -> dict[str, Any]:
     optim = {"cpu_offload": True, "cpu_offload_fraction": fraction}
     gc.collect()
     before = torch.cuda.memory_allocated()
+    gc.disable()  # as in a worker, which then freezes all objects
     trainer = make_trainer(folder, Layout(), optim=optim)
+    num_optimizers = sum(type(x).__name__ == "HybridDeviceOptimizer" for x in gc.get_objects())
+    gc.enable()
     train(trainer)
     gc.collect()
     parameters = sum(p.numel() for p in trainer.model.parameters())
     return {
+        "optimizers": num_optimizers,
         "device": (torch.cuda.memory_allocated() - before) / parameters,
         "pinned": pinned_bytes() / parameters,
         "version": trainer.version,
