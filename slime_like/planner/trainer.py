@@ -15,6 +15,8 @@ GRADIENT_BYTES = 4  # float32, in one buffer per rank
 MOMENT_BYTES = 8  # Adam's two moments, in float32
 MAIN_BYTES = 4  # float32 copy of 16-bit weights
 VOCABULARY_MULTIPLE = 128
+BUILD = "build"
+"""Item of a rank whose memory is higher while its model is built than during a step: the difference."""
 POLICY, VALUE, SCORING = "policy", "value", "scoring"
 """Tasks of a rank: train with an output layer, train with a value head (critic), and forward passes alone (teacher)."""
 
@@ -141,7 +143,7 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
 
 
 def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
-    """Return the peak memory of one rank during an optimizer step, with the allocator's overhead."""
+    """Return the peak memory of one rank, while it is built or during an optimizer step, with the allocator's overhead."""
     allocated = allocated_items(shape, settings)
     groups = sum(size > 1 for size in (settings.tp, settings.cp, settings.pp, settings.ep, settings.etp)) + (
         settings.world_size > 1
@@ -155,7 +157,7 @@ def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
 
 
 def allocated_items(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
-    """Return the tensors of one rank at the peak of an optimizer step, which torch counts as allocated memory.
+    """Return the tensors of one rank at its peak, which torch counts as allocated memory.
 
     With pipeline stages, the rank is in the stage that needs the most memory, and the table names this stage.
     """
@@ -177,7 +179,25 @@ def stage_items(shape: ModelShape, settings: TrainerSettings, stage: int) -> Mem
         ("optimizer", parameters.shard(s) * state * (1 - s.offload), _optimizer_note(s)),
         ("activations", activations, _activation_note(shape, s, stage)),
     )
-    return MemoryTable((*rows, *_transient(shape, s, stage)), place)
+    rows = (*rows, *_transient(shape, s, stage))
+    rest = build_bytes(shape, s, stage) - sum(row.num_bytes for row in rows)
+    return MemoryTable((*rows, *items((BUILD, max(0.0, rest), "at the start, in place of activations"))), place)
+
+
+def build_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) -> float:
+    """Return the largest sum of tensors of a rank of a pipeline stage while its model and its optimizer are built.
+
+    megatron allocates gradients, and for the distributed optimizer copies weights into one buffer, first of dense parameters and
+    then of experts. The optimizer's main weights come last; its moments are allocated in the first step.
+    """
+    s, parameters = settings, stage_parameters(shape, settings, stage)
+    weight = PARAMETER_BYTES[s.dtype]
+    copy = weight if s.distributed_optimizer else 0
+    dense, experts = num_parameters(parameters.dense_tensors), num_parameters(parameters.expert_tensors)
+    main = parameters.shard(s) * MAIN_BYTES * (1 - s.offload) if s.dtype == "bfloat16" else 0.0
+    first = dense * (copy + GRADIENT_BYTES)
+    last = (dense + experts) * GRADIENT_BYTES + max(experts * copy, main)
+    return weight * parameters.total + max(first, last)
 
 
 def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, sparse: bool) -> float:

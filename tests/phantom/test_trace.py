@@ -62,6 +62,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_planner_agrees_with_a_trace(name: str, traced: dict[str, Any]) -> None:
     result = traced[name]
     assert result["planned"] / result["traced"] == pytest.approx(1, abs=0.1), result
+    assert result["build"] == pytest.approx(1, abs=0.1), result
     assert result["weights"] == pytest.approx(1, abs=0.02)
     assert result["gradients"] == pytest.approx(1, abs=0.02)
     assert result["main memory planned"] == pytest.approx(result["main memory traced"], rel=0.1, abs=64 << 20)
@@ -111,10 +112,11 @@ def test_a_plan_shows_the_trace_beside_the_estimate(monkeypatch: pytest.MonkeyPa
     assert rows[1].startswith("weights 4.0 GiB 3.7 GiB")
     assert rows[4].startswith("activations and temporary 5.0 GiB")
     assert rows[5].startswith("peak of a step 23.0 GiB 22.6 GiB planner -")
-    assert rows[6].startswith("peak at the end of a push 8.0 GiB 8.1 GiB planner +")
-    assert rows[7].startswith("main memory 21.0 GiB 18.5 GiB planner -")
-    assert "step 23.0 GiB (reserved 25.0 GiB)" in rows[8]
-    assert rows[9].endswith("of 79.6 GiB: fits") and "push 71." in rows[9]
+    assert rows[6].startswith("peak of the build 15.0 GiB 15.0 GiB planner -")
+    assert rows[7].startswith("peak at the end of a push 8.0 GiB 8.1 GiB planner +")
+    assert rows[8].startswith("main memory 21.0 GiB 18.5 GiB planner -")
+    assert "step 23.0 GiB (reserved 25.0 GiB)" in rows[9]
+    assert rows[10].endswith("of 79.6 GiB: fits") and "push 71." in rows[10]
 
 
 def test_a_trace_that_does_not_fit_its_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.phases import FIXED
 from slime_like.cluster.plan.planner import Plan, make_plan
-from slime_like.cluster.plan.trace import gpu_totals, planned_host_bytes, planned_items
+from slime_like.cluster.plan.trace import gpu_totals, planned_build_bytes, planned_host_bytes, planned_items
 from slime_like.cluster.plan.traced_rank import traces
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.gdn import GDNConfig
@@ -19,7 +19,7 @@ from slime_like.config.schema.residency import PUSH, STEP
 from slime_like.config.schema.resolved import Layout
 from slime_like.planner.models import find_shape, table_config
 from slime_like.planner.offload import offload_items
-from slime_like.planner.trainer import TrainerSettings, stage_items
+from slime_like.planner.trainer import BUILD, TrainerSettings, build_bytes, stage_items
 from tests.train.models import make_spec
 from tests.train.ranks import RankWorld
 
@@ -93,10 +93,11 @@ def _trace(folder: Path, traced: TraceCase) -> dict[str, float]:
     shape = replace(shape, layers=shape.layers[: traced.layers])
     plan_table = stage_items(shape, traced.settings, stage)
     on_host = offload_items(shape, traced.settings, stage=stage)
-    step = next(phase for phase in trace.phases if phase.name == "step")
+    peaks = {phase.name: phase.allocated for phase in trace.phases}
     return {
-        "traced": step.allocated,
-        "planned": plan_table.total,
+        "traced": peaks[STEP],
+        "planned": plan_table.total - plan_table.of(BUILD),
+        "build": build_bytes(shape, traced.settings, stage) / peaks[BUILD],
         "weights": plan_table.of("weights") / trace.weights,
         "gradients": plan_table.of("gradients") / trace.gradients,
         "main memory traced": trace.pinned + trace.pageable,
@@ -125,7 +126,9 @@ def _compared(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
         "largest sum": max(gpu_totals(plan, trace).values()),
         "available": plan.memory.available,
         "step traced": peaks[STEP],
-        "step planned": planned.total,
+        "step planned": planned.total - planned.of(BUILD),
+        "build traced": peaks[BUILD],
+        "build planned": planned_build_bytes(plan, trace["stage"]) or 0.0,
         "main memory traced": trace["pinned"] + trace["pageable"],
         "main memory planned": planned_host_bytes(plan, trace["stage"]) or 0.0,
     }
@@ -141,7 +144,7 @@ def check_recipe(name: str, results: Sequence[Mapping[str, float]]) -> None:
     for result in results:
         assert result["largest sum"] <= result["available"], f"{name}: {result}"
         numbers = {key.removesuffix(" planned") for key in result if key.endswith(" planned")}
-        assert numbers == {"step", "main memory"} | ({"push"} if offloads else set()), numbers
+        assert numbers == {"step", "build", "main memory"} | ({"push"} if offloads else set()), numbers
         for number in numbers:
             planned, traced = result[f"{number} planned"], result[f"{number} traced"]
             assert abs(planned - traced) <= max(0.1 * traced, SMALL_BYTES), f"{name}, {number}: {result}"

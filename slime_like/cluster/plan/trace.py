@@ -21,7 +21,7 @@ from slime_like.config.schema.residency import PUSH, SAVE, STEP
 from slime_like.errors import ConfigError
 from slime_like.phantom.device import PhantomGpu
 from slime_like.planner.table import MemoryTable, gib
-from slime_like.planner.trainer import stage_items
+from slime_like.planner.trainer import BUILD, build_bytes, stage_items
 from slime_like.planner.view import columns
 from slime_like.util.deadline import Deadline
 
@@ -95,18 +95,19 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
         f"trace      a trainer rank on a phantom GPU: {place}{trace['num_micro_batches']} micro-batches of "
         f"{plan.actor.max_tokens_per_rank:,} tokens in sequences of {trace['length']:,}{trace['note']}"
     )
-    peak = next(phase["allocated"] for phase in trace["phases"] if phase["name"] == STEP)
-    table = planned_items(plan, trace["stage"])
+    peaks = {phase["name"]: phase["allocated"] for phase in trace["phases"]}
+    peak, table = peaks[STEP], planned_items(plan, trace["stage"])
     rows = [("", "traced", "planned", "")]
     for name in RESIDENT:
         rows.append((name, gib(trace[name]), "-" if table is None else gib(table.of(name)), ""))
     resident = sum(trace[name] for name in RESIDENT)
-    other_bytes = None if table is None else table.total - sum(table.of(name) for name in RESIDENT)
+    planned = None if table is None else table.total - table.of(BUILD)
+    other_bytes = None if table is None or planned is None else planned - sum(table.of(name) for name in RESIDENT)
     rows.append(
         ("activations and temporary", gib(peak - resident), "-" if other_bytes is None else gib(other_bytes), "")
     )
-    error = "" if table is None else f"planner {table.total / peak - 1:+.1%}"
-    rows.append(("peak of a step", gib(peak), "-" if table is None else gib(table.total), error))
+    rows.append(_compared("peak of a step", peak, planned))
+    rows.append(_compared("peak of the build", peaks[BUILD], planned_build_bytes(plan, trace["stage"])))
     rows += [*_push_row(plan, trace), *_host_row(plan, trace)]
     yield from columns(rows)
     phases = ", ".join(f"{p['name']} {gib(p['allocated'])} (reserved {gib(p['reserved'])})" for p in trace["phases"])
@@ -117,6 +118,13 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
     verdict = "fits" if max(sums.values()) <= available else "does not fit"
     text = ", ".join(f"{name} {gib(num_bytes)}".strip() for name, num_bytes in sums.items())
     yield f"  a GPU, with the planned memory of its other processes: {text} of {gib(available)}: {verdict}"
+
+
+def _compared(name: str, traced: float, planned: float | None) -> tuple[str, str, str, str]:
+    """Return the row of a traced number with the planner's."""
+    if planned is None:
+        return name, gib(traced), "-", ""
+    return name, gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}"
 
 
 def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
@@ -143,8 +151,7 @@ def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
     table = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)
     if traced is None or table is None or plan.actor.layout.pp > 1:
         return []
-    planned = table.total - table.of("allocator", *FIXED)
-    return [("peak at the end of a push", gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}")]
+    return [_compared("peak at the end of a push", traced, table.total - table.of("allocator", *FIXED))]
 
 
 def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -152,7 +159,7 @@ def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
     traced, planned = trace["pinned"] + trace["pageable"], planned_host_bytes(plan, trace["stage"])
     if traced < SMALL or planned is None:
         return []
-    return [("main memory", gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}")]
+    return [_compared("main memory", traced, planned)]
 
 
 def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
@@ -161,6 +168,14 @@ def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
     if demand is None or demand.shapes.actor is None:
         return None
     return stage_items(demand.shapes.actor, demand.settings, stage)
+
+
+def planned_build_bytes(plan: Plan, stage: int) -> float | None:
+    """Return the planner's estimate of that memory while the model is built; None if it has none."""
+    demand = plan.memory.demand
+    if demand is None or demand.shapes.actor is None:
+        return None
+    return build_bytes(demand.shapes.actor, demand.settings, stage)
 
 
 def planned_host_bytes(plan: Plan, stage: int) -> float | None:
