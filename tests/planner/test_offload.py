@@ -15,10 +15,10 @@ from slime_like.planner.models import find_shape
 from slime_like.planner.offload import gradient_buffers, offload_items
 from slime_like.planner.trainer import RankParameters, TensorGroup, TrainerSettings
 
-# Layouts of recipes, and the bytes on the host that ``--trace`` counts for a rank (pinned and pageable; the first is rounded).
+# Layouts of recipes, and the bytes on the host that ``--trace`` counts for a rank, pinned and pageable.
 TRACED = {
-    "Qwen3.5-35B-A3B": (TrainerSettings(tp=2, cp=4, ep=8, offload=1.0), False, 70_100_000_000),
-    "Qwen3-30B-A3B": (TrainerSettings(tp=4, dp=2, ep=8, offload=1.0), True, 74_330_968_064),
+    "Qwen3.5-35B-A3B": (TrainerSettings(tp=2, cp=4, ep=8, offload=1.0), False, 69_479_710_720),
+    "Qwen3-30B-A3B": (TrainerSettings(tp=4, dp=2, ep=8, offload=1.0), True, 74_326_241_280),
 }
 
 

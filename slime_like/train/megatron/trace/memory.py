@@ -15,13 +15,14 @@ from slime_like.config.schema.guard_policy import NO_GUARD
 from slime_like.config.schema.residency import COLLECT, GRADIENTS, PUSH, STEP, TRAINER_PHASES, WEIGHTS
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.phantom.counters import CallCounts, pageable_bytes, pinned_bytes, read_counts
+from slime_like.planner.trainer import BUILD
 from slime_like.train.megatron.trace import solo
 
 if TYPE_CHECKING:
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
 PUSH_BYTES = 512 << 20  # bucket of a weight push
-BUILD, TRANSFER = "build", "transfer"  # traced phases that the planner does not have
+TRANSFER = "transfer"  # traced phase of a push, for which the planner has no estimate
 
 
 @dataclass(frozen=True, slots=True)
