@@ -15,7 +15,7 @@ from slime_like.util.deadline import Deadline
 if TYPE_CHECKING:
     from torch.multiprocessing import ProcessContext
 
-RUN_S, STOP_S = 7_200.0, 60.0  # limits of one run, and of its end after SIGTERM
+RUN_S, STOP_S = 7_200.0, 60.0  # limits of one run, and of its end after a signal
 
 
 def read_lines(process: subprocess.Popen[str], *, limit_s: float = RUN_S, stop_s: float = STOP_S) -> Generator[str]:

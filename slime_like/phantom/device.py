@@ -33,7 +33,7 @@ class PhantomGpu:
             "TRITON_LIBCUDA_PATH": folder,
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(self.num_devices))),
             "TORCH_NCCL_ENABLE_MONITORING": "0",  # a thread that watches for hangs, which do not occur
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more are processes, each with an import of torch
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # more would be processes that each import torch
             "PHANTOM_GPU_MEMORY": str(self.memory_bytes),
             "PHANTOM_GPU_DEVICES": str(self.num_devices),
             "PHANTOM_GPU_CAPABILITY": "{}{}".format(*self.capability),

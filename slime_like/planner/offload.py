@@ -8,6 +8,7 @@ from slime_like.planner import constants
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import MemoryTable, items
 from slime_like.planner.trainer import (
+    BUILD,
     GRADIENT_BYTES,
     MAIN_BYTES,
     MOMENT_BYTES,
@@ -41,7 +42,7 @@ def offload_items(
     stages = [stage_parameters(shape, s, number) for number in (range(s.pp) if stage is None else (stage,))]
     total = sum(parameters.total for parameters in stages) / len(stages)
     shard = sum(parameters.shard(s) for parameters in stages) / len(stages)
-    saved = sum(parameters.saved(s) for parameters in stages) / len(stages)
+    num_saved = sum(parameters.num_saved(s) for parameters in stages) / len(stages)
     buffers = sum(gradient_buffers(parameters, s) for parameters in stages) / len(stages)
     pinned_share = buffers / (GRADIENT_BYTES * shard)
     weights = PARAMETER_BYTES[s.dtype]
@@ -50,18 +51,17 @@ def offload_items(
     moved_note = "pinned, during rollouts"
     if s.task == SCORING:
         return MemoryTable(items(process, ("offloaded state", moved_bytes, moved_note)))
-    has_main = s.dtype != "float32"
-    state = MOMENT_BYTES + (MAIN_BYTES if has_main else 0)
+    state = MOMENT_BYTES + (MAIN_BYTES if s.dtype == "bfloat16" else 0)
     on_host, on_device = shard * s.offload, shard * (1 - s.offload)
     moved_bytes += block_share * state * on_device if in_rollouts else 0.0
-    weight_copies = 0.0 if has_main else pinned_share * weights * on_host
-    snapshot = saved * (pinned_share * (weights + state * (1 - s.offload)) + state * s.offload)
+    snapshot = num_saved * (pinned_share * (weights + state * (1 - s.offload)) + state * s.offload)
+    gradients = pinned_share * GRADIENT_BYTES * on_host
+    build = MAIN_BYTES * (total * s.offload + on_host)  # megatron's first optimizer has all parameters of the rank
     return MemoryTable(
         items(
             process,
-            ("offloaded optimizer", state * on_host, "float32 weights and moments" if has_main else "moments"),
-            ("pinned gradients", pinned_share * GRADIENT_BYTES * on_host, "float32"),
-            ("pinned weights", weight_copies, "float32"),
+            ("offloaded optimizer", state * on_host, "float32 weights and moments"),
+            ("pinned gradients", gradients, "float32"),
             ("offloaded state", moved_bytes, moved_note),
             (
                 "copies of weights",
@@ -69,6 +69,7 @@ def offload_items(
                 "pinned: reference, teacher, and the weights that they replace",
             ),
             ("checkpoint", snapshot, "snapshot during a save"),
+            (BUILD, max(0.0, build - state * on_host - gradients - snapshot), "at the start, above that of a save"),
         )
     )
 

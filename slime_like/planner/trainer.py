@@ -74,14 +74,14 @@ class RankParameters:
 
     def shard(self, settings: TrainerSettings) -> float:
         """Return the number of parameters whose optimizer state one rank keeps."""
-        return self._divided(num_shards(settings))
+        return self._num_per_rank(num_shards(settings))
 
-    def saved(self, settings: TrainerSettings) -> float:
+    def num_saved(self, settings: TrainerSettings) -> float:
         """Return the number of parameters that one rank saves, the mean over all: replicas are saved once."""
-        return self._divided(num_replicas(settings))
+        return self._num_per_rank(num_replicas(settings))
 
-    def _divided(self, divisors: tuple[int, int]) -> float:
-        dense, expert = divisors
+    def _num_per_rank(self, num_ranks: tuple[int, int]) -> float:
+        dense, expert = num_ranks
         return num_parameters(self.dense_tensors) / dense + num_parameters(self.expert_tensors) / expert
 
 
@@ -181,23 +181,25 @@ def stage_items(shape: ModelShape, settings: TrainerSettings, stage: int) -> Mem
     )
     rows = (*rows, *_transient(shape, s, stage))
     rest = build_bytes(shape, s, stage) - sum(row.num_bytes for row in rows)
-    return MemoryTable((*rows, *items((BUILD, max(0.0, rest), "at the start, in place of activations"))), place)
+    return MemoryTable((*rows, *items((BUILD, max(0.0, rest), "at the start, above the peak of a step"))), place)
 
 
 def build_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) -> float:
     """Return the largest sum of tensors of a rank of a pipeline stage while its model and its optimizer are built.
 
-    megatron allocates gradients, and for the distributed optimizer copies weights into one buffer, first of dense parameters and
-    then of experts. The optimizer's main weights come last; its moments are allocated in the first step.
+    megatron allocates the gradients of each segment, and for the distributed optimizer copies its weights into one buffer, first of
+    dense parameters and then of experts. The optimizer's main weights come last; its moments are allocated in the first step. With a
+    part of the optimizer on the host, an optimizer over all parameters of the rank comes first (``HybridDeviceOptimizer``).
     """
     s, parameters = settings, stage_parameters(shape, settings, stage)
-    weight = PARAMETER_BYTES[s.dtype]
+    weight, segments = PARAMETER_BYTES[s.dtype], len(_segments(shape, s, stage))
     copy = weight if s.distributed_optimizer else 0
-    dense, experts = num_parameters(parameters.dense_tensors), num_parameters(parameters.expert_tensors)
-    main = parameters.shard(s) * MAIN_BYTES * (1 - s.offload) if s.dtype == "bfloat16" else 0.0
-    first = dense * (copy + GRADIENT_BYTES)
-    last = (dense + experts) * GRADIENT_BYTES + max(experts * copy, main)
-    return weight * parameters.total + max(first, last)
+    dense, experts = (num_parameters(t) / segments for t in (parameters.dense_tensors, parameters.expert_tensors))
+    last_segment = max(dense * (copy + GRADIENT_BYTES), (dense + experts) * GRADIENT_BYTES + experts * copy)
+    buffers = parameters.total * GRADIENT_BYTES * (segments - 1) / segments + last_segment
+    num_main = parameters.shard(s) + (parameters.total if s.offload else 0)
+    main = num_main * MAIN_BYTES * (1 - s.offload) if s.dtype == "bfloat16" else 0.0
+    return weight * parameters.total + max(buffers, parameters.total * GRADIENT_BYTES + main)
 
 
 def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, sparse: bool) -> float:

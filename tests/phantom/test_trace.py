@@ -30,8 +30,10 @@ LAYOUTS = {
     "dense, recompute": TraceCase(DENSE, 4, TP2, recompute="full", chunk=1_024),
     "dense, cp": TraceCase(DENSE, 4, Layout(cp=2, dp=2, **SP)),
     "dense, offload": TraceCase("Qwen3-0.6B", 4, TP2, offload=1.0),
+    "dense, half offloaded": TraceCase(DENSE, 4, Layout(**SP), offload=0.5),
     "dense, first stage": TraceCase(DENSE, 4, PP2, num_micro_batches=4),
     "dense, last stage": TraceCase(DENSE, 4, PP2, rank=7, num_micro_batches=4),
+    "dense, virtual stages": TraceCase(DENSE, 4, Layout(dp=2, pp=2, vpp=2, **SP), num_micro_batches=4),
     "experts": TraceCase(SPARSE, 2, EP8),
     "experts, recompute": TraceCase(SPARSE, 2, Layout(dp=8, ep=8), recompute="full"),
     "hybrid with experts": TraceCase(HYBRID, 4, EP8, tokens=4_096),
@@ -122,6 +124,15 @@ def test_a_plan_shows_the_trace_beside_the_estimate(monkeypatch: pytest.MonkeyPa
 def test_a_trace_that_does_not_fit_its_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     phases = [
         phase | {"reserved": phase["reserved"] + (9 << 30) * (phase["name"] == "push")} for phase in TRACE["phases"]
+    ]
+    monkeypatch.setattr(trace_module, "run_trace", lambda argv, machine: [TRACE | {"phases": phases}])
+    assert show_plan(ARGV, MACHINE, trace=True).endswith("of 79.6 GiB: does not fit\n")
+
+
+def test_a_build_that_does_not_fit_its_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines and ranks run in turns, and a rank is built in the place of a step."""
+    phases = [
+        phase | {"reserved": phase["reserved"] + (90 << 30) * (phase["name"] == "build")} for phase in TRACE["phases"]
     ]
     monkeypatch.setattr(trace_module, "run_trace", lambda argv, machine: [TRACE | {"phases": phases}])
     assert show_plan(ARGV, MACHINE, trace=True).endswith("of 79.6 GiB: does not fit\n")

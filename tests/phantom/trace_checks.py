@@ -46,6 +46,7 @@ class TraceCase:
     def settings(self) -> TrainerSettings:
         """Return the planner's settings of this layout."""
         sizes = {name: getattr(self.layout, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
+        num_segments = self.layout.pp * self.layout.vpp
         return TrainerSettings(
             **sizes,
             tokens=self.tokens,
@@ -55,6 +56,7 @@ class TraceCase:
             trained_share=self.trained_share,
             num_micro_batches=self.num_micro_batches,
             sequence_parallel=self.layout.sequence_parallel,
+            segments=(self.layers // num_segments,) * num_segments,
         )
 
 
@@ -101,7 +103,7 @@ def _trace(folder: Path, traced: TraceCase) -> dict[str, float]:
         "weights": plan_table.of("weights") / trace.weights,
         "gradients": plan_table.of("gradients") / trace.gradients,
         "main memory traced": trace.pinned + trace.pageable,
-        "main memory planned": on_host.of("offloaded optimizer", "pinned gradients", "pinned weights"),
+        "main memory planned": on_host.of("offloaded optimizer", "pinned gradients"),
     }
 
 

@@ -53,7 +53,7 @@ def folders(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Run every function of this module that needs one GPU and no kernels of other libraries, in one process."""
+    """Run every function of this module that needs one GPU, except FlashQLA's and TransformerEngine's, in one process."""
     scratch, module = tmp_path_factory.mktemp("gpu"), "tests.train.test_gpu"
     calls = {
         "options": (f"{module}:options_on_gpu", folders["tied"], scratch / "options"),

@@ -106,8 +106,8 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
     rows.append(
         ("activations and temporary", gib(peak - resident), "-" if other_bytes is None else gib(other_bytes), "")
     )
-    rows.append(_compared("peak of a step", peak, planned))
-    rows.append(_compared("peak of the build", peaks[BUILD], planned_build_bytes(plan, trace["stage"])))
+    rows.append(_comparison_row("peak of a step", peak, planned))
+    rows.append(_comparison_row("peak of the build", peaks[BUILD], planned_build_bytes(plan, trace["stage"])))
     rows += [*_push_row(plan, trace), *_host_row(plan, trace)]
     yield from columns(rows)
     phases = ", ".join(f"{p['name']} {gib(p['allocated'])} (reserved {gib(p['reserved'])})" for p in trace["phases"])
@@ -120,7 +120,7 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
     yield f"  a GPU, with the planned memory of its other processes: {text} of {gib(available)}: {verdict}"
 
 
-def _compared(name: str, traced: float, planned: float | None) -> tuple[str, str, str, str]:
+def _comparison_row(name: str, traced: float, planned: float | None) -> tuple[str, str, str, str]:
     """Return the row of a traced number with the planner's."""
     if planned is None:
         return name, gib(traced), "-", ""
@@ -135,6 +135,7 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
     """
     reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
     reserved[""] = max(reserved.values())
+    reserved[STEP] = max(reserved[STEP], reserved[BUILD])  # a rank is built in the place of a step
     sums: dict[str, float] = {}
     for phase in plan.memory.phases:
         roles = dict(phase.tables)
@@ -151,7 +152,7 @@ def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
     table = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)
     if traced is None or table is None or plan.actor.layout.pp > 1:
         return []
-    return [_compared("peak at the end of a push", traced, table.total - table.of("allocator", *FIXED))]
+    return [_comparison_row("peak at the end of a push", traced, table.total - table.of("allocator", *FIXED))]
 
 
 def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -159,7 +160,7 @@ def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
     traced, planned = trace["pinned"] + trace["pageable"], planned_host_bytes(plan, trace["stage"])
     if traced < SMALL or planned is None:
         return []
-    return [_compared("main memory", traced, planned)]
+    return [_comparison_row("main memory", traced, planned)]
 
 
 def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
@@ -171,7 +172,7 @@ def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
 
 
 def planned_build_bytes(plan: Plan, stage: int) -> float | None:
-    """Return the planner's estimate of that memory while the model is built; None if it has none."""
+    """Return the planner's estimate of the memory that torch allocates on this stage while it is built; None if it has none."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None
@@ -179,9 +180,9 @@ def planned_build_bytes(plan: Plan, stage: int) -> float | None:
 
 
 def planned_host_bytes(plan: Plan, stage: int) -> float | None:
-    """Return the planner's estimate of a rank's tensors in main memory, without the snapshot of a checkpoint; None if it has none."""
+    """Return the planner's estimate of a rank's tensors in main memory after a step; None if it has none."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None
     table = actor_host_memory(demand, demand.shapes.actor, stage)
-    return table.total - table.of("processes", "checkpoint")
+    return table.total - table.of("processes", "checkpoint", BUILD)

@@ -88,7 +88,9 @@ def check_layout(layout: Layout, world_size: int) -> None:
 def join_and_make_groups(
     spec: RankSpec, *, rank: int, world_size: int, master: RendezvousAddress, local_rank: int = 0
 ) -> RankInfo:
-    """Join the world (unless already joined) and create megatron's groups. Must run before any import of megatron.
+    """Join the world (unless already joined) and create megatron's groups.
+
+    ``host.install`` must run before any import of megatron: here, or earlier.
 
     Raises ``ConfigError`` on a layout that the trainer does not support or that does not fit the world size.
     """

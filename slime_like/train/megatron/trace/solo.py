@@ -38,9 +38,9 @@ def join(spec: RankSpec, rank: int = 0) -> RankInfo:
     if not is_phantom() or spec.device != "cuda":
         raise ConfigError("a rank without the others of its world runs on a phantom GPU alone: use slime_like.phantom")
     groups.check_layout(spec.layout, spec.layout.world_size)
-    leave()
     keep_objects()  # before the collectives are wrapped
     _import_trainer()
+    leave()
     join_world(rank, spec.layout.world_size)
     info = groups.join_and_make_groups(spec, rank=rank, world_size=spec.layout.world_size, master=NOWHERE)
     adapt()
