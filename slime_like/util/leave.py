@@ -1,4 +1,4 @@
-"""Exit of a process that used gloo."""
+"""Exit of a process that used gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def leave(code: int) -> NoReturn:
     """Flush stdout and stderr and exit with ``code`` immediately, without running exit handlers.
 
     A gloo thread that is still releasing a tensor takes the GIL, and CPython before 3.14 ends such a thread during
-    finalization, which aborts the process ("terminate called without an active exception").
+    finalization, which aborts the process ("terminate called without an active exception"). The heartbeat thread of NCCL's groups
+    takes it too, and ended a process with a segmentation fault.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,6 +20,7 @@ from slime_like.config.schema.resolved import RankSpec
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.phantom.autotuning import use_first_configs
 from slime_like.util.imports import heavy_imports
+from slime_like.util.leave import leave
 
 
 def main(request: Path, result: Path) -> int:
@@ -89,4 +90,4 @@ def traced(plan: Plan, spec: RankSpec, stage: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    leave(main(Path(sys.argv[1]), Path(sys.argv[2])))
