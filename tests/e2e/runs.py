@@ -10,11 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
+
 from slime_like.cluster.run.status import read_status
+from slime_like.cluster.supervise.process_tree import command
+from slime_like.cluster.supervise.stacks import gather_stacks, live_processes
 from slime_like.util.deadline import Deadline
 from tests.e2e.exposed_secrets import PLANTED_SECRETS
 from tests.e2e.leftovers import MARK, RunResources, leftovers
@@ -24,6 +29,7 @@ RUN_S = 420.0
 POLL_S = 0.1
 RECORD_S = 1.0  # between two records of a run's sockets and secrets
 MEMORY_RECORD_S = 5.0  # between two records of its shared memory
+STACKS_S = 10.0  # for the processes of a run that hangs to write their stacks
 _run_numbers = itertools.count()
 
 
@@ -109,8 +115,11 @@ class Training:
         deadline = Deadline("test", "train.py", RUN_S)
         while not condition():
             if deadline.elapsed() > deadline.limit:
+                processes = describe_processes(self.resources.processes(), self._run_dir)
                 self._kill()
-                raise deadline.exceeded(f"train.py, whose output ends with: {self._log.read_text()[-3000:]}")
+                raise deadline.exceeded(
+                    f"train.py, whose output ends with: {self._log.read_text()[-3000:]}\n{processes}"
+                )
             if time.monotonic() - self._recorded_at > RECORD_S:
                 self.record(memory=time.monotonic() - self._memory_recorded_at > MEMORY_RECORD_S)
             time.sleep(POLL_S)
@@ -140,6 +149,21 @@ class Training:
 def train(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> RunResult:
     """Run train.py to its end."""
     return Training(*arguments, log=log, environment=environment).wait()
+
+
+def describe_processes(pids: list[int], run_dir: Path | None) -> str:
+    """Return a line with the state of each process, and the stacks of those that write them to the run folder."""
+    lines: list[str] = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            lines.append(f"process {pid}: {process.status()}: {command(process)}")
+    if run_dir is not None:
+        folder = run_dir / "stacks"
+        gather_stacks(folder, STACKS_S)
+        for name, pid in live_processes(folder).items():
+            lines += [f"{name}:\n{path.read_text()}" for path in folder.glob(f"{name}.{pid}.*.txt")]
+    return "\n".join(lines)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
