@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError, RayTaskError
 
+from slime_like.cluster.supervise import driver_link
 from slime_like.cluster.workers import calls, lost_node
 from slime_like.errors import CheckpointError, CollectiveError, DeadlineExceeded, WorkerError
 from slime_like.util.deadline import Deadline, scale
@@ -218,3 +221,22 @@ def test_a_wait_that_begins_at_the_deadline_has_no_negative_timeout(monkeypatch:
     monkeypatch.setattr(Deadline, "elapsed", elapsed)
     with pytest.raises(DeadlineExceeded, match="rank 0"):
         wait({"0": 900.0}, limit=0.0015 / scale())
+
+
+def test_the_supervisor_bounds_the_time_of_the_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, supervisor = socket.socketpair()
+    with line, supervisor:
+        monkeypatch.setattr(driver_link, "_line", line)
+        received: list[str] = []
+
+        def put(value: str) -> str:
+            received.append(supervisor.recv(65_536).decode())
+            return value.upper()
+
+        monkeypatch.setattr(calls.ray, "put", put)
+        assert calls.put("prompts") == "PROMPTS"
+        received.append(supervisor.recv(65_536).decode())
+    begins, ends = map(json.loads, received)
+    assert begins["waits_for"] == "Ray's object store"
+    assert (begins["seconds"], begins["owner"], begins["phase"]) == (calls.STORE_S, "driver", "put")
+    assert (begins["kind"], ends["kind"], begins["number"]) == ("call_begins", "call_ends", ends["number"])

@@ -250,7 +250,7 @@ class Cluster:
                 actor, RolloutActor.connect, replace(spec, share=share), source, heldout, engines, template
             )
         )
-        wait_all(connected, deadline)
+        wait_all(connected, deadline, self.progress.waiting)
         selection = open_selection(cfg, self.plan.samples_per_rollout)
         return EngineRollout(self.managers, selection, cfg.loop.step_deadline_s)
 

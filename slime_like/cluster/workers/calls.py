@@ -26,6 +26,7 @@ POLL_S = 1.0  # the longest wait
 SETTLE_S = 20.0  # for the other calls to end after an error that ends the run
 GRACE_S = 2.0  # for peers of a failed process to report their errors
 NODES_S = 30.0  # for Ray to list its nodes
+STORE_S = 600.0  # for Ray's object store to take an argument
 
 
 def start_actor[**P, T](actor_class: Callable[P, T], **options: Any) -> Callable[P, ActorHandle[T]]:
@@ -55,7 +56,8 @@ def call(actor: ActorHandle[Any], method: Callable[..., Any], *args: Any, **kwar
 
 def put[T](value: T) -> T:
     """Store an argument of several calls once. Typed as the value, because Ray passes the value to the methods."""
-    return cast(T, ray.put(value))
+    with driver_link.bounded_call(Deadline("driver", "put", STORE_S), "Ray's object store"):
+        return cast(T, ray.put(value))
 
 
 def wait_all[R](
