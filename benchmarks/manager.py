@@ -85,9 +85,9 @@ class Prompts:
     def __len__(self) -> int:
         return 10**9
 
-    def next(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts."""
-        first, self._position = self._position, self._position + n
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """Return the next ``num_prompts`` prompts."""
+        first, self._position = self._position, self._position + num_prompts
         return [
             Prompt(i, np.random.default_rng(i).integers(0, VOCAB, PROMPT_TOKENS, dtype=np.int32), "", None, None)
             for i in range(first, self._position)
@@ -174,14 +174,14 @@ def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_in_children(
-    size: tuple[int, int], replies: str, group: int, profile: int, count: int
+    size: tuple[int, int], replies: str, group: int, profile: int, num_managers: int
 ) -> list[dict[str, Any]]:
-    """Measure each of ``count`` managers in a new process, so that the peak of memory belongs to this size alone."""
-    options = {"--sizes": f"{size[0]}x{size[1]}", "--replies": replies, "--managers": count, "--group": group}
+    """Measure each of ``num_managers`` managers in a new process, so that the peak of memory belongs to this size alone."""
+    options = {"--sizes": f"{size[0]}x{size[1]}", "--replies": replies, "--managers": num_managers, "--group": group}
     options |= {"--profile": profile}
     words = [str(word) for option in options.items() for word in option]
     commands = [
-        [sys.executable, str(Path(__file__).resolve()), "--one", *words, "--share", str(i)] for i in range(count)
+        [sys.executable, str(Path(__file__).resolve()), "--one", *words, "--share", str(i)] for i in range(num_managers)
     ]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     try:
@@ -312,12 +312,12 @@ def memory(field: str) -> int:
     return int(status[field].split()[0]) * 1024
 
 
-def _profile(profiler: cProfile.Profile, count: int, num_tokens: int) -> str:
-    if not count:
+def _profile(profiler: cProfile.Profile, num_functions: int, num_tokens: int) -> str:
+    if not num_functions:
         return ""
     entries: Any = pstats.Stats(profiler).stats  # pyright: ignore[reportAttributeAccessIssue]
     rows = sorted(((own_s, calls, function) for function, (_, calls, own_s, _, _) in entries.items()), reverse=True)[
-        :count
+        :num_functions
     ]
     return "\n".join(
         f"{1e9 * own_s / num_tokens:8.1f} ns per token {calls:9d} calls  {os.path.basename(file)}:{line} {name}"

@@ -79,12 +79,12 @@ class EngineTimes:
 
 
 @contextlib.asynccontextmanager
-async def serve(count: int) -> AsyncGenerator[list[EngineClient]]:
-    """Serve ``count`` engines on loopback; yield a client of each."""
+async def serve(num_engines: int) -> AsyncGenerator[list[EngineClient]]:
+    """Serve ``num_engines`` engines on loopback; yield a client of each."""
     runners: list[web.AppRunner] = []
     clients: list[EngineClient] = []
     try:
-        for index in range(count):
+        for index in range(num_engines):
             runner = web.AppRunner(ControlEndpoints().app(), access_log=None)
             await runner.setup()
             runners.append(runner)

@@ -33,7 +33,7 @@ Container = Callable[[TokenColumns, int, Steps], list[TokenColumns]]
 def batched(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
     """Append to all rows of a store at once."""
     store = SampleStore()
-    rows = np.array(store.fork(store.add(prompt), count=samples))
+    rows = np.array(store.fork(store.add(prompt), num_rows=samples))
     last = np.full(samples, True)
     for number, columns in enumerate(steps, 1):
         counts = None if len(columns) == samples else np.full(samples, len(columns) // samples)
@@ -44,7 +44,7 @@ def batched(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColum
 def per_sample(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
     """Append to each row of a store in turn."""
     store = SampleStore()
-    rows = [StoreRow(store, index) for index in store.fork(store.add(prompt), count=samples)]
+    rows = [StoreRow(store, index) for index in store.fork(store.add(prompt), num_rows=samples)]
     for columns in steps:
         n = len(columns) // samples
         for i, row in enumerate(rows):

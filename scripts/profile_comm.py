@@ -140,15 +140,15 @@ def measure(device: Any) -> None:
     install.drain()
 
 
-def _every_op(device: Any, n: int) -> None:
-    """Run every op on ``n`` floats per rank."""
+def _every_op(device: Any, num_floats: int) -> None:
+    """Run every op on ``num_floats`` floats per rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     size, rank = dist.get_world_size(), dist.get_rank()
-    source = torch.ones(n, device=device)
-    part, gathered = source[: n // size].clone(), source.repeat(size)
+    source = torch.ones(num_floats, device=device)
+    part, gathered = source[: num_floats // size].clone(), source.repeat(size)
     gather, scatter = getattr(dist, "all_gather_into_tensor"), getattr(dist, "reduce_scatter_tensor")  # noqa: B009
     dist.all_reduce(source)
     dist.broadcast(source, 0)

@@ -53,13 +53,13 @@ def main() -> int:
     return int(any(trial.outcome in FAULTS for trial in trials))
 
 
-def soak(count: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
-    """Damage ``count`` files, alternating between the kinds."""
+def soak(num_files: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
+    """Damage ``num_files`` files, alternating between the kinds."""
     kinds = [name for name in FILES if kind in name]
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:
         world = RunFiles(Path(folder), trainer=True)
-        for index in range(count):
+        for index in range(num_files):
             name = kinds[index % len(kinds)]
             rng = Random(f"{seed} {name} {index // len(kinds)}")
             trial = world.trial(name, rng.choice(FILES[name]), rng)

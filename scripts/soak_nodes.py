@@ -57,17 +57,17 @@ LAYOUTS = {
 KILLS_OF_ENGINES = ("collect", "step", "push")  # in a part, in an order drawn from the seed
 
 
-def plan(count: int, seed: int) -> list[PlannedKill]:
-    """Return ``count`` kills: in each part three of engines' nodes, then one of a rank's node."""
+def plan(num_kills: int, seed: int) -> list[PlannedKill]:
+    """Return ``num_kills`` kills: in each part three of engines' nodes, then one of a rank's node."""
     rng, kills = random.Random(seed), list[PlannedKill]()
-    power = [True, False] * ((count + 1) // 2)
+    power = [True, False] * ((num_kills + 1) // 2)
     rng.shuffle(power)
-    while len(kills) < count:
+    while len(kills) < num_kills:
         part = len(kills) // (len(KILLS_OF_ENGINES) + 1)
         transport = tuple(LAYOUTS)[part % len(LAYOUTS)]
-        phases = rng.sample(KILLS_OF_ENGINES, len(KILLS_OF_ENGINES))[: count - len(kills)]
+        phases = rng.sample(KILLS_OF_ENGINES, len(KILLS_OF_ENGINES))[: num_kills - len(kills)]
         kills += [PlannedKill(transport, "engine", phase, power.pop()) for phase in phases]
-        if len(kills) < count:
+        if len(kills) < num_kills:
             phase = KILLS_OF_ENGINES[part % len(KILLS_OF_ENGINES)]
             kills.append(PlannedKill(transport, "trainer", phase, power.pop()))
     return kills
@@ -156,11 +156,11 @@ class NodeSoak:
         return record, resumed_run
 
 
-def newest_rows(run_dir: Path, count: int) -> list[dict[str, Any]]:
-    """Return the newest rows of metrics.jsonl, at most ``count``, without parsing the others."""
+def newest_rows(run_dir: Path, num_rows: int) -> list[dict[str, Any]]:
+    """Return the newest rows of metrics.jsonl, at most ``num_rows``, without parsing the others."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines[-count - 1 :] if line.endswith(b"\n")][-count:]
+    return [json.loads(line) for line in lines[-num_rows - 1 :] if line.endswith(b"\n")][-num_rows:]
 
 
 def newest_step(run_dir: Path) -> int:
@@ -195,10 +195,10 @@ def phase_at(run_dir: Path, moment: float) -> str:
     return ""
 
 
-def soak(count: int, seed: int, folder: Path, table: TableFile | None, limit_s: float) -> Iterator[str]:
-    """Kill nodes ``count`` times, or fewer in ``limit_s``; yield a line for each kill, and the page at the end. Raises ``AssertionError``."""
-    kills = plan(count, seed)
-    command = f"python scripts/soak_nodes.py --kills {count} --seed {seed}"
+def soak(num_kills: int, seed: int, folder: Path, table: TableFile | None, limit_s: float) -> Iterator[str]:
+    """Kill nodes ``num_kills`` times, or fewer in ``limit_s``; yield a line for each kill, and the page at the end. Raises ``AssertionError``."""
+    kills = plan(num_kills, seed)
+    command = f"python scripts/soak_nodes.py --kills {num_kills} --seed {seed}"
     start = time.monotonic()
     with ray_nodes(NUM_NODES, folder) as cluster:
         soaking = NodeSoak(cluster, make_job(folder), folder / "run", random.Random(seed))
@@ -207,7 +207,7 @@ def soak(count: int, seed: int, folder: Path, table: TableFile | None, limit_s: 
         for number, kill in enumerate(kills):
             if time.monotonic() - start > limit_s:
                 break
-            next_transport = kills[number + 1].transport if number + 1 < count else kill.transport
+            next_transport = kills[number + 1].transport if number + 1 < num_kills else kill.transport
             run = soaking.kill(run, kill, next_transport)
             yield f"{number + 1}: {soaking.kills[-1]}"
             if table is not None and kill.role == "trainer":

@@ -147,8 +147,8 @@ class DataSource(Protocol):
     """A resumable stream of prompts."""
 
     def __len__(self) -> int: ...
-    def next(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts; a new epoch begins when one ends."""
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """Return the next ``num_prompts`` prompts; a new epoch begins when one ends."""
         ...
 
     def metrics(self) -> tuple[Metric, ...]:

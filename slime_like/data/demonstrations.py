@@ -66,9 +66,9 @@ class Demonstrations:
             )
         self._rows[prompt.prompt_id] = row
 
-    def next(self, n: int, first_group_id: int) -> list[SampleGroup]:
-        """Return the next ``n`` demonstrations as groups numbered from ``first_group_id``."""
-        return [self._group(prompt, first_group_id + i) for i, prompt in enumerate(self._source.next(n))]
+    def next(self, num_groups: int, first_group_id: int) -> list[SampleGroup]:
+        """Return the next ``num_groups`` demonstrations as groups numbered from ``first_group_id``."""
+        return [self._group(prompt, first_group_id + i) for i, prompt in enumerate(self._source.next(num_groups))]
 
     def state(self) -> dict[str, Any]:
         """Return the source's cursor."""

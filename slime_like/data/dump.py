@@ -201,15 +201,15 @@ def _reward_entry(reward: Reward) -> list[Any]:
     return [reward.score, reward.accuracy, [list(part) for part in reward.parts]]
 
 
-def _extras(columns: Mapping[str, Any], count: int) -> dict[int, dict[str, Any]]:
-    """Return sample index -> extra arrays, for a file of ``count`` samples."""
+def _extras(columns: Mapping[str, Any], num_samples: int) -> dict[int, dict[str, Any]]:
+    """Return sample index -> extra arrays, for a file of ``num_samples`` samples."""
     extras: dict[int, dict[str, Any]] = {}
     for key in columns:
         kind, _, path = key.partition("/")
         if kind == "extra":
             index, _, name = path.partition("/")
-            if int(index) not in range(count):
-                raise ValueError(f"{key} belongs to none of its {count} samples")
+            if int(index) not in range(num_samples):
+                raise ValueError(f"{key} belongs to none of its {num_samples} samples")
             extras.setdefault(int(index), {})[name] = columns[key]
     return extras
 

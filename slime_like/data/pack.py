@@ -51,13 +51,13 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
     return [sorted(row) for row in rows]
 
 
-def split_to(rows: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Return ``count`` rows by repeatedly halving the row with the most tokens and at least two sequences.
+def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> list[list[int]]:
+    """Return ``num_rows`` rows by repeatedly halving the row with the most tokens and at least two sequences.
 
     Returns fewer rows if every row has a single sequence.
     """
     rows = [list(row) for row in rows]
-    while len(rows) < count:
+    while len(rows) < num_rows:
         divisible = [i for i, row in enumerate(rows) if len(row) > 1]
         if not divisible:
             break

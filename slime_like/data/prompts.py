@@ -121,20 +121,20 @@ class FileSource:
         """Return file and line of a prompt, for messages."""
         return f"{self._file.path}, {self._locations[prompt_id]}"
 
-    def next(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts; a new epoch, in a new order, starts when one ends.
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """Return the next ``num_prompts`` prompts; a new epoch, in a new order, starts when one ends.
 
         With at least as many prompts as the batch needs, no batch contains a prompt twice, even across epochs: prompts at the
         end of one epoch move back in the next.
         """
         prompts: list[Prompt] = []
-        while len(prompts) < n:
+        while len(prompts) < num_prompts:
             if self._offset == len(self.prompts):
                 self._before = self._order[len(self.prompts) - self._distinct + 1 :].tolist()
                 self._epoch += 1
                 self._offset = 0
                 self._order = self._order_of(self._epoch)
-            indices: list[int] = self._order[self._offset : self._offset + n - len(prompts)].tolist()
+            indices: list[int] = self._order[self._offset : self._offset + num_prompts - len(prompts)].tolist()
             prompts.extend(self.prompts[i] for i in indices)
             self._offset += len(indices)
         return prompts

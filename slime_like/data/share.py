@@ -15,15 +15,15 @@ from slime_like.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class ManagerShare:
-    """Share number ``index`` of ``count``. Example: share 1 of 2 has items 1, 3, 5, ... of every sequence."""
+    """Share number ``index`` of ``num_shares``. Example: share 1 of 2 has items 1, 3, 5, ... of every sequence."""
 
     index: int = 0
-    count: int = 1
+    num_shares: int = 1
 
     @property
     def name(self) -> str:
         """Name of the manager in messages."""
-        return "rollout manager" if self.count == 1 else f"rollout manager {self.index}"
+        return "rollout manager" if self.num_shares == 1 else f"rollout manager {self.index}"
 
     @property
     def file_name(self) -> str:
@@ -31,16 +31,16 @@ class ManagerShare:
         return self.name.replace(" ", "_")
 
     def size(self, total: int) -> int:
-        """Return the share of ``total`` items, a multiple of ``count``."""
-        return total // self.count
+        """Return the share of ``total`` items, a multiple of ``num_shares``."""
+        return total // self.num_shares
 
     def global_id(self, position: int) -> int:
         """Return the position among all items of the item at ``position`` in this share."""
-        return position * self.count + self.index
+        return position * self.num_shares + self.index
 
     def of[T](self, items: Sequence[T]) -> Sequence[T]:
         """Return the items of this share."""
-        return items[self.index :: self.count]
+        return items[self.index :: self.num_shares]
 
 
 SINGLE = ManagerShare()  # share of the only manager
@@ -55,9 +55,9 @@ class SharedSource:
     def __len__(self) -> int:
         return len(self._source)
 
-    def next(self, n: int) -> list[Prompt]:
-        """Return the next ``n`` prompts of this share."""
-        return list(self._share.of(self._source.next(n * self._share.count)))
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """Return the next ``num_prompts`` prompts of this share."""
+        return list(self._share.of(self._source.next(num_prompts * self._share.num_shares)))
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics of the data, which only the first share reports, because they are those of the whole source."""
@@ -74,4 +74,4 @@ class SharedSource:
 
 def share_of_source(source: DataSource, share: ManagerShare) -> DataSource:
     """Return the prompts of ``share``; the source itself if there is a single manager."""
-    return source if share.count == 1 else SharedSource(source, share)
+    return source if share.num_shares == 1 else SharedSource(source, share)

@@ -175,7 +175,7 @@ def _trainer(options: argparse.Namespace, shape: ModelShape, hardware: Hardware)
         raise ConfigError(f"--offload {options.offload:g} needs --distributed-optimizer true: set one of them")
     if shape.experts is None and options.train_ep > 1:
         raise ConfigError(f"--train-ep {options.train_ep}: {shape.name} has no experts: set --train-ep 1")
-    experts = 1 if shape.experts is None else shape.experts.count
+    experts = 1 if shape.experts is None else shape.experts.num_experts
     ranks = hardware.num_gpus // options.train_pp
     if ranks % options.train_ep or experts % options.train_ep:
         raise ConfigError(

@@ -172,14 +172,14 @@ def _experts(fields: _Fields) -> ExpertShape:
     mixtral = fields.optional("num_local_experts") > 0  # such configs have the width of an expert in intermediate_size
     width = fields.count("moe_intermediate_size", *(("intermediate_size",) if mixtral else ()))
     shared = fields.optional("shared_expert_intermediate_size")
-    count, per_token = (
+    num_experts, per_token = (
         fields.count("num_experts", "num_local_experts", "n_routed_experts"),
         fields.count("num_experts_per_tok"),
     )
-    if per_token > count:
-        raise fields.file.refused(f"has num_experts_per_tok={per_token}, above its {count} experts")
+    if per_token > num_experts:
+        raise fields.file.refused(f"has num_experts_per_tok={per_token}, above its {num_experts} experts")
     return ExpertShape(
-        count=count,
+        num_experts=num_experts,
         per_token=per_token,
         width=width,
         shared_width=shared or fields.optional("n_shared_experts") * width,

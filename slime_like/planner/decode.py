@@ -76,7 +76,7 @@ def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, r
         if item.name == "embedding" and not shape.tied:
             continue
         if item.name == "experts" and shape.experts is not None:
-            share = shape.experts.per_token / shape.experts.count
+            share = shape.experts.per_token / shape.experts.num_experts
             flops = 2 * num_bytes / linear * share * requests
             num_bytes *= 1 - (1 - share) ** requests
         else:

@@ -114,7 +114,7 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
 
 def _local_share(shape: ModelShape, settings: EngineSettings) -> float:
     """Return the share of the routed experts that is in the engine's memory, not in a worker's."""
-    return 1.0 if shape.experts is None else 1.0 - settings.remote_experts / shape.experts.count
+    return 1.0 if shape.experts is None else 1.0 - settings.remote_experts / shape.experts.num_experts
 
 
 def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:

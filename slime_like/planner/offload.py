@@ -87,10 +87,10 @@ def _buffers(tensors: tuple[TensorGroup, ...], shards: int) -> float:
     """
     total, num_bytes = num_parameters(tensors), 0.0
     for tensor in tensors:
-        if not tensor.size * tensor.count:
+        if not tensor.size * tensor.num_tensors:
             continue
         requested = GRADIENT_BYTES * tensor.size
         cut_share = min(1.0, tensor.size * (shards - 1) / total)
         rounded = 2.0 ** math.ceil(math.log2(requested))
-        num_bytes += tensor.count * ((1 - cut_share) * rounded + cut_share * constants.PINNED.value * requested)
+        num_bytes += tensor.num_tensors * ((1 - cut_share) * rounded + cut_share * constants.PINNED.value * requested)
     return num_bytes / shards

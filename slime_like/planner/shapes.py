@@ -68,7 +68,7 @@ class Recurrence:
 class ExpertShape:
     """Routed experts of a layer, and the shared expert's width (0: none)."""
 
-    count: int
+    num_experts: int
     per_token: int
     width: int
     shared_width: int = 0
@@ -126,7 +126,7 @@ class ModelShape:
     @property
     def routed_parameters(self) -> int:
         """Parameters of all routed experts."""
-        return 0 if self.experts is None else self.sparse_layers * self.experts.count * self.expert_parameters
+        return 0 if self.experts is None else self.sparse_layers * self.experts.num_experts * self.expert_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -147,7 +147,7 @@ class ModelShape:
         """Parameters that one token passes through, without the embedding's table."""
         idle = 0
         if self.experts is not None:
-            idle = self.sparse_layers * (self.experts.count - self.experts.per_token) * self.expert_parameters
+            idle = self.sparse_layers * (self.experts.num_experts - self.experts.per_token) * self.expert_parameters
         return self.parameters - idle - (0 if self.tied else self.embedding_parameters)
 
     @property
@@ -165,7 +165,7 @@ class ModelShape:
     @property
     def router_parameters(self) -> int:
         """Parameters of one layer's router."""
-        return 0 if self.experts is None else self.hidden * self.experts.count
+        return 0 if self.experts is None else self.hidden * self.experts.num_experts
 
     def mixer_tensors(self, mixer: str) -> tuple[int, ...]:
         """Return the size of each parameter tensor of one layer's token mixer. The trainer fuses queries, keys and values."""

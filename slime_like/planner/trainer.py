@@ -57,7 +57,7 @@ class TensorGroup:
     """Parameter tensors of one size on one rank."""
 
     size: float  # numbers of a tensor
-    count: float
+    num_tensors: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class RankParameters:
 
 def num_parameters(tensors: tuple[TensorGroup, ...]) -> float:
     """Return the numbers in these tensors."""
-    return sum(tensor.size * tensor.count for tensor in tensors)
+    return sum(tensor.size * tensor.num_tensors for tensor in tensors)
 
 
 def num_shards(settings: TrainerSettings) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
     num_norms = 2 * len(part.layers) + is_last + (is_last and s.task == VALUE)  # and a critic's value head
     has_output = is_last and s.task != VALUE and not (part.tied and s.pp == 1)  # with stages, tied tables are copies
     table = padded_vocabulary(part.vocabulary, s.tp) * part.hidden / s.tp
-    experts, num_experts = part.experts, 0 if part.experts is None else part.sparse_layers * part.experts.count
+    experts, num_experts = part.experts, 0 if part.experts is None else part.sparse_layers * part.experts.num_experts
     routed = _mlp_tensors(part.hidden, experts.width) if experts else ()
     return RankParameters(
         dense_tensors=(

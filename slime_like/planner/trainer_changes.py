@@ -59,7 +59,7 @@ def _parallel_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[
     if (
         shape.experts is not None
         and s.tp * s.cp * s.dp % (2 * s.ep * s.etp) == 0
-        and shape.experts.count % (2 * s.ep) == 0
+        and shape.experts.num_experts % (2 * s.ep) == 0
     ):
         yield _change(s, ep=2 * s.ep)
     if s.dp % 2:

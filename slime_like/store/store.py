@@ -60,15 +60,17 @@ class SampleStore:
         self._extents.used[extent] = count
         return self._rows.add(extent, count, self._extents, has_experts=columns.experts is not None)[0]
 
-    def fork(self, row: int, length: int | None = None, count: int = 1) -> range:
-        """Return ``count`` new rows with the first ``length`` tokens of ``row``, all by default. They share its memory."""
+    def fork(self, row: int, length: int | None = None, num_rows: int = 1) -> range:
+        """Return ``num_rows`` new rows with the first ``length`` tokens of ``row``, all by default. They share its memory."""
         extent, end = self._location(row)
         length = end if length is None else length
         if not 0 <= length <= end:
             raise ValueError(f"row {row} has {end} tokens, a fork of {length} is impossible")
-        self._extents.num_rows[extent] += count
+        self._extents.num_rows[extent] += num_rows
         self._rows.limit[row] = 0
-        return self._rows.add(extent, length, self._extents, has_experts=bool(self._rows.has_experts[row]), count=count)
+        return self._rows.add(
+            extent, length, self._extents, has_experts=bool(self._rows.has_experts[row]), num_rows=num_rows
+        )
 
     def release(self, rows: Sequence[int]) -> None:
         """Remove rows. Views of their tokens stay valid."""

@@ -39,9 +39,9 @@ class Slab:
         return Slab(TokenColumns(token_ids, logprobs, np.empty(size, dtype=np.int32), rows), num_extents)
 
 
-def copy_tokens(source: TokenColumns, first: int, target: TokenColumns, start: int, count: int) -> None:
-    """Copy ``count`` tokens at ``first`` of ``source`` to ``start`` in ``target``; experts if both have them."""
-    stop, end = first + count, start + count
+def copy_tokens(source: TokenColumns, first: int, target: TokenColumns, start: int, num_tokens: int) -> None:
+    """Copy ``num_tokens`` tokens at ``first`` of ``source`` to ``start`` in ``target``; experts if both have them."""
+    stop, end = first + num_tokens, start + num_tokens
     target.token_ids[start:end] = source.token_ids[first:stop]
     target.logprobs[start:end] = source.logprobs[first:stop]
     target.versions[start:end] = source.versions[first:stop]
@@ -93,10 +93,10 @@ class RowTable:
     is_finished: Bools = field(default_factory=_booleans)
     has_experts: Bools = field(default_factory=_booleans)
 
-    def add(self, extent: int, length: int, extents: ExtentTable, *, has_experts: bool, count: int = 1) -> range:
-        """Add ``count`` rows of an extent and return their ids."""
-        ids = range(self.size, self.size + count)
-        self.size += count
+    def add(self, extent: int, length: int, extents: ExtentTable, *, has_experts: bool, num_rows: int = 1) -> range:
+        """Add ``num_rows`` rows of an extent and return their ids."""
+        ids = range(self.size, self.size + num_rows)
+        self.size += num_rows
         if self.size > len(self.extent):
             for name in ("extent", "length", "slab", "start", "limit", "is_finished", "has_experts"):
                 setattr(self, name, grow(getattr(self, name), self.size))

@@ -73,12 +73,12 @@ def _attend(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor,
     return (out / total[..., None]).to(v_bKLD.dtype)
 
 
-def _spans(count: int, chunk: int) -> Iterable[tuple[int, int]]:
+def _spans(num_rows: int, chunk: int) -> Iterable[tuple[int, int]]:
     """Split ``range(count)`` into parts of ``chunk``, the last one no shorter than ``ROWS``."""
-    starts = list(range(0, count, chunk))
-    if len(starts) > 1 and count - starts[-1] < ROWS:
+    starts = list(range(0, num_rows, chunk))
+    if len(starts) > 1 and num_rows - starts[-1] < ROWS:
         starts.pop()
-    return zip(starts, [*starts[1:], count], strict=True)
+    return zip(starts, [*starts[1:], num_rows], strict=True)
 
 
 def log_softmax(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def test_the_plan_has_the_experts_of_workers(plan: Callable[..., Plan]) -> None:
     shape = find_shape("--model", "Qwen3-30B-A3B")
     assert shape.experts is not None
     plain = engine_settings(engine)
-    remote = replace(plain, remote_experts=shape.experts.count // 2, remote_copy=True)
+    remote = replace(plain, remote_experts=shape.experts.num_experts // 2, remote_copy=True)
     difference = rank_weights(shape, plain) - rank_weights(shape, remote)
     names = {item.name: item.num_bytes for item in host_engine(shape, remote, host_pool(shape, remote, 1e12)).items}
     assert difference > 0 and names["remote experts"] == names["copy of remote experts"] == pytest.approx(difference)

@@ -20,8 +20,8 @@ class Counting:
     def __len__(self) -> int:
         return 10**6
 
-    def next(self, n: int) -> list[Prompt]:
-        first, self._position = self._position, self._position + n
+    def next(self, num_prompts: int) -> list[Prompt]:
+        first, self._position = self._position, self._position + num_prompts
         return [self._prompt(i) for i in range(first, self._position)]
 
     def _prompt(self, i: int) -> Prompt:

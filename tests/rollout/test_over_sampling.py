@@ -85,8 +85,8 @@ class RolloutProcess:
         self.pool = EnginePool(self.supervisors, HealthConfig(max_restarts=1000), receives_pushes=False)  # pyright: ignore[reportArgumentType]
         policy, partial, share = self.setting.policy, self.setting.partial, self.setting.share
         config = RolloutConfig(
-            batch_size=policy.batch_size * share.count,
-            over_sampling_batch_size=policy.round_size * share.count,
+            batch_size=policy.batch_size * share.num_shares,
+            over_sampling_batch_size=policy.round_size * share.num_shares,
             max_refills=policy.max_refills,
             n_samples_per_prompt=N,
             partial_rollout=partial.enabled,
@@ -125,7 +125,7 @@ class RolloutProcess:
         return SampleGroup(request.group_id, request.prompt, tuple(samples))
 
     def keep(self, group: SampleGroup) -> bool:
-        number = group.prompt.prompt_id // self.setting.share.count
+        number = group.prompt.prompt_id // self.setting.share.num_shares
         passes = self.setting.passes[number % len(self.setting.passes)]
         if not passes:
             self.dropped.append(group.prompt.prompt_id)
@@ -204,7 +204,7 @@ async def assert_history(setting: SamplingSetting, rng: random.Random, resumes: 
     share = setting.share
     assert sorted(places) == list(share.of(range(state.cursor["taken"])))  # none lost, none duplicated
     ids = [*(group.group_id for group in trained), *(unfinished.group_id for unfinished in state.partial_groups)]
-    assert len(ids) == len(set(ids)) and {i % share.count for i in ids} == {share.index}
+    assert len(ids) == len(set(ids)) and {i % share.num_shares for i in ids} == {share.index}
 
 
 @given(

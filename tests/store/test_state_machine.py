@@ -60,7 +60,7 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             if has_space:
                 self.store.append_batch(Batch(np.array([row]), flat(tokens), np.array([len(tokens)])))
-            rows = [*self.store.fork(row, count=count)]
+            rows = [*self.store.fork(row, num_rows=count)]
             self.store.release([row])
             clones, moves = self.store.num_clones, self.store.num_moves
             self.store.append_batch(Batch(np.array(rows), flat([(7, -1.0, 0)] * count)))

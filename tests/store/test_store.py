@@ -39,7 +39,7 @@ def prompt(store: SampleStore, num_tokens: int = 5) -> int:
 def test_k_sharers_make_k_minus_1_copies_in_one_batch(k: int) -> None:
     store = SampleStore()
     shared = prompt(store)
-    moves, rows = store.num_moves, store.fork(shared, count=k)
+    moves, rows = store.num_moves, store.fork(shared, num_rows=k)
     memory = store.nbytes
     assert memory == store.nbytes, "forks share the memory of their row"
     store.append_batch(batch(rows, tokens(*range(k))))
@@ -53,7 +53,7 @@ def test_k_sharers_make_k_minus_1_copies_in_one_batch(k: int) -> None:
 def test_the_sharers_of_a_full_row_are_all_copied() -> None:
     store = SampleStore()
     shared = store.add(context_columns(np.arange(5)))
-    rows = store.fork(shared, count=3)
+    rows = store.fork(shared, num_rows=3)
     store.release([shared])
     store.append_batch(batch(rows, tokens(7, 8, 9), finished=[True] * 3))
     assert (store.num_clones, store.num_moves) == (2, 1)
@@ -74,7 +74,7 @@ def test_a_fork_of_fewer_tokens_does_not_overwrite_the_others() -> None:
 def test_without_memory_no_row_changes() -> None:
     """The first row has room, the others need a copy: the check comes before the first write."""
     store = SampleStore(capacity=60)
-    rows = [prompt(store), *store.fork(prompt(store), count=2)]
+    rows = [prompt(store), *store.fork(prompt(store), num_rows=2)]
     before = [store.columns(row).token_ids.tolist() for row in rows]
     for count in (1, 30):
         if count == 1:

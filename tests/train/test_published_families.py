@@ -33,7 +33,7 @@ def test_a_family_has_the_tensors_that_the_planner_counts(name: str, tmp_path: P
     assert sum(sizes.elements()) == pytest.approx(shape.parameters, rel=TOLERANCE)
     parameters, planned = stage_parameters(shape, TrainerSettings(), 0), Counter[float]()
     for tensors in (*parameters.dense_tensors, *parameters.expert_tensors):
-        planned[tensors.size] += tensors.count  # pyright: ignore[reportArgumentType]
+        planned[tensors.size] += tensors.num_tensors  # pyright: ignore[reportArgumentType]
     assert _large(sizes) == _large(planned)
 
 

@@ -51,15 +51,15 @@ async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> Cl
         await asyncio.sleep(min(POLL_S, deadline.remaining(f"job {job_id}")))
 
 
-async def wait_for_nodes(server: JobServer, count: int, seconds: float) -> tuple[ClusterNode, ...]:
-    """Return the live nodes once there are ``count``. Raises ``DeadlineExceeded`` with the number that has joined."""
+async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> tuple[ClusterNode, ...]:
+    """Return the live nodes once there are ``num_nodes``. Raises ``DeadlineExceeded`` with the number that has joined."""
     deadline, nodes = Deadline("scripts/submit.py", "nodes", seconds), ()
     while True:
         with suppress(ProcessLost, WorkerError):  # the head is starting
             nodes = await server.nodes()
-        if nodes and len(nodes) >= count:
+        if nodes and len(nodes) >= num_nodes:
             return nodes
-        waits_for = f"{count} nodes of the cluster at {server.address.url}, of which {len(nodes)} have joined"
+        waits_for = f"{num_nodes} nodes of the cluster at {server.address.url}, of which {len(nodes)} have joined"
         await asyncio.sleep(min(RETRY_S, deadline.remaining(waits_for)))
 
 

@@ -192,11 +192,11 @@ def node_blocks(cfg: TrainConfig, plan: Plan, nodes_per_engine: int) -> Iterator
             covered.update(indices)
 
 
-def _parts(role: str, indices: tuple[int, ...], count: int) -> Iterator[NodeBlock]:
-    """Yield a block for each of the ``count`` nodes of an engine."""
-    size = -(-len(indices) // count)
+def _parts(role: str, indices: tuple[int, ...], num_nodes: int) -> Iterator[NodeBlock]:
+    """Yield a block for each of the ``num_nodes`` nodes of an engine."""
+    size = -(-len(indices) // num_nodes)
     for begin in range(0, len(indices), size):
-        yield NodeBlock(role, indices[begin : begin + size], indices[0] if count > 1 else -1)
+        yield NodeBlock(role, indices[begin : begin + size], indices[0] if num_nodes > 1 else -1)
 
 
 def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
@@ -247,8 +247,8 @@ def _no_node(
     )
 
 
-def _have(nodes: Sequence[ClusterNode], count: int, num_gpus: int) -> bool:
-    return sum(node.free_gpus >= num_gpus for node in nodes) >= count
+def _have(nodes: Sequence[ClusterNode], num_nodes: int, num_gpus: int) -> bool:
+    return sum(node.free_gpus >= num_gpus for node in nodes) >= num_nodes
 
 
 def _describe_free_gpus(nodes: Sequence[ClusterNode]) -> str:

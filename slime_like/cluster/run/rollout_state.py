@@ -59,7 +59,7 @@ def leftover_path(folder: Path, next_rollout: int) -> Path:
 def manager_base(folder: Path, next_rollout: int, share: ManagerShare) -> Path:
     """Return the path with which the names of a manager's own files begin."""
     path = leftover_path(folder, next_rollout)
-    return path if share.count == 1 else path.with_name(f"{path.stem}_manager_{share.index}.npz")
+    return path if share.num_shares == 1 else path.with_name(f"{path.stem}_manager_{share.index}.npz")
 
 
 def state_path(folder: Path, next_rollout: int) -> Path:

@@ -142,36 +142,36 @@ class EngineStarter:
         indices = [index for index, actor in self._actors.items() if actor not in self._initial_actors]
         await asyncio.gather(*(self.end(index) for index in indices))
 
-    def _least_loaded(self, index: int, count: int, excluded: Set[str]) -> list[NodeSlot]:
-        """Return the ``count`` live nodes with the fewest engines, without ``excluded``; with trainer ranks only if other nodes are
+    def _least_loaded(self, index: int, num_nodes: int, excluded: Set[str]) -> list[NodeSlot]:
+        """Return the ``num_nodes`` live nodes with the fewest engines, without ``excluded``; with trainer ranks only if other nodes are
         too few."""
         nodes = [node for node in cluster_nodes(ray.nodes()) if node.num_cpus and node.address not in excluded]
         preferred = [node for node in nodes if node.address not in self._template.trainer_nodes]
-        if len(preferred) >= count:
+        if len(preferred) >= num_nodes:
             nodes = preferred
-        if len(nodes) < count:
+        if len(nodes) < num_nodes:
             reason = (
                 "the Ray cluster has no node with CPUs"
                 if self._template.spec.num_nodes == 1
-                else f"it needs {count} more nodes with CPUs, and the Ray cluster has {len(nodes)}"
+                else f"it needs {num_nodes} more nodes with CPUs, and the Ray cluster has {len(nodes)}"
             )
             raise EngineError(f"engine {index} cannot be started: {reason}")
         load = Counter(host for hosts in self._hosts.values() for host in hosts)
         nodes.sort(key=lambda node: (load[node.address], node.address))
         ties = [node for node in nodes if load[node.address] == load[nodes[0].address]]
         first = self._share.index % max(1, len(ties))
-        chosen_nodes = [*ties[first:], *ties[:first], *nodes[len(ties) :]][:count]
+        chosen_nodes = [*ties[first:], *ties[:first], *nodes[len(ties) :]][:num_nodes]
         return [NodeSlot(node.node_id, node.address) for node in chosen_nodes]
 
-    async def _reserve(self, index: int, count: int, kept: Sequence[NodeSlot]) -> list[NodeSlot]:
-        """Reserve the engine's GPUs on ``count`` nodes other than those of its ``kept`` parts.
+    async def _reserve(self, index: int, num_nodes: int, kept: Sequence[NodeSlot]) -> list[NodeSlot]:
+        """Reserve the engine's GPUs on ``num_nodes`` nodes other than those of its ``kept`` parts.
 
         Raises ``EngineError`` if there are none, or if a node is lost.
         """
         spec, limit = self._template.spec, self._template.wait_s * scale()
         size = spec.tp // spec.num_nodes  # GPUs on each node
         bundle: dict[str, float] = {"GPU": size, "CPU": size}
-        group = self._groups[index] = spread_group(bundle, count, [slot.node_id for slot in kept])
+        group = self._groups[index] = spread_group(bundle, num_nodes, [slot.node_id for slot in kept])
         try:
             async with asyncio.timeout(limit):
                 await group.ready()
@@ -180,14 +180,14 @@ class EngineStarter:
             other = "other " if kept else ""
             shortage = (
                 f"no {other}node of the Ray cluster had"
-                if count == 1
-                else f"no {count} {other}nodes of the Ray cluster each had"
+                if num_nodes == 1
+                else f"no {num_nodes} {other}nodes of the Ray cluster each had"
             )
             raise EngineError(
                 f"engine {index} cannot be started: {shortage} {size} free GPUs within {limit:.0f} s "
                 "(placement.wait_deadline_s)"
             ) from error
-        bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
+        bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(num_nodes)]
         probes = [start_actor(GpuProbe, num_cpus=0, num_gpus=size, scheduling_strategy=bundle)() for bundle in bundles]
         try:
             async with asyncio.timeout(PROBE_S * scale()):
@@ -207,12 +207,12 @@ class EngineStarter:
         return [NodeSlot(node_id, addresses[node_id], gpus) for node_id, gpus in locations]
 
 
-def spread_group(bundle: dict[str, float], count: int, excluded: Sequence[str]) -> PlacementGroup:
-    """Return a placement group of ``count`` bundles on different nodes, none of them with an id in ``excluded``."""
+def spread_group(bundle: dict[str, float], num_nodes: int, excluded: Sequence[str]) -> PlacementGroup:
+    """Return a placement group of ``num_nodes`` bundles on different nodes, none of them with an id in ``excluded``."""
     options: dict[str, Any] = {}
     if excluded:
-        options["bundle_label_selector"] = [{NODE_ID_LABEL_KEY: f"!in({','.join(excluded)})"}] * count
-    return placement_group([bundle] * count, strategy="STRICT_SPREAD", **options)
+        options["bundle_label_selector"] = [{NODE_ID_LABEL_KEY: f"!in({','.join(excluded)})"}] * num_nodes
+    return placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD", **options)
 
 
 def gpu_order(gpu: str) -> tuple[int, str]:

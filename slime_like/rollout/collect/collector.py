@@ -28,10 +28,10 @@ class PromptQueue:
         self.source = source
         self.queued: tuple[QueuedPrompt, ...] = ()
 
-    def take(self, n: int) -> list[QueuedPrompt]:
-        """Return the next ``n`` prompts."""
-        first, self.queued = self.queued[:n], self.queued[n:]
-        new_prompts = self.source.next(n - len(first)) if len(first) < n else []
+    def take(self, num_prompts: int) -> list[QueuedPrompt]:
+        """Return the next ``num_prompts`` prompts."""
+        first, self.queued = self.queued[:num_prompts], self.queued[num_prompts:]
+        new_prompts = self.source.next(num_prompts - len(first)) if len(first) < num_prompts else []
         return [*first, *map(QueuedPrompt, new_prompts)]
 
     def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
@@ -115,17 +115,17 @@ class GroupCollector:
                 return passing_groups, num_requested, num_refills
         raise self._too_few(rollout_id, f"{len(passing_groups)} of {num_requested} groups passed rollout.filters")
 
-    def _take(self, rollout_id: int, num_requested: int, count: int) -> list[tuple[int, QueuedPrompt]]:
-        """Take ``count`` further prompts, each with its group id, after the ``num_requested`` already taken for this rollout."""
+    def _take(self, rollout_id: int, num_requested: int, num_prompts: int) -> list[tuple[int, QueuedPrompt]]:
+        """Take ``num_prompts`` further prompts, each with its group id, after the ``num_requested`` already taken for this rollout."""
         first = rollout_id * self._round_size * (1 + self._cfg.max_refills) + num_requested
-        return [(self._share.global_id(i), item) for i, item in enumerate(self._prompts.take(count), first)]
+        return [(self._share.global_id(i), item) for i, item in enumerate(self._prompts.take(num_prompts), first)]
 
     def _request(self, group_id: int, prompt: Prompt) -> GroupRequest:
         return GroupRequest(prompt, group_id, self._cfg.n_samples_per_prompt, self._sampling)
 
     def _too_few(self, rollout_id: int, outcome: str) -> DataError:
         needed = f"rollout.batch_size={self._cfg.batch_size}"
-        if self._share.count > 1:
+        if self._share.num_shares > 1:
             needed = f"{self._batch_size}, the share of {self._share.name} in {needed},"
         return DataError(
             f"rollout {rollout_id}: after rollout.max_refills={self._cfg.max_refills} rounds of further prompts {outcome}, but "

@@ -167,8 +167,8 @@ class CallJournal:
         return call
 
 
-def _fork_prompt(store: SampleStore, token_ids: I32, count: int) -> range:
-    """Return ``count`` rows with these tokens. They share the memory of the row that they continue, such as an earlier turn."""
+def _fork_prompt(store: SampleStore, token_ids: I32, num_rows: int) -> range:
+    """Return ``num_rows`` rows with these tokens. They share the memory of the row that they continue, such as an earlier turn."""
     columns = context_columns(token_ids)
     prefix = store.longest_prefix(columns)
     if prefix is None:
@@ -180,7 +180,7 @@ def _fork_prompt(store: SampleStore, token_ids: I32, count: int) -> range:
             was_sampled = bool((store.columns(prompt).versions >= 0).any())
             added_columns = context_columns(token_ids[num_shared:], TOOL_TOKEN if was_sampled else PROMPT_TOKEN)
             store.append_batch(Batch(np.array([prompt]), added_columns, np.array([len(added_columns)])))
-    rows = store.fork(prompt, count=count)
+    rows = store.fork(prompt, num_rows=num_rows)
     store.release([prompt])
     return rows
 

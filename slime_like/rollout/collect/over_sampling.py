@@ -167,9 +167,9 @@ class OverSamplingCollector(GroupCollector):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ---- phases of a rollout -----------------------------------------------------------------------------------------
-    def _start_groups(self, rollout_id: int, num_requested: int, count: int) -> int:
-        """Start groups for ``count`` more prompts, after the ``num_requested`` of this rollout. Return the number started."""
-        prompts = self._take(rollout_id, num_requested, max(0, count))
+    def _start_groups(self, rollout_id: int, num_requested: int, num_groups: int) -> int:
+        """Start groups for ``num_groups`` more prompts, after the ``num_requested`` of this rollout. Return the number started."""
+        prompts = self._take(rollout_id, num_requested, max(0, num_groups))
         group_tasks = [GroupTask(group_id, queued.prompt, queued.num_aborts) for group_id, queued in prompts]
         self._in_flight += group_tasks
         for group_task in group_tasks:

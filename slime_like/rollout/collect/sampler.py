@@ -33,11 +33,11 @@ def open_generate(config: RolloutConfig) -> GenerateFn:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Request for ``n`` samples of ``prompt``. Stream, group id and the run's seed determine the samples' seeds."""
+    """Request for ``num_samples`` samples of ``prompt``. Stream, group id and the run's seed determine the samples' seeds."""
 
     prompt: Prompt
     group_id: int
-    n: int
+    num_samples: int
     sampling: Sampling
     stream: str = TRAIN_STREAM
 
@@ -68,7 +68,7 @@ class GroupSampler:
         """Return the scored group. ``journal`` contains its earlier partial answers. Requests wait while ``gate`` is shut.
         ``on_generated`` is called when only the rewards are missing.
         """
-        n, first = request.n, request.group_id * request.n
+        n, first = request.num_samples, request.group_id * request.num_samples
         seeds = sample_seeds(self.seed, request.stream, first, n)
         context = GenerateContext(
             sampling=request.sampling,

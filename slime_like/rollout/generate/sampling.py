@@ -17,12 +17,12 @@ from slime_like.interfaces import Sampling
 MAX_SEED = 2**31 - 1
 
 
-def sample_seeds(run_seed: int, stream: str, first_sample_id: int, n: int) -> list[int]:
-    """Return ``n`` seeds in ``[0, 2**31 - 1)`` for samples ``first_sample_id ...`` of a named stream (train, or a dataset)."""
+def sample_seeds(run_seed: int, stream: str, first_sample_id: int, num_samples: int) -> list[int]:
+    """Return ``num_samples`` seeds in ``[0, 2**31 - 1)`` for samples ``first_sample_id ...`` of a named stream (train, or a dataset)."""
     tag = zlib.crc32(stream.encode())
     return [
         int(np.random.SeedSequence([run_seed, tag, first_sample_id + i]).generate_state(1, np.uint32)[0]) % MAX_SEED
-        for i in range(n)
+        for i in range(num_samples)
     ]
 
 

@@ -155,8 +155,8 @@ def _local_target(target_n: Tensor, part: VocabularyPart) -> tuple[Tensor, Tenso
     return torch.where(inside, local, 0), inside
 
 
-def _chunks(n: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+def _chunks(num_rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
 
 def _size(part: VocabularyPart) -> int:
