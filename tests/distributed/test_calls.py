@@ -17,9 +17,8 @@ from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
 from slime_like.distributed.forensics.ring import HEAD, RECORD
 from slime_like.distributed.guard.advice import read_rows
 from slime_like.distributed.wrapper import hot, install
-from slime_like.distributed.wrapper.op_wrappers import MAX_PENDING
 from slime_like.distributed.wrapper.watchdog import oldest_in_flight
-from slime_like.distributed.wrapper.wrapper import Wrapper
+from slime_like.distributed.wrapper.wrapper import MAX_PENDING, Wrapper
 
 CPU = torch.device("cpu")
 

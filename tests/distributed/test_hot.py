@@ -118,7 +118,7 @@ def wrapped(*, in_c: bool, spec: GuardSpec = NEVER) -> Generator[Wrapper]:
     """Wrap collectives in C or in Python."""
     wrapper = install.install(spec, CPU, 0, in_c=in_c)
     assert wrapper is not None
-    assert (wrapper.native is not None) == in_c
+    assert (wrapper.native_ring is not None) == in_c
     try:
         yield wrapper
     finally:
@@ -279,7 +279,7 @@ def test_without_a_compiler_the_python_path_is_used(
             install.remove()
             wrapper = install.install(NEVER, CPU, 0)
             assert wrapper is not None
-            assert wrapper.native is None
+            assert wrapper.native_ring is None
             dist.all_reduce(small())
             assert [c.calls for c in wrapper.counters()] == [1]
     finally:

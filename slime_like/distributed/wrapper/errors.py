@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from slime_like.distributed.forensics.report import CollectiveFinding, findings, list_ranks
 from slime_like.distributed.forensics.ring import read_rings
 from slime_like.distributed.guard.counters import Counter
+from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from slime_like.distributed.wrapper.wrapper import Wrapper
 
 ARRIVAL_WAIT_S = 2.0  # an op can fail before its peers, which are not at fault, have issued it
 POLL_S = 0.1

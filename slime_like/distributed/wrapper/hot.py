@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
@@ -26,10 +26,8 @@ from torch.distributed import distributed_c10d as c10d
 from slime_like.config.schema.collectives import Kind, Op
 from slime_like.distributed.forensics.ring import HEAD, Ring
 from slime_like.distributed.wrapper import op_wrappers
+from slime_like.distributed.wrapper.wrapper import MAX_PENDING, Wrapper
 from slime_like.util.c_build import BuildError, Recipe, build
-
-if TYPE_CHECKING:
-    from slime_like.distributed.wrapper.wrapper import Wrapper
 
 SOURCE = Path(__file__).parent / "csrc" / "hot.c"
 NAME = "_hot"
@@ -119,5 +117,5 @@ class NativeHooks:
             counter_class=w.counter_class,
             payload=payload,
             any_source=any_source,
-            max_pending=op_wrappers.MAX_PENDING,
+            max_pending=MAX_PENDING,
         )

@@ -18,12 +18,14 @@ from slime_like.distributed.wrapper import reload
 from slime_like.distributed.wrapper.errors import explain
 from slime_like.distributed.wrapper.hot import NativeHooks, load
 from slime_like.distributed.wrapper.profile import Profile
+from slime_like.distributed.wrapper.torch_patches import TorchPatches
 from slime_like.distributed.wrapper.watchdog import Watchdog
 from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.metrics.types import Max, Metric
 from slime_like.util import deadline
 
 _current: Wrapper | None = None
+_patches: TorchPatches | None = None
 _watchdog: Watchdog | None = None
 
 
@@ -36,7 +38,7 @@ def install(
     An earlier wrapper is replaced. Call this before the process's first collective. ``source`` replaces the memory source in
     tests. ``in_c=False``: the hot path is in Python, as on a machine without a compiler.
     """
-    global _current, _watchdog
+    global _current, _patches, _watchdog
     _remove(replaced=spec.wrap and spec.release)
     if spec.wrap:
         folder = None if spec.folder is None else Path(spec.folder)
@@ -49,12 +51,12 @@ def install(
         memory = _recording_source(spec, device, ring) if source is None else RecordingMemorySource(source, ring)
         guard = Guard(memory, symmetric_actions)
         _current = Wrapper(spec, ring, guard, explain)
-        _current.profile = Profile() if spec.profile is not None else None
         _current.name = name
-        _current.native = NativeHooks.attach(module, ring) if in_c and (module := load()) is not None else None
-        if symmetric_actions is not None and _current.native is not None:
-            symmetric_actions.watch_with(_current.native.ring)
-        _current.install()
+        native = NativeHooks.attach(module, ring) if in_c and (module := load()) is not None else None
+        if symmetric_actions is not None and native is not None:
+            symmetric_actions.watch_with(native.ring)
+        _patches = TorchPatches(_current, Profile() if spec.profile is not None else None, native)
+        _patches.install()
         _watchdog = Watchdog(_current, spec.deadline_s * deadline.scale())
     return _current
 
@@ -77,13 +79,15 @@ def remove() -> None:
 
 def _remove(*, replaced: bool) -> None:
     """Remove the wrapper. ``replaced``: the caller installs another one, which takes over groups with reloadable communicators."""
-    global _current, _watchdog
+    global _current, _patches, _watchdog
     reload.check_removable(_current, replaced=replaced)
     if _watchdog is not None:
         _watchdog.stop()
     if _current is not None:
-        _current.remove()
-    _current = _watchdog = None
+        if _patches is not None:
+            _patches.restore()
+        _current.close()
+    _current = _patches = _watchdog = None
 
 
 def current() -> Wrapper | None:
@@ -133,8 +137,8 @@ def drain() -> list[Metric]:
         return []
     metrics = list(counters.metrics(_current.counters(), _current.guard.min_free))
     _current.guard.min_free = None
-    if _current.profile is not None and _current.spec.profile is not None:
-        _current.profile.write(_current, Path(_current.spec.profile), _current.name)
+    if _patches is not None and _patches.profile is not None and _current.spec.profile is not None:
+        _patches.profile.write(_current, Path(_current.spec.profile), _current.name)
     if _current.spec.release:
         metrics.append(Max("guard/reload_time", _current.reload_ns / 1e9))
         _current.reload_ns = 0

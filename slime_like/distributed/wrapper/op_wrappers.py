@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from time import perf_counter_ns as clock
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import ref
 
 import torch.distributed as dist
@@ -21,13 +21,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.schema.collectives import Kind, Op
 from slime_like.distributed.forensics.ring import ENDED, NO_PEER, RECORD
-from slime_like.distributed.wrapper import reload
-
-if TYPE_CHECKING:
-    from slime_like.distributed.wrapper.wrapper import Wrapper
+from slime_like.distributed.wrapper import releasable
+from slime_like.distributed.wrapper.wrapper import MAX_PENDING, Wrapper
 
 ANY_PEER = -1
-MAX_PENDING = 1024  # with more pending works, those that have been deleted are removed
 ASYNC_OPTIONS = frozenset(
     kind for name, kind in vars(c10d).items() if name.endswith("Options") and hasattr(kind, "asyncOp")
 )
@@ -214,7 +211,7 @@ def redirect(raw: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method that is not an op, so that it is called on the group that executes the ops."""
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        return raw(reload.target(group), *args, **kwargs)
+        return raw(releasable.target(group), *args, **kwargs)
 
     return call
 
@@ -229,7 +226,7 @@ def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             for group in [group for group in w.groups if group not in c10d._world.pg_map]:
                 w.drop_group(group)
-            reload.drop_destroyed_groups()
+            releasable.drop_destroyed_groups()
 
     return call
 

@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_like.config.schema.collectives import Op
 from slime_like.distributed.guard.advice import MeasuredOp, write_rows
 from slime_like.distributed.wrapper import op_wrappers
-
-if TYPE_CHECKING:
-    from slime_like.distributed.wrapper.wrapper import Wrapper
+from slime_like.distributed.wrapper.wrapper import Wrapper
 
 
 @dataclass(slots=True)

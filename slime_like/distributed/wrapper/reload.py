@@ -1,11 +1,4 @@
-"""Reloadable communicators: destroyed while nothing is communicated, rebuilt before the next collective.
-
-megatron-core keeps references to its ``ProcessGroup`` objects, including the world, so these persist with their ranks, names
-and stores. With ``guard.release`` their backend is a ``ReleasableBackend``, a placeholder that refuses every op. A second
-group of the same ranks, referenced only by the wrapper, executes their ops.
-
-Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``; in torch 2.14 gloo's cannot).
-"""
+"""Release and rebuild of all communicators of this process, under ``guard.release``. ``releasable`` has their backends."""
 
 # torch has no public registry of process groups and backends.
 # pyright: reportPrivateUsage=false
@@ -13,160 +6,26 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d_core
-from torch.distributed import distributed_c10d as c10d
 
 from slime_like.distributed.forensics.report import list_ranks, missing_ranks
 from slime_like.distributed.forensics.ring import read_rings
 from slime_like.distributed.wrapper.errors import memory
+from slime_like.distributed.wrapper.releasable import KEY_PREFIX, drop_destroyed_groups, reloadables, target
+from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.errors import CollectiveError
 
-if TYPE_CHECKING:
-    from slime_like.distributed.wrapper.wrapper import Wrapper
-
-NAMES = ("gloo", "nccl")
-# Methods that are not ops and must reach the group that executes the ops.
-REDIRECTED = ("_start_coalescing", "_get_backend")
-KEY_PREFIX = "rebuild"  # prefix of the store keys with the addresses of rebuilt communicators
 # Number of the next rebuild, the same on every rank. Each rebuild has keys of its own.
 _rebuild_numbers = itertools.count(1)
-
-
-class ReleasableBackend(c10d_core.Backend):
-    """Placeholder in a ``ProcessGroup`` for a backend that can be released. ``live``: the backend, None while it is released."""
-
-    def __init__(self, create: Callable[[Any, Any], Any], request: Any, options: Any) -> None:
-        super().__init__(request.group_rank, request.group_size)
-        self._create, self._options, self._store = create, options, request.store
-        self._group_args = (request.group_rank, request.group_size, request.timeout, request.group_id)
-        self._ranks = list(request.global_ranks_in_group)
-        self.live: Any = create(request, options)
-
-    def build(self, number: int) -> None:
-        """Create the communicators. A collective of the group's ranks if the backend connects eagerly, as gloo does."""
-        request: Any = c10d._DistributedBackendOptions()
-        request.store = dist.PrefixStore(f"{KEY_PREFIX}{number}/", self._store)
-        request.group_rank, request.group_size, request.timeout, request.group_id = self._group_args
-        request.global_ranks_in_group = self._ranks
-        self.live = self._create(request, self._options)
-
-    def drop(self) -> None:
-        """Destroy the communicators. Gloo communicators end with their last reference; NCCL communicators need ``shutdown``."""
-        live, self.live = self.live, None
-        if live is not None:
-            live.shutdown()
-
-    # Methods of a backend other than ops.
-    def getBackendName(self) -> str:
-        """Return a name for torch's error when an op bypasses the wrapper."""
-        return "of a group with releasable communicators (guard.release=true), called without slime_like's wrapper,"
-
-    @property
-    def options(self) -> Any:
-        """Options of the live backend."""
-        return self.live.options
-
-    @property
-    def supports_coalescing(self) -> bool:
-        """True if the live backend supports coalescing."""
-        return bool(self.live.supports_coalescing)
-
-    def shutdown(self) -> None:
-        """Destroy the communicators, at the end of the group."""
-        self.drop()
-
-    def abort(self) -> None:
-        """Abort the communicators."""
-        live, self.live = self.live, None
-        if live is not None:
-            live.abort()
-
-
-@dataclass(slots=True, eq=False)
-class Reloadable:
-    """Releasable backends of one ``ProcessGroup``, and the group that executes its ops."""
-
-    backends: dict[str, ReleasableBackend] = field(default_factory=dict[str, ReleasableBackend])  # by name
-    live_group: Any = None  # executes the ops; created at the first op after the backends were built
-
-
-_reloadables: dict[Any, Reloadable] = {}  # by ProcessGroup, in order of creation, which is the same on all ranks
-
-
-def install_releasable_backends() -> list[tuple[str, Any]]:
-    """Let torch create groups with releasable backends from now on. Return the argument of ``restore``."""
-    originals: list[tuple[str, Any]] = []
-    for name in NAMES:
-        c10d.Backend._ensure_backend_registered(name)
-        plugins: Any = c10d.Backend._plugins
-        plugin = plugins[name.upper()]
-        assert plugin.extended_api, (
-            f"torch makes {name} groups in another way: review slime_like.distributed.wrapper.reload"
-        )
-        originals.append((name.upper(), plugin))
-        plugins[name.upper()] = plugin._replace(creator_fn=_creator(name, plugin.creator_fn))
-    return originals
-
-
-def restore(originals: list[tuple[str, Any]]) -> None:
-    """Let torch create groups without releasable backends from now on."""
-    for name, plugin in originals:
-        c10d.Backend._plugins[name] = plugin
-
-
-def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a function that creates a releasable backend, or a plain one for split groups and groups with processes outside this world."""
-
-    def create(request: Any, options: Any) -> Any:
-        foreign = not request.global_ranks_in_group and dist.is_initialized()
-        if foreign or request.split_from is not None:
-            return original(request, options)
-        backend = ReleasableBackend(original, request, options)
-        _reloadables.setdefault(request.process_group, Reloadable()).backends[name] = backend
-        return backend
-
-    return create
-
-
-def target(group: Any) -> Any:
-    """Return the group that executes the ops of ``group``: itself, unless its communicators are reloadable."""
-    reloadable = _reloadables.get(group)
-    if reloadable is None or group not in c10d._world.pg_backend_config:
-        return group
-    if reloadable.live_group is None and all(backend.live is not None for backend in reloadable.backends.values()):
-        reloadable.live_group = _create_live_group(group, reloadable)
-    return group if reloadable.live_group is None else reloadable.live_group
-
-
-def _create_live_group(group: Any, reloadable: Reloadable) -> Any:
-    """Return a group with the live backends of ``group``. Does not communicate."""
-    live_group: Any = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
-    config = c10d.BackendConfig(c10d.Backend(c10d._world.pg_backend_config[group]))
-    kinds = c10d.Backend.backend_type_map
-    for device, name in config.get_device_backend_map().items():
-        live_group._register_backend(torch.device(device), kinds[name], reloadable.backends[name].live)
-    live_group._set_default_backend(kinds[group.name()])
-    live_group._set_group_name(group.group_name)
-    live_group._set_group_desc(group.group_desc)
-    return live_group
-
-
-def drop_destroyed_groups() -> None:
-    """Drop the backends of groups that were destroyed."""
-    for group in [group for group in _reloadables if group not in c10d._world.pg_map]:
-        del _reloadables[group]
 
 
 def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
     """Raise ``CollectiveError`` if removing the wrapper would leave groups unable to execute ops."""
     drop_destroyed_groups()
-    if w is None or not w.spec.release or not _reloadables or (replaced and not w.released):
+    if w is None or not w.spec.release or not reloadables or (replaced and not w.released):
         return
     fix = (
         "rebuild them first, in a phase of slime_like.distributed.wrapper.install.phase"
@@ -174,7 +33,7 @@ def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
         else "destroy them first (torch.distributed.destroy_process_group)"
     )
     raise CollectiveError(
-        f"the wrapper cannot be removed while {len(_reloadables)} groups have releasable communicators (guard.release=true), which "
+        f"the wrapper cannot be removed while {len(reloadables)} groups have releasable communicators (guard.release=true), which "
         f"would refuse every op: {fix}"
     )
 
@@ -184,7 +43,7 @@ def release(w: Wrapper) -> None:
 
     Raises ``CollectiveError`` if an op has not ended.
     """
-    if w.released or not dist.is_initialized() or not _reloadables:
+    if w.released or not dist.is_initialized() or not reloadables:
         return
     w.record_completed()
     works = [(counter, ref()) for _, (ref, counter, _) in w.pending_works.items()]
@@ -197,7 +56,7 @@ def release(w: Wrapper) -> None:
     dist.barrier()
     start_ns = time.perf_counter_ns()
     _delete_address_keys(dist.distributed_c10d._get_default_store())
-    w.released = tuple(_reloadables)
+    w.released = tuple(reloadables)
     for counters in w.counters_by_op.values():
         for group in w.released:
             counter = counters.pop(group, None)
@@ -205,8 +64,8 @@ def release(w: Wrapper) -> None:
                 w.released_counters[counter.op.name, group] = counter
                 counter.target = None
     for group in reversed(w.released):
-        _reloadables[group].live_group = None
-        for backend in _reloadables[group].backends.values():
+        reloadables[group].live_group = None
+        for backend in reloadables[group].backends.values():
             backend.drop()
     w.reload_ns += time.perf_counter_ns() - start_ns
 
@@ -220,7 +79,7 @@ def rebuild(w: Wrapper) -> None:
     start_ns, number = time.perf_counter_ns(), next(_rebuild_numbers)
     w.ring.record_rebuild(number)
     for group in w.released:
-        for backend in _reloadables[group].backends.values() if group in _reloadables else ():
+        for backend in reloadables[group].backends.values() if group in reloadables else ():
             try:
                 backend.build(number)
             except RuntimeError as error:
@@ -235,7 +94,7 @@ def rebuild(w: Wrapper) -> None:
                 ) from error
     w.released = ()
     for (op, group), counter in w.released_counters.items():
-        if group in _reloadables:
+        if group in reloadables:
             counter.target = target(group)
             w.counters_by_op[op][group] = counter
     w.released_counters.clear()

@@ -7,15 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from slime_like.distributed.forensics.report import report
 from slime_like.distributed.forensics.ring import RECORD
 from slime_like.distributed.wrapper.errors import memory_or_last
+from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.printable import visible
-
-if TYPE_CHECKING:
-    from slime_like.distributed.wrapper.wrapper import Wrapper
 
 EXIT_CODE = 70
 LIMIT_FACTOR = 1.1  # times the deadline plus GRACE_S: gloo and NCCL have the same deadline and should fail first

@@ -1,11 +1,6 @@
-"""The wrapper of every collective of this process, independent of how its caller imported the function.
+"""State of the wrapped collectives of this process: groups, counters, the ring's records, and asynchronous ops.
 
-All functions of ``torch.distributed`` issue their op by a method of ``ProcessGroup``. These methods are replaced on the class,
-so each op is counted once, whether its caller imported a function before ``install`` or calls a method of a group. Composite
-functions, which issue several ops (``broadcast_object_list``), are replaced as well, and are counted and guarded under their
-own name. Without a wrapper, torch's own methods run.
-
-Remove when torch's hooks (``ProcessGroup.register_pre_hook``, ``register_post_hook``) report every op and its failure.
+``torch_patches`` replaces torch's methods, and ``op_wrappers`` has their wrappers, which count and record each op here.
 """
 
 # torch has no public registry of process groups and backends.
@@ -13,7 +8,6 @@ Remove when torch's hooks (``ProcessGroup.register_pre_hook``, ``register_post_h
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -24,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from slime_like.config.schema.collectives import GROUP_LABELS, OPS, Kind, Op
+from slime_like.config.schema.collectives import GROUP_LABELS, Op
 from slime_like.config.schema.guard_policy import GuardSpec
 from slime_like.distributed.forensics.ring import (
     CODES,
@@ -38,11 +32,10 @@ from slime_like.distributed.forensics.ring import (
 )
 from slime_like.distributed.guard.counters import Counter, GroupRecord, counter_type, sequence_counter
 from slime_like.distributed.guard.memory_guard import Guard
-from slime_like.distributed.wrapper import op_wrappers, reload
-from slime_like.distributed.wrapper.hot import NativeHooks
-from slime_like.distributed.wrapper.profile import Profile
+from slime_like.distributed.wrapper import releasable
 from slime_like.errors import CollectiveError
 
+MAX_PENDING = 1024  # with more pending works, those that have been deleted are removed
 PHASE_MASK = ((1 << PHASE_BITS) - 1) << OP_BITS
 # An asynchronous op: weak reference to its work, its counter, its index in the ring.
 PendingWork = tuple[Any, Counter, int]
@@ -50,7 +43,7 @@ PendingWork = tuple[Any, Counter, int]
 
 @dataclass(slots=True)
 class Wrapper:
-    """The wrapper of this process, created by ``slime_like.distributed.wrapper.install``. Its fields change with every op."""
+    """The collectives of this process, created by ``slime_like.distributed.wrapper.install``. The fields change with every op."""
 
     spec: GuardSpec
     ring: Ring
@@ -69,82 +62,20 @@ class Wrapper:
     released_counters: dict[tuple[str, Any], Counter] = field(default_factory=dict[tuple[str, Any], Counter])
     generation: int = 0  # number of times that communicators were rebuilt
     reload_ns: int = 0  # time of releases and rebuilds
-    profile: Profile | None = None  # measures every op
-    native: NativeHooks | None = None  # the hot path in C; None: it is in Python
+    native_ring: Any = None  # the ring of the hot path in C; None: the hot path is in Python
     counter_class: type[Counter] = field(default_factory=counter_type)
     make_sequence: Callable[[], Callable[[], int]] = sequence_counter
     is_installed: bool = False
     phase: int = 0  # phase of the step, encoded as in the ring
     phase_name: str = ""
     _composite_thread: int = 0
-    _originals: list[tuple[Any, str, Any]] = field(default_factory=list[tuple[Any, str, Any]])
-    _creators: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])  # argument of reload.restore
 
-    # ---- install and remove --------------------------------------------------------------------------------------
-    def install(self) -> None:
-        """Replace torch's methods and composite functions by their wrappers."""
-        self.set_phase("start")
-        self.is_installed = True
-        if self.native is not None:
-            self.counter_class, self.make_sequence = (
-                counter_type(self.native.module.HotCounterFields),
-                self.native.module.SequenceCounter,
-            )
-            self.pending_works = self.native.module.Works()
-        for op in OPS:
-            self.counters_by_op[op.name] = {}
-            for name in op.methods:
-                self._replace(dist.ProcessGroup, name, functools.partial(self._wrap_method, op, name))
-            for name in op.functions if op.kind is Kind.COMPOSITE else ():
-                self._replace_function(name, functools.partial(self._wrap_composite, op))
-        if self.spec.release:
-            for name in reload.REDIRECTED:
-                self._replace(dist.ProcessGroup, name, op_wrappers.redirect)
-            self._creators = reload.install_releasable_backends()
-        self._replace(c10d.Work, "wait", self._wrap_wait)
-        self._replace_function("destroy_process_group", functools.partial(op_wrappers.destroy, self))
-
-    def _wrap_method(self, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-        call = op_wrappers.method(self, op, name, raw)
-        if self.native is not None:
-            call = self.native.method(self, op, name, raw, call)
-        return call if self.profile is None else self.profile.wrap_method(self, op, call)
-
-    def _wrap_composite(self, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-        call = op_wrappers.composite(self, op, raw)
-        if self.native is not None:
-            call = self.native.composite(self, op, raw, call)
-        return call if self.profile is None else self.profile.wrap_composite(self, op, raw, call)
-
-    def _wrap_wait(self, raw: Callable[..., Any]) -> Callable[..., Any]:
-        call = op_wrappers.wait(self, raw)
-        return call if self.native is None else self.native.wait(self, raw, call)
-
-    def remove(self) -> None:
-        """Restore torch's methods and functions."""
-        self.is_installed = False
-        for owner, name, original in reversed(self._originals):
-            setattr(owner, name, original)
-        self._originals.clear()
-        reload.restore(self._creators)
+    def close(self) -> None:
+        """Close the ring and the symmetric actions, after the calls of torch were restored."""
         self.ring.before_close()
         if self.guard.symmetric_actions is not None:
             self.guard.symmetric_actions.close()
         self.ring.close()
-
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        assert name in vars(owner), f"torch has no {owner.__name__}.{name}: review slime_like.config.schema.collectives"
-        self._originals.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, wrap(getattr(owner, name)))
-
-    def _replace_function(self, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Replace a function in ``distributed_c10d`` and in ``torch.distributed``, which re-exports it."""
-        original = getattr(c10d, name)
-        assert getattr(dist, name) is original, f"torch.distributed.{name} is no longer that of distributed_c10d"
-        wrapped_function = wrap(original)
-        for module in (dist, c10d):
-            self._originals.append((module, name, original))
-            setattr(module, name, wrapped_function)
 
     # ---- groups and counters -------------------------------------------------------------------------------------
     def add_counter(self, op: Op, group: Any) -> Counter:
@@ -157,7 +88,7 @@ class Wrapper:
             )
         code = CODES[op.name] | self.phase | record.info.number << GROUP_SHIFT
         counter = self.counter_class(op, record, self.spec.policy(op.name, record.info.label), code)
-        counter.target = reload.target(group)
+        counter.target = releasable.target(group)
         self.guard.add_counter(counter)
         self.counters_by_op[op.name][group] = counter
         return counter
@@ -188,7 +119,7 @@ class Wrapper:
         """
         if (record := self.groups.pop(group, None)) is not None:
             self.ring.fail_in_flight(record.info.number)
-        reload.drop_destroyed_groups()
+        releasable.drop_destroyed_groups()
         for key in [key for key in self.released_counters if key[1] is group]:
             self.guard.remove_counter(self.released_counters.pop(key))
         for group_counters in self.counters_by_op.values():
@@ -211,14 +142,14 @@ class Wrapper:
     @property
     def composite_thread(self) -> int:
         """Id of the thread that is in a composite function, or 0."""
-        return self._composite_thread if self.native is None else self.native.ring.composite_thread
+        return self._composite_thread if self.native_ring is None else self.native_ring.composite_thread
 
     @composite_thread.setter
     def composite_thread(self, thread: int) -> None:
-        if self.native is None:
+        if self.native_ring is None:
             self._composite_thread = thread
         else:
-            self.native.ring.composite_thread = thread
+            self.native_ring.composite_thread = thread
 
     # ---- asynchronous ops and ends of ops -------------------------------------------------------------------
     def add_pending(self, work: Any, counter: Counter, index: int, start_ns: int) -> Any:
@@ -227,7 +158,7 @@ class Wrapper:
         if deleted_work is not None:
             self.record_end(deleted_work[2], start_ns)
         self.pending_works[id(work)] = (weakref.ref(work), counter, index)
-        if len(self.pending_works) > op_wrappers.MAX_PENDING:
+        if len(self.pending_works) > MAX_PENDING:
             self.record_completed()
         counter.ns += clock() - start_ns
         return work
