@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from traceback import StackSummary
 from typing import Any, cast
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from slime_like.errors import CheckpointError
-from slime_like.train.megatron.platform.patches import GroupStepAdamW
+from slime_like.train.megatron.platform.adamw import GroupStepAdamW
 
 # Classes that torch and megatron-core write into .metadata: dataclasses, enums and sizes. Unpickling them runs no code.
 ALLOWED: dict[str, frozenset[str]] = {
@@ -46,7 +47,13 @@ ALLOWED: dict[str, frozenset[str]] = {
     "collections": frozenset({"OrderedDict"}),
     "pathlib": frozenset({"PosixPath"}),
 }
-OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW]  # megatron's offloading optimizer stores its class
+# Classes that megatron's offloading optimizer stores, the last one also under its name in checkpoints up to 0.1.
+OPTIMIZERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    GroupStepAdamW,
+    (GroupStepAdamW, "slime_like.train.megatron.platform.patches.GroupStepAdamW"),
+]
 GLOBAL = re.compile(r"GLOBAL (\S+)")  # in the error of torch's weights-only unpickler
 
 
@@ -121,7 +128,7 @@ def load_object(file: io.BytesIO | Path, path: Path) -> Any:
     Raises ``CheckpointError`` naming ``path`` and any other class or function that the file needs.
     """
     try:
-        with torch.serialization.safe_globals([*OPTIMIZERS, GroupStepAdamW]):
+        with torch.serialization.safe_globals(OPTIMIZERS):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = GLOBAL.search(str(error))
