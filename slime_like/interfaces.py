@@ -147,7 +147,7 @@ class DataSource(Protocol):
     """A resumable stream of prompts."""
 
     def __len__(self) -> int: ...
-    def next(self, num_prompts: int) -> list[Prompt]:
+    def next(self, num_prompts: int, /) -> list[Prompt]:
         """Return the next ``num_prompts`` prompts; a new epoch begins when one ends."""
         ...
 

@@ -1,4 +1,4 @@
-"""Share of a rollout manager in a run with several: every ``count``-th prompt, group and engine.
+"""Share of a rollout manager in a run with several: every ``num_shares``-th prompt, group and engine.
 
 Group ids, and with them the samples' seeds, are those that a single manager would use.
 """

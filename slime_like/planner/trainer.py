@@ -108,7 +108,8 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
     num_norms = 2 * len(part.layers) + is_last + (is_last and s.task == VALUE)  # and a critic's value head
     has_output = is_last and s.task != VALUE and not (part.tied and s.pp == 1)  # with stages, tied tables are copies
     table = padded_vocabulary(part.vocabulary, s.tp) * part.hidden / s.tp
-    experts, num_experts = part.experts, 0 if part.experts is None else part.sparse_layers * part.experts.num_experts
+    experts = part.experts
+    num_stage_experts = part.sparse_layers * experts.num_experts if experts else 0
     routed = _mlp_tensors(part.hidden, experts.width) if experts else ()
     return RankParameters(
         dense_tensors=(
@@ -117,7 +118,7 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
             TensorGroup(part.router_parameters, part.sparse_layers),
             TensorGroup(table, (stage == 0) + has_output),
         ),
-        expert_tensors=tuple(TensorGroup(size / s.etp, num_experts / s.ep) for size in routed),
+        expert_tensors=tuple(TensorGroup(size / s.etp, num_stage_experts / s.ep) for size in routed),
     )
 
 

@@ -74,7 +74,7 @@ def _attend(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor,
 
 
 def _spans(num_rows: int, chunk: int) -> Iterable[tuple[int, int]]:
-    """Split ``range(count)`` into parts of ``chunk``, the last one no shorter than ``ROWS``."""
+    """Split ``range(num_rows)`` into parts of ``chunk``, the last one no shorter than ``ROWS``."""
     starts = list(range(0, num_rows, chunk))
     if len(starts) > 1 and num_rows - starts[-1] < ROWS:
         starts.pop()

@@ -227,16 +227,17 @@ def test_the_supervisor_bounds_the_time_of_the_object_store(monkeypatch: pytest.
     line, supervisor = socket.socketpair()
     with line, supervisor:
         monkeypatch.setattr(driver_link, "_line", line)
-        received: list[str] = []
+        supervisor.settimeout(10 * scale())
+        messages_sent: list[str] = []
 
         def put(value: str) -> str:
-            received.append(supervisor.recv(65_536).decode())
+            messages_sent.append(supervisor.recv(65_536).decode())
             return value.upper()
 
         monkeypatch.setattr(calls.ray, "put", put)
         assert calls.put("prompts") == "PROMPTS"
-        received.append(supervisor.recv(65_536).decode())
-    begins, ends = map(json.loads, received)
+        messages_sent.append(supervisor.recv(65_536).decode())
+    begins, ends = map(json.loads, messages_sent)
     assert begins["waits_for"] == "Ray's object store"
     assert (begins["seconds"], begins["owner"], begins["phase"]) == (calls.STORE_S, "driver", "put")
     assert (begins["kind"], ends["kind"], begins["number"]) == ("call_begins", "call_ends", ends["number"])

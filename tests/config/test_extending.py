@@ -39,7 +39,7 @@ class Source:
         self.config = config
     def __len__(self):
         return 0
-    def next(self, n):
+    def next(self, num_prompts):
         return []
     def metrics(self):
         return ()

@@ -115,8 +115,10 @@ class Training:
         deadline = Deadline("test", "train.py", RUN_S)
         while not condition():
             if deadline.elapsed() > deadline.limit:
-                processes = describe_processes(self.resources.processes(), self._run_dir)
-                self._kill()
+                try:
+                    processes = describe_processes(self.resources.processes(), self._run_dir)
+                finally:
+                    self._kill()
                 raise deadline.exceeded(
                     f"train.py, whose output ends with: {self._log.read_text()[-3000:]}\n{processes}"
                 )
@@ -155,7 +157,7 @@ def describe_processes(pids: list[int], run_dir: Path | None) -> str:
     """Return a line with the state of each process, and the stacks of those that write them to the run folder."""
     lines: list[str] = []
     for pid in pids:
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.Error):  # it has ended in the meantime
             process = psutil.Process(pid)
             lines.append(f"process {pid}: {process.status()}: {command(process)}")
     if run_dir is not None:

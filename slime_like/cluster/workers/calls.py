@@ -55,7 +55,10 @@ def call(actor: ActorHandle[Any], method: Callable[..., Any], *args: Any, **kwar
 
 
 def put[T](value: T) -> T:
-    """Store an argument of several calls once. Typed as the value, because Ray passes the value to the methods."""
+    """Store an argument of several calls once. Typed as the value, because Ray passes the value to the methods.
+
+    The supervisor ends the run if this takes longer than ``STORE_S``.
+    """
     with driver_link.bounded_call(Deadline("driver", "put", STORE_S), "Ray's object store"):
         return cast(T, ray.put(value))
 

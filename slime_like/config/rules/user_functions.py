@@ -39,7 +39,7 @@ SIGNATURES = {
 METHODS = {
     "data.source": (
         FunctionSignature("__len__()", 0),
-        FunctionSignature("next(n)", 1),
+        FunctionSignature("next(num_prompts)", 1),
         FunctionSignature("metrics()", 0),
         FunctionSignature("state()", 0),
         FunctionSignature("load_state(state)", 1),

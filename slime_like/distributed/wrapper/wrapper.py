@@ -43,7 +43,7 @@ PendingWork = tuple[Any, Counter, int]
 
 @dataclass(slots=True)
 class Wrapper:
-    """The collectives of this process, created by ``slime_like.distributed.wrapper.install``. The fields change with every op."""
+    """State of the wrapped collectives of this process, created by ``slime_like.distributed.wrapper.install``. The fields change with every op."""
 
     spec: GuardSpec
     ring: Ring
@@ -71,7 +71,7 @@ class Wrapper:
     _composite_thread: int = 0
 
     def close(self) -> None:
-        """Close the ring and the symmetric actions, after the calls of torch were restored."""
+        """Close the ring and the symmetric actions. Call this after ``TorchPatches.restore``."""
         self.ring.before_close()
         if self.guard.symmetric_actions is not None:
             self.guard.symmetric_actions.close()

@@ -47,12 +47,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "collections": frozenset({"OrderedDict"}),
     "pathlib": frozenset({"PosixPath"}),
 }
-# Classes that megatron's offloading optimizer stores, the last one also under its name in checkpoints up to 0.1.
+# Classes that megatron's offloading optimizer stores.
 OPTIMIZERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     torch.optim.Adam,
     torch.optim.AdamW,
     GroupStepAdamW,
-    (GroupStepAdamW, "slime_like.train.megatron.platform.patches.GroupStepAdamW"),
 ]
 GLOBAL = re.compile(r"GLOBAL (\S+)")  # in the error of torch's weights-only unpickler
 
