@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -14,15 +14,13 @@ from tests.e2e.runs import metrics
 WORKER = "slime_like_plugins.remote_experts.worker"
 
 
-def workers() -> list[psutil.Process]:
-    """Return the workers that descend from this process."""
+def workers(ancestor: int | None = None) -> list[psutil.Process]:
+    """Return the living workers that descend from a process, by default from this one."""
     running_workers: list[psutil.Process] = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if WORKER in process.cmdline():
+    for process in psutil.Process(ancestor).children(recursive=True):
+        with suppress(psutil.Error):  # it has ended, or nobody has waited for its end yet
+            if any(WORKER in argument for argument in process.cmdline()):
                 running_workers.append(process)
-        except psutil.Error:
-            continue
     return running_workers
 
 
@@ -37,7 +35,7 @@ def kill_once(run_dir: Path, pids: list[int], end_event: threading.Event) -> Non
         end_event.wait(0.2)
 
 
-@contextlib.contextmanager
+@contextmanager
 def worker_killed_once(run_dir: Path) -> Generator[list[int]]:
     """Kill a worker of the run once, after its first training step. Yield the list of killed process ids."""
     pids: list[int] = []

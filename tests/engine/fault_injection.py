@@ -35,7 +35,7 @@ from tests.engine.test_weights import TensorSource
 HOST = "127.0.0.1"
 # An engine works on one group at a time and queues one more. At its first or second answer it therefore still has groups to
 # answer, however fast it decodes and however late this process receives the answer.
-GROUPS, SAMPLES, TOKENS, MAX_GROUPS_IN_FLIGHT = 12, 4, 400, 2
+GROUPS, SAMPLES, TOKENS, MAX_GROUPS_IN_FLIGHT = 12, 4, 50, 2
 AnswerCallback = Callable[[str], None]
 _answer_callbacks: list[AnswerCallback] = []  # called with the engine's name at each answer
 

@@ -19,6 +19,7 @@ from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import EngineError, EngineLost
 from slime_like.interfaces import Completion
 from slime_like.types import F32
+from tests.e2e.remote_workers import workers
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, payload, prompt
 from tests.engine.fault_injection import EnginePair, at_first_answer, clear_callbacks, until
 from tests.engine.forked_engines import REPOSITORY, ForkedEngineServer, start_fork_server
@@ -32,15 +33,8 @@ from tests.engine.test_latent import push
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-5  # difference from an engine with all experts
 OF_HF = 1e-4  # difference from transformers
-WORKER = "slime_like_plugins.remote_experts.worker"
 DEADLINE_S = 5.0
 HALF = RemoteOptions(count=4, capacity=64, deadline_s=DEADLINE_S)
-
-
-def workers_of(pid: int) -> list[psutil.Process]:
-    """Return the workers of the ranks of a server."""
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if WORKER in " ".join(child.cmdline())]
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class ExpertArm:
     @property
     def workers(self) -> list[psutil.Process]:
         """Workers of the engine's ranks."""
-        return workers_of(self.engine.server.pid)
+        return workers(self.engine.server.pid)
 
     @property
     def log(self) -> str:
@@ -280,7 +274,7 @@ def test_a_rollout_survives_the_loss_of_a_required_worker(arms: Mapping[str, Exp
         kills: list[tuple[str, int]] = []
 
         def kill_worker(name: str) -> None:
-            (worker,) = workers_of(pair.supervisor(name).server.pid)
+            (worker,) = workers(pair.supervisor(name).server.pid)
             worker.send_signal(signal.SIGKILL)
             kills.append((name, worker.pid))
 
@@ -291,7 +285,7 @@ def test_a_rollout_survives_the_loss_of_a_required_worker(arms: Mapping[str, Exp
         (recovery,) = manager._pool.recoveries
         assert recovery.engine == name and recovery.groups >= 1
         assert "remote experts are lost" in recovery.cause
-        assert pid not in {worker.pid for worker in workers_of(pair.supervisor(name).server.pid)}
+        assert pid not in {worker.pid for worker in workers(pair.supervisor(name).server.pid)}
         assert await pair.push(manager, "A") == ("engine 0", "engine 1")
         check_rollout(await manager.collect(1), 1, pair.models, "A", pair.version)
 

@@ -91,8 +91,9 @@ def ray_agents(raylet: psutil.Process) -> dict[str, int]:
     pids: dict[str, int] = {}
     with suppress(psutil.Error):
         for child in raylet.children():
-            line = " ".join(child.cmdline())
-            pids |= {name: child.pid for name, marks in RAY_AGENTS.items() if any(mark in line for mark in marks)}
+            with suppress(psutil.Error):  # it has ended
+                line = " ".join(child.cmdline())
+                pids |= {name: child.pid for name, marks in RAY_AGENTS.items() if any(mark in line for mark in marks)}
     return pids
 
 
