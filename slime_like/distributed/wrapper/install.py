@@ -24,7 +24,6 @@ from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.metrics.types import Max, Metric
 from slime_like.util import deadline
 
-_current: Wrapper | None = None
 _patches: TorchPatches | None = None
 _watchdog: Watchdog | None = None
 
@@ -38,7 +37,7 @@ def install(
     An earlier wrapper is replaced. Call this before the process's first collective. ``source`` replaces the memory source in
     tests. ``in_c=False``: the hot path is in Python, as on a machine without a compiler.
     """
-    global _current, _patches, _watchdog
+    global _patches, _watchdog
     _remove(replaced=spec.wrap and spec.release)
     if spec.wrap:
         folder = None if spec.folder is None else Path(spec.folder)
@@ -50,15 +49,14 @@ def install(
         )
         memory = _recording_source(spec, device, ring) if source is None else RecordingMemorySource(source, ring)
         guard = Guard(memory, symmetric_actions)
-        _current = Wrapper(spec, ring, guard, explain)
-        _current.name = name
+        wrapper = Wrapper(spec, ring, guard, explain, name=name)
         native = NativeHooks.attach(module, ring) if in_c and (module := load()) is not None else None
         if symmetric_actions is not None and native is not None:
             symmetric_actions.watch_with(native.ring)
-        _patches = TorchPatches(_current, Profile() if spec.profile is not None else None, native)
+        _patches = TorchPatches(wrapper, Profile() if spec.profile is not None else None, native)
         _patches.install()
-        _watchdog = Watchdog(_current, spec.deadline_s * deadline.scale())
-    return _current
+        _watchdog = Watchdog(wrapper, spec.deadline_s * deadline.scale())
+    return current()
 
 
 def _recording_source(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
@@ -79,20 +77,19 @@ def remove() -> None:
 
 def _remove(*, replaced: bool) -> None:
     """Remove the wrapper. ``replaced``: the caller installs another one, which takes over groups with reloadable communicators."""
-    global _current, _patches, _watchdog
-    reload.check_removable(_current, replaced=replaced)
+    global _patches, _watchdog
+    reload.check_removable(current(), replaced=replaced)
     if _watchdog is not None:
         _watchdog.stop()
-    if _current is not None:
-        if _patches is not None:
-            _patches.restore()
-        _current.close()
-    _current = _patches = _watchdog = None
+    if _patches is not None:
+        _patches.restore()
+        _patches.wrapper.close()
+    _patches = _watchdog = None
 
 
 def current() -> Wrapper | None:
     """Return the wrapper of this process, if there is one."""
-    return _current
+    return None if _patches is None else _patches.wrapper
 
 
 @contextlib.contextmanager
@@ -101,7 +98,7 @@ def phase(name: str) -> Generator[None]:
 
     Rebuilds released communicators first.
     """
-    wrapper = _current
+    wrapper = current()
     if wrapper is None:
         yield
         return
@@ -112,7 +109,7 @@ def phase(name: str) -> Generator[None]:
             reload.rebuild(wrapper)
         yield
     finally:
-        if wrapper is _current:
+        if wrapper is current():
             wrapper.set_phase(outer)
 
 
@@ -121,25 +118,26 @@ def release() -> None:
 
     A collective: every rank calls it.
     """
-    if _current is not None and _current.spec.release:
-        reload.release(_current)
+    if (wrapper := current()) is not None and wrapper.spec.release:
+        reload.release(wrapper)
 
 
 def label_group(name: str, label: str) -> None:
     """Set the label of a group whose other ranks are outside this world. Call this before the group's first op."""
-    if _current is not None:
-        _current.labels[name] = label
+    if (wrapper := current()) is not None:
+        wrapper.labels[name] = label
 
 
 def drain() -> list[Metric]:
     """Return the metrics ``comm/...`` and ``guard/...`` of this rank since the last drain."""
-    if _current is None:
+    if _patches is None:
         return []
-    metrics = list(counters.metrics(_current.counters(), _current.guard.min_free))
-    _current.guard.min_free = None
-    if _patches is not None and _patches.profile is not None and _current.spec.profile is not None:
-        _patches.profile.write(_current, Path(_current.spec.profile), _current.name)
-    if _current.spec.release:
-        metrics.append(Max("guard/reload_time", _current.reload_ns / 1e9))
-        _current.reload_ns = 0
+    wrapper, profile = _patches.wrapper, _patches.profile
+    metrics = list(counters.metrics(wrapper.counters(), wrapper.guard.min_free))
+    wrapper.guard.min_free = None
+    if profile is not None and wrapper.spec.profile is not None:
+        profile.write(wrapper, Path(wrapper.spec.profile), wrapper.name)
+    if wrapper.spec.release:
+        metrics.append(Max("guard/reload_time", wrapper.reload_ns / 1e9))
+        wrapper.reload_ns = 0
     return metrics
