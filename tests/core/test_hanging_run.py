@@ -31,6 +31,8 @@ def test_the_error_has_the_states_and_stacks_of_the_processes(tmp_path: Path, mo
     training = runs.Training(f"run.dir={tmp_path}", log=log, script=str(script))
     training.wait_until(lambda: "registered" in log.read_text())
     monkeypatch.setattr(runs, "RUN_S", 0.1)
-    with pytest.raises(DeadlineExceeded, match=r"(?s)process \d+: (sleeping|running): .*script\.py.*driver:\n.*in never_returns"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"(?s)process \d+: (sleeping|running): .*script\.py.*driver:\n.*in never_returns"
+    ):
         training.wait()
     assert not training.running()

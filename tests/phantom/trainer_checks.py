@@ -196,7 +196,7 @@ def guard(folder: Path, scratch: Path, layout: Layout, checks: str) -> dict[str,
     try:
         trainer = make_trainer(folder, layout, guard=spec)
         train(trainer)
-        wrapper = install._current
+        wrapper = install.current()
         assert wrapper is not None
         generation, free = wrapper.generation, torch.cuda.mem_get_info()[0]
         install.release()
