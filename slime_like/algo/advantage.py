@@ -26,7 +26,7 @@ def grpo(rewards_G: F32) -> F32:
 
 
 def dr_grpo(rewards_G: F32) -> F32:
-    """Return [G]: reward minus the group's mean. Division by the deviation would favour prompts that are too easy or too hard.
+    """Return [G]: reward minus the group's mean. Dividing by the deviation would favour prompts that are too easy or too hard.
 
     Source: Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv:2503.20783, section 3.
     """

@@ -1,4 +1,4 @@
-"""Losses, token advantages and corrections that the config names. Errors in user code name the config key and the line."""
+"""Lookup of the loss, token advantage and correction that the config names. Errors in user code name the key and the line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bind_off_policy(config: PolicyConfig) -> OffPolicy:
 
 @dataclass(slots=True)
 class UserLoss:
-    """Loss given by a path. Raises ``UserCodeError`` for errors in it."""
+    """Loss given by ``module:attribute`` or ``file.py:attribute``. Raises ``UserCodeError`` for errors in it."""
 
     name: str
     loss: LossFn
@@ -74,7 +74,7 @@ class UserLoss:
 
 
 def _columns_of(output: LossOutput) -> dict[str, object]:
-    """Return name -> shape of each column of a loss, or the type of a column that is not a tensor."""
+    """Map the name of each column of a loss to its shape, or to the name of its type if it is not a tensor."""
     columns: dict[str, object] = {"loss": output.loss}
     columns |= {f"means[{name!r}]": column for name, column in output.means.items()}
     columns |= {f"maxima[{name!r}]": column for name, column in output.maxima.items()}
@@ -88,7 +88,7 @@ def _shape(column: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class UserCorrection:
-    """Off-policy correction given by a path. Raises ``UserCodeError`` for errors in it."""
+    """Correction given by ``module:attribute`` or ``file.py:attribute``. Raises ``UserCodeError`` for errors in it."""
 
     name: str
     correct: OffPolicy
@@ -96,7 +96,7 @@ class UserCorrection:
     def __call__(
         self, config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None, /
     ) -> Correction:
-        """Return the correction. Raises ``UserCodeError`` if the function raises or returns factors of another shape."""
+        """Return the correction. Raises ``UserCodeError`` if the function raises or returns factors of the wrong shape."""
         shape = tuple(old_logprobs.shape)
         subject = f"a micro-batch of {len(old_logprobs)} tokens on this rank"
         with name_user_errors(CORRECTION, self.name, subject):
@@ -114,12 +114,12 @@ class UserCorrection:
 def token_advantages(
     config: AlgoConfig, advantage: TokenAdvantage, views: Sequence[TokenView], reduce: Reduce
 ) -> list[Tensor]:
-    """Return [T] for each view. Raises ``UserCodeError`` if a user's advantage raises or returns other shapes."""
+    """Return the advantages [T] of each view. Raises ``UserCodeError`` if a user's advantage raises or returns wrong shapes."""
     return _columns(config, views, lambda: advantage(views, reduce))
 
 
 def critic_targets(config: AlgoConfig, advantage: ReturnEstimator, views: Sequence[TokenView]) -> list[Tensor]:
-    """Return the critic's targets, [T] for each view. Raises ``UserCodeError`` as ``token_advantages`` does."""
+    """Return the critic's targets [T] for each view. Raises ``UserCodeError`` as ``token_advantages`` does."""
     return _columns(config, views, lambda: advantage.returns(views))
 
 
@@ -135,7 +135,7 @@ def diagnose(
 
 
 def _columns(config: AlgoConfig, views: Sequence[TokenView], compute: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """Return the result of ``compute`` after a check of its shapes. An error of user code names the function."""
+    """Return the columns from ``compute``. For user code, check their shapes and name the function in errors."""
     name, subject = config.token_advantage or "", f"{len(views)} micro-batches on this rank"
     if not is_path(name):
         return list(compute())

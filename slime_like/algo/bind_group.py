@@ -1,6 +1,6 @@
-"""Group advantages that the config names. Errors in user code name the config key and the line.
+"""Lookup of the group advantage that the config names. Errors in user code name the config key and the line.
 
-Separate from ``bind``, because the driver, which computes group advantages, does not import torch.
+This file is separate from ``bind`` because the driver, which computes group advantages, does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def bind_group_advantage(name: str) -> GroupAdvantage:
 
 @dataclass(frozen=True, slots=True)
 class UserGroupAdvantage:
-    """Group advantage given by a path. Raises ``UserCodeError`` for errors in it."""
+    """Group advantage given by ``module:attribute`` or ``file.py:attribute``. Raises ``UserCodeError`` for errors in it."""
 
     name: str
     advantage: Callable[[F32], Any]

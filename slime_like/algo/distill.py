@@ -34,7 +34,7 @@ class ReverseKL:
         self._config = config
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] for each view, 0 at untrained tokens."""
+        """Return F32 [T] for each view, 0 at untrained tokens; whitened over all ranks if ``algo.normalize_advantages``."""
         advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
             return advantages_T

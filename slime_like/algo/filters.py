@@ -1,4 +1,4 @@
-"""Group filters (table FILTERS). ``None`` keeps a group; a string drops it and is counted as the reason."""
+"""Group filters (table FILTERS). A filter returns None to keep a group, or the reason to drop it; reasons are counted."""
 
 from __future__ import annotations
 

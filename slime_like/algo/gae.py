@@ -25,7 +25,7 @@ MIN_VARIANCE = 1e-12  # returns with a smaller variance count as constant: the e
 class GeneralisedAdvantage:
     """GAE: ``sum_k (gamma * lambd)^k * delta[a + k]`` with ``delta[a] = reward[a] + gamma * value[a + 1] - value[a]``.
 
-    Index a counts the trained tokens of a sequence; tokens that the model did not sample are skipped by the discount.
+    ``a`` indexes the trained tokens of a sequence, so the discount skips tokens that the model did not sample.
     The value after the last action is 0, even for truncated episodes. Rewards come from ``actions.token_rewards``.
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
     """
@@ -37,7 +37,7 @@ class GeneralisedAdvantage:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] for each view, 0 at untrained tokens; whitened over all ranks with ``algo.normalize_advantages``."""
+        """Return F32 [T] for each view, 0 at untrained tokens; whitened over all ranks if ``algo.normalize_advantages``."""
         advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
             return advantages_T

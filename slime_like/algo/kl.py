@@ -34,7 +34,7 @@ def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 def low_var_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Return k3 clamped to at most 10, with zero gradient above.
 
-    As ``low_var_kl`` in slime (``slime/utils/ppo_utils.py``) and in verl (``verl/trainer/ppo/core_algos.py``,
+    Source: ``low_var_kl`` in slime (``slime/utils/ppo_utils.py``) and in verl (``verl/trainer/ppo/core_algos.py``,
     where it is also called ``k3``).
     """
     return k3(logprobs_T, ref_logprobs_T).clamp(max=MAX_LOW_VAR_KL)

@@ -1,8 +1,8 @@
-"""Losses per token, constructed with their config (table LOSSES).
+"""Per-token losses, constructed from their config (table LOSSES).
 
 The caller sums ``loss * loss_weight``, so a loss does not depend on packing, micro-batches or ranks. A policy loss consists of
 a surrogate, off-policy corrections, KL and entropy. A surrogate computes a loss from advantages and the ratio of new to old
-policy. Values have to be finite: infinity times a weight of 0 would be nan, so the log ratio is clamped to ±20.
+policy. Losses must be finite, because infinity times a weight of 0 would be nan, so the log ratio is clamped to ±20.
 Axes: T = tokens, S = sequences.
 """
 
@@ -46,8 +46,8 @@ class PolicyLoss:
     def __call__(self, view: LossView) -> LossOutput:
         """Return the [T] loss, and metrics with slime's names (``train/<name>``).
 
-        The ratio is taken to the engine's log-probabilities with ``algo.use_rollout_logprobs``, otherwise to ``old_logprobs``.
-        If they are None, the current policy is its own old policy: the ratio is 1, with a gradient.
+        The ratio's denominator is the engine's policy if ``algo.use_rollout_logprobs``, otherwise that of ``old_logprobs``. If
+        ``old_logprobs`` is None, the current policy is its own old policy: the ratio is 1, but carries a gradient.
         """
         cfg = self.config
         old_logprobs_T = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
@@ -109,7 +109,7 @@ def sft(cfg: AlgoConfig) -> LossFn:
 
 
 def clip_range(config: PolicyConfig) -> tuple[float, float]:
-    """Return the smallest and the largest ratio that is not clipped."""
+    """Return the bounds (low, high) to which ratios are clipped."""
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
     return 1 - config.eps_clip, 1 + high
 
@@ -147,7 +147,7 @@ def cispo_surrogate(config: PolicyConfig, view: LossView, old_logprobs_T: Tensor
 
 
 def _clip(config: PolicyGradientConfig, log_ratio_T: Tensor, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
-    """Return the larger of plain and clipped loss. Dual clip (``eps_clip_c``) bounds it for negative advantages.
+    """Return the larger of the plain and the clipped loss. Dual clip (``eps_clip_c``) caps it where advantages are negative.
 
     Source of dual clip: Ye et al. 2020, Mastering Complex Control in MOBA Games, arXiv:1912.09729, equation 4.
     """
@@ -181,10 +181,10 @@ def _clamp(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """``Sequences`` of one micro-batch with S sequences and N trained tokens on this rank.
+    """Reductions over the S sequences of one micro-batch with N trained tokens on this rank (protocol ``Sequences``).
 
-    Under context parallelism a rank has a part of each sequence. ``reduce`` then sums over the ranks of the context parallel
-    group. It also sums gradients in the backward pass, as the loss of each rank depends on the tokens of the other ranks.
+    Under context parallelism a rank has a part of each sequence, and ``reduce`` sums over the context parallel group. It also
+    sums gradients in the backward pass, because the loss of each rank depends on the tokens of the other ranks.
     """
 
     index: Tensor  # I64 [N], sequence index of each token
@@ -192,12 +192,12 @@ class PackedSequences:
     reduce: Reduce  # differentiable sum over the ranks that share the sequences
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return [S]: the sum over the trained tokens of each sequence. A collective of the ranks that share the sequences."""
+        """Return [S]: the sum over the trained tokens of each sequence. Collective over the ranks that share the sequences."""
         zeros_S = torch.zeros(len(self.num_trained), dtype=values.dtype, device=values.device)
         return self.reduce.sum(zeros_S.index_add(0, self.index, values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return [S]: the mean over the trained tokens of each sequence, 0 without any. A collective, like ``sum``."""
+        """Return [S]: the mean over the trained tokens of each sequence, 0 if it has none. Collective, like ``sum``."""
         return self.sum(values) / self.num_trained.to(values.dtype).clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:

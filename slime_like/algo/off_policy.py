@@ -32,11 +32,11 @@ class Correction:
 
     weight: Tensor | None  # [T], factor of the policy-gradient term
     keep: Tensor | None  # [T], factor of every loss term: 0 in rejected sequences, else 1
-    means: dict[str, Tensor]  # [T], averaged with loss_weight to metrics train/<name>
+    means: dict[str, Tensor]  # [T], averaged with loss_weight into metrics train/<name>
 
 
 class OffPolicy(Protocol):
-    """``algo.off_policy`` (table OFF_POLICY). ``sequences`` reduces over whole sequences; rejection needs it."""
+    """Function for ``algo.off_policy`` (table OFF_POLICY). Rejection needs ``sequences`` to reduce over whole sequences."""
 
     def __call__(
         self, config: PolicyConfig, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, sequences: Sequences | None, /
@@ -73,7 +73,8 @@ def sequence_ratio(
 ) -> Tensor:
     """Return [T]: the ratio of old to rollout policy of each token's sequence.
 
-    It is the product over the sequence's tokens or, if ``geometric``, their geometric mean, which does not grow with length.
+    It is the product of the ratios of the sequence's tokens or, if ``geometric``, their geometric mean, whose scale does not
+    depend on the length.
 
     Source: Liu et al. 2025, "When Speed Kills Stability" (sequence-level and geometric masks).
     """
@@ -85,7 +86,7 @@ def sequence_ratio(
 def importance_correction(
     config: PolicyConfig, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, sequences: Sequences | None
 ) -> Correction:
-    """Return the corrections that ``config`` enables. Metrics are means over all trained tokens, including dropped ones."""
+    """Return the corrections that ``config`` enables. Metrics cover all trained tokens, including dropped ones."""
     weight_T, keep_T, means = None, None, dict[str, Tensor]()
     if config.use_tis:
         tis = truncated_importance(old_logprobs_T, rollout_logprobs_T, config.tis_clip, config.tis_clip_low)

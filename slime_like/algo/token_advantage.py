@@ -1,4 +1,4 @@
-"""Token advantages, computed on the ranks before the first optimizer step (table TOKEN_ADVANTAGES).
+"""Token advantages, computed on the trainer ranks before a rollout's first optimizer step (table TOKEN_ADVANTAGES).
 
 Axes of a micro-batch: T = tokens, A = trained tokens (actions), S = sequences.
 """
@@ -25,7 +25,7 @@ class ReinforcePlusPlus:
     """REINFORCE++: discounted return per trained token, whitened over the batch.
 
     The last trained token of a sequence gets the sequence's reward, and each trained token the penalty
-    ``-kl_coef * KL(old || ref)``. Tokens that the model did not sample have no reward and are skipped by the discount.
+    ``-kl_coef * KL(old || ref)``. Tokens that the model did not sample have no reward, and the discount skips them.
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262; whitening as in its reference implementation (OpenRLHF).
     """
 
@@ -46,7 +46,7 @@ class ReinforcePlusPlus:
         return whiten(returns_T, masks_T, reduce)
 
     def _returns(self, view: TokenView) -> Tensor:
-        """Return [T]: the discounted sum of the rewards of each trained token and those after it."""
+        """Return [T]: the discounted sum of a trained token's reward and the sequence's later rewards; 0 at other tokens."""
         mask_T = view.loss_weight > 0
         segment_A = segments(view)
         rewards_A = token_rewards(view, segment_A, self._kl_coef, self._kl)
@@ -56,8 +56,7 @@ class ReinforcePlusPlus:
 
 
 class ReinforcePlusPlusBaseline:
-    """REINFORCE++-baseline: group advantage at each trained token, minus ``kl_coef * KL(old || ref)``, whitened over
-    the batch.
+    """REINFORCE++-baseline: group advantage minus ``kl_coef * KL(old || ref)`` per trained token, whitened over the batch.
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262, section 3.2.
     """
@@ -91,8 +90,8 @@ def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Te
     """Return [A]: ``sum_k gamma^k * reward[a + k]`` within each segment.
 
     A doubling scan (Hillis and Steele 1986): after the pass with stride s, each entry holds the discounted sum of the
-    next 2s rewards, so log2(longest segment) passes suffice. The difference of two cumulative sums would under- or
-    overflow for small gamma, and would lose precision in sequences that follow large values.
+    next 2s rewards, so log2(longest segment) passes suffice. Subtracting two cumulative sums instead would under- or
+    overflow for small gamma, and lose precision in sequences that follow large values.
     """
     returns_A = rewards_A.clone()
     stride = 1
@@ -107,10 +106,10 @@ def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Te
 
 
 def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-    """Return [T] for each of ``values``: entries in ``masks`` shifted and scaled to mean 0 and variance 1, others 0.
+    """Return [T] for each of ``values``: masked entries shifted and scaled to mean 0 and variance 1, other entries 0.
 
     Mean and (biased) variance are over all ranks, in float64. The variance is computed from deviations from the mean, so
-    that a large common offset costs no precision. Every rank does the same two reductions, even without trained tokens.
+    that a large common offset costs no precision. Every rank makes the same two reductions, even without trained tokens.
     """
     device = values[0].device if values else None
     parts_A = [value_T[mask_T].double() for value_T, mask_T in zip(values, masks, strict=True)]

@@ -1,15 +1,15 @@
-"""Files of checkpoints, written in such an order that the latest file always names a complete checkpoint. No torch.
+"""Files of checkpoints, written in an order in which the latest file always names a complete checkpoint. Imports no torch.
 
     latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
                                          rollout files, and the settings and inputs of the run that wrote them
-    rollout/state_4.json                 the state of the rollout side at the same time
+    rollout/state_4.json                 the state of the rollout side at the same iteration
     rollout/leftover_4[_made_5].npz      groups carried over to the next rollout
     rollout/leftover_4_in_flight.npz     unfinished groups; leftover_4_manager_0_in_flight.npz with several managers
     *.tmp                                incomplete files of a save that is in progress or was killed
 
 A folder gets its final name once everything in it is on the disk, and a file is replaced only by a finished one. The
-iteration that the latest file names is therefore complete at any time.
+iteration that the latest file names is therefore complete at all times.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def begin_first(folder: Path) -> None:
 
 
 def megatron_folder(folder: Path) -> Path | None:
-    """Return the folder with megatron's files: ``folder`` itself, or the one its latest file names; None if neither."""
+    """Return the folder with megatron's files: ``folder``, or the one its latest file names; None if neither has them."""
     if (folder / "metadata.json").is_file():
         return folder
     if not (folder / LATEST).is_file():
@@ -106,7 +106,7 @@ def name_latest(folder: Path, iteration: int) -> None:
 
 
 def other_iterations(folder: Path) -> str:
-    """Return the fix for an unusable iteration ``folder``: the other iterations next to it."""
+    """Return a hint for error messages about an unusable iteration ``folder``: which other iterations to use instead."""
     alternatives = [k for k in iterations(folder.parent) if iteration_folder(folder.parent, k).name != folder.name]
     if not alternatives:
         return "there is no other iteration next to it: start over with another run.dir"
@@ -116,10 +116,10 @@ def other_iterations(folder: Path) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yield a path to write to; at the end of the block, its file replaces ``path``.
+    """Yield a scratch path to write to. At the end of the block, the file there replaces ``path``.
 
-    After an error the incomplete file is removed, since it would keep a full disk full. An ``OSError`` that names no
-    file, such as that of a write to a full disk, gets the name of ``path``.
+    After an error the incomplete file is removed, to free its space on a disk that may be full. An ``OSError`` that names no
+    file, as when a write fills the disk, gets the name of ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + SCRATCH)
@@ -135,7 +135,7 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file atomically."""
+    """Write ``text`` to ``path`` atomically, and wait until it is on the disk."""
     with replacing(path) as scratch, scratch.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -153,7 +153,7 @@ def fsync_path(path: Path) -> None:
 
 
 def publish(scratch: Path, target: Path) -> None:
-    """Rename a finished folder to ``target`` once its content is on the disk. A previous folder of that name is removed last."""
+    """Rename the finished ``scratch`` to ``target`` once its content is on the disk. An earlier ``target`` is removed last."""
     for path in sorted(scratch.rglob("*")):
         fsync_path(path)
     fsync_path(scratch)
@@ -178,9 +178,10 @@ def remove_scratch(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` iterations, but never the one that the latest file names.
+    """Remove all but the newest ``keep`` of the iterations up to the one that the latest file names.
 
-    Rollout files are removed with their iteration, even if it was never completed.
+    The critic's folders and the rollout files are removed with their iteration. Rollout files of an earlier iteration that was
+    never completed are removed too.
     """
     latest = latest_iteration(folder)
     old = [k for k in iterations(folder) if k <= latest][:-keep]

@@ -1,7 +1,7 @@
-"""SHA-256 of a checkpoint's files, several files at a time. No torch.
+"""SHA-256 of a checkpoint's files, several files at a time. Imports no torch.
 
-megatron-core's manifests and ``sha256sum`` use SHA-256 too, and on processors with instructions for it (all recent
-servers) it is faster than BLAKE2. hashlib releases the GIL, so threads run in parallel.
+megatron-core's manifests and ``sha256sum`` also use SHA-256, and on processors with SHA instructions (all recent servers) it
+is faster than BLAKE2. hashlib releases the GIL, so threads run in parallel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FileRecord:
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
-    """Return the SHA-256 of each file, in order. Ctrl-C stops between two chunks. Raises the first ``OSError``."""
+    """Return the SHA-256 of each file, in order. Raises the first ``OSError``. Ctrl-C takes effect after the current chunks."""
     stop = threading.Event()
 
     def digest(path: Path) -> str:
@@ -50,7 +50,7 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
 
 
 def changed_files(folder: Path, records: Mapping[str, FileRecord]) -> list[Path]:
-    """Return the files of ``folder`` that differ from ``records``, hashing the largest files first."""
+    """Return the sorted paths of files in ``folder`` whose SHA-256 differs from ``records``; files without one are skipped."""
     names = sorted((name for name, file in records.items() if file.sha256), key=lambda name: -records[name].size)
     hashes = hash_files([folder / name for name in names])
     return sorted(folder / name for name, digest in zip(names, hashes, strict=True) if digest != records[name].sha256)

@@ -1,4 +1,6 @@
-"""checkpoint.json of a checkpoint's folder, written with the files and compared with them when they are read. No torch.
+"""The file checkpoint.json, which describes the other files of a checkpoint folder and is checked when they are read.
+
+Imports no torch. Fields:
 
 format, iteration, version, ...   fields of ``Manifest``
 files, rollout                    size and SHA-256 of every file of the folder, and of this iteration's rollout files
@@ -37,7 +39,7 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of a checkpoint. ``model`` and ``layout`` are compared key by key with the reading run."""
+    """Contents of a checkpoint. ``model`` and ``layout`` are compared key by key with those of the run that loads it."""
 
     iteration: Count
     version: Count
@@ -57,9 +59,10 @@ def write_manifest(
     hashes: Mapping[str, str] | None = None,
     rollout: Mapping[str, FileRecord] | None = None,
 ) -> None:
-    """Write checkpoint.json for the finished ``folder`` and the files of the ``rollout`` side.
+    """Write checkpoint.json into the finished ``folder``.
 
-    ``hashes`` contains SHA-256 hashes that are already known; their files are not read again.
+    ``hashes`` maps names of files to SHA-256 hashes that are already known; these files are not read again. ``rollout``
+    describes the rollout files of the iteration, which are outside ``folder``.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     files = describe_files(folder, [name for name in names if name != MANIFEST], hashes or {})
@@ -83,7 +86,7 @@ def add_run(folder: Path, run: Mapping[str, Any]) -> None:
 def describe_files(
     folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None
 ) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of files of ``folder``. Files without an entry in ``hashes`` are read and hashed."""
+    """Return the size and SHA-256 of each file ``names`` in ``folder``, by name. Files missing in ``hashes`` are hashed."""
     digests = dict(hashes or {})
     unknown = [name for name in names if name not in digests]
     digests |= zip(unknown, hash_files([folder / name for name in unknown]), strict=True)
@@ -144,9 +147,9 @@ def read_record(folder: Path) -> CheckpointRecord:
 
 
 def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], *, rollout: bool) -> None:
-    """Compare the hashes of the files ``names`` of ``folder`` and, if ``rollout`` is True, of the rollout files.
+    """Compare the files ``names`` of ``folder`` and, if ``rollout``, the rollout files with the hashes in ``record``.
 
-    Raises ``CheckpointError`` naming each file that was changed.
+    Raises ``CheckpointError`` naming the files that were changed (at most four), or one that is missing or unreadable.
     """
     files = {name: record.files[name] for name in names}
     side = record.rollout if rollout else {}
@@ -218,9 +221,9 @@ def _without_manifest(folder: Path) -> str:
 
 
 def critic_source(folder: Path) -> Path:
-    """Return the critic's iteration folder: ``folder`` itself or the newest one in it.
+    """Return the critic's iteration folder: ``folder`` itself, or else the newest iteration in it.
 
-    Raises ``CheckpointError`` if there is none, or if it is an actor's, which has no value head.
+    Raises ``CheckpointError`` if there is none, or if it belongs to an actor, which has no value head.
     """
     present = iterations(folder)
     if not (folder / MANIFEST).is_file() and present:

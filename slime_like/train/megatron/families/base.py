@@ -49,7 +49,7 @@ class Weight(ABC):
 
     @property
     def is_expert(self) -> bool:
-        """True for a routed expert, which expert tensor parallel ranks share instead of tensor parallel ranks."""
+        """True for a routed expert, which is split over expert tensor parallel ranks, not over tensor parallel ranks."""
         return False
 
 
@@ -109,7 +109,7 @@ class QKV(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary(Weight):
-    """One row per token, padded with zero rows to ``padded`` rows so that every rank holds equally many."""
+    """One row per token, padded with zero rows to ``padded`` rows, so that every rank holds the same number."""
 
     padded: int
 
@@ -172,7 +172,7 @@ class Family(ABC):
         raise ConfigError(f"config.json: {variant} of a {self.hf.model_type} model is not supported; only {allowed}")
 
     def require_divisible(self, key: str, size: int | None = None) -> None:
-        """Raise ``ConfigError`` unless tensor parallelism divides ``size``; None: the HF config's ``key``."""
+        """Raise ``ConfigError`` unless ``parallel.tp`` divides ``size``, by default the HF config's ``key``."""
         value = int(getattr(self.hf, key)) if size is None else size
         if value % self.tp:
             raise ConfigError(

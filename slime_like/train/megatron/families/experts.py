@@ -1,8 +1,8 @@
 """Mixture-of-experts mix-in: a router, routed experts and an optional shared expert replace the MLP of some blocks.
 
-Experts are divided over expert parallel ranks, and their matrices over expert tensor parallel ranks. An export has separate matrices per
-expert (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read. An HF folder that is loaded may
-also have one fused tensor of all experts.
+Experts are divided over expert parallel ranks, and their matrices over expert tensor parallel ranks. An export has separate
+matrices per expert (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read. An HF folder that is
+loaded may also have one fused tensor of all experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix(Weight):
-    """Matrices of one routed expert: gate over up, each split along the output dimension, or down, along the input dimension."""
+    """Matrices of one routed expert: gate over up, each split along the output dimension, or down, split along the input."""
 
     fused: str  # name of the fused tensor [experts, rows, columns], which the folder may have instead
     expert: int

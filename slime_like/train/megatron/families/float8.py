@@ -9,8 +9,8 @@ from torch import Tensor
 def dequantise(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Return ``weight`` [..., R, C] times its scales, in float32.
 
-    ``scales`` [..., ceil(R / block[0]), ceil(C / block[1])] has one scale per block; None: one per matrix. The products
-    equal the results of transformers' ``Fp8Dequantize``, which assumes that the last blocks are complete.
+    ``scales`` [..., ceil(R / block[0]), ceil(C / block[1])] has one scale per block or, if ``block`` is None, one per matrix.
+    The result equals that of transformers' ``Fp8Dequantize``, which assumes that the last blocks are complete.
     """
     rows, columns = block or weight.shape[-2:]
     out = weight.to(torch.float32)

@@ -1,4 +1,4 @@
-"""Experts in groups, chosen by softmax scores (DeepSeek-V2) or by sigmoid scores with a bias (DeepSeek-V3, Kimi K2, GLM-4.5)."""
+"""Experts in groups, chosen by softmax scores (DeepSeek-V2) or sigmoid scores with a bias (DeepSeek-V3, Kimi K2, GLM-4.5)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from slime_like.train.megatron.families.experts import Experts
 
 
 class GroupedExperts(Experts):
-    """Mix-in for a decoder family: experts after the first layers, with shared experts. Weights are a softmax over all
-    experts.
+    """Mix-in for a decoder family with routed and shared experts after the first layers.
 
-    With topk_method=group_limited_greedy, a token's experts are in the topk_group groups with the highest scores.
+    The weights of a token's routed experts come from a softmax over all routed experts. With topk_method=group_limited_greedy,
+    the token's experts are in the topk_group groups with the highest scores.
     """
 
     shared_name = "shared_experts"
@@ -61,7 +61,7 @@ class GroupedExperts(Experts):
 
     @property
     def groups(self) -> tuple[int, int] | None:
-        """Number of groups, and of groups with a token's experts; None if all experts are in one group."""
+        """Number of groups, and number of groups that a token's experts may be in; None if groups do not limit the choice."""
         if getattr(self.hf, "topk_method", None) == "greedy" or int(self.hf.n_group or 1) == 1:
             return None
         return int(self.hf.n_group), int(self.hf.topk_group or 0)
@@ -84,8 +84,8 @@ class GroupedExperts(Experts):
 class BiasedExperts(GroupedExperts):
     """Mix-in with a bias per expert (https://arxiv.org/abs/2408.15664).
 
-    Sigmoid scores plus the biases choose the experts; the scores alone, which are normalised over the chosen experts, weight
-    their outputs. Two experts rank a group.
+    Experts are chosen by sigmoid scores plus biases, and their outputs weighted by the scores alone, normalised over the chosen
+    experts. A group is ranked by its two best experts.
     """
 
     score_function = "sigmoid"

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1): queries, keys and values from low ranks."""
+"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1), with low-rank queries, keys and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LatentDecoder(DenseDecoder):
 
     @property
     def key_value_size(self) -> int:
-        """Width of the latent of keys and values, with the rotated key that all heads share."""
+        """Width of the latent for keys and values, plus that of the rotated key, which all heads share."""
         return int(self.hf.kv_lora_rank + self.hf.qk_rope_head_dim)
 
     @property

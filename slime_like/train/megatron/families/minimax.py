@@ -12,8 +12,8 @@ from slime_like.train.megatron.families.experts import Experts
 class MinimaxM2(Experts, DenseDecoder):
     """Family with the tensor names of MiniMax's releases, which transformers' ``MiniMaxM2ForCausalLM`` reads and writes.
 
-    Sigmoid scores plus a bias per expert choose the experts; the scores alone, which are normalised over the chosen experts,
-    weight their outputs.
+    Experts are chosen by sigmoid scores plus a bias per expert, and their outputs weighted by the scores alone, normalised over
+    the chosen experts.
     """
 
     projection_norms = True

@@ -17,7 +17,7 @@ from slime_like.train.megatron.model.token_rows import Reorder, TokenRows, by_ex
 class RowDispatcher(MoEAlltoAllTokenDispatcher):
     """megatron's dispatcher without its sort of the [experts, tokens] mask and its loops over experts.
 
-    megatron adds the rows of a token one by one in the model's dtype; this adds them in float32 and rounds once.
+    megatron adds the rows of a token one by one in the model's dtype; this class adds them in float32 and rounds once.
     """
 
     probs: Any = None  # Tensor [L, E] between dispatch and combine
@@ -48,7 +48,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         return self._rows.gather(hidden_states.flatten(0, 1)), self._rows.probabilities(probs)
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
-        """Return the rows of this rank's experts, ordered by expert, their number for each expert, and the probabilities."""
+        """Return the rows of this rank's experts ordered by expert, the number of rows per expert, and the probabilities."""
         rows, probs = global_input_tokens, global_probs
         if self.tp_size > 1:
             rows, probs = self._gather(rows), self._gather(probs)
@@ -61,14 +61,14 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Any:
-        """Return the experts' results in the order in which their rows were received, summed over expert tensor parallel ranks."""
+        """Return the experts' results in the order of the received rows, summed over expert tensor parallel ranks."""
         rows: Any = hidden_states
         if self._orders is not None:
             rows, self._orders = Reorder.apply(rows, *reversed(self._orders)), None
         return rows if self.tp_size == 1 else self._reduce_scatter(rows.to(self.probs.dtype)).to(rows.dtype)
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Return the rows of all expert tensor parallel ranks, whose numbers differ: gloo's all-gather needs equal numbers."""
+        """Gather the rows of all expert tensor parallel ranks by all-to-all: gloo's all-gather requires equal row counts."""
         count = self.tp_size
         return all_to_all(self.tp_group, torch.cat([local] * count), self._sizes(), [len(local)] * count)
 
@@ -87,7 +87,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         """Return the sum of each token's rows, in the shape of the hidden states."""
         assert self._rows is not None
         output = self._rows.combine(permutated_local_input_tokens).view(self.hidden_shape)
-        # Kept probabilities would keep the layer's input, and the input's gradient, until the next forward pass.
+        # A reference to the probabilities would keep the layer's input and its gradient alive until the next forward pass.
         self._rows = self.probs = None
         if self.shared_experts is None:
             return output

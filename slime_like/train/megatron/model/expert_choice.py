@@ -1,6 +1,6 @@
 """Choice of the experts of each token: the best scores, or a recorded choice that is replayed.
 
-Replay fixes the indices alone. The weights of the experts are computed from the router's scores at these indices, so the router
+Replay fixes only the indices. The weights of the experts are computed from the router's scores at these indices, so the router
 receives gradients (R3, https://arxiv.org/abs/2510.11370).
 
 Axis suffixes: L tokens of this rank, E experts, K experts per token.
@@ -22,11 +22,11 @@ class ChoiceCounts:
 
     num_tokens: Tensor | float = 0.0
     num_different: Tensor | float = 0.0  # tokens whose replayed experts differ from the router's own
-    max_gap: Tensor | float = 0.0  # largest score that separates two such sets, see ``ExpertChoice.gap``
+    max_gap: Tensor | float = 0.0  # largest gap between two such sets, see ``ExpertChoice.gap``
 
     @torch.no_grad()
     def add(self, known_L: Tensor, different_L: Tensor, gaps_L: Tensor) -> None:
-        """Add a micro-batch: tokens with a replayed choice, those for which it is different, and gaps."""
+        """Add a micro-batch: masks of the tokens with a replayed choice and of those whose choice differs, and the gaps."""
         self.num_tokens = self.num_tokens + known_L.sum()
         self.num_different = self.num_different + different_L.sum()
         largest = gaps_L.masked_fill(~different_L, 0.0).amax()
@@ -34,9 +34,9 @@ class ChoiceCounts:
 
 
 class ExpertChoice:
-    """Expert choice of one router. It replaces megatron's object for router replay, which is called for each choice.
+    """Expert choice of one router, in place of megatron's router replay object, which is called for each choice.
 
-    The mask of padding is the only tensor of a micro-batch that reaches a router in forward passes and in all kinds of recompute.
+    The padding mask is the only tensor of a micro-batch that reaches a router in forward passes and in all kinds of recompute.
     Its address therefore identifies the micro-batch.
     """
 
@@ -47,7 +47,7 @@ class ExpertChoice:
         self.padding: Tensor | None = None  # mask of the current micro-batch
         self.replayed_experts: Mapping[int, Tensor] = {}  # address of a mask -> [L, K], integers of any type
         self.recorded_experts: dict[int, Tensor] | None = None  # address of a mask -> [L, K]; None: nothing is recorded
-        self.compares = False  # whether replayed choices are compared with the router's own
+        self.compares = False  # True: replayed choices are compared with the router's own
         self.counts = ChoiceCounts()
 
     def best(
@@ -79,7 +79,7 @@ class ExpertChoice:
     def gap(
         self, scores: Tensor, own_LK: Tensor, chosen_LK: Tensor, num_groups: int | None, group_topk: int | None
     ) -> Tensor:
-        """Return [L]: the difference of scores by which the router prefers its own experts ``own_LK`` to ``chosen_LK``; 0 if it does not."""
+        """Return [L]: the lowest score among the router's own experts ``own_LK`` minus the lowest among ``chosen_LK``."""
         del num_groups, group_topk
         return scores.gather(1, own_LK).amin(1) - scores.gather(1, chosen_LK).amin(1)
 
@@ -87,7 +87,7 @@ class ExpertChoice:
 class GroupLimitedChoice(ExpertChoice):
     """Choice of experts within the best groups (DeepSeek-V2, arXiv:2405.04434, 2.2.2; V3, arXiv:2412.19437, 2.1.2).
 
-    The sum of its ``num_group_scores`` best scores ranks a group; megatron's own choice sums topk / group_topk scores.
+    Groups are ranked by the sum of their ``num_group_scores`` best scores; megatron sums topk / group_topk scores instead.
     """
 
     def __init__(self, num_group_scores: int, *, scores_are_probabilities: bool = False) -> None:
@@ -107,7 +107,7 @@ class GroupLimitedChoice(ExpertChoice):
     def gap(
         self, scores: Tensor, own_LK: Tensor, chosen_LK: Tensor, num_groups: int | None, group_topk: int | None
     ) -> Tensor:
-        """See ``ExpertChoice.gap``. If an expert is outside the router's groups, return the difference of the groups' ranks."""
+        """See ``ExpertChoice.gap``. For a token with an expert outside the router's groups, the gap is between group scores."""
         assert num_groups and group_topk
         groups = self._groups(scores, num_groups)
         last = groups.topk(group_topk, -1).values.amin(-1)
@@ -115,5 +115,5 @@ class GroupLimitedChoice(ExpertChoice):
         return torch.where(between > 0, between, super().gap(scores, own_LK, chosen_LK, num_groups, group_topk))
 
     def _groups(self, scores: Tensor, num_groups: int) -> Tensor:
-        """Return [L, groups]: the sums that rank the groups."""
+        """Return [L, groups]: the score of each group, the sum of its ``num_group_scores`` best scores."""
         return scores.unflatten(-1, (num_groups, -1)).topk(self.num_group_scores, -1).values.sum(-1)

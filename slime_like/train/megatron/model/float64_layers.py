@@ -1,7 +1,7 @@
 """Layers of one kind computed in float64, to attribute a difference from the engine to that kind. For scoring only.
 
-An entry of table ``FLOAT64_LAYERS`` makes the layers of its kind compute in float64 until an exit stack closes. Weights and inputs
-of a layer are unchanged, and its result is rounded once to their precision.
+An entry of table ``FLOAT64_LAYERS`` makes the layers of its kind compute in float64 until an exit stack closes. Weights and
+inputs of a layer are unchanged, and its result is rounded once to their precision.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _maker(name: str) -> MakeFloat64:
 
 
 def attention(model: nn.Module, stack: ExitStack) -> int:
-    """Compute core attention in float64: scores, softmax and the sum of values, without the projections."""
+    """Compute core attention in float64: scores, softmax and the weighted sum of values, but not the projections."""
     layers = [module for module in model.modules() if isinstance(module, PackedAttention)]
     for layer in layers:
         stack.enter_context(replace_attribute(layer, "forward", in_float64(layer.forward, layer.config.params_dtype)))
@@ -79,7 +79,7 @@ def replace_attribute(module: Any, name: str, value: Any) -> Generator[None]:
 
 
 def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    """Wrap ``function`` to compute on float64 copies of its arguments and return ``dtype``, or the first argument's dtype."""
+    """Wrap ``function`` to run on float64 copies of its arguments and return ``dtype``, by default the first tensor's dtype."""
 
     def wide(*args: Any, **kwargs: Any) -> Any:
         result = dtype or next(arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
@@ -90,7 +90,7 @@ def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -
 
 
 def with_weights_in_float64(module: nn.Module) -> Callable[..., Any]:
-    """Return a forward of ``module`` that also uses float64 copies of its parameters."""
+    """Return a forward of ``module`` that runs on float64 copies of its arguments and parameters."""
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class LogprobSettings:
-    """Settings for log-probabilities from hidden states."""
+    """Settings for computing log-probabilities from hidden states."""
 
     temperature: float
     chunk: int  # tokens per chunk of the vocabulary projection
@@ -58,7 +58,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def check_tokens(batch: PackedBatch, vocab_size: int, source: Path) -> None:
-    """Raise ``DataError`` on a negative token id or one of at least ``vocab_size``, the size in the file ``source``."""
+    """Raise ``DataError`` if a token id is outside ``[0, vocab_size)``. ``source`` is the file that states the size."""
     tokens = batch.token_ids
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
@@ -103,10 +103,10 @@ def make_micro(batch: PackedBatch, rank_info: RankInfo) -> MicroBatch:
 def run_schedule(
     wrapped: ModelSegments, micros: Sequence[MicroBatch], after: Callable[..., Any], *, train: bool
 ) -> list[Any]:
-    """Run every micro-batch through megatron's schedule, and ``after(micro, hidden)`` on the last stage.
+    """Run every micro-batch through megatron's schedule, and call ``after(micro, hidden)`` on the last stage.
 
-    With ``train``, ``after`` returns megatron's (loss, count, report), and gradients are accumulated and reduced. Without it,
-    return the list of the results of ``after`` (empty on other stages).
+    With ``train``, ``after`` returns megatron's (loss, count, report), and gradients are accumulated and reduced; the result
+    is the list of reports. Otherwise it is the list of what ``after`` returns. It is empty on the other stages.
     """
     padding = _padding_micros(wrapped, micros)
     count = len(padding) + len(micros)
@@ -132,7 +132,7 @@ def run_schedule(
 def _padding_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return empty micro-batches that make the total a multiple of the interleaved schedule's group size.
 
-    They must be run first, because gradients are reduced in the backward pass of the last micro-batch.
+    They must run first, because gradients are reduced in the backward pass of the last micro-batch.
     """
     if len(wrapped) == 1 or not micros:
         return []
@@ -196,7 +196,7 @@ def score_micros(
 
 
 def sum_columns(columns: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Sum columns over the ranks of ``group`` in one collective. Exact if each entry is 0 on all ranks but one."""
+    """Sum columns over the ranks of ``group`` in one collective. The sum is exact if each entry is 0 on all ranks but one."""
     if not columns or group.size() == 1:
         return list(columns)
     joined_column = torch.cat(list(columns))

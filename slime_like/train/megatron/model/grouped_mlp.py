@@ -1,4 +1,4 @@
-"""Experts of a rank as grouped products over the rows of all experts, with the parameters of megatron's ``SequentialMLP``.
+"""Experts of a rank, computed by grouped GEMMs over the rows of all experts, with the parameters of ``SequentialMLP``.
 
 Axes: R rows (tokens, ordered by expert), E experts of this rank, F features of SwiGLU, H hidden, I inputs, O outputs.
 """
@@ -17,7 +17,7 @@ from slime_like.train.megatron.model.param_gather import wait_for_weights
 
 
 class GroupedMLP(SequentialMLP):
-    """SwiGLU experts without biases. A product and its two gradients each cover the rows of all experts."""
+    """SwiGLU experts without biases. Each GEMM, and each of its two gradients, covers the rows of all experts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,7 +29,7 @@ class GroupedMLP(SequentialMLP):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  megatron annotates no result
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Map rows [R, H] with their number per expert I64 [E] and probabilities [R] to [R, H]; there is no bias."""
+        """Map rows [R, H], with the number of rows per expert I64 [E] and probabilities [R], to [R, H]; the bias is None."""
         experts: Any = self.local_experts
         counts = tokens_per_expert.tolist()
         gate_up = self.product(permuted_local_hidden_states, counts, weights_of([e.linear_fc1 for e in experts]))
@@ -37,7 +37,7 @@ class GroupedMLP(SequentialMLP):
         return self.product(activation, counts, weights_of([e.linear_fc2 for e in experts])), None
 
     def product(self, rows_RI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-        """Return [R, O]: the rows of each expert times its weight [O, I]."""
+        """Return [R, O]: the rows of each expert, multiplied by the transpose of its weight [O, I]."""
         out: Any = GroupedLinear.apply(rows_RI, tuple(counts), *weights)
         return out
 
@@ -48,7 +48,7 @@ class GroupedMLP(SequentialMLP):
 
 
 def weights_of(linears: Sequence[Any]) -> list[Tensor]:
-    """Return the weights of these modules, gathered."""
+    """Return the weights of ``linears``, after waiting for overlap_param_gather to gather them."""
     for linear in linears:
         wait_for_weights(linear)
     return [linear.weight for linear in linears]

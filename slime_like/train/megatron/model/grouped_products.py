@@ -1,7 +1,7 @@
-"""Products of the rows of several experts with each expert's weight, and their activation, as autograd functions.
+"""Autograd functions for several experts at once: multiplication of each expert's rows by its weight, and the activation.
 
-On a GPU in bfloat16 one kernel computes the products of all experts (``torch.nn.functional.grouped_mm``). Elsewhere each product
-is written to its rows of the result, without a graph node, a split or a concatenation per expert.
+On a GPU in bfloat16, one kernel computes the GEMMs of all experts (``torch.nn.functional.grouped_mm``). Elsewhere, each
+expert's GEMM writes to its rows of the result, without a graph node, a split or a concatenation per expert.
 
 Axes: R rows (tokens, ordered by expert), E experts, I inputs, O outputs, F features of SwiGLU.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class GroupedLinear(torch.autograd.Function):
-    """Products of each expert's rows and weight: (rows [R, I], number of rows of each expert, weights [O, I]) -> [R, O]."""
+    """Linear layer of each expert on its rows: (rows [R, I], number of rows of each expert, weights [O, I]) -> [R, O]."""
 
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, counts: tuple[int, ...], *weights: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class GroupedLinear(torch.autograd.Function):
 
 
 def _products(rows: Tensor, counts: Sequence[int], weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
-    """Return the rows of each expert times its weight, or times the weight's transpose."""
+    """Return the rows of each expert multiplied by its weight or, if ``transpose``, by the weight's transpose."""
     if is_grouped(rows):
         stacked = torch.stack(list(weights))
         return F.grouped_mm(rows, stacked.mT if transpose else stacked, offs=_ends(counts, rows.device))
@@ -58,7 +58,7 @@ def _weight_grads(grad_RO: Tensor, rows_RI: Tensor, counts: Sequence[int]) -> tu
 
 
 def is_grouped(rows_RI: Tensor) -> bool:
-    """Return True if one kernel computes the products of all experts: torch has one for bfloat16 on a GPU."""
+    """Return True if one kernel can compute the GEMMs of all experts; torch has one for bfloat16 on a GPU."""
     return rows_RI.device.type != "cpu" and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0
 
 
@@ -67,7 +67,7 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 class WeightedSwiGLU(torch.autograd.Function):
-    """SwiGLU weighted by row, which saves only its inputs: (gate and up [R, 2 F], probabilities [R]) -> [R, F]."""
+    """SwiGLU with a weight per row that saves only its inputs: (gate and up [R, 2 F], probabilities [R]) -> [R, F]."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, probs_R: Tensor) -> Tensor:

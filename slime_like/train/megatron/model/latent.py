@@ -1,4 +1,4 @@
-"""Multi-head latent attention: megatron's, with replicated down projections and the model's rotary angles."""
+"""Multi-head latent attention: megatron's module, with replicated down projections and the model's rotary angles."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NORM_EPSILON = 1e-6  # epsilon of the latents' norms in transformers, independen
 class LatentSelfAttention(MLASelfAttention):
     """megatron's latent attention over packed sequences, without TransformerEngine.
 
-    Down projections are replicated over tensor parallel ranks. megatron would split them, and then drop the other ranks' part
-    of the gradient of the rotated key, which all heads share. Gradients of replicated weights are summed over the tokens of
-    all ranks, which sequence parallelism shards.
+    Down projections are replicated over tensor parallel ranks. megatron would split them and lose the other ranks' part of the
+    gradient of the rotated key, which all heads share. Sequence parallelism gives each rank a part of the tokens, so gradients
+    of replicated weights are summed over the ranks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LatentSelfAttention(MLASelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any
     ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Map [L, 1, H] to [L, 1, H], with ``rotary_pos_emb`` [P, 1, 1, dim] of all context parallel ranks."""
+        """Map [L, 1, H] to [L, 1, H]. ``rotary_pos_emb`` [P, 1, 1, dim] covers the tokens of all context parallel ranks."""
         self.rotary_pos_emb.angles = rotary_pos_emb
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 

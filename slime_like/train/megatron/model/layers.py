@@ -50,7 +50,7 @@ class PackedRows(PackedSeqParams):
     query_cu: Tensor | None = None
     key_cu: Tensor | None = None
     key_index: Tensor | None = None
-    sequence_cu: Tensor | None = None  # I32, the bounds of ``cu_seqlens_q``
+    sequence_cu: Tensor | None = None  # I32, a copy of ``cu_seqlens_q`` on the device
     position_ids: Tensor | None = None  # [P], of the padded tokens of all context parallel ranks
     by_rank: Tensor | None = None  # I64 [P], padded tokens ordered by rank; cp > 1
     in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
@@ -77,7 +77,7 @@ class PackedRows(PackedSeqParams):
         return self.cos_sin
 
     def on_device(self) -> PackedSeqParams:
-        """Return parameters for TransformerEngine, with bounds on the device over the tokens of all cp ranks.
+        """Return parameters for TransformerEngine, whose bounds are on the device and cover the tokens of all cp ranks.
 
         Padding counts as part of its sequence, because a causal query never sees later tokens.
         """
@@ -110,8 +110,8 @@ class PackedAttention(MegatronModule):
     attention runs per batch of sequences of similar length, without the masked scores of a block-diagonal mask.
 
     Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
-    in one collective per layer, and the backward pass scatters the summed gradients. With grouped queries there are few
-    keys. Each rank reads only the gathered keys that its queries can see.
+    in one collective per layer, and the backward pass scatters the summed gradients. With grouped queries there are few key
+    heads to gather. Each rank reads only the gathered keys that its queries can see.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class TorchParts(LocalSpecProvider):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Modules of the hybrid stack's layers, chosen by model and machine."""
+    """Modules of the hybrid stack's layers, chosen for the model and the device."""
 
     core_attention: type = PackedAttention
     mixers: Mapping[str, ModuleSpec] = field(default_factory=dict[str, ModuleSpec])  # by layer symbol, from plugins
@@ -244,8 +244,8 @@ def stack_spec(
 ) -> ModuleSpec:
     """Return the spec of the hybrid stack: token mixers, MLPs and experts, each with its norm and residual.
 
-    ``rotary_scale`` multiplies cosines and sines of the rotary angles. ``output_norms``: a norm follows attention and MLP.
-    ``projection_norms``: norms of queries and keys are over all heads.
+    ``rotary_scale`` multiplies cosines and sines of the rotary angles. With ``output_norms``, a norm follows attention and MLP.
+    With ``projection_norms``, the norms of queries and keys are over all heads.
     """
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
     output: Any = partial(NormedOutput, norm=parts.norm) if output_norms else RowParallelLinear
@@ -283,7 +283,7 @@ def stack_spec(
 
 
 def _attention(config: TransformerConfig, parts: LayerParts, output: Any, *, projection_norms: bool) -> ModuleSpec:
-    """Return the spec of grouped-query attention with the class ``output`` of its output projection."""
+    """Return the spec of grouped-query attention, whose output projection has the class ``output``."""
     return ModuleSpec(
         parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},

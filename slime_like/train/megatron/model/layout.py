@@ -1,7 +1,7 @@
 """Layout of packed tokens on a rank: padding, positions, next tokens and context parallel slices.
 
-No other file computes context parallel indices for attention. Index arithmetic is numpy on the host, once per micro-batch; only the
-results are copied to the device.
+No other file computes context parallel indices for attention. Indices are computed with numpy on the host, once per
+micro-batch, and copied to the device.
 
 Context parallel layout (megatron's): a sequence, padded to a multiple of ``2 * cp``, is cut into ``2 * cp`` equal chunks;
 rank r holds chunks r and ``2 * cp - 1 - r``, which balances the work of the causal mask over the ranks.
@@ -56,17 +56,17 @@ class TokenLayout:
         return _gather(column_T, self.next_index, fill)
 
     def predictions(self, mask_T: npt.NDArray[np.bool_]) -> Predictions:
-        """Return the local hidden states that predict the masked tokens. First tokens of sequences have no prediction."""
+        """Return the local hidden states that predict the masked tokens. The first token of a sequence has no prediction."""
         is_source_L = self.next_token(mask_T, False)
         source = np.flatnonzero(is_source_L)
         return Predictions(source, self.next_index[source])
 
     def sequence_of(self, token_index: I64) -> I64:
-        """Return the sequence [N] of each token index [N]."""
+        """Return [N]: the index of the sequence that contains each token index [N]."""
         return np.searchsorted(self.cu_seqlens, token_index, side="right").astype(np.int64) - 1
 
     def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], token_index_N: I64) -> npt.NDArray[Scalar]:
-        """Sum values [N] at token indices [N] per sequence [S]. With cp > 1, the sequence's sum is the sum over the cp ranks."""
+        """Return [S]: the sum per sequence of values [N] at token indices [N]. With cp > 1, sum the results of the cp ranks."""
         out = np.zeros(self.num_sequences, values_N.dtype)
         np.add.at(out, self.sequence_of(token_index_N), values_N)
         return out
@@ -75,8 +75,8 @@ class TokenLayout:
 def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0, min_tokens: int = 1) -> TokenLayout:
     """Lay out packed sequences for one rank.
 
-    Sequences are padded to multiples of ``2 * cp`` when cp > 1. A sequence of padding at the end makes P a multiple of tp (of
-    ``tp * 2 * cp`` when cp > 1), so that tensor parallel ranks have equally many tokens, and at least ``min_tokens``.
+    Sequences are padded to multiples of ``2 * cp`` when cp > 1. A sequence of padding at the end makes P at least
+    ``min_tokens`` and a multiple of tp (of ``tp * 2 * cp`` when cp > 1), so that tensor parallel ranks have equal shares.
 
     Example: sequences of 3 and 2 tokens with tp=2: ``padded_cu_seqlens`` is [0, 3, 5, 6].
     """
@@ -106,7 +106,7 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
 
 
 def zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
-    """Return padded indices of the tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence."""
+    """Return the indices of the padded tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence."""
     chunk = position_ids * (2 * cp) // padded_length_of
     return np.flatnonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)) if cp > 1 else np.arange(len(position_ids))
 

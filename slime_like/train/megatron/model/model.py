@@ -29,7 +29,7 @@ from slime_like.train.megatron.platform.device import current_device
 from slime_like.train.megatron.platform.groups import RankInfo
 
 OUTPUT = "output_layer.weight"
-ROUTER_BIAS = ".router.expert_bias"  # end of a buffer's name: a bias that chooses experts and has no gradient
+ROUTER_BIAS = ".router.expert_bias"  # suffix of a buffer's name: a bias for the choice of experts, without a gradient
 VALUE_HEAD = "value_head."  # prefix of a critic's parameters that the HF checkpoint lacks
 
 
@@ -79,7 +79,7 @@ class PolicyModel(HybridModel):
 
     @classmethod
     def adapt_config(cls, hf: Any) -> Any:
-        """Return the HF config for this class of model."""
+        """Return the HF config adapted to this class of model."""
         return hf
 
     def forward(self, input_ids: Tensor | None, packed: PackedRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -139,7 +139,7 @@ class ModelSegments(torch.nn.ModuleList):
         return self.policies[-1]
 
     def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return megatron's sharded state. Names count layers from 0 in each segment; keys on disk do not depend on the segments."""
+        """Return megatron's sharded state. Names count layers from 0 in each segment; keys on disk ignore segments."""
         parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
         return parts[0] if len(parts) == 1 else {f"chunk{i}": part for i, part in enumerate(parts)}
 
@@ -192,7 +192,7 @@ def _core_attention(name: str, *, is_batch_invariant: bool) -> type:
 
 
 def named_weights(model: ModelSegments) -> Iterator[tuple[str, Tensor]]:
-    """Yield (slime_like's key, weight) of this pipeline rank, in export order: parameters, and biases of routers.
+    """Yield (slime_like's key, weight) for the parameters and router biases of this pipeline rank, in export order.
 
     Apart from ``optim.mark_experts``, no other function depends on megatron's parameter names.
     """
@@ -201,7 +201,7 @@ def named_weights(model: ModelSegments) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (megatron's name, weight): parameters, then buffers that a checkpoint of the model holds."""
+    """Yield (megatron's name, weight) for the parameters, then for the router biases, which are buffers."""
     yield from policy.named_parameters()
     yield from ((name, buffer) for name, buffer in policy.named_buffers() if name.endswith(ROUTER_BIAS))
 

@@ -1,4 +1,4 @@
-"""Experts in a layer of the hybrid stack: megatron's modules, with a router that counts its load."""
+"""MoE layers of the hybrid stack: megatron's modules, with a router that counts tokens per expert."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slime_like.train.megatron.model.grouped_mlp import GroupedMLP
 def moe_builder(
     config: TransformerConfig, backend: BackendSpecProvider, grouped: type[GroupedMLP]
 ) -> partial[MoELayer]:
-    """Return the builder of a layer's experts: MLPs of ``backend``'s linears, and the shared expert of models that have one.
+    """Return the builder of an MoE layer, whose experts (and shared expert, if any) are MLPs of ``backend``'s linear layers.
 
     With moe_grouped_gemm, the experts are ``grouped``; otherwise megatron computes them one by one.
     """
@@ -39,7 +39,7 @@ def moe_builder(
 
 
 class ExpertRouter(TopKRouter):
-    """megatron's router with an auxiliary loss and a load that do not depend on padding and layout.
+    """megatron's router, with an auxiliary loss and a load that do not depend on padding or parallel layout.
 
     The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its coefficient) is the mean
     over the step's tokens. A micro-batch is therefore weighted by T, its number of tokens on all tensor and context
@@ -69,9 +69,9 @@ class ExpertRouter(TopKRouter):
         return probs, chosen_LE
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens per expert of the optimizer step, with which megatron updates the expert bias.
+        """Add to the optimizer step's count of tokens per expert, from which megatron updates the expert bias.
 
-        megatron reads a mask [L] along the experts; this passes [L, 1].
+        megatron would broadcast a padding mask [L] along the experts, so this passes [L, 1].
         """
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
@@ -101,7 +101,7 @@ class ExpertRouter(TopKRouter):
 
 
 def expert_choice(config: TransformerConfig) -> ExpertChoice:
-    """Return the function by which a router chooses experts."""
+    """Return the object by which a router chooses experts."""
     sigmoid = config.moe_router_score_function == "sigmoid"
     probabilities = bool(config.moe_router_pre_softmax) and not sigmoid
     if config.moe_router_group_topk:

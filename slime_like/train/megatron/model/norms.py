@@ -98,10 +98,10 @@ class NormedQKV(ColumnParallelLinear):
 
 
 class ProjectionNorm(torch.nn.Module):
-    """Norm over all heads of a projection, which tensor parallel ranks divide.
+    """Norm over all heads of a projection, where each tensor parallel rank has some of the heads.
 
-    The sum of squares of a token is reduced over the ranks in forward, and the gradient of this sum in backward. A rank has the
-    weights of its heads and all tokens, so the gradients of the weights need no reduction.
+    A token's sum of squares is reduced over the ranks in forward, and the gradient of this sum in backward. A rank has the
+    weights of its own heads and sees all tokens, so the gradients of the weights need no reduction.
     """
 
     def __init__(self, config: TransformerConfig, num_channels: int) -> None:

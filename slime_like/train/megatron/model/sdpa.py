@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences by torch's scaled dot product attention, in few calls.
+"""Causal attention over packed sequences with few calls of torch's scaled dot product attention.
 
 Sequences of similar length share a call. Padding is at the end of a sequence, so no query of the sequence attends to it, and
 the results of padding queries are dropped. Neither values nor gradients depend on padding.
@@ -23,7 +23,7 @@ MAX_PADDING = 1 / 8  # relative to a batch's longest sequence
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatches:
-    """Division of T packed tokens into batches of sequences of one padded length, with P slots in total."""
+    """Division of T packed tokens into batches of sequences, each batch padded to one length, with P slots in total."""
 
     shapes: tuple[tuple[int, int], ...]  # (number of sequences, padded length) of each batch
     slot_of: Tensor | None = None  # I64 [T], slot of each token; None: slots are the packed tokens
@@ -42,9 +42,9 @@ class AttentionBatches:
 def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches:
     """Group sequences into batches of one attention call each.
 
-    Neighbours of equal length form a batch in place. If there are too few such neighbours, sequences are sorted by length; a
-    batch then has sequences of at least 7/8 of its longest sequence. Example: lengths 8, 8, 7 and 2 become batches of (3, 8) and
-    (1, 2) with one padding slot.
+    Neighbours of equal length form a batch in place. If there are too few such neighbours, sequences are sorted by length, and
+    those in a batch have at least 7/8 of the length of the longest. Example: lengths 8, 8, 7 and 2 become batches of (3, 8)
+    and (1, 2) with one padding slot.
     """
     lengths = np.diff(cu_seqlens).astype(np.int64)
     runs = _runs(lengths)

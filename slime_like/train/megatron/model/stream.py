@@ -1,7 +1,7 @@
 """Layout of recurrent layers, in which each context parallel rank has a contiguous range of the packed stream.
 
 For attention, each rank has two chunks of every sequence (``layout``), which balances the work of the causal mask. A
-recurrence needs no balancing. Its ranks have consecutive tokens, so that only one state and a few tokens cross each border.
+recurrence needs no balancing. Each rank has consecutive tokens, so that only one state and a few tokens cross each border.
 Borders divide the stream evenly and may cut sequences. Index arithmetic runs in numpy on the host, once per micro-batch.
 """
 

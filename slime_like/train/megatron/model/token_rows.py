@@ -19,11 +19,11 @@ class TokenRows:
 
     token_R: Tensor  # I64, token of each row
     row_Tk: Tensor  # I64, rows of each token
-    choice_R: Tensor  # I64, index of each row's probability in ``choices``
+    choice_R: Tensor  # I64, index of each row's choice among the T k choices, which are ordered by token
     expert_Tk: Tensor  # I64, experts of each token
 
     def gather(self, x_TH: Tensor) -> Tensor:
-        """Return the rows [R, H] of the tokens ``x`` [T, H]."""
+        """Return the rows [R, H] of the tokens ``x_TH``."""
         rows: Tensor = GatherRows.apply(x_TH, self.token_R, self.row_Tk)  # pyright: ignore[reportAssignmentType]
         return rows
 
@@ -40,7 +40,7 @@ class TokenRows:
 def token_rows(routing_map_TE: Tensor, counts_E: Tensor, top_k: int) -> TokenRows:
     """Return the rows for a mask of ``top_k`` experts per token, without waiting for the device.
 
-    ``counts`` is the number of tokens per expert, on the mask's device.
+    ``counts_E`` is the number of tokens per expert, on the mask's device.
     """
     num_tokens = len(routing_map_TE)
     num_rows, device = num_tokens * top_k, routing_map_TE.device
@@ -68,7 +68,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class SumRows(torch.autograd.Function):
-    """Sums over tokens: (rows [R, H], token of each row [R], rows of each token [T, k]) -> [T, H]."""
+    """Sum of each token's rows: (rows [R, H], token of each row [R], rows of each token [T, k]) -> [T, H]."""
 
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, token_R: Tensor, row_Tk: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Reorder(torch.autograd.Function):
 def by_expert(counts_SE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the index [R] that orders rows by expert, and its inverse.
 
-    The rows are ordered by sender, then by expert; ``counts`` is their number for each sender and expert.
+    The rows are ordered by sender, then by expert; ``counts_SE`` is their number for each sender and expert.
     """
     counts_N = counts_SE.flatten()
     start_SE = (counts_N.cumsum(0) - counts_N).view_as(counts_SE)

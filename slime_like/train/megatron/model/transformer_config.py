@@ -37,7 +37,10 @@ def dtype_of(spec: RankSpec) -> torch.dtype:
 
 
 def choose_family(spec: RankSpec, hf: Any) -> Family:
-    """Return the family named by ``model.family``, or by the HF config's model_type if it is ``auto``."""
+    """Return the family named by ``model.family`` or, if that is ``auto``, by the HF config's model_type.
+
+    Raises ``ConfigError`` if there is no such family.
+    """
     name: str = hf.model_type if spec.model.family == "auto" else spec.model.family
     if name not in FAMILIES:
         raise ConfigError(
@@ -118,7 +121,7 @@ def _recompute(spec: RankSpec, family: Family) -> dict[str, Any]:
 
 
 def pipeline_pattern(blocks: tuple[str, ...], layout: Layout) -> str:
-    """Return the layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` if segments do not fit ``blocks``."""
+    """Return the layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` if these do not fit ``blocks``."""
     sizes = layout.segments or even_segments(len(blocks), layout.pp, layout.vpp)
     if sum(sizes) != len(blocks) or len(sizes) != layout.pp * layout.vpp:
         raise ConfigError(

@@ -22,7 +22,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class ValueHead(torch.nn.Module):
-    """Linear head with one float32 value per hidden state. It starts at zero, which does not depend on the layout."""
+    """Linear head with one float32 value per hidden state. Its initial weights are zero, whatever the layout."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ValueModel(PolicyModel):
         return config
 
     def values(self, hidden: Tensor, source_N: Tensor) -> Tensor:
-        """Return values F32 [N] of the hidden states ``source_N`` of [L], each the value before its next token."""
+        """Return F32 [N]: the value at each hidden state ``source_N``, an estimate of the return before the next token."""
         if self.config.sequence_parallel:
             # Every rank computes all values and has the full gradient, which the backward pass must split, not sum.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

@@ -1,7 +1,7 @@
 """Log-probability and entropy from hidden states, with logits computed in chunks and never stored.
 
 Forward saves the hidden states and one log-sum-exp per token; backward recomputes the logits of each chunk. This costs one
-more matrix product per optimizer step, and peak memory is one chunk of float32 logits of this rank's vocabulary part.
+more matrix multiplication per chunk; peak memory is one chunk of float32 logits over this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime_like.util import exact
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """A rank's rows of the padded vocabulary, from row ``start``. The first ``num_real`` rows are tokens, the others padding."""
+    """A rank's rows of the padded vocabulary, from row ``start``. The first ``num_real`` rows are tokens, the rest padding."""
 
     start: int
     num_real: int
@@ -107,7 +107,7 @@ def _full_vocabulary(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward on one rank with the full vocabulary, by the engine's formula, so that results can agree bitwise."""
+    """Run forward on one rank with the full vocabulary, using the engine's formula so that results can agree bitwise."""
     n = len(hidden_NH)
     logprob_N, lse_N = (hidden_NH.new_empty(n, dtype=torch.float32) for _ in range(2))
     entropy_N = torch.empty_like(logprob_N) if entropy else None
@@ -149,7 +149,7 @@ def _logits(hidden_nH: Tensor, weight_VH: Tensor, part: VocabularyPart, temperat
 
 
 def _local_target(target_n: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Return the column of each target on this rank, and a mask of these targets. The column is 0 for other ranks' targets."""
+    """Return the local column of each target (0 for targets on other ranks), and a mask of the targets on this rank."""
     local = target_n - part.start
     inside = (local >= 0) & (local < part.num_real)
     return torch.where(inside, local, 0), inside

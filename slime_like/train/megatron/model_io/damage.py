@@ -44,7 +44,7 @@ def convert_damage(message: Callable[[str], str]) -> Generator[None]:
 
 
 def _project_error(error: BaseException) -> CheckpointError | None:
-    """Return the first error of this project that torch has wrapped into ``error``, at any depth."""
+    """Return the first ``CheckpointError`` in ``error``, which torch may have wrapped at any depth; None if there is none."""
     if isinstance(error, CheckpointError):
         return error
     failures = cast("dict[int, tuple[Any, Any]]", error.failures) if isinstance(error, CheckpointException) else {}
@@ -52,7 +52,7 @@ def _project_error(error: BaseException) -> CheckpointError | None:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return class name and first line of an error."""
+    """Return the class name of an error and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
@@ -60,7 +60,8 @@ def summarize_error(error: BaseException) -> str:
 def read_verified_manifest(source: Path, *, verify: bool) -> Manifest:
     """Return the ``Manifest`` of an iteration's folder. With ``verify``, first compare its files with their hashes.
 
-    Collective: each file is read by one rank. Raises ``CheckpointError`` on all ranks if a file of any rank has changed or is unreadable.
+    Collective: each file is hashed by one rank. Raises ``CheckpointError`` on all ranks if any rank finds a file changed or
+    unreadable.
     """
     record: CheckpointRecord | None = None
     error: str | None = None

@@ -1,4 +1,4 @@
-"""Export of the trainer's weights in HF names and shapes: in buckets to engines, or to a folder."""
+"""Export of the trainer's weights with HF names and shapes: in buckets to engines, or to a folder."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 class HFExport:
     """``WeightSource`` over the live parameters of one rank.
 
-    A tensor parallel group gathers each parameter; experts are gathered by the ranks that share a copy of them. The
-    first rank of a pipeline stage is its sender. The first stage alone sends tied embeddings. Vocabulary padding is cut.
+    A tensor parallel group gathers each parameter; experts are gathered by the ranks that share a copy of them. The first
+    rank of a pipeline stage is its sender. Only the first stage sends tied embeddings. Vocabulary padding is removed.
     """
 
     def __init__(self, model: ModelSegments, family: Family, rank_info: RankInfo) -> None:
@@ -97,9 +97,9 @@ class HFExport:
                 del bucket  # before the next one is gathered
 
     def _stream(self, *, replicated: bool = False) -> Iterator[tuple[tuple[str, Tensor] | None, int]]:
-        """Yield pairs of an entry and its size in bytes: (name, tensor) on the sender, None on the other ranks.
+        """Yield (entry, size in bytes) for each tensor.
 
-        ``replicated``: on every rank (name, tensor).
+        An entry is (name, tensor) on the sender and, if ``replicated``, on every rank; otherwise None.
         """
         for weights, parameter in self._weights:
             tensors = self._gather(weights, parameter, replicated=replicated)
@@ -127,7 +127,7 @@ class HFExport:
 
 
 def all_gather(local: Tensor, size: int, group: Any) -> list[Tensor]:
-    """Gather ``local`` of each of the ``size`` ranks of ``group``, in order."""
+    """Return ``local`` of each of the ``size`` ranks of ``group``, in rank order."""
     if size == 1:
         return [local]
     shards = [torch.empty_like(local) for _ in range(size)]
@@ -136,7 +136,7 @@ def all_gather(local: Tensor, size: int, group: Any) -> list[Tensor]:
 
 
 def _empty(manifest: Sequence[TensorMeta], device: torch.device) -> Iterator[tuple[tuple[str, Tensor], int]]:
-    """Yield tensors for the values of another stage, and their sizes in bytes."""
+    """Yield ((name, uninitialised tensor), size in bytes) for each tensor of another stage's ``manifest``."""
     for meta in manifest:
         dtype: torch.dtype = getattr(torch, meta.dtype)
         num_bytes = torch.Size(meta.shape).numel() * dtype.itemsize
@@ -144,7 +144,7 @@ def _empty(manifest: Sequence[TensorMeta], device: torch.device) -> Iterator[tup
 
 
 def _broadcast(bucket: Bucket, stage: int, group: Any) -> None:
-    """Give every rank of a pipeline group the tensors of one stage."""
+    """Broadcast the tensors of one stage to all ranks of a pipeline group."""
     for _, tensor in bucket.tensors:
         dist.broadcast(tensor, group=group, group_src=stage)
 
@@ -168,8 +168,8 @@ def write_hf(
 ) -> None:
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
-    Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8 weights get
-    the dtype of the others: an export is not quantised.
+    Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8 weights
+    are converted to the dtype of the export, which is not quantised.
     Every pipeline stage writes its own files into a temporary folder, which then replaces ``folder``.
     Raises ``CheckpointError`` on every rank if one rank failed, after removing the temporary folder; ``folder`` is unchanged.
     """

@@ -1,4 +1,4 @@
-"""Copies of a rank's weights in host memory: pinned on a GPU, and filled without waiting for each weight."""
+"""Copies of a rank's weights in host memory: pinned if the weights are on a GPU, and filled without waiting for each weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALIGNMENT = 256
 
 
 def copy_to_host(weights: Iterable[tuple[str, Tensor]], buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return copies of the weights, in ``buffers`` if given: the result of an earlier call for the same weights."""
+    """Return host copies of the weights, by key. ``buffers``, the result of an earlier call for them, is reused if given."""
     pairs = list(weights)
     buffers = host_buffers(pairs) if buffers is None else buffers
     for key, weight in pairs:
@@ -30,7 +30,7 @@ def copy_from_host(weights: Iterable[tuple[str, Tensor]], copies: dict[str, Tens
 
 
 def host_buffers(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return an uninitialised host tensor for each weight; those of a device share pinned blocks of ``CHUNK_BYTES``."""
+    """Return an uninitialised host tensor for each weight. For GPU weights, these share pinned blocks of ``CHUNK_BYTES``."""
     pairs = list(weights)
     if not any(weight.is_cuda for _, weight in pairs):
         return {key: torch.empty_like(weight, device="cpu", requires_grad=False) for key, weight in pairs}

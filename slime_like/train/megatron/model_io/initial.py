@@ -1,8 +1,8 @@
 """Initial weights from a Megatron ``torch_dist`` folder, written by this trainer or by megatron's GPTModel.
 
 GPTModel's folders differ in three ways. A decoder block has one layer number, not two as in HybridModel. If all blocks are
-alike, a parameter of all blocks is one tensor [num_blocks, ...]. The final norm has another name, and TransformerEngine's
-fused linears hold the norm before them.
+alike, each parameter is stored for all blocks in one tensor [num_blocks, ...]. The final norm has another name, and
+TransformerEngine's fused linears hold the norm before them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _check_stored(entries: list[Any], stored: dict[str, Any], source: Path, key:
 
 
 def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
-    """Raise ``CheckpointError`` if the folder has weights that no rank loads, because it is of another model."""
+    """Raise ``CheckpointError`` if the folder has weights that no rank loads, which means that it is of another model."""
     stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # a pipeline stage loads only its layers
     dist.all_gather_object(stages, {entry.key for entry in entries})
     requested_keys: set[str] = set().union(*stages)

@@ -1,4 +1,7 @@
-"""Loading of a checkpoint that ``save`` wrote: weights, optimizer state, schedule and version in any layout, RNG states in the same layout."""
+"""Loading of a checkpoint that ``save`` wrote.
+
+Weights, optimizer state, schedule and version are restored in any layout, RNG states only in the layout of the save.
+"""
 
 from __future__ import annotations
 

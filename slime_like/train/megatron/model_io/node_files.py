@@ -1,8 +1,8 @@
-"""Files of a checkpoint or an export between nodes that do not share ``run.dir``.
+"""Transfer of the files of a checkpoint or an export between nodes that do not share ``run.dir``.
 
 Ranks write to a folder of their own node. Its files are then sent to rank 0, whose node has the driver's folder. To load a
-checkpoint, rank 0 sends a copy of it to each other node, which exists while the ranks read it. Files are sent through the ranks'
-process group, in chunks. If all nodes mount one file system, nothing is sent.
+checkpoint, rank 0 sends each other node a copy, which is removed once the ranks have read it. Files are sent in chunks through
+the ranks' process group. If all nodes mount one file system, nothing is sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_node_leader(info: RankInfo) -> bool:
 def on_other_nodes(action: Callable[[], None], info: RankInfo) -> None:
     """Run ``action`` on one rank of each node that does not share rank 0's folder. Collective.
 
-    Raises ``CheckpointError`` on every rank if it fails on one.
+    Raises ``CheckpointError`` on every rank if ``action`` raises ``OSError`` on any.
     """
     if leaders := node_leaders(info):
         error = ""
@@ -52,7 +52,7 @@ def on_other_nodes(action: Callable[[], None], info: RankInfo) -> None:
 
 
 def gather_files(folder: Path, names: Sequence[Sequence[str]], info: RankInfo) -> None:
-    """Send files that ranks of other nodes wrote to their ``folder`` to that of rank 0, and remove theirs. Collective.
+    """Move the files that ranks on other nodes wrote to their ``folder`` into rank 0's ``folder``. Collective.
 
     ``names`` are the files of each rank. Raises ``CheckpointError`` on every rank if a file cannot be read or written.
     """
@@ -111,7 +111,7 @@ def _raise_everywhere(error: str, info: RankInfo) -> None:
 
 
 def _transfer(path: Path, sender: int, receivers: Sequence[int], info: RankInfo) -> str:
-    """Send or receive a file. Return an error of this rank's disk; the other ranks then still get all chunks."""
+    """Send or receive a file. Return this rank's error message, or "". After an error, all chunks are still exchanged."""
     if dist.get_rank() == sender:
         return _send(path, receivers, info.device)
     return _receive(path, sender, info.device)
@@ -170,7 +170,7 @@ def _receive(path: Path, sender: int, device: torch.device) -> str:
                 error = f"{path}: {failure.strerror}"
         try:
             if file is not None:
-                file.close()  # writes the end of the file, which is in a buffer
+                file.close()  # writes the rest of the file from its buffer
         except OSError as failure:
             error = error or f"{path}: {failure.strerror}"
     return error

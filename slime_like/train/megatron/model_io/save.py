@@ -41,7 +41,7 @@ from slime_like.util.deadline import Deadline
 
 
 class PendingSave:
-    """A snapshot of this rank and the thread that writes it. Methods are collective."""
+    """A snapshot of this rank's state, and the thread that writes it. Methods are collective."""
 
     def __init__(self, request: Any, target: Path, manifest: Manifest, rank_info: RankInfo) -> None:
         self.target = target
@@ -175,7 +175,7 @@ def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> 
 def _clone_live(buckets: list[Any], on_host: list[Any]) -> list[Any]:
     """Clone the tensors of ``on_host`` that share memory with the model, which the next optimizer step overwrites.
 
-    megatron copies only tensors of a device to the host.
+    megatron makes host copies only of tensors on a device.
     """
     out: list[Any] = []
     for (_, _, (_, live)), (file, key, (data, tensors)) in zip(buckets, on_host, strict=True):
@@ -189,7 +189,7 @@ def _clone_live(buckets: list[Any], on_host: list[Any]) -> list[Any]:
 
 
 def _replace_scratch(scratch: Path) -> None:
-    """Create ``scratch`` on a node that the driver does not clean, and remove those of interrupted saves."""
+    """Create ``scratch`` on a node that the driver does not clean, and remove the scratch folders of interrupted saves."""
     for path in scratch.parent.glob(f"iter_*{SCRATCH}"):
         shutil.rmtree(path, ignore_errors=True)
     make_empty(scratch)

@@ -1,4 +1,4 @@
-"""Replacement of ``torch`` in megatron-core on a machine without a GPU: CUDA functions act on the CPU.
+"""Replacement for ``torch`` in megatron-core on a machine without a GPU: CUDA functions act on the CPU.
 
 ``torch.cuda.current_device()`` is the CPU, streams and events do nothing, ``device="cuda"`` means the CPU.
 """
@@ -102,7 +102,7 @@ class CpuTorch(types.ModuleType):
 
 
 def make_cpu_torch() -> CpuTorch:
-    """Return a replacement of ``torch``."""
+    """Return a replacement for ``torch``."""
     module = CpuTorch("torch")
     for name in _FACTORIES:
         setattr(module, name, _on_cpu(getattr(torch, name)))

@@ -96,7 +96,7 @@ def join_and_make_groups(
     """
     check_layout(spec.layout, world_size)
     if spec.device == "cuda":
-        # megatron's overlap depends on the order of kernel launches. Read when the CUDA context is created, which the guard does.
+        # megatron's overlap depends on the order of kernel launches. Set before the guard creates the CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     host.install(spec.device)
     share_gloo_device()

@@ -1,4 +1,4 @@
-"""Import-time adaptation of megatron-core: patches on every device, and a replacement of ``torch`` on a CPU.
+"""Import-time adaptation of megatron-core: patches on every device, and a replacement for ``torch`` on a CPU.
 
 Without a GPU the global ``torch`` of every ``megatron.core`` module is replaced by ``cpu_torch``. Other libraries use the
 real ``torch``, unchanged except for ``Tensor.cuda``, which raises an error on a CPU anyway.
@@ -70,8 +70,10 @@ def _without_import_warnings() -> Generator[None]:
 
 @contextlib.contextmanager
 def _without_wandb() -> Generator[None]:
-    """Keep megatron's timers from importing wandb, which takes half a second per rank and leaves folders in the temporary
-    directory when a rank is killed."""
+    """Keep megatron's timers from importing wandb.
+
+    The import takes half a second per rank, and leaves folders in the temporary directory when a rank is killed.
+    """
     if "wandb" in sys.modules:
         yield
         return
@@ -96,7 +98,7 @@ def _without_compile() -> Generator[None]:
         torch.compile = stock
 
 
-# Logger -> pattern of its messages about our deliberate choices. Its other messages are logged.
+# Logger -> pattern of its messages to drop, which are about deliberate choices of slime_like. Other messages are logged.
 _EXPECTED_MESSAGES = {
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
     "megatron.core.rerun_state_machine": "erunStateMachine|Rerun State Machine",
@@ -108,7 +110,7 @@ def _filter_expected_messages() -> None:
     for name, pattern in _EXPECTED_MESSAGES.items():
         expected = re.compile(pattern)
         logging.getLogger(name).addFilter(lambda record, e=expected: e.search(record.getMessage()) is None)
-    for category in (UserWarning, FutureWarning):  # deprecations inside the pinned versions
+    for category in (UserWarning, FutureWarning):  # deprecations within the pinned versions
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core|torch\.distributed")
 
 

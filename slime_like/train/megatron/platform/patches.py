@@ -45,7 +45,7 @@ def _gradient_norm(module: ModuleType) -> None:
     """
 
     def l2_norm(chunk_size: int, overflow: Any, tensor_lists: Any, per_tensor: bool, *args: Any) -> tuple[Tensor, None]:
-        norms = torch._foreach_norm([t for tensors in tensor_lists for t in tensors])  # pyright: ignore[reportPrivateUsage]  torch.nn.utils computes norms by it
+        norms = torch._foreach_norm([t for tensors in tensor_lists for t in tensors])  # pyright: ignore[reportPrivateUsage]  torch.nn.utils uses it for norms
         return torch.linalg.vector_norm(torch.stack(norms).float()).view(1), None
 
     replace(module, "local_multi_tensor_l2_norm", l2_norm)
@@ -79,7 +79,7 @@ def _order_group_by_dtype(module: ModuleType) -> None:
 
 
 def _detach_float32_shards(module: ModuleType) -> None:
-    """Detach the shards of float32 parameters, as upstream does with those of 16 bit: an offloaded optimizer refuses other tensors.
+    """Detach the shards of float32 parameters, as upstream does for 16-bit ones: an offloaded optimizer refuses other tensors.
 
     Remove when upstream detaches them.
     """
@@ -102,7 +102,7 @@ def _detach_float32_shards(module: ModuleType) -> None:
 
 
 def _share_storage(target: Tensor, source: Tensor) -> None:
-    """Copy the bytes of ``source`` into ``target``'s storage, for all its views, without changing autograd's version counter."""
+    """Copy the bytes of ``source`` into ``target``'s storage, for all its views. autograd's version counter is unchanged."""
     target.untyped_storage().resize_(source.untyped_storage().nbytes())
     target.untyped_storage().copy_(source.untyped_storage())
 
@@ -119,12 +119,12 @@ def _recompute(module: ModuleType) -> None:
 
 
 def _optimizer_offload(module: ModuleType) -> None:
-    """Fix three faults of optimizer offload: the step count of the GPU part after a resume, ``dummy_step``, and float32 parameters.
+    """Fix three faults of optimizer offload: the GPU part's step count after a resume, ``dummy_step``, and float32 parameters.
 
     Sub-optimizers copy their param groups from the hybrid optimizer before each step but do not write them back, so the
-    count per group of ``GroupStepAdamW`` would be reset to the resumed value at every step. ``dummy_step``, which allocates
+    per-group count of ``GroupStepAdamW`` would be reset to the resumed value at every step. ``dummy_step``, which allocates
     the state before it is loaded, changes the weights by a step with random gradients. After a resume, upstream looks up a main
-    weight for every parameter, and float32 parameters have none.
+    weight for every parameter, but float32 parameters have none.
     """
     hybrid = module.HybridDeviceOptimizer
     sync, dummy_step = hybrid._sync_sub_optimizers_state_to_hdo, hybrid.dummy_step
@@ -159,8 +159,8 @@ _save_errors: ContextVar[list[Exception] | None] = ContextVar("save errors", def
 def save_errors() -> Generator[list[Exception]]:
     """Yield a list that collects this thread's errors in writing a checkpoint.
 
-    Upstream keeps only the class of an error in a rank's part. An error of rank 0 in writing metadata would, if raised,
-    leave the other ranks in a broadcast.
+    For an error in writing a rank's part, upstream keeps only the class. If rank 0 raised an error in writing metadata, the
+    other ranks would wait in a broadcast.
     """
     errors: list[Exception] = []
     token = _save_errors.set(errors)
@@ -171,7 +171,7 @@ def save_errors() -> Generator[list[Exception]]:
 
 
 def _collect_errors(write: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``write`` of rank 0 to add an OSError to the list of ``save_errors`` instead of raising it."""
+    """Wrap rank 0's ``write`` to add an ``OSError`` to the list of ``save_errors`` instead of raising it."""
 
     def write_collecting_errors(*args: Any, **kwargs: Any) -> None:
         try:
@@ -208,9 +208,9 @@ def _checkpoint_config(module: ModuleType) -> None:
 
 
 def _checkpoint_reader(module: ModuleType) -> None:
-    """Read metadata and objects of a checkpoint by an allow list (``pickles``): upstream unpickles them without restriction.
+    """Read metadata and objects of a checkpoint with an allow list (``pickles``): upstream unpickles them without restriction.
 
-    Remove when torch reads ``.metadata`` and the objects next to it by an allow list.
+    Remove when torch reads ``.metadata`` and the objects next to it with an allow list.
     """
     from slime_like.train.megatron.platform import pickles  # imports torch.distributed.checkpoint, as ``module`` does
 
@@ -218,7 +218,7 @@ def _checkpoint_reader(module: ModuleType) -> None:
 
 
 def _checkpoint_common(module: ModuleType) -> None:
-    """Read ``common.pt`` by an allow list: upstream uses torch's default for ``weights_only``, which an environment variable changes."""
+    """Read ``common.pt`` with an allow list: upstream leaves ``weights_only`` to torch, whose default the environment sets."""
     from slime_like.train.megatron.platform import pickles
 
     replace(module, "load_common", pickles.load_common)
@@ -229,7 +229,7 @@ def _pipeline_shapes(module: ModuleType) -> None:
 
     Each of the two ranks is both the previous and the next rank of the other. Upstream posts sends and receives of shapes in
     an order that pairs "send to previous" with "receive from previous", which swaps the shapes of activations and gradients.
-    It sends the tensors in the right order.
+    Upstream sends the tensors themselves in the right order.
     """
     communicator = module.P2PCommunicator
     stock = communicator._communicate_shapes
@@ -270,7 +270,7 @@ def _pipeline_shapes(module: ModuleType) -> None:
 def _gated_delta_net(module: ModuleType) -> None:
     """Allow a Gated DeltaNet without fla: upstream raises an error even if a subclass has its own kernels.
 
-    Remove when megatron-core checks for fla at the call.
+    Remove when megatron-core checks for fla only where it is called.
     """
     replace(module, "HAVE_FLA", True)
 

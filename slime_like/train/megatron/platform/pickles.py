@@ -1,8 +1,8 @@
-"""Unpickling of a checkpoint folder's objects by an allow list, so that loading a folder cannot run code.
+"""Unpickling of a checkpoint folder's objects with an allow list, so that loading a folder cannot run code.
 
 A ``torch_dist`` folder holds pickles in three places, which torch and megatron-core read with a plain ``pickle.load``:
 ``.metadata``, the objects in ``.distcp`` files (RNG states, ``common_state``), and ``common.pt`` of earlier versions.
-``CheckedReader`` and ``load_common`` replace their readers (``patches``).
+``patches`` replaces their readers with ``CheckedReader`` and ``load_common``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "collections": frozenset({"OrderedDict"}),
     "pathlib": frozenset({"PosixPath"}),
 }
-# Classes that megatron's offloading optimizer stores.
+# Optimizer classes that megatron's offloading optimizer stores.
 OPTIMIZERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -60,7 +60,7 @@ class CheckedReader(FileSystemReader):
     """torch's reader of a checkpoint folder, with checks of ``.metadata`` and of the objects in ``.distcp`` files."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return ``.metadata``. Raises ``CheckpointException`` around the ``CheckpointError`` of ``load_metadata``.
+        """Return ``.metadata``. Raises a ``CheckpointException`` that wraps the ``CheckpointError`` of ``load_metadata``.
 
         torch's loader treats any ``Exception`` here as a missing file; CheckpointException is a BaseException.
         """
@@ -74,12 +74,12 @@ class CheckedReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read tensors, and objects by torch's weights-only unpickler. Raises ``CheckpointError`` naming the file."""
+        """Read tensors, and objects with torch's weights-only unpickler. Raises ``CheckpointError`` naming the file."""
         return super().read_data(plan, cast("Any", _CheckedObjects(planner, self)))
 
 
 class _CheckedObjects:
-    """Load planner that checks objects by ``load_object`` before it passes them to ``planner``.
+    """Load planner that checks objects with ``load_object`` before it passes them to ``planner``.
 
     torch's planners unpickle without restriction, so ``planner`` gets a new pickle of the checked object.
     """
@@ -122,7 +122,7 @@ def load_metadata(path: Path) -> Metadata:
 
 
 def load_object(file: io.BytesIO | Path, path: Path) -> Any:
-    """Load an object of ``torch.save`` by torch's weights-only unpickler, which allows tensors, containers and ``OPTIMIZERS``.
+    """Load an object that ``torch.save`` wrote, with torch's weights-only unpickler, and allow the classes in ``OPTIMIZERS``.
 
     Raises ``CheckpointError`` naming ``path`` and any other class or function that the file needs.
     """

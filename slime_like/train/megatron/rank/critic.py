@@ -73,7 +73,10 @@ class RankCritic(RankModel):
             load_weights(self.state(), Path(spec.load))
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Return values of a rollout on the reporter of each shard. Keep the rollout open for ``update``."""
+        """Return a rollout's values (None except on the reporter of each shard) and this rank's counters of collectives.
+
+        The rollout stays open for ``update``.
+        """
         with install.phase("score"):
             columns = self._values(steps)
         return columns, tuple(install.drain())
@@ -88,7 +91,10 @@ class RankCritic(RankModel):
         return rollout.group_by_step(values) if self.rank_info.is_shard_reporter else None
 
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Take the optimizer steps of the open rollout. Return global metrics on the reporter."""
+        """Take the optimizer steps of the open rollout and close it.
+
+        Returns global metrics on the reporter, and on every rank its own counters of collectives.
+        """
         with install.phase("step"):
             metrics = self._update(returns, num_tokens)
         self.version += 1

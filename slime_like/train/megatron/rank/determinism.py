@@ -15,7 +15,7 @@ def require(device: torch.device, weights: Iterable[Weight]) -> None:
     """Require deterministic results on ``device``.
 
     On a GPU, switch torch to deterministic kernels; an operation without such a kernel then raises. On a CPU, raise
-    ``ConfigError`` if a row of a matrix product of the model's sizes depends on the other rows on this machine.
+    ``ConfigError`` if, for a matrix size of the model, a row of a matrix product depends on the other rows on this machine.
     """
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)

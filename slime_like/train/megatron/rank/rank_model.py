@@ -102,7 +102,7 @@ class RankModel:
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
     def lay_out(self, batch: PackedBatch) -> MicroBatch:
-        """Lay out one micro-batch. Raises ``DataError`` on a token that the model does not have."""
+        """Lay out one micro-batch. Raises ``DataError`` on a token id outside the model's vocabulary."""
         check_tokens(batch, int(self.family.hf.vocab_size), self.folder.path / "config.json")
         return make_micro(batch, self.rank_info)
 

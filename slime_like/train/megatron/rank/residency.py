@@ -1,6 +1,6 @@
-"""Parts of a rank's state on its device: weights, gradients and optimizer state move to host memory and back.
+"""Offloading of parts of a rank's state (weights, gradients, optimizer state) from its device to host memory and back.
 
-Storages are resized, not replaced, so every view of them stays valid: megatron's buckets, the parameters, the optimizer's shards.
+Storages are resized, not replaced, so all views of them stay valid: megatron's buckets, parameters, the optimizer's shards.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class DeviceState:
 
     A storage that two parts share, such as float32 weights that are also the optimizer's, belongs to the first. Gradients are
     not copied, because every optimizer step begins by setting them to 0. A storage on a CPU that NumPy reads is not moved. If a
-    call raises, the next call continues with the storages that were not moved.
+    call raises, the next call continues with the storages that have not been moved.
     """
 
     def __init__(self, tensors: Mapping[str, Tensors], device: torch.device) -> None:
-        """``tensors`` returns the tensors of each part; those on other devices are ignored."""
+        """Track the tensors on ``device`` that ``tensors`` returns for each part; tensors on other devices are ignored."""
         self._tensors = tensors
         self._device = device
         self._offloaded: dict[str, list[OffloadedStorage]] = {part: [] for part in TRAINER_PARTS}
@@ -48,7 +48,7 @@ class DeviceState:
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Parts that are on the device as a whole."""
+        """Parts that are entirely on the device."""
         return tuple(part for part in TRAINER_PARTS if not self._offloaded[part])
 
     def keep(self, parts: Collection[str]) -> None:
@@ -106,7 +106,7 @@ class DeviceState:
 
 
 def trained_state(wrapped: ModelSegments, optimizer: Any, device: torch.device) -> DeviceState:
-    """Return the state of a rank with megatron's buffers and optimizer."""
+    """Return the ``DeviceState`` of a rank that is trained, with megatron's gradient buffers and optimizer."""
 
     def gradients() -> Iterator[Tensor]:
         segments: list[Any] = list(wrapped)  # megatron's DistributedDataParallel
@@ -125,7 +125,7 @@ def trained_state(wrapped: ModelSegments, optimizer: Any, device: torch.device) 
 
 
 def scoring_state(model: ModelSegments, device: torch.device) -> DeviceState:
-    """Return the state of a rank that is not trained."""
+    """Return the ``DeviceState`` of a rank that is not trained and has only weights."""
     parts: dict[str, Tensors] = {GRADIENTS: tuple, OPTIMIZER: tuple}
     return DeviceState({WEIGHTS: lambda: [parameter.data for parameter in model.parameters()], **parts}, device)
 

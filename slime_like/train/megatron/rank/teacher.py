@@ -33,7 +33,10 @@ class RankTeacher:
         self.logprob_settings = LogprobSettings(spec.temperature, spec.model.logits_chunk)
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Return log-probabilities of trained tokens at the sampling temperature, on the reporter of each shard."""
+        """Return log-probabilities of trained tokens at the sampling temperature, and metrics.
+
+        The log-probabilities are None except on the reporter of each shard.
+        """
         with install.phase("score"):
             columns, metrics = self._score(steps)
         return columns, (*metrics, *install.drain())

@@ -69,7 +69,7 @@ class RankTrainer(RankModel):
 
     @install.phase("score")
     def routing_difference(self) -> RoutingDifference | None:
-        """Return how often the replayed experts of the scored batches differ from the trainer's choice; None except on the reporter."""
+        """Return how often replayed experts of scored batches differ from the trainer's choice; None except on the reporter."""
         difference = self.routing.difference()
         return difference if self.rank_info.is_reporter else None
 
@@ -112,14 +112,18 @@ class RankTrainer(RankModel):
     def update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
         """Run the last part of ``train_rollout``: take the optimizer steps of the open rollout, none if ``frozen``.
 
-        Raises ``ConsistencyError`` before the first step if engine and trainer disagree on the samples (``SampleLogprobDifference``).
+        Raises ``ConsistencyError`` before the first step if log-probabilities of engine and trainer differ by more than
+        ``weights.sample_tolerance`` (``SampleLogprobDifference``).
         """
         with install.phase("step"):
             metrics = self._update(num_tokens, frozen=frozen)
         return self._end_rollout(metrics)
 
     def _end_rollout(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
-        """Count the rollout, even if the actor is frozen or the rollout is empty. Return ``metrics`` with this rank's counters of collectives."""
+        """Count the rollout, even if the actor is frozen or the rollout is empty.
+
+        Returns ``metrics`` with this rank's counters of collectives.
+        """
         self.version += 1
         return (*metrics, *install.drain())
 
@@ -161,10 +165,10 @@ class RankTrainer(RankModel):
         return by_sample
 
     def _sample_difference(self, rollout: OpenRollout, frozen: bool) -> SampleLogprobDifference:
-        """Start the comparison with the engine, with all samples except those of the first optimizer step.
+        """Start the comparison with the engine on the samples of all optimizer steps but the first or, if ``frozen``, of all.
 
-        The forward pass of the first step compares its own samples, because it runs after every swap of weights. Samples of
-        later steps are compared if the old policy was scored.
+        The forward pass of the first step compares its own samples, because it runs after every swap of weights. The samples
+        added here are compared only if the old policy was scored.
         """
         sample_difference = SampleLogprobDifference(self.version, self.rank_info, self.spec.sample_tolerance)
         later = [micro for micros in rollout.micros_by_step[0 if frozen else 1 :] for micro in micros]
@@ -172,7 +176,7 @@ class RankTrainer(RankModel):
         return sample_difference
 
     def _drift_by_layer(self, rollout: OpenRollout) -> list[Metric]:
-        """Measure the differences that remain with the layers of one kind in float64, on each rank's first micro-batch."""
+        """Measure, for each kind of layer, the difference that remains with it in float64, on each rank's first micro-batch."""
         metrics: list[Metric] = []
         micros = rollout.micros_by_step[0][:1]
         for kind in (*self.model_layer_kinds, ALL):
@@ -195,7 +199,7 @@ class RankTrainer(RankModel):
         return tuple(name for name in FLOAT64_LAYERS if any(name in kinds for kinds in stages))
 
     def _policy_scores(self, micros: Sequence[MicroBatch]) -> list[Metric]:
-        """Fill the old, reference and teacher log-probabilities that the algorithm needs. Return the durations."""
+        """Fill the old, reference and teacher log-probabilities that the algorithm needs. Return the durations as metrics."""
         metrics: list[Metric] = []
         if self.spec.needs_old_logprobs:
             with self.routing.in_old_pass(micros):
@@ -209,14 +213,17 @@ class RankTrainer(RankModel):
         return metrics
 
     def _fill_scores(self, name: str, column: str, micros: Sequence[MicroBatch]) -> Metric:
-        """Fill ``column`` by scoring trained tokens with the model's current weights. Return the duration."""
+        """Fill ``column`` by scoring trained tokens with the model's current weights. Return the duration as a metric."""
         start = time.perf_counter()
         for micro, values in self._columns(micros, self._scores(micros)):
             setattr(micro, column, values)
         return Last(f"perf/{name}_time", time.perf_counter() - start)
 
     def _scores(self, micros: Sequence[MicroBatch], float64_kind: str | None = None) -> list[Tensor]:
-        """Return F32 [T] per micro-batch at trained tokens, on the last stage; layers of kind ``float64_kind`` run in float64."""
+        """Return log-probabilities F32 [T] per micro-batch, 0 at untrained tokens; [] except on the last stage.
+
+        Layers of kind ``float64_kind`` run in float64.
+        """
         masks = [micro.batch.loss_weight > 0 for micro in micros]
         with float64_layers.float64_layers(self.model, float64_kind):
             return score_micros(self.wrapped, micros, masks, self.logprob_settings)
@@ -284,7 +291,7 @@ class RankTrainer(RankModel):
         return float64_layers.kinds(self.model)
 
     def kernels(self) -> tuple[str, ...]:
-        """Describe the kernels that the layers of this rank have used."""
+        """Return descriptions of the kernels that the layers of this rank have used, sorted and without duplicates."""
         layers = self.model.modules()
         return tuple(sorted({layer.kernels() for layer in layers if isinstance(layer, MultiKernelLayer)}))
 

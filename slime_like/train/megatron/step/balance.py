@@ -1,4 +1,4 @@
-"""Balance of expert load: the scale of the auxiliary loss, and its metrics per optimizer step.
+"""Balance of expert load: the scale of the auxiliary loss, and metrics per optimizer step.
 
 Axis suffixes: E routed experts of a layer; a digit is a size.
 """
@@ -29,9 +29,10 @@ class ExpertBalance:
         self._num_tokens = 0.0
 
     def open_step(self, micros: Sequence[MicroBatch], num_tokens: int) -> None:
-        """Count the optimizer step's tokens and reset the load of the routers. Must run before the forward pass.
+        """Reset the routers' load and set the scale of the auxiliary loss. Must run before the forward pass.
 
-        Gradients are divided by ``num_tokens``, the number of trained tokens; the auxiliary loss is a mean over all tokens.
+        Gradients are divided by ``num_tokens``, the number of trained tokens, but the auxiliary loss is a mean over all tokens
+        of the optimizer step, so it is scaled by the ratio of the two.
         """
         if not self._has_experts:
             return
@@ -46,7 +47,7 @@ class ExpertBalance:
     def close_step(self) -> list[Metric]:
         """Return global metrics, the same on every rank. Must run after the backward pass.
 
-        The load of a layer is the share of its busiest expert over the mean share; an even load is 1.
+        The load of a layer is the number of tokens of its busiest expert divided by the mean over its experts; 1 is balanced.
         """
         if not self._has_experts:
             return []

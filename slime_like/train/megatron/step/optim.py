@@ -1,4 +1,4 @@
-"""Gradient buckets, AdamW and learning rate schedule, all by megatron."""
+"""Gradient buckets, AdamW and learning rate schedule, all from megatron."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def wrap(spec: RankSpec, model: ModelSegments) -> ModelSegments:
 
 
 def mark_experts(model: ModelSegments) -> None:
-    """Reduce gradients of routed experts over the copies of an expert in every layout.
+    """Mark the parameters of routed experts, so that gradients are reduced over the copies of an expert in every layout.
 
-    megatron does so only for ep > 1, so it cannot load optimizer state saved with ep = 1 into ep > 1 or the reverse.
+    megatron does so only for ep > 1, so it cannot load optimizer state saved with ep = 1 into ep > 1 or vice versa.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -94,7 +94,7 @@ def make_optimizer(spec: RankSpec, wrapped: ModelSegments) -> Any:
 
 
 def _free_replaced_optimizer() -> None:
-    """Free the hybrid optimizer that megatron builds first and then replaces by one over this rank's shard.
+    """Free the hybrid optimizer that megatron builds first and then replaces with one over this rank's shard.
 
     It has a float32 copy of all parameters of the rank, the offloaded part on the host, and is part of a reference cycle, which
     ``gc.freeze`` would keep for the whole run. Remove once megatron builds one hybrid optimizer.
@@ -119,7 +119,7 @@ def offload_fields(fraction: float) -> dict[str, Any]:
 
 
 def make_schedule(spec: RankSpec, optimizer: Any) -> OptimizerParamScheduler:
-    """Build the learning rate schedule. Step it *before* each optimizer step, so that the first has lr / warmup_steps, not 0.
+    """Build the learning rate schedule. Step it *before* each optimizer step, so that the first uses lr / warmup_steps, not 0.
 
     The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay. Raises
     ``ConfigError`` on a schedule that does not fit the run.

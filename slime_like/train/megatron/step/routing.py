@@ -1,4 +1,4 @@
-"""Replay of expert choices on one rank: the choices of engines, or of the pass for old log-probabilities.
+"""Replay of expert choices on one rank: those of the engines, or those of the pass for old log-probabilities.
 
 Axis suffixes: L tokens of this rank, T tokens of the packed batch, B blocks of the decoder, K experts per token.
 """
@@ -25,7 +25,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class RoutingReplay:
-    """Replay in the routers of one rank's model, by ``algo.routing_replay``."""
+    """Replay of expert choices in the routers of one rank's model, as ``algo.routing_replay`` selects."""
 
     def __init__(self, wrapped: ModelSegments, rank_info: RankInfo, spec: RankSpec) -> None:
         self._rank_info = rank_info
@@ -40,7 +40,7 @@ class RoutingReplay:
         ]
 
     def attach(self, micro: MicroBatch) -> MicroBatch:
-        """Give ``micro`` the engine's experts that this rank's routers replay; none if its batch has no experts."""
+        """Return ``micro`` with the engine's experts for this rank's routers, if they are replayed and its batch has them."""
         experts_TBK = micro.batch.extras.get(ROUTED_EXPERTS)
         if self._mode == "rollout" and experts_TBK is not None:
             experts_LBK = micro.layout.take(experts_TBK, 0)
@@ -51,7 +51,7 @@ class RoutingReplay:
         return micro
 
     def in_old_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay the engine's experts in the pass for old log-probabilities, or record the pass's own."""
+        """Replay the engine's experts in the pass for old log-probabilities or, with ``routing_replay=old``, record its own."""
         return self.record(micros) if self._mode == "old" else self.replay(micros, compare=True)
 
     def in_reference_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
@@ -59,7 +59,10 @@ class RoutingReplay:
         return self.replay(micros if self._in_reference else (), compare=False)
 
     def in_training(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay experts in the optimizer steps. Those of an engine are compared before a step changes a weight."""
+        """Replay experts in the optimizer steps.
+
+        The engine's experts are compared here only if there is no pass for old log-probabilities, which compares them earlier.
+        """
         return self.replay(micros, compare=self._mode == "old" or not self._has_old_pass)
 
     @contextmanager
@@ -77,7 +80,7 @@ class RoutingReplay:
 
     @contextmanager
     def record(self, micros: Sequence[MicroBatch]) -> Generator[None]:
-        """Give ``micros`` the experts that the routers choose, to be replayed."""
+        """Record the experts that the routers choose for ``micros`` in their ``experts``, to be replayed."""
         for choice in self._choices():
             choice.recorded_experts = {}
         try:

@@ -35,7 +35,7 @@ class SampleLogprobDifference:
     version: int  # version of the trainer's weights
     rank_info: RankInfo
     tolerance: float | None = None  # largest allowed difference; None: no check
-    on_policy: list[Tensor] = field(default_factory=list[Tensor])  # in samples of the trainer's version only
+    on_policy: list[Tensor] = field(default_factory=list[Tensor])  # in samples with only the trainer's version
     # differences at tokens of the trainer's version in samples of several versions
     mixed: list[Tensor] = field(default_factory=list[Tensor])
     stale: list[Tensor] = field(default_factory=list[Tensor])  # differences at tokens of other versions
@@ -56,7 +56,7 @@ class SampleLogprobDifference:
         self.sample_ids.append(batch.sample_ids[micro.layout.sequence_of(target_N[tokens.on_policy[target_N]])])
 
     def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
-        """Add trained tokens of scored micro-batches, whose columns [T] are the same on all context parallel ranks."""
+        """Add trained tokens of scored micro-batches, on cp rank 0 only: columns [T] are the same on all cp ranks."""
         if self.rank_info.cp_rank:
             return
         for micro, column_T in zip(micros, columns, strict=True):
@@ -80,7 +80,7 @@ class SampleLogprobDifference:
         return metrics
 
     def metrics(self, suffix: str) -> list[Metric]:
-        """Return mean and maximum difference of ``on_policy`` over all ranks, on the last pipeline stage."""
+        """Return mean and maximum absolute difference of ``on_policy`` over all ranks; [] except on the last pipeline stage."""
         if not self.rank_info.is_last:
             return []
         magnitudes = np.abs(self._gather()[0])
@@ -135,7 +135,7 @@ class SampleLogprobDifference:
         )
 
     def _gather(self) -> list[Any]:
-        """Gather F64 [n] differences of all ranks that share the batch: on_policy, mixed, stale."""
+        """Return on_policy, mixed and stale differences, each F64 [n], gathered from all ranks that share the batch."""
         empty = torch.zeros(0, device=self.rank_info.device)
         kinds = [torch.cat([empty, *parts]) for parts in (self.on_policy, self.mixed, self.stale)]
         return [kind.cpu().numpy().astype(np.float64) for kind in gather_ragged(kinds, self.rank_info.dp_cp_group)]

@@ -1,8 +1,8 @@
 """One optimizer step: gradients of the sum of loss_weight * loss over its micro-batches, update, metrics.
 
 megatron divides gradients by the global count of trained tokens (calculate_per_token_loss), so each micro-batch returns
-``(sum(w * l) * N, n)`` with N the global count and n the count of its tokens. The result is the sum of w * l over all
-micro-batches and ranks, which does not depend on packing, micro-batching and layout.
+``(sum(w * l) * N, n)`` with N the global count and n the micro-batch's count. The result is the sum of w * l over all
+micro-batches and ranks, which does not depend on packing, micro-batching or layout.
 
 Axis suffixes: T tokens of the packed batch, N trained tokens on this rank, S sequences, L tokens of this rank's hidden states,
 H hidden size.
@@ -76,7 +76,7 @@ class OptimizerStep(ABC):
     def backward(
         self, micros: Sequence[MicroBatch], num_tokens: int, sample_difference: SampleLogprobDifference | None
     ) -> StepReport:
-        """Fill the gradient buffers with the reduced gradients of the optimizer step's loss."""
+        """Fill the gradient buffers with the reduced gradients of the optimizer step's loss. Return this rank's report."""
         report = StepReport()
 
         def after(micro: MicroBatch, hidden_L1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -207,7 +207,7 @@ class StepReport:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def metrics(self, group: Any, num_tokens: int) -> list[Metric]:
-        """Return global values, the same on every rank of ``group``. Means are weighted by ``weight_N``.
+        """Return global metrics, the same on every rank of ``group``. Means are weighted by ``loss_weight``.
 
         Raises ``UserCodeError`` on every rank if the losses of two ranks returned different names.
         """
@@ -231,7 +231,7 @@ class StepReport:
         return [*out, *self._maxima(group)]
 
     def _require_equal_names(self, group: Any, device: torch.device) -> None:
-        """Raise unless all ranks sum the same names: an all-reduce of different ones would hang or add up other metrics."""
+        """Raise unless all ranks have the same names: an all-reduce of different ones would hang or mix up metrics."""
         digest = float(zlib.crc32(repr(self._names).encode()))
         largest_and_smallest = torch.full((2,), digest, dtype=torch.float64, device=device)
         largest_and_smallest[1:].neg_()

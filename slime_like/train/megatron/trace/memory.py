@@ -21,7 +21,7 @@ from slime_like.train.megatron.trace import solo
 if TYPE_CHECKING:
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
-PUSH_BYTES = 512 << 20  # bucket of a weight push
+PUSH_BYTES = 512 << 20  # bucket size of a weight push
 TRANSFER = "transfer"  # traced phase of a push, for which the planner has no estimate
 
 
@@ -38,7 +38,7 @@ class TracedBatch:
 class PhasePeak:
     """Peak of torch's allocator in one phase, in bytes."""
 
-    name: str  # build | step | transfer, push and collect with placement.offload_train
+    name: str  # build | step | transfer; with placement.offload_train also push | collect
     allocated: int
     reserved: int
 
@@ -47,8 +47,8 @@ class PhasePeak:
 class RankTrace:
     """Traced memory of a rank in bytes, and the calls of its second step.
 
-    ``pinned`` and ``pageable`` are on the host: page-locked blocks as torch's allocator rounds them, and other tensors above the
-    phantom GPU's ``host_limit``. torch keeps pinned blocks, so they include those of a phase that has ended.
+    ``pinned`` and ``pageable`` are on the host: page-locked blocks as torch's allocator rounds them, and other tensors above
+    the phantom GPU's ``host_limit``. torch keeps pinned blocks, so ``pinned`` includes those of earlier phases.
     """
 
     rank: int
@@ -74,8 +74,8 @@ class RankTrace:
 def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool = False) -> RankTrace:
     """Trace rank ``rank`` of the policy with uninitialised weights; only config.json of the model is read.
 
-    With ``offload``, the rank's state leaves the device as with ``placement.offload_train``. The process runs on a phantom GPU.
-    Raises ``torch.OutOfMemoryError`` if the rank does not fit it.
+    With ``offload``, the rank's state leaves the device as with ``placement.offload_train``. The process must run on a phantom
+    GPU. Raises ``torch.OutOfMemoryError`` if the rank does not fit on it.
     """
     spec = replace(spec, guard=NO_GUARD, sample_tolerance=None, drift_by_layer=False)
     info = solo.join(spec, rank)
@@ -89,9 +89,9 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
     peaks = _Peaks([], base, torch.cuda.memory_reserved())
     trainer = peaks.during(BUILD, lambda: UnloadedTrainer(spec, info))
     micros = [_micro_batch(spec, batch, seed) for seed in range(batch.num_micro_batches)]
-    steps = [micros] * min(2, spec.steps_per_rollout)  # of several steps, all but the first have the same memory
+    steps = [micros] * min(2, spec.steps_per_rollout)  # of several steps, all but the first need the same memory
     counts = [int((micro.loss_weight > 0).sum()) * len(micros) * spec.layout.dp for micro in micros[:1]] * len(steps)
-    first = micros if spec.layout.pp > 1 else micros[:1]  # stages need several
+    first = micros if spec.layout.pp > 1 else micros[:1]  # a pipeline needs several micro-batches
     trainer.train_rollout([first], counts[:1])  # allocates the optimizer's state
     before = read_counts()
     peaks.during(STEP, lambda: trainer.train_rollout(steps, counts))
@@ -105,7 +105,7 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
 
 
 def _trace_push(trainer: RankTrainer, batch: PackedBatch, peaks: _Peaks, *, offload: bool) -> None:
-    """Record the peak of a transfer of weights, with ``offload`` also of the probe's forward pass after it, and of the rollout."""
+    """Record the peaks of a weight transfer and, with ``offload``, of the probe's forward pass after it and of the rollout."""
     if offload:
         trainer.device_state.keep(TRAINER_PHASES[PUSH])
         gc.collect()
@@ -115,7 +115,7 @@ def _trace_push(trainer: RankTrainer, batch: PackedBatch, peaks: _Peaks, *, offl
             pass
 
     def probe() -> None:
-        if trainer.spec.layout.vpp == 1:  # with virtual stages, the padding of one micro-batch has another shape
+        if trainer.spec.layout.vpp == 1:  # with virtual stages, the padding micro-batches have other shapes
             trainer.score(batch)
 
     peaks.during(TRANSFER, transfer)

@@ -1,7 +1,7 @@
 """A single trainer rank of a larger world, on a phantom GPU.
 
-Kernels compute nothing there, so numbers on which shapes depend come from the host: the rows that routers give to experts
-are even, and a pipeline stage receives tensors of the shape that it would send itself.
+Kernels compute nothing there, so the host supplies the numbers on which shapes depend: routers split rows equally among
+experts, and a pipeline stage receives tensors of the shape that it would send itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def leave() -> None:
 
 
 def keep_objects() -> None:
-    """Replace exchanges of Python objects, which would be read from the device, by this rank's own objects."""
+    """Make exchanges of Python objects, which would read from the device, yield this rank's own objects."""
     global _keeps_objects
     if _keeps_objects:
         return
@@ -79,7 +79,7 @@ def keep_objects() -> None:
 
 
 def adapt() -> None:
-    """Replace numbers that the host's code would read from the device, and skip work on tensors without values. Imports megatron."""
+    """Replace numbers that host code would read from the device, and skip work on tensors without values. Imports megatron."""
     global _is_adapted
     if _is_adapted:
         return
@@ -100,7 +100,7 @@ def adapt() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``wrapper``, whose first argument is the original function or bound method."""
+    """Replace ``owner.name`` with ``wrapper``, whose first argument is the original function or bound method."""
     stock = getattr(owner, name)
     if not isinstance(owner, type):
         setattr(owner, name, functools.partial(wrapper, stock))
@@ -113,22 +113,22 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _gather_own_object(objects: list[Any], own: Any, group: Any = None) -> None:
-    """Give every rank this rank's object."""
+    """Fill ``objects`` with this rank's object, in place of those of the other ranks."""
     objects[:] = [own] * len(objects)
 
 
 def _keep_own_objects(objects: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Keep this rank's objects instead of the source's."""
+    """Leave this rank's ``objects`` as they are, instead of receiving those of the source."""
 
 
 def _only_on_device(stock: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-    """Skip the arithmetic of an optimizer step on the host, which takes minutes; its tensors are allocated before."""
+    """Skip the arithmetic of an optimizer step on the host, which takes minutes; its tensors are already allocated."""
     if parameters[0].is_cuda:
         stock(parameters, *args, **kwargs)
 
 
 def _even_rows(stock: Callable[..., Any], dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Replace the numbers of rows that the host reads from the routers' choices by even ones."""
+    """Replace the row counts that the host would read from the routers' choices with an equal split."""
     out = stock(point, tokens_per_expert)
     rows = int(dispatcher.routing_map.shape[0]) * int(dispatcher.config.moe_router_topk)
     received = rows * dispatcher.tp_size
