@@ -18,8 +18,7 @@ from slime_like.report.record import read_record
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 if all metrics agree, 1 if one differs, 2 if a run cannot be read or nothing
-    can be compared."""
+    """Return the exit code: 0 if all metrics agree, 1 if one differs, 2 if a run is unreadable or nothing is comparable."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run.dir of a run")
     parser.add_argument("--rtol", type=float, default=1e-6, help="relative tolerance (1e-6)")

@@ -6,8 +6,8 @@
     export TRITON_CACHE_DIR=$HOME/.cache/slime_like/kernels TILELANG_CACHE_DIR=$HOME/.cache/slime_like/kernels/tilelang
 
 All other arguments are passed to train.py. Kernels are launched on a phantom GPU (docs/gpu.md). The command prints the kernels
-that are in the cache. Set both variables for the run. On another machine, the packages' versions must be the same; copy the folder, and
-run `scripts/compile_kernels.py --moved --cache FOLDER` there, because Triton's cache contains absolute paths.
+in the cache. Set both variables for the run. To use the cache on another machine with the same versions of the packages, copy
+the folder and run `scripts/compile_kernels.py --moved --cache FOLDER` there, because Triton's cache contains absolute paths.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS: dict[str, Callable[[CompileJob], list[dict[str, Any]]]] = {"trainer": com
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile for every capability. Return 1 if a function of an engine could not be called."""
+    """Compile for every capability. Return exit code 1 if a function of a part could not be called."""
     args, run = _parser().parse_known_args(argv)
     folder = args.cache.expanduser().resolve()
     failed = False
@@ -80,7 +80,7 @@ def _create(folder: Path) -> None:
 
 
 def _compile(part: str, job: CompileJob) -> bool:
-    """Compile one part and print its seconds. Return True if a function of it could not be called."""
+    """Compile one part and print its seconds. Return True if one of its functions could not be called."""
     start = time.monotonic()
     results = PARTS[part](job)
     _say(f"{part}, sm_{job.capability[0]}{job.capability[1]}: {time.monotonic() - start:.0f} s")

@@ -28,7 +28,7 @@ ACTIONS = {
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, 1 if the request of --wait failed or got no answer in time, 2 without a running run."""
+    """Return the exit code: 0; 1 if a request with --wait failed or got no answer in time; 2 if the run is not running."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of the run")
     words = "; ".join(f"{form}: {ACTIONS[request]}" for form, request in zip(FORMS, Request, strict=True))
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 
 def request(run_dir: Path, action: RequestText, wait: float | None) -> int:
-    """Send the request; with ``wait``, print the answer."""
+    """Send the request and, with ``wait``, print the answer. Return the exit code."""
     status = read_live_status(run_dir)
     request_id = send_request(run_dir, action)
     if wait is None:

@@ -52,7 +52,7 @@ def last_name(node: ast.expr) -> str:
 
 
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
-    """Return names and the groups bound to them in this file, by an annotation with the group's class or by an assignment."""
+    """Return the groups bound to each name in this file, by an annotation with the group's class or by an assignment."""
     paths: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):
         match node:
@@ -107,7 +107,7 @@ def dead_keys(package: Path, keys: Collection[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Return exit code 1 if a key is dead, else 0."""
+    """Print the dead keys. Return exit code 1 if there are any, else 0."""
     package = Path(argv[0]) if argv else PACKAGE
     keys = known_keys()
     dead = dead_keys(package, keys)

@@ -1,4 +1,4 @@
-"""mkdocs hook: replace links from docs/ to other files of the repository by the link text.
+"""mkdocs hook: replace links from docs/ to other files of the repository with the link text.
 
 On a forge these links lead to the source, which the site does not contain. A missing file gives a warning, which
 ``--strict`` makes an error.
@@ -31,7 +31,7 @@ class Page(Protocol):
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Return the page without links that leave docs/."""
+    """Return the page with the links that leave docs/ replaced by their text."""
     folder = Path(page.file.abs_src_path).parent
 
     def named(link: re.Match[str]) -> str:

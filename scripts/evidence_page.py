@@ -1,4 +1,4 @@
-"""Pages of ``gpu_evidence.py``: one of each part that ran, and the list of parts without one in ``NOT_RUN.md``."""
+"""Pages of ``gpu_evidence.py``: one for each part that ran, and the list in ``NOT_RUN.md`` of parts that have not passed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime_like.errors import DataError
 from slime_like.printable import visible
 from slime_like.report.record import METRICS, RunRecord, read_record
 
-LOG_LINES = 40  # of each command
+LOG_LINES = 40  # last lines of each command's log
 PASSED = "Result: passed"
 HEADING = "## Parts of the script"
 NOT_RUN = "NOT_RUN.md"
@@ -50,7 +50,7 @@ TOKENS, SECONDS = "train/num_tokens", "perf/actor_train_time"
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """Result of a part: exit code of each command that was started (None: stopped at the limit), seconds, and a sentence with the commit."""
+    """Result of a part. ``codes``: of each started command; None: stopped at the limit. ``commit``: a sentence."""
 
     codes: tuple[int | None, ...]
     seconds: float
@@ -129,7 +129,7 @@ def figures_of(record: RunRecord) -> Iterator[tuple[str, list[float]]]:
 
 
 def has_passed(part: EvidencePart, pages: Path) -> bool:
-    """Return True if ``pages`` has the page of a part that passed."""
+    """Return True if the page of ``part`` in ``pages`` says that it passed."""
     page = pages / f"gpu_{part.name}.md"
     return page.is_file() and any(line.startswith(PASSED) for line in page.read_text().splitlines())
 

@@ -37,13 +37,13 @@ ASSETS = "run.prepare=null model.hf_checkpoint={folder}/assets/model data.train=
 
 @dataclass(frozen=True, slots=True)
 class EvidencePart:
-    """Commands that run one after the other within ``minutes``. ``num_gpus`` and ``gb``, the memory of a GPU, are those of each node."""
+    """Commands that run in sequence within ``minutes``. ``num_gpus`` and ``gb``, the memory of a GPU, apply to each node."""
 
     name: str
     title: str
     commands: tuple[Command, ...]
     minutes: int
-    not_run: str  # what no GPU has executed, and what is known otherwise
+    not_run: str  # what no GPU has executed yet, and what is known from other tests
     expect: str = ""  # besides exit code 0
     needs: tuple[str, ...] = ()  # packages
     files: tuple[str, ...] = ()  # models and data in the checkout, at the paths of the recipes
@@ -53,13 +53,13 @@ class EvidencePart:
 
 
 def tests(words: str) -> tuple[Command]:
-    """Return a command of pytest for tests marked ``gpu``."""
+    """Return one pytest command for the tests marked ``gpu`` in ``words``."""
     fixed = "-m pytest -v -p no:cacheprovider -m gpu --tb=short --junitxml={folder}/tests.xml"
     return (tuple(f"{fixed} {words}".split()),)
 
 
 def runs(common: str, **keys: str) -> tuple[Command, ...]:
-    """Return a command of train.py for each keyword, which names the run's folder."""
+    """Return a train.py command for each keyword: its name is the run's folder, its value the run's own overrides."""
     return tuple(
         (TRAIN, f"run.dir={{folder}}/{name}", "placement.device=cuda", *shlex.split(f"{common} {overrides}"))
         for name, overrides in keys.items()
@@ -67,7 +67,7 @@ def runs(common: str, **keys: str) -> tuple[Command, ...]:
 
 
 def command(words: str) -> tuple[Command]:
-    """Return one command."""
+    """Return ``words`` as one command."""
     return (tuple(shlex.split(words)),)
 
 

@@ -57,7 +57,7 @@ def find(path: Path) -> Path:
 
 
 def model_of(source: Path) -> str:
-    """Return ``model.hf_checkpoint`` from the config.yaml of the run of ``source``; nothing else in it is read."""
+    """Return ``model.hf_checkpoint`` from the config.yaml of the run that wrote ``source``; nothing else in it is read."""
     path = source.parents[1] / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, so the model is unknown: give its folder with --hf-checkpoint")

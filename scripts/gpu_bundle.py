@@ -4,7 +4,7 @@
     .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz --older-torch # for torch 2.11: without the names that it lacks
     .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz --kernels DIR # with a cache of scripts/compile_kernels.py
 
-There, with Python 3.12, torch, Triton, transformers and pytest installed:
+On that machine, with Python 3.12, torch, Triton, transformers and pytest installed:
 
     tar xJf bundle.tar.xz && bash slime_like_bundle/run.sh --parts guard trainer      # arguments of scripts/gpu_evidence.py
 
@@ -125,7 +125,7 @@ def copy_kernels(cache: Path, folder: Path) -> None:
 
 
 def export_project(folder: Path) -> None:
-    """Write the files of the current commit, and its name, which gpu_evidence.py prints."""
+    """Write the files of the current commit, and its hash, which gpu_evidence.py prints."""
     folder.mkdir(parents=True)
     archive = folder.parent / "project.tar"
     _run(["git", "archive", f"--output={archive}", "HEAD"], cwd=REPOSITORY)
@@ -157,7 +157,7 @@ def versions(lock: str) -> list[str]:
 
 
 def install(folder: Path, requirements: Sequence[str]) -> None:
-    """Install packages without their dependencies in a folder, and remove files that no GPU of NVIDIA needs."""
+    """Install packages without their dependencies in a folder, and remove files that NVIDIA GPUs do not need."""
     uv = REPOSITORY / ".venv" / "bin" / "uv"
     _run(
         [

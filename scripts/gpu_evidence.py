@@ -7,10 +7,11 @@
     .venv/bin/python scripts/gpu_evidence.py --list --parts ipc       # commands of these parts
     .venv/bin/python scripts/gpu_evidence.py --write-not-run          # only update docs/measurements/NOT_RUN.md
 
-Each part (evidence_parts.py, evidence_parts_large.py) is one or more commands with a time limit. At the limit their processes are killed
-and the page shows the results up to then. Logs, runs and result are in runs/gpu_evidence/PART, which all nodes must share for a part of
-several nodes. The page is gpu_PART.md in docs/measurements, and NOT_RUN.md there lists the parts that have not passed. A part is skipped
-with the reason if packages, GPUs, nodes, models or data are missing. scripts/gpu_bundle.py packs what a machine without a network needs.
+Each part (evidence_parts.py, evidence_parts_large.py) is one or more commands with a time limit. At the limit their processes
+are killed and the page shows the results up to then. Logs, runs and result are in runs/gpu_evidence/PART, which all nodes
+must share for a part on several nodes. The page is gpu_PART.md in docs/measurements, and NOT_RUN.md there lists the parts
+that have not passed. A part is skipped with the reason if packages, GPUs, nodes, models or data are missing.
+scripts/gpu_bundle.py packs what a machine without a network needs.
 """
 
 from __future__ import annotations
@@ -90,8 +91,11 @@ def _run_parts(
 
 
 def run_part(part: EvidencePart, folder: Path, address: str = "") -> PartResult:
-    """Run the part's commands, each in a session of its own, and kill it at the part's limit. Writes logs and result.json to ``folder``."""
-    if (folder / "log_0").is_file():  # of an earlier run of this part, whose runs would be continued
+    """Run the part's commands, each in its own session, until the part's time limit, at which the running one is killed.
+
+    Writes logs and result.json to ``folder``.
+    """
+    if (folder / "log_0").is_file():  # from an earlier call for this part, whose runs would be continued
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -153,7 +157,7 @@ def commit() -> str:
 
 
 def skip_reason(part: EvidencePart, node_gpus: Sequence[int]) -> str | None:
-    """Return the first need of the part that is missing; ``node_gpus`` are the free GPUs of each node of the cluster."""
+    """Return the part's first unmet need, or None. ``node_gpus``: number of free GPUs of each node of the cluster."""
     import torch
 
     if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:

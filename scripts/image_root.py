@@ -1,9 +1,9 @@
-"""Execute docker/Dockerfile in a clean root with chroot, where no image builder runs. As root.
+"""Execute docker/Dockerfile in a clean root with chroot, on a machine without an image builder. Needs root.
 
 python3 scripts/image_root.py FOLDER --device cpu --python /usr/local      # then the quickstart's plan
 python3 scripts/image_root.py FOLDER --device gpu -- .venv/bin/python train.py +recipe=one_gpu --plan-for 1xH200
 
-FOLDER is a Debian or Ubuntu root (debootstrap), in the place of the base image. docker/README.md
+FOLDER is a Debian or Ubuntu root (debootstrap) in place of the base image: docker/README.md
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHROOT = 'mount -t proc proc "$0/proc" && exec chroot "$@"'
 
 
 class ImageError(Exception):
-    """A line of the Dockerfile that cannot be executed."""
+    """Raised if the root is unusable or a line of the Dockerfile cannot be executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Image:
     entrypoint: tuple[str, ...] = ()
 
     def expand(self, text: str) -> str:
-        """Return ``text`` with the values of variables."""
+        """Return ``text`` with variables replaced by their values."""
         return string.Template(text).substitute({**self.arguments, **self.environment})
 
 
@@ -111,7 +111,7 @@ def excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Add to the root what a container gets from the base image and from its engine. Raises ``ImageError``."""
+    """Add the files that a container gets from its base image and engine. Raises ``ImageError`` if the root has no apt-get."""
     root = options.root
     if not os.access(root / "usr/bin/apt-get", os.X_OK):
         raise ImageError(f"{root} is no Debian or Ubuntu root: create it with debootstrap")
@@ -126,7 +126,7 @@ def prepare(options: Options) -> None:
 
 
 def build(lines: Sequence[Instruction], options: Options) -> Image:
-    """Execute the lines and return the image's settings. Raises ``ImageError``."""
+    """Execute the lines and return the image's settings. Raises ``ImageError`` if one fails."""
     image = Image({"DEVICE": options.device})
     for line in lines:
         print(visible(f"== {line.name} {line.arguments}"), flush=True)
@@ -155,7 +155,7 @@ def build(lines: Sequence[Instruction], options: Options) -> Image:
 
 
 def inside(root: Path, image: Image, path: str) -> Path:
-    """Return the place in ``root`` of a path in the image, which may be relative to its working folder."""
+    """Return the path in ``root`` of ``path`` in the image, which may be relative to the image's working folder."""
     return root / str(PurePosixPath(image.folder) / path).lstrip("/")
 
 
@@ -187,7 +187,7 @@ def copy(line: Instruction, image: Image, root: Path) -> None:
 
 
 def run(line: Instruction, image: Image, options: Options) -> None:
-    """Run a command with the image's settings, and with those of this machine that downloads need. Raises ``ImageError``."""
+    """Run a RUN line with the image's variables and this machine's for downloads. Raises ``ImageError`` if it fails."""
     environment = image.environment | {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
     for name in CERTIFICATES:
         if (certificates := Path(environment.get(name, ""))).is_file():
@@ -204,7 +204,7 @@ def run(line: Instruction, image: Image, options: Options) -> None:
 
 
 def link_cache(mount: str, cache: Path, root: Path) -> None:
-    """Give the folder of a cache mount the files of ``cache`` as hard links, in folders of the mount's user."""
+    """Fill the folder of a cache mount with hard links to the files of ``cache``, in folders owned by the mount's user."""
     fields = dict(part.split("=", 1) for part in mount.split(","))
     folder = root / fields["target"].lstrip("/")
     if any(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Files and sections of pages that are written by the script that measures them."""
+"""Files and page sections that scripts write with their measurements."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Format:
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert ``question`` and ``answer``, whose result follows ``####``."""
+    """Convert a row with ``question`` and ``answer``, in which the result follows ``####``."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:
         raise UnusableRow("has no question, or no answer with '####'")
@@ -46,7 +46,7 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_label(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert ``prompt`` (chat messages) and ``label``, as in slime's copies of these data sets."""
+    """Convert a row with ``prompt`` (chat messages) and ``label``, as in slime's copies of these data sets."""
     if not row.get("prompt") or row.get("label") is None:
         raise UnusableRow("has no prompt or no label")
     return {"prompt": row["prompt"], "label": str(row["label"]), "rm_type": "math"}

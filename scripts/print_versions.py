@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of the code; images have none, because .git is not copied."""
+    """Return the commit of the code. Images have no .git; SLIME_LIKE_COMMIT names the commit there."""
     command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, check=True, text=True, timeout=GIT_S).stdout.strip()

@@ -102,7 +102,7 @@ def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
 
 
 def sweep(ranks: int, folder: Path) -> None:
-    """Run every op in several sizes, on ranks of this machine."""
+    """Run every op in several sizes, on ``ranks`` processes of this machine."""
     from torch import multiprocessing
 
     spawn = getattr(multiprocessing, "spawn")  # noqa: B009 (untyped)

@@ -4,15 +4,16 @@ python scripts/soak_faults.py [--faults 50] [--max-faults-per-call 10] [--seed 0
     [--table FILE] [--write]
 
 A part of the run is one call of train.py. Up to four faults that a run survives (an engine or a part of it killed, stopped or
-slow, a reward worker killed) are injected, sometimes before an engine serves again after the previous fault. Then one fault ends
-the part: a rank, the rollout manager, the driver or a process of Ray is killed or stopped, SIGINT, SIGTERM or SIGHUP arrives in a
-phase, or one or two signals arrive during its start. The least tried kinds are drawn first (``soak_draw.py``), so that 14 parts,
-with 66 faults if the target of each is running, include every kind. Parts differ in the number of engines and in the weight
-transport. A part is clean if its exit code fits its final fault, and if it left one crash bundle that names the target, or
-no bundle if it ended by a signal or by itself. After each part, leftover processes, listening ports, named shared memory and
-scratch folders are counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version), every loss and the
-final weights are compared with the undisturbed run, bit for bit. The folder keeps the progress: the same command continues an
-interrupted soak, and rewrites the table. ``--write`` puts the counts by kind into docs/measurements/robustness.md.
+slow, a reward worker killed) are injected, sometimes before an engine serves again after the previous fault. Then one fault
+ends the part: a rank, the rollout manager, the driver or a process of Ray is killed or stopped, SIGINT, SIGTERM or SIGHUP
+arrives in a phase, or one or two signals arrive during its start. The least tried kinds are drawn first (``soak_draw.py``),
+so that 14 parts, with 66 faults if the target of each is running, include every kind. Parts differ in the number of engines
+and in the weight transport. A part is clean if its exit code fits its final fault, and if it left one crash bundle that names
+the target, or no bundle if it ended by a signal or by itself. After each part, leftover processes, listening ports, named
+shared memory and scratch folders are counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version),
+every loss and the final weights are compared with the undisturbed run, bit for bit. The folder keeps the progress: the same
+command continues an interrupted soak, and rewrites the table. ``--write`` puts the counts by kind into
+docs/measurements/robustness.md.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class FaultSoak:
         return all(part.clean and not part.leftovers for part in self.parts) and not self._differences()
 
     def reference(self) -> None:
-        """Run the undisturbed run, or reuse it."""
+        """Do the undisturbed run, or reuse the one in the folder."""
         self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
 
     def part(self, max_faults: int) -> None:

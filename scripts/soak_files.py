@@ -2,11 +2,10 @@
 
 python scripts/soak_files.py [--count 1200] [--seed 0] [--write] [--show]
 
-A small model, its reference, data, a recipe and the folder of a stopped run are written to a temporary folder. Then, ``--count``
-times, one file is damaged (bytes, one field, a folder or pipe in its place, its permissions), read by the readers of
-``train.py --plan``, of a resumed run and of its report, and restored. The exit code is 0 if each file was refused with one
-message, or read with a permitted value. ``--write`` replaces the section "Damaged files" of
-docs/measurements/robustness.md.
+A small model, its reference, data, a recipe and the folder of a stopped run are written to a temporary folder. Then,
+``--count`` times, one file is damaged (bytes, one field, a folder or pipe in its place, its permissions), read by the readers
+of ``train.py --plan``, of a resumed run and of its report, and restored. The exit code is 0 if each file was refused with one
+message, or read with a permitted value. ``--write`` replaces the section "Damaged files" of docs/measurements/robustness.md.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def main() -> int:
 
 
 def soak(num_files: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
-    """Damage ``num_files`` files, alternating between the kinds."""
+    """Damage and read ``num_files`` files, alternating between the kinds; return the trials."""
     kinds = [name for name in FILES if kind in name]
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -2,11 +2,11 @@
 
 python scripts/soak_nodes.py [--kills 20] [--seed 0] [--limit-s SECONDS] [--folder FOLDER] [--page FILE]
 
-The nodes are namespaces of this machine (``tests/nodes/machine.py``; needs root). The driver and trainer rank 0 are on the first
-node, trainer rank 1 is on the second, engines are on the others, and in parts with ``weights.transport=tensor`` also on the first.
-Three kills hit nodes with engines, in the phases collect, step and push; the run continues and moves the engines. A fourth kill
-hits the node of rank 1: the run ends, the node starts again, and the same command with the other transport resumes the run from
-its checkpoint. Half of the kills are power failures, of which the peers receive no packet.
+The nodes are namespaces of this machine (``tests/nodes/machine.py``; needs root). The driver and trainer rank 0 are on the
+first node, trainer rank 1 is on the second, engines are on the others, and in parts with ``weights.transport=tensor`` also on
+the first. Three kills hit nodes with engines, in the phases collect, step and push; the run continues and moves the engines.
+A fourth kill hits the node of rank 1: the run ends, the node starts again, and the same command with the other transport
+resumes the run from its checkpoint. Half of the kills are power failures, about which the peers receive no packet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.nodes.machine import missing_permission  # noqa: E402
 
 NUM_NODES = 4
 LIMIT_S = 300.0  # for a start, the end of a run, or a recovery
-SLOW_LINK = ("40mbit", 100_000)  # rate and queue of a node that is going to be killed: a push takes longer
+SLOW_LINK = ("40mbit", 100_000)  # rate and queue of the link of a node about to be killed: a push takes longer
 SETTINGS = (
     "placement.actor_num_nodes=2",
     "placement.actor_num_gpus_per_node=1",
@@ -54,11 +54,11 @@ LAYOUTS = {
     "tensor": (("placement.mode=colocated", "rollout.num_engines=1"), 3),
     "broadcast": (("placement.mode=split", "rollout.num_engines=2"), 2),
 }
-KILLS_OF_ENGINES = ("collect", "step", "push")  # in a part, in an order drawn from the seed
+KILLS_OF_ENGINES = ("collect", "step", "push")  # of one part, in an order drawn from the seed
 
 
 def plan(num_kills: int, seed: int) -> list[PlannedKill]:
-    """Return ``num_kills`` kills: in each part three of engines' nodes, then one of a rank's node."""
+    """Return ``num_kills`` kills: each part kills three nodes with engines, then one with a trainer rank."""
     rng, kills = random.Random(seed), list[PlannedKill]()
     power = [True, False] * ((num_kills + 1) // 2)
     rng.shuffle(power)
@@ -84,7 +84,7 @@ class NodeSoak:
     kills: list[EngineKill | TrainerKill] = field(default_factory=list[EngineKill | TrainerKill])
 
     def start(self, transport: str) -> NodeRun:
-        """Start or resume the run; return it when it has trained, with all its engines."""
+        """Start or resume the run; return it once it has logged a step."""
         overrides = self.job.overrides(*SETTINGS, *LAYOUTS[transport][0], f"weights.transport={transport}")
         run = start_run(self.cluster, self.cluster.nodes[0], self.run_dir, *overrides)
         run.wait_until(lambda: re.search(r"^\[\d+/", run.output(), re.M) is not None, LIMIT_S)
@@ -176,7 +176,7 @@ def serving_again(run: NodeRun, since: float) -> set[str]:
 
 
 def wait_for_phase(run: NodeRun, phase: str, rng: random.Random) -> None:
-    """Return at a random moment of the next rollout's phase, by the times of earlier rollouts."""
+    """Wait until a random moment in ``phase`` of the next rollout, estimated from the times of earlier ones."""
     step = newest_step(run.run_dir)
     run.wait_until(lambda: newest_step(run.run_dir) > step + 1, LIMIT_S)
     before, row = newest_rows(run.run_dir, 2)
@@ -196,7 +196,10 @@ def phase_at(run_dir: Path, moment: float) -> str:
 
 
 def soak(num_kills: int, seed: int, folder: Path, table: TableFile | None, limit_s: float) -> Iterator[str]:
-    """Kill nodes ``num_kills`` times, or fewer in ``limit_s``; yield a line for each kill, and the page at the end. Raises ``AssertionError``."""
+    """Kill nodes ``num_kills`` times, or fewer within ``limit_s``; yield a line for each kill, and the page at the end.
+
+    Raises ``AssertionError`` if the run does not end as expected or its samples are wrong.
+    """
     kills = plan(num_kills, seed)
     command = f"python scripts/soak_nodes.py --kills {num_kills} --seed {seed}"
     start = time.monotonic()

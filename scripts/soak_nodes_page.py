@@ -33,7 +33,7 @@ class PlannedKill:
 
     @property
     def kind(self) -> str:
-        """Describe the kill in a table."""
+        """Kind of the kill, as a table names it."""
         return "power" if self.power else "kill"
 
 
@@ -72,10 +72,10 @@ class SampleCount:
 
 
 def check_samples(run_dir: Path, *, is_ended: bool) -> SampleCount:
-    """Count the samples of a run. Raises ``AssertionError`` if one is missing or doubled, or has other weights' tokens.
+    """Count the samples of a run. Raises ``AssertionError`` if one is missing, doubled or sampled with other weights.
 
-    The group ids of all rollouts are consecutive, each rollout has its own weights, and at the end of the run the data cursor of
-    its checkpoint is behind the last group.
+    The group ids of all rollouts are consecutive, each rollout has its own weights, and at the end of the run the data cursor
+    of its checkpoint is behind the last group.
     """
     rows = metrics(run_dir)
     num_rollouts = int(rows[-1]["step"])
@@ -103,7 +103,7 @@ def check_samples(run_dir: Path, *, is_ended: bool) -> SampleCount:
 
 
 def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str, *, is_ended: bool) -> str:
-    """Return the page about a run. Raises ``AssertionError`` as ``check_samples``."""
+    """Return the page about a run. Raises ``AssertionError`` as ``check_samples`` does."""
     count = check_samples(run_dir, is_ended=is_ended)
     of_engines = [kill for kill in kills if isinstance(kill, EngineKill)]
     of_trainers = [kill for kill in kills if isinstance(kill, TrainerKill)]

@@ -3,9 +3,10 @@
 python scripts/soak_resume.py [--kills 50] [--seed 0] [--rollouts 20] [--folder FOLDER] [--table FILE]
 
 Each kill is SIGKILL of the driver at a random point: a phase (collect, step, push, save), a rollout, and a time within the
-phase's duration in the undisturbed run. The number of kills of a run is a third to half of its rollouts. After the last kill the
-run continues to its end, and its prompts, seeds, tokens, log-probabilities, versions, losses and weights are compared. Then the
-next run begins. The folder keeps the progress: the same command continues an interrupted soak, and rewrites the table.
+phase's duration in the undisturbed run. The number of kills of a run is a third to half of its rollouts. After the last kill
+the run continues to its end, and its prompts, seeds, tokens, log-probabilities, versions, losses and weights are compared.
+Then the next run begins. The folder keeps the progress: the same command continues an interrupted soak, and rewrites the
+table.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class ResumeSoak:
         return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
 
     def reference(self) -> None:
-        """Run the undisturbed run, or reuse it."""
+        """Do the undisturbed run, or reuse the one in the folder."""
         self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
         rows = [row for row in metrics(self.undisturbed_dir) if row["step"] > 0]
         self._seconds = {phase: max(row.get(name, SAVE_S) for row in rows) for phase, name in TIMES.items()}
@@ -162,7 +163,7 @@ class ResumeSoak:
         return 0 if text == NONE_YET else int(text)
 
     def table(self) -> str:
-        """Return Markdown: one table per phase and one per run."""
+        """Return Markdown: a table with a row per phase, and one with a row per run."""
         lines = [
             "| killed in | kills | earliest and latest time in the phase (s) | rollouts repeated |",
             "|---|---|---|---|",

@@ -44,7 +44,7 @@ def summarize(path: Path, metric: str) -> int:
 
 
 def _step_text(row: dict[str, Any]) -> str:
-    """Return the time of ``row`` in words."""
+    """Describe the step of ``row`` in words."""
     return f"after {row['step']:g} rollouts" if row["step"] else "after the warm start"
 
 

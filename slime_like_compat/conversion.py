@@ -75,7 +75,7 @@ def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) 
 
 
 def print_conversion(convert: Callable[[], Conversion | str]) -> int:
-    """Print the report of a conversion, or the table of a check of many jobs, and return the exit code."""
+    """Print the outcome of ``convert``, a report or a table of many jobs, or its error; return the exit code."""
     try:
         outcome = convert()
     except SlimeLikeError as error:

@@ -42,7 +42,7 @@ class Row:
     note: str = ""
 
     def text(self, values: dict[str, Any]) -> str:
-        """Return ``key=value`` of each key that the recipe has; the keys alone if there is no recipe."""
+        """Return ``key=value`` for each of the row's keys in the recipe, or the keys alone if there is no recipe."""
         if not values:
             return ", ".join(self.keys)
         own_keys = [
@@ -76,7 +76,7 @@ class Mapped:
 
 
 def refusal_message(rows: Sequence[Row]) -> str:
-    """Return the error about ``rows``, which block a recipe, with the options that drop them."""
+    """Return the error message for ``rows``, which block a recipe, with the options that drop them."""
     lines = [f"  {row.flag} {row.value_text}".rstrip() + f": {row.verdict}; {row.note}" for row in rows]
     flags = dict.fromkeys(row.flag for row in rows)
     drops = " ".join(f"--drop={flag}" for flag in flags if flag not in ESSENTIAL)
@@ -87,5 +87,5 @@ def refusal_message(rows: Sequence[Row]) -> str:
 
 
 def same_value(a: object, b: object) -> bool:
-    """Return whether two values of a key are equal; ``True`` and 1 are not."""
+    """Return whether two values of a key are equal; ``True`` and 1 differ."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)

@@ -1,4 +1,4 @@
-"""Metrics of slime and verl with our name of each; ``verl.keys`` has verl's keys.
+"""Metrics of slime and verl with our name for each; ``verl.keys`` has verl's configuration keys.
 
 Sources: ``slime/observability`` and ``slime/backends/megatron_utils`` of slime 0.3.1,
 ``verl/trainer/ppo/metric_utils.py`` of verl 0.9.0.

@@ -12,7 +12,7 @@ from slime_like_compat.conversion import CODE, SAME, Conversion
 
 
 def may_contain(path: Path, pattern: str) -> bool:
-    """Return True if ``path`` is a file whose text matches ``pattern``, or that cannot be read, which the table then reports."""
+    """Return True if ``path`` is a file that matches ``pattern``, or cannot be read, so that the table reports it."""
     try:
         return path.is_file() and re.search(pattern, path.read_text(errors="replace")) is not None
     except OSError:
@@ -40,7 +40,7 @@ def _lines(folder: Path, classes: Mapping[str, str], outcomes: Mapping[Path, tup
 
 
 def outcome(conversion: Conversion, sign: str) -> tuple[str, str]:
-    """Return the class of a converted script, and the settings that are the reason, each with ``sign`` before its value."""
+    """Return the class of a converted script, and the settings that led to it, each with ``sign`` before its value."""
     if conversion.code == SAME:
         return "same", ""
     name, verdicts = ("code", ("code",)) if conversion.code == CODE else ("refused", ("refused", "unknown"))

@@ -23,7 +23,7 @@ _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
-    """Return ``page`` with its tables generated again. Raises ``KeyError`` for the name of an unknown table."""
+    """Return ``page`` with its tables regenerated. Raises ``KeyError`` for the name of an unknown table."""
     return _PLACE.sub(lambda match: match[1] + "\n".join(TABLES[match[2]]()) + "\n" + match[3], page)
 
 

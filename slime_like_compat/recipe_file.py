@@ -30,10 +30,9 @@ def recipe_path(script: Path, out: Path | None, project: str) -> Path:
 
 
 def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, force: bool) -> None:
-    """Compose the recipe as a check, and write it.
+    """Write the recipe after checking that it composes to the job's configuration.
 
-    Raises ``ConfigError`` if the file exists and ``force`` is false, if the recipe composes to another configuration,
-    or if the file cannot be written.
+    Raises ``ConfigError`` if the file exists and ``force`` is false, if the check fails, or if the file cannot be written.
     """
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: give another --out, or --force to replace it")
@@ -69,7 +68,7 @@ def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
 
 
 def key_values(mapped: Mapped) -> dict[str, Any]:
-    """Return the value of each key that the recipe sets, free mappings key by key; empty without a recipe."""
+    """Return the value of each key that the recipe sets, with free mappings flattened; empty if there is no recipe."""
     if mapped.config is None:
         return {}
     tree: dict[str, Any] = dataclasses.asdict(mapped.config)

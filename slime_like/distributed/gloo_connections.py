@@ -1,10 +1,10 @@
-"""Gloo devices of one process group, whose connections can be closed while an op waits.
+"""Gloo devices owned by one process group, so that its connections can be closed while an op waits.
 
-gloo has no abort: an op waits until the timeout of its group, and ``destroy_process_group`` waits for the op. Nothing breaks the
-connections to a machine that lost power, so the owner of the group closes them.
+gloo has no abort: an op waits until the timeout of its group, and ``destroy_process_group`` waits for the op. Nothing breaks
+the connections to a machine that lost power, so the owner of the group closes them.
 """
 
-# torch has no public options of gloo.
+# torch has no public API for gloo's options.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from slime_like.distributed.gloo_device import INTERFACE
 
 FDS = Path("/proc/self/fd")
 FD_INFO = Path("/proc/self/fdinfo")
-TARGET = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)\b", re.MULTILINE)  # a descriptor in an epoll instance
+TARGET = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)\b", re.MULTILINE)  # a descriptor watched by an epoll instance
 
 
 class GlooConnections:
-    """Own devices of one group. Each has an epoll instance, which contains the group's connections and nothing else.
+    """Gloo devices used by one group alone. The epoll instance of each contains the group's connections and nothing else.
 
-    torch and gloo do not give access to the connections. Remove when ``ProcessGroupGloo.abort`` ends pending ops.
+    torch and gloo do not expose the connections. Remove when ``ProcessGroupGloo.abort`` ends pending ops.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """One gloo device for all process groups of a process."""
 
-# torch has no public registry of backends and no public options of gloo.
+# torch has no public API for its registry of backends or for gloo's options.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def share_gloo_device() -> None:
 
 
 def create_on_shared_device(request: Any, options: Any) -> Any:
-    """Return a gloo backend on the devices of ``options``, else on that of the first backend with the same network interface."""
+    """Return a gloo backend on the devices of ``options``, or else on those of the first backend with the same interface."""
     interface = os.environ.get(INTERFACE, "")
     own_devices: list[Any] | None = getattr(options, "_devices", None)
     if not own_devices and interface not in _devices:

@@ -1,4 +1,4 @@
-"""The rendezvous store of a process group. It has no authentication, so it listens at one address only."""
+"""The rendezvous store of a process group. It has no authentication, so it listens on one address only."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SCHEME = "slime-like-store"
 def join_store(
     address: RendezvousAddress, world_size: int, *, is_master: bool, timeout: datetime.timedelta
 ) -> dist.TCPStore:
-    """Return this rank's client of the store, which the master serves from a socket that listens at ``address.host``.
+    """Return this rank's client of the store, which the master serves from a socket that listens on ``address.host``.
 
-    torch's own master listens at every address of the machine, and any client can read and delete keys.
+    torch's own master listens on every address of the machine, and any client can read and delete keys.
     """
     fd = None
     if is_master:
@@ -40,7 +40,7 @@ def join_store(
 def register_scheme() -> None:
     """Let ``torch.distributed.init_process_group`` of this process join a store by a URL of ``SCHEME``. Idempotent.
 
-    With a URL of ``tcp://``, torch's master listens at every address of the machine.
+    With a URL of ``tcp://``, torch's master listens on every address of the machine.
     """
     if not _registered:
         dist.register_rendezvous_handler(SCHEME, _meet)
@@ -51,7 +51,7 @@ _registered: list[str] = []
 
 
 def _meet(url: str, timeout: datetime.timedelta, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield store, rank and number of ranks. torch appends the last two to the URL."""
+    """Yield the store, the rank and the number of ranks. torch appends the last two to the URL."""
     parts = urlsplit(url)
     query = parse_qs(parts.query)
     rank, world_size = int(query["rank"][0]), int(query["world_size"][0])
@@ -60,7 +60,7 @@ def _meet(url: str, timeout: datetime.timedelta, **_: object) -> Iterator[tuple[
 
 
 def keep_to_interface(host: str) -> None:
-    """Make process groups created from now on listen only at the interface that reaches ``host``.
+    """Make process groups created from now on listen only on the interface that reaches ``host``.
 
     Variables that are already set are kept: clusters with several networks choose their own.
     """

@@ -10,7 +10,7 @@ NO_RESULTS = {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
 
 
 def use_first_configs() -> None:
-    """Make Triton compile one configuration of each autotuned kernel instead of all. Remove when Triton has an option for it."""
+    """Make Triton compile one configuration of each autotuned kernel instead of all. Remove when Triton has such an option."""
     autotuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
     prune: Any = autotuner.prune_configs
 

@@ -1,4 +1,4 @@
-"""Compilation of ``csrc`` into the library that replaces CUDA's. No torch."""
+"""Compilation of ``csrc`` into the library that replaces CUDA's. Torch-free."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def include_folders() -> Iterator[Path]:
 
 
 def runtime_version(folder: Path) -> str:
-    """Return the CUDA version of the headers in ``folder``, such as 13000."""
+    """Return the CUDA version of the headers in ``folder``, such as 13000, or an empty string if they do not state it."""
     match = re.search(r"^#define CUDART_VERSION\s+(\d+)", folder.joinpath(HEADER).read_text(), re.MULTILINE)
     return match[1] if match else ""
 
 
 def recipe() -> Recipe:
-    """Return the recipe of the library. Raises ``ConfigError`` without CUDA's headers."""
+    """Return the build recipe of the library. Raises ``ConfigError`` if CUDA's headers are missing."""
     folder = next(include_folders(), None)
     if folder is None:
         raise ConfigError(
@@ -69,7 +69,7 @@ def recipe() -> Recipe:
 def library() -> Path:
     """Return the path of the library, ``libcuda.so.1``, compiled if not cached. Its folder also has NVML and ``nvidia-smi``.
 
-    Raises ``ConfigError`` without a C compiler or CUDA's headers.
+    Raises ``ConfigError`` if a C compiler or CUDA's headers are missing.
     """
     try:
         built = c_build.build(recipe()).path

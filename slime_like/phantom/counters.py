@@ -13,7 +13,7 @@ class CallCounts:
     """Calls since the process started, in the order of ``enum counter`` in ``csrc/phantom.c``."""
 
     launches: int = 0
-    products: int = 0  # calls of cuBLAS
+    products: int = 0  # calls to cuBLAS, such as GEMMs
     copies_to_device: int = 0
     copies_to_host: int = 0
     copies_on_device: int = 0
@@ -21,8 +21,8 @@ class CallCounts:
     collectives: int = 0
     allocations: int = 0  # allocations by the driver, not by torch's allocator
     graphs: int = 0
-    shares: int = 0  # handles of device memory for other processes
-    openings: int = 0  # of such handles
+    shares: int = 0  # handles of device memory made for other processes
+    openings: int = 0  # handles of other processes that this one opened
     closings: int = 0
     pageable_copies: int = 0  # copies to the host whose target is not pinned
 
@@ -46,17 +46,17 @@ def read_counts() -> CallCounts:
 
 
 def pinned_bytes() -> int:
-    """Return the pinned memory of the host."""
+    """Return the bytes of pinned host memory."""
     return _size("phantom_gpu_pinned")
 
 
 def pageable_bytes() -> int:
-    """Return the pageable memory of the host in blocks of torch above ``PhantomGpu.host_limit``."""
+    """Return the bytes of pageable host memory in torch's blocks above ``PhantomGpu.host_limit``."""
     return _size("phantom_gpu_pageable")
 
 
 def used_bytes(device: int = 0) -> int:
-    """Return the device memory allocated by the driver, without the context."""
+    """Return the bytes of device memory allocated by the driver, without the context."""
     return _size("phantom_gpu_used", device)
 
 
@@ -66,7 +66,7 @@ def peak_bytes(device: int = 0) -> int:
 
 
 def reset_peak(device: int = 0) -> None:
-    """Reset the peak that ``peak_bytes`` returns to the current memory."""
+    """Reset the peak to the bytes that are allocated now."""
     _PROCESS.phantom_gpu_reset_peak(device)
 
 

@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class PhantomGpu:
-    """Phantom GPUs. Each process has all of their memory, and can open what another process shares by CUDA IPC."""
+    """Phantom GPUs. Each process has their whole memory to itself, and can open what another shares by CUDA IPC."""
 
     memory_bytes: int = 80 * GIB
     num_devices: int = 1
@@ -23,7 +23,7 @@ class PhantomGpu:
     )
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that put a new process on these GPUs. Compiles the library; raises ``ConfigError``."""
+        """Return the variables that put a new process on these GPUs. Raises ``ConfigError`` as ``library`` does."""
         path = library()
         folder = str(path.parent)
         return {

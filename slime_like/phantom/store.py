@@ -15,7 +15,7 @@ _stores: list[dist.Store] = []  # torch keeps only the C++ part of a store alive
 class SoloStore(dist.Store):
     """Key-value store that behaves as if every absent rank had set its keys and joined every barrier.
 
-    The value of a key that another rank would set is zeros, as many as an NCCL id has bytes. No wait blocks.
+    A key that another rank would set reads as zeros, as many bytes as an NCCL id has. No wait blocks.
     """
 
     def __init__(self) -> None:

@@ -120,7 +120,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
 
 
 def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> None:
-    """Raise ``ConfigError`` if ``--static`` is too small for weights that fit the GPU, or leaves too little for other memory."""
+    """Raise ``ConfigError`` if ``--static`` is too small for weights that fit the GPU, or leaves too little for the rest."""
     if settings.static is None:
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))
@@ -142,7 +142,7 @@ def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def _static(text: str) -> tuple[float | None, bool]:
-    """Return SGLang's static fraction, and True if it is the highest with which the engine starts."""
+    """Parse ``--static``: the fraction, or None if it is computed, and True for the highest with which the engine starts."""
     if text in ("default", "most"):
         return None, text == "most"
     try:

@@ -1,4 +1,4 @@
-"""Number of requests that an engine can run at once, the limit on it, and the effect of each change."""
+"""Number of requests that an engine can run at once, what limits it, and the effect of each change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_like.planner.table import MemoryTable
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """One engine layout under a workload."""
+    """Result for one engine layout under a workload."""
 
     settings: EngineSettings
     memory: EngineMemory
@@ -25,7 +25,7 @@ class EngineAnswer:
 
     @property
     def limit(self) -> str:
-        """The limit on the number of running requests."""
+        """Name of what limits the number of running requests."""
         if self.batch < 1:
             return "weights" if self.memory.pool <= 0 else "the KV cache, which is smaller than one request"
         if self.settings.max_running is not None and self.settings.max_running <= self.batch:
@@ -39,7 +39,7 @@ class EngineAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Memory of a GPU that trainer and engine share, by phase."""
+    """Memory of a shared GPU in each phase, for one way in which trainer and engine share it."""
 
     name: str
     training: float  # bytes
@@ -54,7 +54,7 @@ TRAINER_REMAINDER = ("CUDA context", "communicators")
 
 
 def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
-    """Return the memory of a shared GPU if both roles keep theirs, if the engine releases it for training, and if both release it."""
+    """Return the memory of a shared GPU for three ways of sharing: both keep theirs, the engine releases its own, both do."""
     fixed_bytes = engine.table.total - engine.table.of("KV cache")
     engine_remainder, trainer_remainder = engine.table.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
     return tuple(
@@ -81,14 +81,14 @@ class Change:
 
 
 def answer(shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload) -> EngineAnswer:
-    """Return memory, batch and throughput of one layout. Raises ``ConfigError`` on an impossible one."""
+    """Return memory, batch and throughput of one layout. Raises ``ConfigError`` if it is impossible."""
     memory = engine_memory(shape, settings, hardware)
     steady = throughput(shape, settings, hardware, workload)
     return EngineAnswer(settings, memory, memory.requests(workload.cached_tokens), steady)
 
 
 def changes(shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload) -> Iterator[Change]:
-    """Yield every single change that applies to the layout, with its effect."""
+    """Yield each applicable change to the layout, made alone, with its effect."""
     for flag, new_settings in _candidates(shape, settings, hardware):
         yield Change(flag, answer(shape, new_settings, hardware, workload))
 

@@ -67,7 +67,7 @@ class _SimulatedEngine:
         return sum(request.context for request in self.running)
 
     def admit(self) -> list[_SimulatedRequest]:
-        """Start the clients' next requests that fit with all tokens that they may generate; return them."""
+        """Start the clients' next requests while all tokens that they may generate fit; return the started requests."""
         reserve = constants.NEW_TOKENS.value * sum(request.remaining for request in self.running)
         free_tokens, new_requests = self.capacity - self.num_tokens - reserve, list[_SimulatedRequest]()
         while self.waiting and len(self.running) < self.clients:
@@ -80,14 +80,14 @@ class _SimulatedEngine:
         return new_requests
 
     def retract(self) -> None:
-        """Return the request with the fewest generated tokens to the queue."""
+        """Move the request with the fewest generated tokens back to the front of the queue."""
         shortest = min(self.running, key=lambda request: request.generated)
         self.running.remove(shortest)
         self.waiting.insert(0, shortest)
 
 
 def random_lengths(limit_input: int, limit_output: int, num: int) -> list[tuple[int, int]]:
-    """Return (prompt, response) tokens of the ``num`` requests that bench_serving draws uniformly up to these limits."""
+    """Return the (prompt, response) lengths of the ``num`` requests that bench_serving draws uniformly up to these limits."""
     random = np.random.RandomState(SEED)
     prompts = random.randint(1, limit_input + 1, size=num)
     outputs = random.randint(1, limit_output + 1, size=num)
@@ -109,7 +109,7 @@ def simulate(
         engine_memory(shape, settings, hardware).tokens, [_SimulatedRequest(*length) for length in lengths], clients
     )
     prefill = prefill_time(shape, settings, hardware)
-    steps: dict[int, tuple[float, float]] = {}  # requests -> seconds of a step without context, per token of context
+    steps: dict[int, tuple[float, float]] = {}  # requests -> seconds of a step: without context, and per token of it
     while engine.waiting or engine.running:
         while new_requests := engine.admit():  # fewer tokens are reserved for a request once it runs
             for request in new_requests:

@@ -25,7 +25,7 @@ MAX_LAYERS = 2**16
 
 
 def read_shape(flag: str, folder: str) -> ModelShape:
-    """Read the shape from ``config.json`` in ``folder``. Raises ``CheckpointError`` naming ``flag``."""
+    """Read the shape from ``config.json`` in ``folder``. Raises ``CheckpointError`` naming ``flag`` if it is unusable."""
     if not (Path(folder) / "config.json").exists():
         raise CheckpointError(f"{flag}: {folder} has no config.json: give the folder of a model in Hugging Face format")
     file = InputFile(Path(folder) / "config.json", CheckpointError, "download it again", flag)
@@ -35,7 +35,7 @@ def read_shape(flag: str, folder: str) -> ModelShape:
 def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None) -> ModelShape:
     """Return the shape that the fields of a config.json describe.
 
-    Raises ``CheckpointError`` on a missing or unusable field, with the ``file`` if there is one.
+    Raises ``CheckpointError``, naming ``file`` if it is given, if a field is missing or unusable.
     """
     file = file or InputFile(Path(name), CheckpointError, "give the config.json of a causal language model")
     text = values.get("text_config") or values
@@ -65,13 +65,13 @@ def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """Numbers of a config.json."""
+    """Fields of a config.json, whose numbers are checked when they are read."""
 
     values: Mapping[str, Any]
     file: InputFile
 
     def count(self, *names: str) -> int:
-        """Return the first of ``names`` that is set; raise unless it is a positive integer."""
+        """Return the value of the first of ``names`` that is set; raise unless it is a positive integer."""
         number = self.optional(*names)
         if number == 0:
             name = next((name for name in names if self.values.get(name) is not None), None)
@@ -80,7 +80,7 @@ class _Fields:
         return number
 
     def optional(self, *names: str) -> int:
-        """Return the first of ``names`` that is set, 0 if none is; raise unless it is an integer of 0 or more."""
+        """Return the value of the first of ``names`` that is set, 0 if none is; raise unless it is an integer of 0 or more."""
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
             return 0

@@ -10,7 +10,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number of the model; ``fitted_on`` names the published number that a fitted constant reproduces."""
+    """Constant of the planner; ``fitted_on`` names the published number that a fitted constant reproduces."""
 
     name: str
     value: float

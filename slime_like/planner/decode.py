@@ -19,12 +19,12 @@ from slime_like.planner.static_fraction import graph_requests
 class StepTime:
     """Seconds of one decode step of an engine, by cause."""
 
-    weights: float  # reading them, or computing with them if that takes longer, and the outputs of experts
+    weights: float  # reading them or, if slower, computing with them; and the outputs of experts
     attention: float
     collectives: float
-    exchange: float  # exchange of DCP
-    fixed: float  # kernels, apart from their work
-    prefetch: float  # the larger of FlowMLA's memory traffic and the part of its gathering that overlaps with nothing
+    exchange: float  # exchange between DCP ranks
+    fixed: float  # fixed time of all kernels
+    prefetch: float  # the larger of FlowMLA's memory traffic and the part of its all-gathers that nothing hides
 
     @property
     def total(self) -> float:
@@ -61,14 +61,14 @@ def _flops(gpu: GpuKind, weights: str) -> float:
 
 
 def _group_rows(settings: EngineSettings, gpu: GpuKind, requests: float) -> float:
-    """Return the requests that each attention group computes, with padding."""
+    """Return the number of requests that each attention group computes, including padding."""
     if settings.padded_groups and requests <= graph_requests(settings, gpu):
         return requests
     return requests / settings.dp_attention
 
 
 def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, rows: float) -> float:
-    """Return the seconds for reading the weights of a rank, or computing with them, and for writing and summing experts' outputs."""
+    """Return the seconds to read a rank's weights or, if slower, compute with them, and to write and sum experts' outputs."""
     linear, seconds = WEIGHT_BYTES[settings.weights], 0.0
     tokens = {"attention": rows, "output layer": requests / (settings.dp_attention if settings.replicated_head else 1)}
     for item in weight_items(shape, replace(settings, flow_mla=())):
@@ -96,7 +96,7 @@ def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, r
 def _attention_seconds(
     shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, context: float, rows: float
 ) -> float:
-    """Return the seconds for reading the cache of the ``requests`` of a rank, or for computing scores if that takes longer."""
+    """Return the seconds to read the cache of a rank's ``requests`` or, if slower, to compute the attention scores."""
     tile = constants.LATENT_TILE.value
     peak = gpu.bf16 * constants.COMPUTE_SHARE.value
     if shape.latent is not None:
@@ -115,7 +115,7 @@ def _attention_seconds(
 
 
 def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, requests: float) -> float:
-    """Return the seconds for exchanging queries, log-sum-exp, and float32 partial outputs of all layers between ranks."""
+    """Return the seconds to exchange queries, log-sum-exp and float32 partial outputs of all layers between DCP ranks."""
     c = settings.dcp
     if c == 1:
         return 0.0
@@ -132,9 +132,10 @@ def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Har
 
 
 def _prefetch_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, other_seconds: float) -> float:
-    """Return the seconds that FlowMLA adds to a step. ``other_seconds`` excludes collectives: they share the links with FlowMLA.
+    """Return the seconds that FlowMLA adds to a step.
 
-    A gathered layer is written to memory once, and read once for the next rank.
+    ``other_seconds`` excludes collectives, which share the links with FlowMLA. A gathered layer is written to memory once, and
+    read once for the next rank.
     """
     if not settings.flow_mla:
         return 0.0

@@ -74,8 +74,7 @@ def state_bytes(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
-    """Return the number of states of ``slot`` bytes in the ``pool`` of an attention group, without the padding requests'
-    state."""
+    """Return the number of states of ``slot`` bytes in an attention group's ``pool``, without the one for padding requests."""
     s = settings
     if s.state_slots is not None:
         return s.state_slots // s.dp_attention
@@ -118,7 +117,7 @@ def _local_share(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the parameters of all token mixers on one rank, without FlowMLA."""
+    """Return the number of parameters of all token mixers on one rank, without FlowMLA."""
     tp, total = settings.attention_tp, 0.0
     if shape.attention is not None:
         a = shape.attention
@@ -147,7 +146,7 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
     tokens = prefill_tokens(s, hardware.gpu) // s.dp_attention
     activations = 2 * tokens * (3 * shape.hidden + 1.5 * width)
     requests = graph_requests(s, hardware.gpu) if s.decode_graphs else 0
-    logits = 3 * 4 * requests * shape.vocabulary  # float32, of the largest graph, and two copies
+    logits = 3 * 4 * requests * shape.vocabulary  # float32 logits of the largest graph, and two copies
     return items(
         ("CUDA context", constants.CUDA_CONTEXT.value, ""),
         ("communicators", constants.NCCL_BUFFERS.value * (s.gpus > 1), "NCCL"),

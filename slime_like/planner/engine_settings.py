@@ -26,7 +26,7 @@ class EngineSettings:
     static: float | None = None  # SGLang's mem_fraction_static; None: SGLang's default
     tuned: bool = False  # static is the highest value with which the engine starts
     chunk: int | None = None  # SGLang's chunked_prefill_size; None: its default for the GPU, 0 or less: no chunks
-    max_prefill_tokens: int = 16_384  # SGLang's, of a prefill without chunks
+    max_prefill_tokens: int = 16_384  # SGLang's limit of a prefill without chunks
     graph_requests: int | None = None  # requests of the largest CUDA graph of decoding; None: SGLang's default
     decode_graphs: bool = True
     padded_groups: bool = False  # graphs pad each attention group to the requests of all groups (SGLang until mid-2025)
@@ -34,7 +34,7 @@ class EngineSettings:
     deepep: bool = False  # SGLang's moe_a2a_backend=deepep
     replicated_head: bool = False  # SGLang's enable_dp_lm_head
     max_running: int | None = None  # SGLang's max_running_requests
-    states_per_request: int = 5  # recurrent states counted for each; 3 with no_buffer, 1 without radix cache
+    states_per_request: int = 5  # recurrent states counted per request; 3 with no_buffer, 1 without radix cache
     state_slots: int | None = None  # SGLang's max_mamba_cache_size
     max_tokens: int | None = None  # SGLang's max_total_tokens: KV capacity of an attention group, per DCP rank
     rank_memory: int | None = None  # bytes of an engine rank on a CPU; None: a share of the machine's memory
@@ -44,12 +44,12 @@ class EngineSettings:
 
     @property
     def attention_tp(self) -> int:
-        """Ranks over which a sequence's attention heads are split."""
+        """Number of ranks over which a sequence's attention heads are split."""
         return self.gpus // self.dp_attention
 
 
 def check_engine(shape: ModelShape, settings: EngineSettings) -> None:
-    """Raise ``ConfigError`` on sizes that do not divide one another or that the model does not support."""
+    """Raise ``ConfigError`` if sizes do not divide one another or the model does not support them."""
     s = settings
     if s.gpus % s.dp_attention:
         raise ConfigError(

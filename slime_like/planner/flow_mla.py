@@ -14,7 +14,7 @@ ARTICLE_SLOTS = 2
 
 
 def flow_projections(shape: ModelShape, choice: str) -> tuple[str, ...]:
-    """Return the projections, as keys of ``rollout.flow_mla.weights``, that ``--flow-mla`` names."""
+    """Return the projections that ``--flow-mla choice`` selects, as keys of ``rollout.flow_mla.weights``."""
     if choice == "output":
         return ("o_proj",)
     return tuple(_layer_weights(shape, EngineSettings())) if choice == "all" else ()
@@ -36,15 +36,15 @@ def check_flow_mla(shape: ModelShape, settings: EngineSettings) -> None:
 
 
 def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the weights ``W`` that FlowMLA shards, as many as one rank would have without it."""
+    """Return the number ``W`` of weights that FlowMLA shards: those that one rank would have without it."""
     weights = _layer_weights(shape, settings) if settings.flow_mla else {}
     return _num_layers(shape) * sum(weights[name] for name in settings.flow_mla)
 
 
 def flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the weights in buffers for gathered layers.
+    """Return the number of weights in buffers for gathered layers.
 
-    An engine has buffers for whole layers. The article maps its own part of a layer into the buffer, and so needs
+    This project's buffers contain whole layers. The article maps the rank's own part of a layer into the buffer, so needs
     ``2 * W / layers * (dp - 1) / dp``.
     """
     s = settings
@@ -57,7 +57,7 @@ def flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def flow_saving(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the weights per rank that FlowMLA removes: ``W (1 - 1/dp)`` less the slots."""
+    """Return the number of weights per rank that FlowMLA saves: ``W (1 - 1/dp)`` less the slots."""
     return flow_weights(shape, settings) * (1 - 1 / settings.dp_attention) - flow_slots(shape, settings)
 
 
@@ -66,7 +66,7 @@ def _num_layers(shape: ModelShape) -> int:
 
 
 def _layer_weights(shape: ModelShape, settings: EngineSettings) -> dict[str, float]:
-    """Return the weights of one attention layer on one rank, by key of ``rollout.flow_mla.weights``."""
+    """Return the numbers of weights of one attention layer on one rank, by key of ``rollout.flow_mla.weights``."""
     tp = settings.attention_tp
     if (m := shape.latent) is not None:
         parts = latent_parts(shape.hidden, m)

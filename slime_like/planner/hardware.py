@@ -1,4 +1,4 @@
-"""Hardware that the planner knows: GPUs with their memory, bandwidth and arithmetic, and machines with several of them."""
+"""Hardware that the planner knows: GPUs with their memory, bandwidth and FLOP/s, and machines with several of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime_like.errors import ConfigError
 from slime_like.planner.constants import MIB
 from slime_like.registry import nearest
 
-CORES_PER_GPU = 8  # assumed for a machine of which only the GPUs are known
+CORES_PER_GPU = 8  # assumed if only the GPUs of a machine are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,10 @@ def _gpu(
     teraflops: tuple[float, float],
     source: str,
 ) -> GpuKind:
-    """Return a GPU with a ``chip`` of so many multiprocessors with a compute capability (90: 9.0), ``gigabytes`` per second of HBM,
-    link and network, and ``teraflops`` in BF16 and FP8.
+    """Return the entry of a GPU with ``mib`` MiB of memory.
+
+    ``chip``: multiprocessors, compute capability (90: 9.0). ``gigabytes``: GB/s of HBM, link, network. ``teraflops``: BF16,
+    FP8.
     """
     hbm, link, network = (1e9 * rate for rate in gigabytes)
     bf16, fp8 = (1e12 * rate for rate in teraflops)
@@ -70,7 +72,7 @@ GPUS = {
         _gpu("RTX4090", 24_564, (128, 89), (1_008, 32, 12.5), (165, 330), _CARD),
     )
 }
-# Names of the driver, which contain more than the table's: in order, the first match counts.
+# Patterns for the driver's names, which are longer than the table's; the first match counts.
 _DRIVER_NAMES = (
     (r"A100.*40GB", "A100-40GB"),
     (r"A100.*PCIe", "A100-PCIe"),

@@ -11,12 +11,12 @@ from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import Item, MemoryTable, items
 from slime_like.planner.trainer import TrainerSettings, allocated_items
 
-KV_TOKENS = 65_536  # tokens of an engine on a CPU without max_total_tokens (slime_like_plugins.sglang_cpu.platform)
-MEMORY_FRACTION = 0.3  # its mem_fraction_static
-RUNNING = 512  # requests for which it has recurrent states without max_running_requests (sglang_cpu.hybrid.states)
+KV_TOKENS = 65_536  # default max_total_tokens of an engine on a CPU (slime_like_plugins.sglang_cpu.platform)
+MEMORY_FRACTION = 0.3  # its default mem_fraction_static
+RUNNING = 512  # its default max_running_requests for recurrent states (sglang_cpu.hybrid.states)
 SLOTS_PER_REQUEST = 4
 MAX_STATE_BYTES = 2**30  # bytes of these states; SGLang chooses their number if they need more
-MAX_PACKED_BYTES = 2**28  # bytes of weights that are packed for the C kernels (sglang_cpu.products)
+MAX_PACKED_BYTES = 2**28  # a rank's weights up to this size are packed for C kernels (sglang_cpu.products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def host_pool(shape: ModelShape, settings: EngineSettings, available: float, num
     """Return the caches of an engine on a CPU that begins to load its weights with ``available`` bytes of free memory.
 
     SGLang gives a rank the static fraction of one NUMA node's share of the free memory. The weights of all ranks reduce
-    that share, because they reduce the free memory of the machine. With ``settings.rank_memory``, each rank has memory of its own.
+    that share, because they reduce the free memory of the machine. With ``settings.rank_memory``, each rank has its own memory.
     """
     weights, static, max_tokens = rank_weights(shape, settings), settings.static or MEMORY_FRACTION, settings.max_tokens
     if settings.rank_memory is None:
@@ -52,7 +52,7 @@ def host_pool(shape: ModelShape, settings: EngineSettings, available: float, num
 def host_engine(shape: ModelShape, settings: EngineSettings, pool: HostPool) -> MemoryTable:
     """Return the resident memory of the processes of one engine, each as ``ps`` shows it, after a batch.
 
-    The processes are measured constants; all other items follow from the model and ``pool``.
+    The memory of the processes alone is a measured constant; all other items follow from the model and ``pool``.
     """
     ranks, weights = settings.gpus, rank_weights(shape, settings)
     remote = ranks * (rank_weights(shape, replace(settings, remote_experts=0)) - weights)
@@ -88,7 +88,7 @@ def rank_weights(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def _slots(shape: ModelShape, settings: EngineSettings, free_bytes: float) -> int:
-    """Return the number of recurrent states: the configured one, the CPU platform's default, or SGLang's share of ``free_bytes``."""
+    """Return the number of recurrent states: as configured, the CPU platform's default, or SGLang's share of ``free_bytes``."""
     slots = SLOTS_PER_REQUEST * (settings.max_running or RUNNING)
     everywhere = state_bytes(shape, replace(settings, gpus=1, dp_attention=1, dcp=1, weights="float32"))
     if settings.state_slots is None and slots * everywhere <= MAX_STATE_BYTES:

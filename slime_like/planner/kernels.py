@@ -23,7 +23,7 @@ EXCHANGE = 3  # kernels of a DCP exchange: queries, log-sum-exp, outputs
 
 
 def num_kernels(shape: ModelShape, *, fp8: bool) -> int:
-    """Return the number of kernels of all layers."""
+    """Return the number of kernels of all layers in a decode step."""
     return sum(_layer_kernels(shape, layer.mixer, fp8=fp8, sparse=layer.sparse) for layer in shape.layers)
 
 

@@ -7,7 +7,7 @@ from slime_like.planner.hardware import Hardware
 
 
 def all_reduce_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float:
-    """Return the seconds of an all-reduce over ``gpus`` beyond the fixed time of its kernel."""
+    """Return the seconds of an all-reduce of ``num_bytes`` over ``gpus`` beyond the fixed time of its kernel."""
     if gpus == 1:
         return 0.0
     nodes, inside = _nodes(hardware, gpus)
@@ -31,5 +31,5 @@ def all_gather_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float
 
 
 def _nodes(hardware: Hardware, gpus: int) -> tuple[int, int]:
-    """Return the number of nodes of ``gpus``, and of GPUs in each."""
+    """Return the number of nodes that ``gpus`` GPUs span, and the number of these GPUs in each."""
     return -(-gpus // hardware.gpus), min(gpus, hardware.gpus)

@@ -271,7 +271,7 @@ def refused_type(name: str) -> str | None:
 
 
 def table_config(name: str) -> dict[str, Any] | None:
-    """Return the config.json fields of the public model with which ``name`` (a path or owner/name) ends; None if unknown.
+    """Return the config.json fields of the public model that ``name`` (a path or owner/name) ends with; None if unknown.
 
     Names with a suffix such as ``-Instruct-2507`` have the shape of their base.
     """
@@ -281,9 +281,9 @@ def table_config(name: str) -> dict[str, Any] | None:
 
 
 def find_shape(flag: str, name: str) -> ModelShape:
-    """Return the shape of a folder with a config.json, or of a model of the table.
+    """Return the shape of the model in a folder with a config.json, or of a model of the table.
 
-    Raises ``ConfigError`` naming ``flag`` if there is neither.
+    Raises ``ConfigError`` naming ``flag`` if ``name`` is neither, or a model that is not supported.
     """
     if Path(name).is_dir():
         return read_shape(flag, name)

@@ -33,7 +33,7 @@ def offload_items(
 ) -> MemoryTable:
     """Return the host memory of one rank of a pipeline stage (None: the mean over all) with ``num_copies`` of its weights.
 
-    ``in_rollouts``: weights and optimizer state move to pinned memory, which is kept, while rollouts are sampled.
+    ``in_rollouts``: weights and optimizer state move to pinned memory while rollouts are sampled; that memory is kept.
 
     megatron's offload keeps float32 weights, moments and pinned gradients on the host. A save first copies weights, main
     weights and moments from the device to pinned memory, and clones those that are on the host.
@@ -75,13 +75,13 @@ def offload_items(
 
 
 def gradient_buffers(parameters: RankParameters, settings: TrainerSettings) -> float:
-    """Return the bytes of the pinned gradients of a rank's shard: a buffer per tensor, which torch rounds up to a power of two."""
+    """Return the bytes of the pinned gradients of a rank's shard: a buffer per tensor, rounded by torch to a power of two."""
     dense_shards, expert_shards = num_shards(settings)
     return _buffers(parameters.dense_tensors, dense_shards) + _buffers(parameters.expert_tensors, expert_shards)
 
 
 def _buffers(tensors: tuple[TensorGroup, ...], shards: int) -> float:
-    """Return the bytes of the buffers of one of ``shards`` shards, the mean over all.
+    """Return the mean bytes of one shard's buffers if the tensors are divided into ``shards`` shards.
 
     megatron joins the tensors and divides them into equal shards, so a tensor may be cut into parts of any size.
     """

@@ -9,7 +9,7 @@ from html import escape
 
 from slime_like.planner.table import MemoryTable, gib
 
-COLUMNS = 64  # columns of a bar in text, up to the limit or the longest bar
+COLUMNS = 64  # characters of a text plot, up to the limit or the end of the longest bar
 MARKS = string.ascii_lowercase + string.ascii_uppercase
 LEGEND = 5  # items of the legend per line
 WIDTH, BAR, GAP, LEFT, RIGHT, TOP = 900, 34, 26, 170, 20, 44

@@ -1,4 +1,7 @@
-"""Published runs, each with the planner's prediction. ``python -m slime_like.planner.published`` prints the tables of the page."""
+"""Published runs, each with the planner's prediction.
+
+``python -m slime_like.planner.published`` prints the tables of docs/planner.md.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ class PublishedRun:
     predicted: float
     unit: str
     source: str
-    tolerance: float  # tolerance of the published number
-    points: float = 0.0  # absolute tolerance of a number close to 0, in its unit
+    tolerance: float  # relative tolerance
+    points: float = 0.0  # absolute tolerance, for a number close to 0, in its unit
 
     @property
     def bound(self) -> float:
-        """Largest difference that is accepted."""
+        """Largest accepted difference between the prediction and the published number."""
         return max(self.tolerance * self.published, self.points)
 
     @property
@@ -65,7 +68,7 @@ def _steady(machine: str, settings: EngineSettings) -> Throughput:
 
 
 def _spread(engine: EngineSettings) -> EngineSettings:
-    """Return data-parallel attention as in SGLang of June 2025, whose largest graph had 160 requests."""
+    """Return ``engine`` with data-parallel attention as in SGLang of June 2025, whose largest graph had 160 requests."""
     return replace(
         engine, dp_attention=engine.gpus, replicated_head=True, padded_groups=True, graph_requests=160, tuned=True
     )

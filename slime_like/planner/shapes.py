@@ -144,7 +144,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token passes through, without the embedding's table."""
+        """Number of parameters that process one token: without idle experts and a separate input embedding."""
         idle = 0
         if self.experts is not None:
             idle = self.sparse_layers * (self.experts.num_experts - self.experts.per_token) * self.expert_parameters
@@ -185,12 +185,12 @@ class ModelShape:
         return ()
 
     def mixer_parameters(self, mixer: str) -> int:
-        """Return the parameters of one layer's token mixer."""
+        """Return the number of parameters of one layer's token mixer."""
         return sum(self.mixer_tensors(mixer))
 
 
 def latent_parts(hidden: int, latent: LatentAttention) -> dict[str, int]:
-    """Return the parameters of one latent attention layer by projection."""
+    """Return the numbers of parameters of one latent attention layer, by projection."""
     heads, query_width = latent.heads, latent.heads * (latent.nope_dim + latent.rope_dim)
     down = hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
     if latent.query_rank:

@@ -15,7 +15,7 @@ from slime_like.planner.shapes import ATTENTION, LATENT, MIXERS, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths of requests in tokens; if ``uniform``, lengths are uniform up to these (bench_serving's random data)."""
+    """Request lengths in tokens; if ``uniform``, they are drawn uniformly up to these (bench_serving's random data)."""
 
     input: int
     output: int
@@ -38,12 +38,12 @@ class Workload:
 
     @property
     def mean_context(self) -> float:
-        """Mean number of tokens in the cache of a running request: longer responses run for longer."""
+        """Mean number of cached tokens of a running request. Long responses weigh more, because they run longer."""
         return self.mean_input + self.output / (3 if self.uniform else 2)
 
     @property
     def cached_tokens(self) -> float:
-        """Tokens of the KV cache to provide per request: the full length, or with uniform lengths the mean."""
+        """Tokens of the KV cache to provide per request: the full length, or the mean if lengths are uniform."""
         return self.mean_context if self.uniform else self.input + self.output
 
 
@@ -55,7 +55,7 @@ class PrefillTime:
     square: float
 
     def seconds(self, tokens: float, squares: float) -> float:
-        """Return the seconds for a prompt of ``tokens``, whose square is ``squares``."""
+        """Return the seconds for a prompt of ``tokens`` with squared length ``squares``; from means, the mean seconds."""
         return self.token * tokens + self.square * squares
 
 
@@ -83,7 +83,7 @@ def prefill_time(shape: ModelShape, settings: EngineSettings, hardware: Hardware
     """
     s, gpu = settings, hardware.gpu
     peak = gpu.fp8 if s.weights == "fp8" else gpu.bf16
-    prompts = arrivals / -math.expm1(-arrivals) if arrivals else 1.0  # prompts of a step that has any
+    prompts = arrivals / -math.expm1(-arrivals) if arrivals else 1.0  # mean prompts of a step that has any
     attention_gpus = s.attention_tp * min(prompts, s.dp_attention)
     mixers = sum(shape.count(mixer) * shape.mixer_parameters(mixer) for mixer in MIXERS)
     pair = 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StageSegment:
-    """Consecutive layers of one stage. A stage has several with virtual stages."""
+    """Consecutive layers of one stage. A stage has several segments if there are virtual stages."""
 
     first: int  # index of the first layer
     num_layers: int
@@ -20,9 +20,9 @@ def stage_segments(
 ) -> tuple[StageSegment, ...]:
     """Return the segments of a stage. ``sizes``: layers of each of the pp * vpp segments.
 
-    Under 1F1B a stage keeps ``pp - stage`` micro-batches, at most all of an optimizer step (None: enough to fill the
-    pipeline). The interleaved schedule first runs ``2 * (pp - stage - 1) + (vpp - 1) * pp + 1`` forward passes of single
-    segments, in groups of pp micro-batches (megatron-core, pipeline_parallel/schedules.py).
+    Under 1F1B a stage keeps ``pp - stage`` micro-batches, at most the ``num_micro_batches`` of an optimizer step (None:
+    enough to fill the pipeline). The interleaved schedule first runs ``2 * (pp - stage - 1) + (vpp - 1) * pp + 1`` forward
+    passes of single segments, in groups of pp micro-batches (megatron-core, pipeline_parallel/schedules.py).
     """
     vpp = len(sizes) // pp
     passes = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
@@ -39,6 +39,6 @@ def stage_segments(
 
 
 def even_sizes(num_layers: int, num_segments: int) -> tuple[int, ...]:
-    """Return an even split of the layers, in which early segments get one layer more if there is a remainder."""
+    """Return the layers of each segment of an even split; the first segments have one more if there is a remainder."""
     base, extra = divmod(num_layers, num_segments)
     return tuple(base + (i < extra) for i in range(num_segments))

@@ -34,7 +34,7 @@ class MemoryTable:
 
 
 def items(*rows: tuple[str, float, str]) -> tuple[Item, ...]:
-    """Return the rows that are not 0 as items."""
+    """Return an item for each (name, bytes, note) whose bytes are not 0."""
     return tuple(Item(*row) for row in rows if row[1])
 
 

@@ -1,4 +1,4 @@
-"""Layouts of the trainer traced without a GPU, by megatron's code and torch's CUDA allocator, with the planner's predictions."""
+"""Trainer layouts traced without a GPU, by megatron's code and torch's CUDA allocator, with the planner's predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TracedRun:
 
 
 def traced_layouts() -> tuple[TracedRun, ...]:
-    """Return the traced layouts: the second optimizer step of a rank, two thirds of the tokens trained."""
+    """Return the traced layouts, each in a rank's second optimizer step with two thirds of the tokens trained."""
 
     def layout(model: str, peak: float, **fields: object) -> TracedRun:
         return TracedRun(model, replace(TrainerSettings(trained_share=2 / 3), **fields), peak)  # pyright: ignore[reportArgumentType]
@@ -39,7 +39,7 @@ def traced_layouts() -> tuple[TracedRun, ...]:
 
 
 def shortened_layouts() -> tuple[tuple[str, int, TrainerSettings, float], ...]:
-    """Return traced layouts of models with fewer layers: model, layers, settings, peak in GiB.
+    """Return traced layouts of models with fewer layers, as (model, number of layers, settings, peak in GiB).
 
     They show the memory of the decoder layers and of the output layer separately. From the ninth on, layouts were predicted
     before they were traced.

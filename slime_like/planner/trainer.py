@@ -40,7 +40,7 @@ class TrainerSettings:
     offload: float = 0.0  # share of the optimizer that is in host memory
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
-    grouped_experts: bool = True  # products over all experts of a rank, not one expert after the other
+    grouped_experts: bool = True  # one grouped GEMM for all experts of a rank, not one GEMM per expert
     trained_share: float = 1.0  # trained tokens / tokens: prompts are not scored
     task: str = POLICY
     segments: tuple[int, ...] = ()  # layers of each of the pp * vpp pipeline segments; (): an even split without vpp
@@ -56,7 +56,7 @@ class TrainerSettings:
 class TensorGroup:
     """Parameter tensors of one size on one rank."""
 
-    size: float  # numbers of a tensor
+    size: float  # elements of one tensor
     num_tensors: float
 
 
@@ -77,7 +77,7 @@ class RankParameters:
         return self._num_per_rank(num_shards(settings))
 
     def num_saved(self, settings: TrainerSettings) -> float:
-        """Return the number of parameters that one rank saves, the mean over all: replicas are saved once."""
+        """Return the mean number of parameters that a rank saves: replicas are saved once."""
         return self._num_per_rank(num_replicas(settings))
 
     def _num_per_rank(self, num_ranks: tuple[int, int]) -> float:
@@ -86,17 +86,17 @@ class RankParameters:
 
 
 def num_parameters(tensors: tuple[TensorGroup, ...]) -> float:
-    """Return the numbers in these tensors."""
+    """Return the number of elements of these tensors."""
     return sum(tensor.size * tensor.num_tensors for tensor in tensors)
 
 
 def num_shards(settings: TrainerSettings) -> tuple[int, int]:
-    """Return the number of ranks over which the optimizer state of dense parameters, and of experts, is divided."""
+    """Return the numbers of ranks over which the optimizer states of dense parameters and of experts are divided."""
     return num_replicas(settings) if settings.distributed_optimizer else (1, 1)
 
 
 def num_replicas(settings: TrainerSettings) -> tuple[int, int]:
-    """Return the number of ranks that have the same dense parameters, and of those that have the same experts."""
+    """Return the number of ranks that have the same dense parameters, and the number that have the same experts."""
     s = settings
     return s.dp * s.cp, max(1, s.tp * s.cp * s.dp // (s.ep * s.etp))
 
@@ -123,7 +123,7 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
 
 
 def _divided_tensors(part: ModelShape) -> Iterator[tuple[int, int]]:
-    """Yield size and number of the layers' tensors that tensor parallelism divides."""
+    """Yield (size, number) of each kind of layer tensor that tensor parallelism divides."""
     for mixer in MIXERS:
         yield from ((size, part.count(mixer)) for size in part.mixer_tensors(mixer))
     yield from ((size, len(part.layers) - part.sparse_layers) for size in _mlp_tensors(part.hidden, part.dense_width))
@@ -186,11 +186,12 @@ def stage_items(shape: ModelShape, settings: TrainerSettings, stage: int) -> Mem
 
 
 def build_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) -> float:
-    """Return the largest sum of tensors of a rank of a pipeline stage while its model and its optimizer are built.
+    """Return the peak bytes of the tensors of one rank of a pipeline stage while its model and optimizer are built.
 
-    megatron allocates the gradients of each segment, and for the distributed optimizer copies its weights into one buffer, first of
-    dense parameters and then of experts. The optimizer's main weights come last; its moments are allocated in the first step. With a
-    part of the optimizer on the host, an optimizer over all parameters of the rank comes first (``HybridDeviceOptimizer``).
+    For each segment, megatron allocates gradients and, for the distributed optimizer, copies the weights into one buffer:
+    dense parameters first, then experts. The optimizer's main weights come last; its moments are allocated in the first step.
+    With a part of the optimizer on the host, an optimizer over all parameters of the rank is built first
+    (``HybridDeviceOptimizer``).
     """
     s, parameters = settings, stage_parameters(shape, settings, stage)
     weight, segments = PARAMETER_BYTES[s.dtype], len(_segments(shape, s, stage))
@@ -206,11 +207,12 @@ def build_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) -> flo
 def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, sparse: bool) -> float:
     """Return the bytes per token that one layer keeps for its backward pass, as slime_like's layers save them.
 
-    Around mixer and MLP: the residual stream and each norm's output, five tensors of the hidden size. Attention saves
-    queries before and after rotation and its output, keys and values twice, cosines and sines. An MLP saves both halves
-    of its first product, their activation, and the second product's input, five tensors of its width. Grouped experts save
-    both halves and the second product's input alone. The etp ranks that share an expert each have its tokens and a part of
-    its width. Gated DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU); fused kernels on a GPU keep fewer.
+    Around mixer and MLP, the residual stream and each norm's output are saved: five tensors of the hidden size. Attention
+    saves queries before and after rotation and its output, keys and values twice, cosines and sines. An MLP saves both
+    halves of its first GEMM's output, their activation, and the second GEMM's input: five tensors of its width. Grouped
+    experts save only both halves and the second GEMM's input. Each of the etp ranks that share an expert has all of its
+    tokens and a part of its width. Gated DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU);
+    fused kernels on a GPU keep fewer.
     """
     s, element = settings, PARAMETER_BYTES[settings.dtype]
     local = s.tp if s.sequence_parallel else 1

@@ -1,4 +1,4 @@
-"""Effect of each change of a trainer's layout or options on its memory."""
+"""Single changes of a trainer's layout or options, whose effect on memory the planner shows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class TrainerChange:
     settings: TrainerSettings
 
     def text(self, names: Mapping[str, str], sign: str) -> str:
-        """Return the change as settings with these names of the fields: ``--recompute full``."""
+        """Return the change as text, such as ``--recompute full``, with ``names`` of the fields and ``sign`` before values."""
         return " ".join(f"{names[field]}{sign}{value}" for field, value in self.values)
 
 
 def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[TrainerChange]:
-    """Yield every single change that applies. Parallel sizes double, and the data-parallel size halves."""
+    """Yield each applicable change, made alone. Parallel sizes double, and, except for ep, the data-parallel size halves."""
     s = settings
     if s.recompute != "full":
         yield _change(s, recompute="full")

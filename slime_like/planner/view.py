@@ -16,7 +16,7 @@ from slime_like.planner.trainer_changes import FLAGS, trainer_changes
 
 
 def memory_lines(table: MemoryTable, available: float | None = None) -> Iterator[str]:
-    """Yield one line per item, and the sum with the ``available`` memory."""
+    """Yield one line per item, then the total and, if given, the ``available`` memory."""
     rows = [(item.name, gib(item.num_bytes), item.note) for item in table.items]
     rows.append(("total", gib(table.total), "" if available is None else f"of {gib(available)}"))
     yield from columns(rows)
@@ -73,7 +73,7 @@ def trainer_lines(
 
 
 def phase_lines(shared: Iterable[Phases], hardware: Hardware) -> Iterator[str]:
-    """Yield the memory of a GPU that trainer and engine share, by phase, if they stay on it or take turns."""
+    """Yield the memory of a GPU that trainer and engine share, by phase, for each way of sharing it."""
     yield f"trainer and engine on one GPU of {gib(hardware.gpu.memory)}"
     rows = [(phase.name, gib(phase.training), gib(phase.sampling), gib(phase.kv_bytes), "") for phase in shared]
     yield from columns([("", "training", "sampling", "space for KV", ""), *rows])
@@ -110,7 +110,7 @@ def model_line(shape: ModelShape) -> str:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield the rows with aligned columns: first and last column left-aligned, numbers right-aligned."""
+    """Yield the rows with aligned columns: first and last column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     last = len(widths) - 1
     for row in rows:

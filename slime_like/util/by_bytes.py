@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 
 def by_bytes[Item](stream: Iterable[tuple[Item, int]], max_bytes: int) -> Iterator[list[Item]]:
-    """Yield groups of (item, bytes) in the stream's order; an item larger than ``max_bytes`` gets its own group.
+    """Yield the items of (item, bytes) pairs in groups of at most ``max_bytes``; a larger item gets its own group.
 
     Example: items of 6, 6 and 20 bytes with ``max_bytes=12`` give groups of 12 and 20 bytes.
     """

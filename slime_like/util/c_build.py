@@ -48,7 +48,7 @@ class SharedObject:
 
 
 def find_compiler() -> str:
-    """Return the path of the C compiler: ``$CC``, else the first of ``COMPILERS``. Raises ``BuildError``."""
+    """Return the path of the C compiler: ``$CC``, else the first of ``COMPILERS``. Raises ``BuildError`` if there is none."""
     words = [word for word in os.environ.get("CC", "").split() if Path(word).name not in LAUNCHERS]
     candidates = words[:1] or COMPILERS
     for name in candidates:
@@ -58,7 +58,7 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Return the private folder of objects, created if missing. Raises ``BuildError``."""
+    """Return the private folder of compiled objects, created if missing. Raises ``BuildError`` if it is unusable."""
     try:
         return caches.cache_folder("cpu_kernels")
     except (OSError, SlimeLikeError) as error:
@@ -99,7 +99,7 @@ def object_name(compiler: str, recipe: Recipe) -> str:
 
 
 def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
-    """Compile ``recipe`` to ``target``. Raises ``BuildError``."""
+    """Compile ``recipe`` to ``target``. Raises ``BuildError`` if the compiler fails."""
     message = ""
     for extra in recipe.extra:
         command = [compiler, *recipe.flags, *extra, str(recipe.main), "-o", str(target), "-lm"]
@@ -116,7 +116,7 @@ def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
 def build(recipe: Recipe) -> SharedObject:
     """Return the object of ``recipe`` for this machine, compiled if not cached; the file is created atomically.
 
-    Raises ``BuildError``.
+    Raises ``BuildError`` if it cannot be compiled or cached.
     """
     compiler, folder = find_compiler(), cache_folder()
     try:

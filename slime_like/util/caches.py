@@ -37,7 +37,7 @@ def cache_folder(name: str) -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether only this user can change ``path``: not a link, owned by the user, not writable by others."""
+    """Return whether only this user can change ``path``: no link, owned by the user, not writable by others."""
     state = path.lstat()
     return state.st_uid == os.geteuid() and not state.st_mode & WRITABLE and not path.is_symlink()
 
@@ -58,7 +58,7 @@ def keep_caches_private() -> None:
     """Set private cache folders for libraries that compile code, in this process and its children.
 
     torch's default is ``/tmp/torchinductor_<user>``, which another user can create first. Triton, FlashInfer, SGLang and CUDA
-    cache in the home folder: if that is read-only, HOME is replaced. Models already downloaded to it stay available.
+    cache in the home folder: if that is read-only, HOME is replaced. Models already downloaded to the old one stay available.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
     home = Path(os.path.expanduser("~"))

@@ -1,4 +1,4 @@
-"""Concurrent coroutines, of which the first failure cancels the others, and threads for blocking calls."""
+"""Run coroutines concurrently, cancelling the rest when one fails or finishes, and run blocking calls in threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_task_cancelled() -> bool:
 
 
 async def gather_or_cancel[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order; the first failure cancels the other calls and waits for them to finish."""
+    """Run coroutines concurrently and return their results in order; on the first failure, cancel the rest and await them."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -30,7 +30,7 @@ async def gather_or_cancel[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T
 
 
 async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
-    """Wait for the first of ``waits``, and cancel the others."""
+    """Run ``waits`` until the first of them ends, and cancel the others. Their exceptions are dropped."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -41,9 +41,10 @@ async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
 
 
 async def run_in_thread[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return the result of a blocking call, run in a new thread. After a cancellation the thread continues, and its result
-    is dropped. Unlike a thread of ``asyncio.to_thread``, it occupies no slot of a pool, and the process exits without
-    waiting for it.
+    """Run a blocking call in a new thread and return its result.
+
+    After a cancellation the thread continues, and its result is dropped. Unlike a thread of ``asyncio.to_thread``, it occupies
+    no slot of a pool, and the process exits without waiting for it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[R] = loop.create_future()

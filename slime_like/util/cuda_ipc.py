@@ -1,6 +1,6 @@
-"""Device memory that another process opens by CUDA IPC, and its address, which is made of JSON types.
+"""Sharing of device memory with another process by CUDA IPC, through an address made of JSON types.
 
-torch does not free shared memory before every address of it has been opened and closed once, or forgotten.
+torch frees shared memory only after every address of it has been opened and closed once, or forgotten.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FIELDS = ("device", "handle", "num_bytes", "offset", "counter", "counter_offset", "event", "waits")
 """Result of torch's function that shares a storage."""
 BYTES = ("handle", "counter", "event")
-SHARED_MEMORY = Path("/dev/shm")  # has torch's files of counters
+SHARED_MEMORY = Path("/dev/shm")  # contains torch's files of reference counts
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 UNSHAREABLE = {
     "expandable_segments:true": "memory in expandable segments",  # torch passes file descriptors, which containers often forbid
@@ -25,17 +25,17 @@ UNSHAREABLE = {
 
 
 def share(memory: Tensor) -> dict[str, Any]:
-    """Return an address of all of a tensor's storage. Its opening waits for the current stream."""
+    """Return an address of a tensor's whole storage. Opening it waits for the current stream."""
     storage: Any = memory.untyped_storage()
     address: Any = dict(zip(FIELDS, storage._share_cuda_(), strict=True))
     return address | {name: address[name].hex() for name in BYTES}
 
 
 def open_shared(address: Mapping[str, Any], device: int) -> Tensor:
-    """Return the bytes at an address, mapped for ``device``.
+    """Return the bytes at an address as a uint8 tensor on ``device``.
 
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` on a malformed address, ``RuntimeError`` if CUDA cannot open it, or if this
-    process has another /dev/shm than the sender.
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` on a malformed address, ``RuntimeError`` if CUDA cannot open it, or
+    if this process does not share the sender's /dev/shm.
     """
     import torch
 
@@ -50,7 +50,7 @@ def open_shared(address: Mapping[str, Any], device: int) -> Tensor:
 
 
 def forget(address: Mapping[str, Any]) -> None:
-    """Count an address as closed: its receiver has ended."""
+    """Count an address as closed, for a receiver that has ended."""
     import torch
 
     storage_type: Any = torch.UntypedStorage
@@ -59,7 +59,7 @@ def forget(address: Mapping[str, Any]) -> None:
 
 
 def unshareable_memory_message(setting: str) -> str:
-    """Return the error of a run that needs addresses of memory, with the result of ``unshareable_memory``."""
+    """Return the error message for a run that has to share memory. ``setting``: result of ``unshareable_memory``."""
     kind = next(kind for option, kind in UNSHAREABLE.items() if option in _normalised(setting))
     return f"weights.transport=ipc with {setting}: {kind} has no CUDA IPC handle; remove the setting, or set weights.transport=tensor"
 

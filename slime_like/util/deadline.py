@@ -1,4 +1,4 @@
-"""Deadlines of waits. The error of a deadline names the waiting process and the awaited one."""
+"""Deadlines for waits. Their error names the waiting process and the awaited one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FACTOR_VARIABLE = "SLIME_LIKE_DEADLINE_FACTOR"
 
 
 def scale() -> float:
-    """Return the factor of every limit, ``SLIME_LIKE_DEADLINE_FACTOR``: set it above 1 on a slow or shared machine.
+    """Return the factor applied to every limit, ``SLIME_LIKE_DEADLINE_FACTOR``: set it above 1 on a slow or shared machine.
 
     Raises ``ConfigError`` if it is not a positive number.
     """

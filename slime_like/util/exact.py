@@ -1,9 +1,9 @@
 """Batch-invariant arithmetic on a CPU, shared by engine and trainer: each output row is bitwise independent of the other rows.
 
-MKL's float32 matrix products have this property with at least ``ROWS`` rows, ``COLUMNS`` columns and one thread;
-smaller or multi-threaded products use kernels with another order of summation. Products are therefore padded to these
-sizes, and attention sums over keys in blocks of fixed size at fixed positions. float64 products do not have the property
-at any shape. MKL does not guarantee any of this: ``check_machine`` tests it on the current machine.
+MKL's float32 GEMMs have this property with at least ``ROWS`` rows, ``COLUMNS`` columns and one thread; smaller or
+multi-threaded GEMMs use kernels with another order of summation. GEMMs are therefore padded to these sizes, and attention
+sums over keys in blocks of fixed size at fixed positions. float64 GEMMs do not have the property at any shape.
+MKL does not guarantee any of this: ``check_machine`` tests it on the current machine.
 
 Axes: b batch, K KV heads, R query rows (all query heads of a KV head, all positions), L keys, D head dimension.
 """
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 16  # AMD EPYC needs 4; an Intel Xeon with AVX-512 needs 16 for products of 384 inputs or more
+ROWS = 16  # AMD EPYC needs 4; an Intel Xeon with AVX-512 needs 16 for GEMMs with 384 inputs or more
 COLUMNS = 16
-BLOCK = 64  # keys summed by one matrix product
+BLOCK = 64  # keys summed by one GEMM
 MAX_SCORES = 1 << 22  # attention scores in memory at a time
-MAX_CHECKED_COLUMNS = 4_096  # columns of a product that ``check_machine`` tests
+MAX_CHECKED_COLUMNS = 4_096  # largest number of columns that ``check_machine`` tests
 
 
 def padded_rows(x_TI: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tenso
     """Return softmax attention [b, K, R, D] over the keys that ``visible`` selects; each row sees at least the first key.
 
     Bitwise, a row depends only on its query, its visible keys and their positions: masked keys add exact zeros,
-    and the products of the blocks are added in float64, in order.
+    and the results of the blocks are added in float64, in order.
     """
     rows, length = q_bKRD.shape[2], k_bKLD.shape[2]
     padding = -length % BLOCK
@@ -74,7 +74,7 @@ def _attend(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor,
 
 
 def _spans(num_rows: int, chunk: int) -> Iterable[tuple[int, int]]:
-    """Split ``range(num_rows)`` into parts of ``chunk``, the last one no shorter than ``ROWS``."""
+    """Split ``range(num_rows)`` into spans of ``chunk``; a last span below ``ROWS`` is merged into the one before it."""
     starts = list(range(0, num_rows, chunk))
     if len(starts) > 1 and num_rows - starts[-1] < ROWS:
         starts.pop()
@@ -87,7 +87,7 @@ def log_softmax(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
 
 
 def check_machine(shapes: Iterable[tuple[int, int]]) -> str | None:
-    """Return a message if, on this machine, a row of a product of these (output, input) sizes depends on others, else None."""
+    """Return a message if, on this machine, a row of a GEMM of these (output, input) sizes depends on other rows, else None."""
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in sorted({(min(outputs, MAX_CHECKED_COLUMNS), inputs) for outputs, inputs in shapes}):
         weight = torch.randn(outputs, inputs, generator=generator)

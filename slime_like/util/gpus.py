@@ -16,7 +16,7 @@ MIG = "MIG"  # a slice of a GPU, in CUDA_VISIBLE_DEVICES and as a suffix of its 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; ``capability`` is e.g. (9, 0). Both numbers are None if only the name could be read."""
+    """One GPU; ``capability`` is e.g. (9, 0). A value is None if it could not be read."""
 
     name: str
     capability: tuple[int, int] | None = None
@@ -24,7 +24,7 @@ class Gpu:
 
 
 def installed_gpus() -> tuple[Gpu, ...]:
-    """Return all GPUs of the machine, from nvidia-smi or, if that is missing, from the driver's /proc entries."""
+    """Return all GPUs of the machine, from nvidia-smi or, if that fails, from the driver's /proc entries."""
     try:
         limit = Deadline("driver", "GPU query", GPU_QUERY_SECONDS).remaining("nvidia-smi")
         answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, timeout=limit, check=True)
@@ -44,7 +44,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def parse(line: str) -> Gpu:
-    """Parse a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 81559 MiB, 9.0``; [N/A] is unknown."""
+    """Parse a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 81559 MiB, 9.0``; [N/A] becomes None."""
     fields = [field.strip() for field in line.rsplit(",", 2)]
     if len(fields) < 3:
         return Gpu(line.strip())
@@ -57,7 +57,10 @@ def parse(line: str) -> Gpu:
 
 
 def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:
-    """Return the ``items`` that ``CUDA_VISIBLE_DEVICES=variable`` allows; CUDA stops at the first invalid entry."""
+    """Return the ``items`` that ``CUDA_VISIBLE_DEVICES=variable`` selects up to its first invalid entry, as CUDA does.
+
+    A UUID counts as the first item.
+    """
     if variable is None:
         return items
     visible_items: list[T] = []

@@ -53,8 +53,9 @@ def without_model_classes() -> Generator[None]:
 
 
 class Distributions(dict[str, list[str]]):
-    """Lazy ``importlib.metadata.packages_distributions()``. The complete mapping is read only for a module whose name
-    differs from that of its distribution.
+    """Lazy ``importlib.metadata.packages_distributions()``.
+
+    The complete mapping is read only for a module whose name differs from that of its distribution.
     """
 
     def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:
@@ -63,7 +64,7 @@ class Distributions(dict[str, list[str]]):
         self._all: Mapping[str, list[str]] | None = None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the distributions that provide module ``key``."""
+        """Return the distributions that provide module ``key``, or ``default`` if there are none."""
         try:
             return self[key]
         except KeyError:

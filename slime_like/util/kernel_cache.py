@@ -24,12 +24,12 @@ class CacheEntry:
 
 
 def cache_variables(folder: Path) -> dict[str, str]:
-    """Return the variables by which Triton and TileLang use the cache in ``folder``."""
+    """Return the environment variables that make Triton and TileLang use the cache in ``folder``."""
     return {"TRITON_CACHE_DIR": str(folder), "TILELANG_CACHE_DIR": str(folder / TILELANG)}
 
 
 def read_cache(folder: Path) -> list[CacheEntry]:
-    """Return the kernels of Triton's cache in ``folder``, by target and name."""
+    """Return the kernels of Triton's cache in ``folder``, sorted by target and name."""
     entries: list[CacheEntry] = []
     for cubin in folder.glob("*/*.cubin"):
         try:
@@ -41,7 +41,7 @@ def read_cache(folder: Path) -> list[CacheEntry]:
 
 
 def cache_lines(entries: Sequence[CacheEntry]) -> list[str]:
-    """Return a table of the kernels: target, name, number of variants, size."""
+    """Return the lines of a table of the kernels: target, name, number of variants, size."""
     counts = Counter((entry.target, entry.name) for entry in entries)
     sizes: Counter[tuple[str, str]] = Counter()
     for entry in entries:
@@ -55,11 +55,11 @@ def cache_lines(entries: Sequence[CacheEntry]) -> list[str]:
 
 
 def relocate(folder: Path) -> int:
-    """Make a cache usable that was copied to ``folder``, and return the number of kernels.
+    """Make a cache that was copied to ``folder`` usable, and return the number of its usable kernels.
 
-    Triton writes the absolute path of each file of a kernel to a list, and ignores the kernel unless all of them exist. The new lists
-    have the files that exist and that a run reads. A run may read the cache at the same time. Raises ``OSError`` if a list cannot be
-    written. Remove when Triton's lists have relative paths.
+    Triton lists the absolute path of each file of a kernel, and ignores the kernel unless all of them exist. This rewrites the
+    lists with the current paths of the files that a run reads. A run may read the cache at the same time. Raises ``OSError``
+    if a list cannot be written. Remove when Triton's lists have relative paths.
     """
     count = 0
     for group in folder.glob("*/__grp__*.json"):
@@ -76,7 +76,7 @@ def relocate(folder: Path) -> int:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file, which another process may be reading."""
+    """Replace a file atomically, because another process may be reading it."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         scratch.write_text(text, encoding="utf-8")

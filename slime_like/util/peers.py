@@ -1,16 +1,16 @@
-"""TCP connections whose peer may lose power or its network link, which closes no connection."""
+"""Detection of a lost TCP peer: one that loses power or its network link does not close its connections."""
 
 from __future__ import annotations
 
 import socket
 
-NUM_PROBES = 3  # within the time limit, on a connection on which nothing is sent
+NUM_PROBES = 3  # within the time limit, on an idle connection
 
 
 def end_with_lost_peer(sock: socket.socket, seconds: float) -> None:
     """Let the kernel end a TCP connection once its peer has acknowledged neither data nor probes for ``seconds``.
 
-    The kernel of a stopped or busy process acknowledges until its buffer is full.
+    A stopped or busy peer is not lost at once: its kernel acknowledges until its buffer is full.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

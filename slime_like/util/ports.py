@@ -1,4 +1,4 @@
-"""Ports and interfaces: listeners at a single address, free ports for servers that bind later."""
+"""Ports and interfaces: listeners on a single address, free ports for servers that bind later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RendezvousAddress:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at ``host`` and at no other address; with port 0 the kernel chooses one.
+    """Return a socket that listens on ``host`` and on no other address; with port 0 the kernel chooses one.
 
     Raises ``SlimeLikeError`` if the port is taken or the address does not belong to this machine.
     """
@@ -41,7 +41,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def open_rendezvous(host: str) -> RendezvousAddress:
-    """Listen at ``host`` on a free port, for rank 0 of a process group. The socket reserves the port."""
+    """Listen on a free port of ``host``, for rank 0 of a process group. The socket reserves the port."""
     listener = listen(host)
     return RendezvousAddress(host, listener.getsockname()[1], listener)
 
@@ -69,7 +69,7 @@ def interface_towards(host: str) -> str:
 def interface_environment(host: str) -> Mapping[str, str]:
     """Return the variables that bind gloo and NCCL to the interface towards ``host``; none if the user has set them.
 
-    By default gloo listens at the address that the host name resolves to, NCCL on the first non-loopback interface.
+    By default gloo listens on the address that the host name resolves to, NCCL on the first non-loopback interface.
     Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.
     """
     if os.environ.keys() >= INTERFACES:
@@ -83,7 +83,7 @@ def interface_environment(host: str) -> Mapping[str, str]:
 
 
 class PortLease:
-    """A free TCP port, reserved among processes of this project on this machine until released, with ports at ``offsets`` from it.
+    """A free TCP port, and ports at ``offsets`` from it, reserved among this project's local processes until released.
 
     Between choosing a port and the server's bind, seconds later, another process could choose it too. An abstract unix
     socket named after the port is bound until then; the kernel closes it with the process. Raises ``SlimeLikeError`` if

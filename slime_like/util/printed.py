@@ -53,7 +53,7 @@ class _Tee(io.TextIOBase):
 
 
 def record_streams() -> None:
-    """Replace this process's ``sys.stdout`` and ``sys.stderr`` by recording streams. Idempotent."""
+    """Replace this process's ``sys.stdout`` and ``sys.stderr`` with recording streams. Idempotent."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, _Tee):

@@ -153,13 +153,13 @@ def one_line(text: str) -> str:
 
 
 def abbreviate(value: object) -> str:
-    """Return a value for a message, truncated to 60 characters."""
+    """Format a value for a message, truncated to 60 characters."""
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def reason(error: BaseException) -> str:
-    """Return a parser's or the system's error in a few words on one line."""
+    """Describe a parser's or the system's error in a few words on one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, RecursionError):

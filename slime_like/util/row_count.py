@@ -28,7 +28,7 @@ def count_rows(path: Path) -> int:
 
 
 def selected_rows(spec: str) -> range:
-    """Return the rows of a file selected by ``path`` or ``path@[a:b]``."""
+    """Return the range of row indices that ``path`` or ``path@[a:b]`` selects."""
     match = SLICE.match(spec)
     num_rows = count_rows(Path(match["path"] if match else spec).expanduser())
     bounds = (int(match[name]) if match and match[name] else None for name in ("start", "stop"))

@@ -24,7 +24,7 @@ def create_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def map_sealed(pid: int, fd: int, access: int) -> mmap.mmap:
-    """Map the memory of another process. Raises ``OSError`` if it cannot be opened, ``ValueError`` if it is not sealed memory."""
+    """Map the memory of another process. Raises ``OSError`` if it cannot be opened, ``ValueError`` if it is not sealed."""
     path = f"/proc/{pid}/fd/{fd}"
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     own_fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -38,7 +38,7 @@ def map_sealed(pid: int, fd: int, access: int) -> mmap.mmap:
 
 
 def _cannot_shrink(fd: int) -> bool:
-    """Return whether the memory is sealed against shrinking, which would kill a reader by SIGBUS."""
+    """Return whether the memory is sealed against shrinking, which would kill a reader with SIGBUS."""
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # not a memfd

@@ -1,4 +1,4 @@
-"""Checks of user code that a path names, and errors that name the config key, the line and the input."""
+"""Checks of user code named by a path, and errors that name the config key, the line and the input."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def describe(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Return ``file:line`` of the innermost frame in user code, not in this or an installed package, if there is one."""
+    """Return ``file:line`` of the innermost frame outside this and installed packages or, if none, of the innermost frame."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]

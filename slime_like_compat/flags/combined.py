@@ -1,4 +1,4 @@
-"""Overrides of the flags in ``table.COMBINED``, which also depend on other flags."""
+"""Overrides for the flags in ``table.COMBINED``, which also depend on other flags."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def _loss(flags: FlagValues) -> Iterator[str]:
 
 
 def _user_functions(flags: FlagValues, loss: str) -> Iterator[str]:
-    """Yield the paths of a user's loss and correction.
+    """Yield the overrides that name the user's loss and off-policy correction.
 
-    Raises ``ConfigError`` if one is missing, or if slime would not call it.
+    Raises ``ConfigError`` if the loss is missing, or if slime would not call one of them.
     """
     path, flag = _last(flags, "--custom-loss-function-path"), "--custom-loss-function-path"
     if loss == "custom_loss" and path is None:
@@ -115,7 +115,7 @@ def _user_functions(flags: FlagValues, loss: str) -> Iterator[str]:
 
 
 def _batches(flags: FlagValues) -> Iterator[str]:
-    """Yield the optimizer steps per rollout, which slime derives from the batch sizes, and the epochs."""
+    """Yield the overrides of the optimizer steps per rollout, which slime derives from batch sizes, and of the epochs."""
     sizes = [_last(flags, f) for f in ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")]
     numbers = [int(text) for text in sizes if text is not None and text.isdecimal()]
     if len(numbers) == 3 and "--num-steps-per-rollout" not in flags:
@@ -153,7 +153,7 @@ def _kl(flags: FlagValues) -> Iterator[str]:
 
 
 def _routing_replay(flags: FlagValues) -> Iterator[str]:
-    """Yield the source of replayed experts; with both flags slime replays those of the engine."""
+    """Yield the override that selects the replayed experts; with both flags, those of the engine, as in slime."""
     if "--use-rollout-routing-replay" in flags:
         yield "algo.routing_replay=rollout"
     elif "--use-routing-replay" in flags:
@@ -193,7 +193,7 @@ def _last(flags: FlagValues, flag: str) -> str | None:
 
 
 def _engines(flags: FlagValues) -> Iterator[str]:
-    """Yield the number of engines from slime's rollout GPUs, and the placement: without --colocate they have GPUs of their own."""
+    """Yield the number of engines, from slime's rollout GPUs, and the placement, split without --colocate, as overrides."""
     gpus_per_engine = count("--rollout-num-gpus-per-engine", _last(flags, "--rollout-num-gpus-per-engine") or "1")
     gpus, nodes = _last(flags, "--rollout-num-gpus"), _last(flags, "--actor-num-nodes") or "1"
     if gpus is None and "--colocate" in flags and "--actor-num-gpus-per-node" in flags:

@@ -1,6 +1,7 @@
 """Defaults of slime that differ from ours, as values of our keys.
 
-Source of the values: ``slime/utils/arguments.py`` of slime 0.3.1, and Megatron-LM's parser for flags that slime does not change.
+Source of the values: ``slime/utils/arguments.py`` of slime 0.3.1, and Megatron-LM's parser for flags that slime does not
+change.
 """
 
 from __future__ import annotations

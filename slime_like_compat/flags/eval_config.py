@@ -57,7 +57,7 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
 
 
 def _datasets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each dataset of a list or a mapping by name.
+    """Yield the fields of each dataset in a list, or in a mapping by name.
 
     Raises ``ConfigError`` for a dataset without name or path, and for a name that is given twice.
     """

@@ -31,7 +31,7 @@ SLIME_FILTERS = {
 
 
 def integer(flag: str, text: str) -> int:
-    """Return a whole number."""
+    """Parse a whole number of 64 bits. Raises ``ConfigError`` naming ``flag`` for other text, as do the other converters."""
     try:
         value = int(text)
     except ValueError:
@@ -42,14 +42,14 @@ def integer(flag: str, text: str) -> int:
 
 
 def count(flag: str, text: str) -> int:
-    """Return a whole number above 0."""
+    """Parse a whole number above 0."""
     if (value := integer(flag, text)) < 1:
         raise ConfigError(f"{flag} {text}: expected 1 or more")
     return value
 
 
 def number(flag: str, text: str) -> float:
-    """Return a number."""
+    """Parse a number."""
     try:
         return float(text)
     except ValueError:
@@ -57,14 +57,14 @@ def number(flag: str, text: str) -> float:
 
 
 def word(flag: str, text: str) -> str:
-    """Return a non-empty text."""
+    """Return ``text``, which must not be empty."""
     if not text:
         raise ConfigError(f"{flag} is empty: give a name or path")
     return text
 
 
 def one_of(*choices: str, **renamed: str) -> Convert:
-    """Return a converter that accepts ``choices``, and the keys of ``renamed`` with their names here."""
+    """Return a converter that accepts ``choices``, and the keys of ``renamed``, which it translates to their names here."""
 
     def convert(flag: str, text: str) -> str:
         if text not in (*choices, *renamed):
@@ -88,7 +88,7 @@ def group_filter(flag: str, text: str) -> list[str]:
 
 
 def attention(flag: str, text: str) -> str:
-    """Return ``model.attention`` for Megatron's backend. Our own is a flash kernel on a GPU; TransformerEngine selects its kernel."""
+    """Return ``model.attention`` for a backend of Megatron: never ``te``, because TransformerEngine selects its own kernel."""
     backend = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
     if backend is None:
         raise ConfigError(
@@ -99,7 +99,7 @@ def attention(flag: str, text: str) -> str:
 
 
 def mebibytes(flag: str, text: str) -> float:
-    """Return slime's bytes in MiB."""
+    """Convert slime's number of bytes to MiB."""
     return integer(flag, text) / 2**20
 
 

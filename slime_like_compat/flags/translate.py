@@ -1,4 +1,4 @@
-"""Translation of a command line into an action and Hydra overrides; flags become keys by ``table``."""
+"""Translation of a command line into an action and Hydra overrides; ``table`` maps flags to keys."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Command:
 
 
 def translate(argv: Sequence[str]) -> Command:
-    """Return the command of ``argv``. Flags are translated to overrides; other words are overrides already.
+    """Parse ``argv``. Flags are translated to overrides; other words are taken as overrides.
 
     Example: ``["--lr", "1e-6", "run.name=a"]`` gives overrides ``("optim.lr=1e-06", "run.name=a")``.
-    Raises ``ConfigError`` on a flag that is unknown (naming the nearest), not supported or without its value.
+    Raises ``ConfigError`` if a flag is unknown (naming the nearest), not supported or lacks its value.
     """
     tokens = _Tokens(list(argv))
     overrides: list[str] = []

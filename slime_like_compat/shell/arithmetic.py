@@ -1,4 +1,4 @@
-"""Arithmetic expansions of bash, ``$((...))``, of integers and variables."""
+"""Arithmetic expansions of bash, ``$((...))``, over integers and variables."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def plain(text: str) -> str:
-    """Return the expression with ``$X`` and ``${X}`` as ``X``."""
+    """Return the expression with ``$X`` and ``${X}`` written as ``X``."""
     return re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
 
 
 def variables(expression: str) -> list[str]:
-    """Return the variables of an expression that ``plain`` returned."""
+    """Return the names of the variables in an expression that ``plain`` returned."""
     return re.findall(r"\b[A-Za-z_]\w*", expression)
 
 
 def evaluate(expression: str, value_of: Callable[[str], str]) -> int | None:
-    """Return the value of an expression that ``plain`` returned; None if it has another form or another kind of value."""
+    """Return the value of an expression that ``plain`` returned; None if it is not supported or not an integer."""
     try:
         return _number(ast.parse(expression, mode="eval").body, value_of)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):

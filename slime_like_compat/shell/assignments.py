@@ -23,7 +23,7 @@ _SET_IF_UNSET = re.compile(r"([A-Za-z_]\w*)(:?)=")  # ${NAME:=word}
 class Assignments:
     """Effects of a command of ``script`` on the variables of ``scope``.
 
-    ``condition_text`` is the condition under which the command runs; if not empty, its variables become unknown.
+    ``condition_text`` is the condition under which the command runs; if not empty, the variables that it sets become unknown.
     """
 
     scope: Scope
@@ -68,7 +68,7 @@ class Assignments:
             self.scope.assign(name, tuple(values))
 
     def declare(self, words: Sequence[Word | Array]) -> None:
-        """Apply ``declare``, ``export`` and the like. Raises ``ConfigError`` for an option that changes the meaning of values."""
+        """Apply ``declare``, ``export`` and the like. Raises ``ConfigError`` if an option changes the meaning of values."""
         plain = [word.literal or "" for word in words if isinstance(word, Word)]
         options = [word for word in plain[1:] if word.startswith("-")]
         if plain[0] not in ("export", "readonly") and (changing := [item for item in options if set(item) & {*"nilu"}]):
@@ -97,7 +97,7 @@ class Assignments:
         return True
 
     def taint(self, words: Sequence[Token]) -> None:
-        """Mark the variables that ``words`` name as unknown."""
+        """Mark the variables named by ``words`` as unknown."""
         for word in words:
             if isinstance(word, Word) and re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
                 reason = f"is set {self.condition_text}" if self.condition_text else f"is read at {word.file_line}"

@@ -39,7 +39,7 @@ type Run = Callable[[Sequence[Token], str], None]
 class Branches:
     """Interpreter of a script's control flow that calls ``run`` for each command that may run.
 
-    A result is True or False, or None if it depends on a command or an unknown variable.
+    A result tells whether commands succeed: True or False, or None if it depends on a command or an unknown variable.
     """
 
     scope: Scope
@@ -181,7 +181,7 @@ class Branches:
         return not self.repeats or all(part.kind == "text" or part.text in self.scope.user_values for part in parts)
 
     def _decided_by(self, words: Sequence[Word]) -> str:
-        """Return a hint, to be appended to a message, at the first variable in ``words`` whose value is unknown."""
+        """Return the end of a message that names the first variable in ``words`` whose value is unknown; empty if none is."""
         for name in variables(words):
             values = self.scope.lookup(name, "")
             if values is None or any(value.problem for value in values):

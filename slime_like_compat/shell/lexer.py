@@ -22,7 +22,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 
 
 def tokens(text: str, name: str) -> Iterator[Token]:
-    """Yield the tokens of the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line if a quote does not end."""
+    """Yield the tokens of ``text``, the script ``name``. Raises ``ConfigError`` with file and line if a quote does not end."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{name} has {len(text)} characters, more than {MAX_CHARS}: give the launch script alone")
     reader = _Lexer(text, name)
@@ -31,7 +31,7 @@ def tokens(text: str, name: str) -> Iterator[Token]:
 
 
 def text_parts(text: str, file_line: str) -> tuple[Part, ...]:
-    """Return ``text`` as the parts of one word, blanks included: the word after ``:-`` in ``${X:-word}``."""
+    """Return ``text`` as the parts of one word, blanks included, such as the word after ``:-`` in ``${X:-word}``."""
     return _Lexer(text, file_line, has_fixed_line=True).parts(stop="")
 
 

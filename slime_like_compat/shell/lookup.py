@@ -15,7 +15,7 @@ def script_text(script: Path) -> str:
 
 
 def find_file(value: Value, script: Path) -> Path | None:
-    """Return the file at the path ``value``, or a file with the same last parts in a folder above ``script``."""
+    """Return the file at the path ``value``, else one with the same last parts in or above the script's folder, else None."""
     written_path = Path(value.text)
     path = written_path if written_path.is_absolute() else script.parent / written_path
     if not value.problem and path.is_file():

@@ -14,7 +14,7 @@ _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 
 
 def file_command(text: str, file_line: str) -> list[Word]:
-    """Return the words of ``cd FOLDER && pwd``, or of a single command; an empty list for anything else."""
+    """Return the words of a single command, or ``cd FOLDER`` of ``cd FOLDER && pwd``; an empty list for anything else."""
     try:
         parsed = list(tokens(text, file_line))
     except ConfigError:
@@ -30,7 +30,7 @@ def file_command(text: str, file_line: str) -> list[Word]:
 
 
 def named_file(command: str, arguments: list[str], script: Path) -> str | None:
-    """Return the name that ``command`` prints; None for an unknown command."""
+    """Return the path or name that ``command`` prints; None for an unknown command."""
     match command, arguments:
         case "cd", [folder]:
             path = folder if folder.startswith("/") else f"{script.resolve().parent}/{folder}"

@@ -61,7 +61,7 @@ class _Parser:
                 return ""
 
     def unexpected(self) -> ConfigError:
-        """Return the error about the next token."""
+        """Return the error for an unexpected next token."""
         text = self.next.name if isinstance(self.next, Array) else self.sign
         return ConfigError(f"{self.next.file_line}: {text!r} is not expected here: give a script that bash can read")
 

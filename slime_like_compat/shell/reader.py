@@ -1,4 +1,4 @@
-"""Reader of a launch script and the files that it sources, command by command, which finds the training commands."""
+"""Command-by-command reader of a launch script and the files that it sources, which collects the training commands."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ScriptReader:
         return training(plain_words(leading_assignments(words)[1]), self.programs) is not None
 
     def _effects(self, words: Sequence[Token], script: Path, condition_text: str) -> None:
-        """Apply the assignments, the sourced file or the training start of a command.
+        """Apply the assignments of a command, read the file that it sources, or record the training that it starts.
 
         ``condition_text`` is the condition under which the command runs; empty if it runs.
         """

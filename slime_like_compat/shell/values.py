@@ -93,7 +93,7 @@ class Scope:
         return self.values.get(name)
 
     def expand(self, word: Word, script: Path) -> tuple[Value, ...]:
-        """Return the words of an expansion: unquoted text is split at blanks, an array gives one per element."""
+        """Return the words that ``word`` expands to: unquoted values are split at blanks, arrays give a word per element."""
         if any(part.kind == "text" and not part.quoted and _BRACES.search(part.text) for part in word.parts):
             raise ConfigError(f"{word.file_line}: braces that bash expands are not read: write the words out")
         words: list[Value] = []
@@ -188,7 +188,7 @@ class Scope:
         return values
 
     def _unset_value(self, name: str, file_line: str) -> Value:
-        """Return the value of a variable that the script does not set, but the environment may."""
+        """Return an unknown value for a variable that the script does not set but the environment may."""
         problem = "is the folder in which the script is started" if name == "PWD" else "is not set by the script"
         return Value("", file_line, f"{name} {problem}: give --set {name}=VALUE")
 

@@ -1,4 +1,4 @@
-"""Table of the outcome of every launch script of slime below a folder."""
+"""Table of the conversion outcomes of all launch scripts of slime in a folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLASSES = {
 
 
 def check_folder(folder: Path, *, variables: Mapping[str, str] | None = None) -> str:
-    """Return counts by class, and a line for each script below ``folder`` that starts training."""
+    """Return counts by class, and a line for each script in ``folder`` that starts training, as text."""
     scripts = [path for path in sorted([*folder.rglob("*.sh"), *folder.rglob("*.py")]) if _starts_training(path)]
     if not scripts:
         raise ConfigError(f"{folder} has no script that starts {' or '.join(TRAIN)}: give the folder of launch scripts")

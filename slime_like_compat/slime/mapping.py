@@ -87,7 +87,7 @@ def _start_overrides(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Ro
 def _flag_overrides(kept_flags: Sequence[FlagOccurrence], flags: Flags) -> list[str]:
     """Return the overrides of the flags that a recipe can express.
 
-    slime's defaults of missing flags are added while translating, because the meaning of other flags depends on them.
+    slime's defaults for two omitted flags are added for the translation, because other flags depend on them.
     """
     default_flags = [
         text
@@ -154,7 +154,7 @@ def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
 
 
 def _value(override: str, cfg: TrainConfig) -> Any:
-    """Return the run's value of the key that ``override``, an entry of ``DEFAULTS``, sets."""
+    """Return the value in this run of ``override``, the override of an entry of ``DEFAULTS``."""
     if override.startswith("${"):
         group, _, name = override[2:-1].partition(".")
         return getattr(getattr(cfg, group), name)

@@ -98,7 +98,10 @@ def _shortened(message: str, flag: str) -> str:
 
 
 def _translation_error(item: FlagOccurrence, values: list[str]) -> str:
-    """Return the error of ``train.py`` about the flag alone; empty without an error or if other flags affect it."""
+    """Return the error message of ``train.py`` for the flag alone; empty if there is none or other flags affect it.
+
+    Raises ``ConfigError`` for a value that belongs to no flag.
+    """
     if item.flag in COMBINED:
         return ""
     try:

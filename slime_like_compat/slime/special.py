@@ -45,7 +45,7 @@ type VerdictFunction = Callable[[FlagOccurrence, Flags], tuple[str, str] | None]
 
 
 def _needs(switch: str, project: str = "slime") -> VerdictFunction:
-    """Return a function that drops a flag without ``switch``."""
+    """Return a function that drops a flag if the job does not give ``switch``."""
 
     def drop_without_switch(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
         del item

@@ -49,7 +49,7 @@ def _model_name(path: str) -> str:
 
 
 def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --hf-checkpoint: refused if its weights are quantised, or no family may read the model."""
+    """Return the verdict on --hf-checkpoint: refused if its weights are quantised or its model type is not supported."""
     del flags
     if model_type := refused_type(item.text):
         return "refused", f"model_type {model_type} is not supported: {REFUSED_FAMILIES[model_type]}"

@@ -237,7 +237,7 @@ def _reject(job: Job, reject: str, bounds: str) -> None:
 
 
 def _bounds(job: Job, key: str, value: Any) -> tuple[float | None, float]:
-    """Parse ``2.0`` or ``0.5_2.0``. Raises ``ConfigError`` on anything else."""
+    """Parse an upper bound, ``2.0``, or both bounds, ``0.5_2.0``. Raises ``ConfigError`` on anything else."""
     low, _, high = str(value).rpartition("_")
     try:
         bounds = (float(low) if low else None, float(high))

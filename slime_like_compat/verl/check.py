@@ -1,4 +1,4 @@
-"""Table of the outcome of every launch script of verl below a folder."""
+"""Table of the conversion outcomes of all launch scripts of verl in a folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLASSES = {
 
 
 def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Sequence[str]) -> str:
-    """Return counts by class, and a line for each script below ``folder`` that starts training."""
+    """Return counts by class, and a line for each script in ``folder`` that starts training, as text."""
     names = "|".join(re.escape(name) for name in (*PROGRAMS, *OTHERS))
     scripts = [path for path in sorted(folder.rglob("*.sh")) if may_contain(path, names)]
     if not scripts:

@@ -8,7 +8,7 @@ from slime_like_compat.verl.optim import schedule_of, steps_per_rollout
 
 
 def map_critic(job: Job) -> None:
-    """Set the critic of algo=ppo."""
+    """Set the critic's keys under algo=ppo; leave its settings out under other algorithms."""
     if job.algo != "ppo":
         for key in [key for key in job.settings if key.startswith("critic.")]:
             job.leave_out(f"algo={job.algo} has no critic", key)

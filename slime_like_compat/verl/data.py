@@ -12,7 +12,7 @@ _COMMON_NAMES = ("test", "val", "valid", "validation", "dev", "eval", "train", "
 
 
 def map_data(job: Job) -> None:
-    """Set files, columns and templates."""
+    """Set the keys of data files, columns and chat templates."""
     train = job.texts("data.train_files") if job.sets("data.train_files") else []
     if len(train) == 1:
         job.set("data.train", train[0], "data.train_files")
@@ -54,7 +54,7 @@ def map_data(job: Job) -> None:
 
 
 def map_evaluation(job: Job) -> None:
-    """Set held-out prompts, which verl samples with val_kwargs only."""
+    """Set the keys of evaluation. verl samples held-out prompts with val_kwargs only."""
     files = job.texts("data.val_files") if job.sets("data.val_files") else []
     interval, before_train = job.integer("trainer.test_freq"), job.switch("trainer.val_before_train")
     sampling = {"n_samples_per_prompt": "n", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}

@@ -1,4 +1,4 @@
-"""Defaults of verl that apply to keys that a launch script does not set, with the corresponding keys of ours.
+"""Defaults of verl for keys that a launch script does not set, with our corresponding keys.
 
 Source of the values: ``verl/trainer/config`` of verl 0.10.0.dev (``ppo_trainer.yaml`` and the files that it includes).
 """
@@ -27,7 +27,7 @@ SCHEDULE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class VerlDefault:
-    """Key of verl whose default differs from the default of the corresponding key of ours."""
+    """Key of verl whose default differs from that of our corresponding key."""
 
     key: str
     value: Any

@@ -15,7 +15,7 @@ _NODES, _GPUS = f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"
 
 
 def map_engines(job: Job, ranks: int) -> None:
-    """Set the engines of a job whose trainer has ``ranks`` GPUs."""
+    """Set the keys of the engines of a job whose trainer has ``ranks`` GPUs."""
     tp = f"{ROLLOUT}.tensor_model_parallel_size"
     size = job.count(tp)
     job.set("rollout.tp", size, tp)

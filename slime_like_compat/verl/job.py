@@ -35,7 +35,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Job:
-    """Settings by key, and a report row for each. ``user_overrides`` maps keys of ours, set by ``--with``, to their text."""
+    """Settings by key, and a report row for each. ``user_overrides`` maps our keys that ``--with`` sets to its text."""
 
     settings: dict[str, Setting]
     drop: frozenset[str]
@@ -133,7 +133,7 @@ class Job:
         return value is None and key in self.needed
 
     def wrong(self, key: str, reason: str) -> ConfigError:
-        """Return the error that the value of ``key`` is wrong, with its place."""
+        """Return the error for a wrong value of ``key``, with its place."""
         setting = self.settings.get(key)
         if setting is None:
             default = VALUES.get(key)
@@ -143,7 +143,7 @@ class Job:
         )
 
     def needs(self, key: str, other_key: str, example: object) -> ConfigError:
-        """Return the error that verl accepts ``key`` only together with ``other_key``."""
+        """Return the error for ``key`` without ``other_key``, which verl needs together with it."""
         state = "null" if self.has(other_key) else "not given"
         return self.wrong(key, f"needs {other_key}, which is {state}: give {other_key}={format_value(example)}")
 
@@ -201,7 +201,7 @@ class Job:
             self.rows = [item for item in self.rows if (item.flag, item.file_line) != (row.flag, row.file_line)] + [row]
 
     def leave_out(self, note: str, *keys: str) -> None:
-        """Add a row that drops each of ``keys`` that has no row yet."""
+        """Add a row with the verdict ``dropped`` for each of ``keys`` that the job sets and that has no row yet."""
         for key in keys:
             if key not in self.reported:
                 self.report(key, "dropped", note)

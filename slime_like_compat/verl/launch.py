@@ -90,7 +90,8 @@ def _is_megatron(flags: Mapping[str, Value]) -> bool:
 def _config_file(launch: Launch, flags: Mapping[str, Value]) -> Path | None:
     """Return the file of settings that ``flags`` name; None for a file of verl itself.
 
-    Raises ``ConfigError`` if the file does not exist, or if a part of its path is unknown and no folder above the script has it.
+    Raises ``ConfigError`` if the file does not exist, or if a part of its path is unknown and no folder above the
+    script has it.
     """
     name = flags.get("--config-name", Value("ppo_trainer", launch.file_line))
     if name.problem:

@@ -206,7 +206,7 @@ def settings_of_tree(tree: dict[str, Any], file_line: str, prefix: str = "") -> 
 
 
 def _leaves(setting: Setting) -> list[Setting]:
-    """Return a setting key by key if its value is a mapping."""
+    """Return one setting per leaf if the value of ``setting`` is a mapping, else ``setting`` alone."""
     if not isinstance(setting.value, dict) or not setting.value:
         return [setting]
     return settings_of_tree(cast("dict[str, Any]", setting.value), setting.file_line, f"{setting.name}.")

@@ -9,7 +9,7 @@ from slime_like_compat.verl.job import Job
 
 
 def map_batches(job: Job) -> None:
-    """Set prompts, samples, optimizer steps and rollouts. verl counts mini-batches in prompts, and its step is a rollout."""
+    """Set the keys of batches, steps and rollouts. verl counts mini-batches in prompts, and its step is a rollout."""
     prompts, mini = job.count("data.train_batch_size"), job.count(f"{ACTOR}.ppo_mini_batch_size")
     if prompts % mini:
         raise job.wrong(f"{ACTOR}.ppo_mini_batch_size", f"does not divide data.train_batch_size={prompts}")
@@ -39,12 +39,12 @@ def _rollouts(job: Job, prompts: int) -> None:
 
 
 def steps_per_rollout(job: Job) -> int:
-    """Return the optimizer steps of the actor per rollout."""
+    """Return the number of the actor's optimizer steps per rollout."""
     return job.count("data.train_batch_size") // job.count(f"{ACTOR}.ppo_mini_batch_size")
 
 
 def map_optimizer(job: Job) -> None:
-    """Set AdamW and its schedule. verl's schedule advances once per rollout, ours once per optimizer step."""
+    """Set the keys of AdamW and its schedule. verl's schedule advances once per rollout, ours once per optimizer step."""
     for our_key, key in (("lr", "lr"), ("weight_decay", "weight_decay"), ("clip_grad", "clip_grad")):
         job.set(f"optim.{our_key}", float(job.number(f"{OPTIM}.{key}")), f"{OPTIM}.{key}")
     beta1, beta2 = job.pair(f"{OPTIM}.betas")
@@ -90,7 +90,7 @@ class Schedule:
     key: str  # key of the shape: Megatron's lr_decay_style or FSDP's lr_scheduler_type
     floor: float = 0.0
     decay_steps: int | None = None
-    tail: tuple[str, int | None] = ("", None)  # style and steps of the decay of wsd
+    tail: tuple[str, int | None] = ("", None)  # decay style and decay steps of wsd
 
 
 def schedule_of(job: Job, optim: str) -> Schedule:

@@ -44,7 +44,7 @@ def map_rewards(job: Job, max_response_len: int) -> None:
 
 
 def penalizes_length(job: Job) -> bool:
-    """Return whether verl subtracts a penalty from the rewards of long answers."""
+    """Return whether verl subtracts a penalty from the rewards of long responses."""
     switch = f"{OVERLONG}.enable"
     return job.sets(switch) and job.switch(switch) and (_is_dapo_recipe(job) or job.value(_MANAGER) == "dapo")
 

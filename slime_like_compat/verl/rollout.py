@@ -23,7 +23,7 @@ def lengths(job: Job) -> tuple[int, int]:
 
 
 def map_rollout(job: Job) -> None:
-    """Set sampling and lengths."""
+    """Set the keys of lengths, sampling and group filters."""
     prompt, response = lengths(job)
     for our_key, keys, value in (
         ("data.max_prompt_len", (f"{ROLLOUT}.prompt_length", "data.max_prompt_length"), prompt),

@@ -1,4 +1,4 @@
-"""Comparison of the rings of a node's ranks, after a collective failed or did not end.
+"""Comparison of the ring buffers of a node's ranks after a collective failed or hung.
 
 Torch-free: a rank reads the rings when its own op fails, the driver when a rank is dead or silent. Ops are compared by
 number: collectives are numbered per group, sends and receives per pair of ranks.
@@ -15,13 +15,13 @@ from pathlib import Path
 from slime_like.config.schema.collectives import Kind
 from slime_like.distributed.forensics.ring import FAILED, GroupInfo, OpRecord, Reading, read_rings
 
-TAIL = 12  # ops of each rank in a dump
+TAIL = 12  # ops per rank in a dump
 MAX_LISTED = 8  # ranks, or ranges of ranks, that a message lists
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFinding:
-    """An op that some ranks did not issue, that ranks issued differently, or in which a rank waits."""
+    """A suspicious op: missing on some ranks, issued differently by some, or unfinished or failed on some."""
 
     op: str
     group: GroupInfo
@@ -57,7 +57,7 @@ class CollectiveFinding:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks for a message. More than ``MAX_LISTED`` are listed as ranges, and of many ranges the first and the last."""
+    """Format ranks for a message: more than ``MAX_LISTED`` as ranges, too many ranges as the first ones and the last."""
     if len(ranks) <= MAX_LISTED:
         return ", ".join(map(str, ranks))
     starts = [i for i in range(len(ranks)) if i == 0 or ranks[i] != ranks[i - 1] + 1]
@@ -69,7 +69,7 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list[CollectiveFinding]:
-    """Return mismatched and pending ops, the likeliest cause first; empty if all ranks issued the same ops and none waits."""
+    """Return the suspicious ops, likeliest cause first; empty if all ranks issued the same ops and all of them succeeded."""
     now = time.perf_counter_ns() if now_ns is None else now_ns
     result: list[CollectiveFinding] = []
     for role in sorted({name.rpartition("_rank")[0] for name in readings}):
@@ -82,7 +82,7 @@ def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list
 
 
 def _group_findings(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
-    """Yield the first collective of a group that its ranks issued differently, or in which a rank still waits."""
+    """Yield the group's first collective that is missing on a rank, was issued differently, or is unfinished or failed."""
     ops_of_rank = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
     last = {rank: max(ops, default=0) for rank, ops in ops_of_rank.items()}
     unknown = tuple(rank for rank in group.ranks if rank not in ranks)
@@ -119,7 +119,7 @@ def _collectives(reading: Reading, group: GroupInfo) -> dict[int, OpRecord]:
 
 
 def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
-    """Describe ranks whose op or size differs from the majority."""
+    """Describe the ranks whose op or size differs from the majority's, then the majority."""
     compare_sizes = all(record.op.equal_sizes for record in arrived.values())
     issues = {rank: (r.op.name, r.num_bytes if compare_sizes else 0) for rank, r in arrived.items()}
     num_ranks = Counter(issues.values())
@@ -138,7 +138,7 @@ def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
 
 
 def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
-    """Yield receives in flight whose send was not issued."""
+    """Yield, for each rank, its first unfinished or failed receive whose send was not issued."""
     for rank, reading in ranks.items():
         for record in reading.records:
             waits = record.ended_ns in (0, FAILED) and record.op.name == "irecv"

@@ -25,8 +25,8 @@ from slime_like.util.private import create_private, private_folder
 SHARED = Path("/dev/shm")
 PREFIX = "slime_like."
 MAGIC = 0x51_6C_69_6D_65_02
-# Words of the head: magic, pid, start time of the process, slots, pid namespace of the process, number of rebuilds, then the
-# last memory query: free bytes, bytes held by the process, total bytes, time.
+# Size of the head in bytes. Its 8-byte words: magic, pid, start time of the process, slots, pid namespace of the process,
+# number of rebuilds, then the last memory query: free bytes, bytes held by the process, total bytes, time.
 HEAD = 128
 RECORD = struct.Struct("7q")  # index, started ns, ended ns, bytes, code, sequence, peer
 REBUILDS, FREE, HELD, TOTAL, QUERIED = 5, 6, 7, 8, 9  # words of the head
@@ -69,10 +69,10 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class MemoryState:
-    """A rank's last memory query, in bytes."""
+    """Result of a rank's last memory query, in bytes."""
 
     free: int
-    process_bytes: int  # part of the memory that the rank holds
+    process_bytes: int  # held by the rank's process
     total: int
     query_ns: int
 
@@ -124,7 +124,7 @@ class Ring:
         return (HEAD + (index & (self.slots - 1)) * RECORD.size) // 8
 
     def add_group(self, info: GroupInfo) -> None:
-        """Describe a group to readers."""
+        """Add a group and publish its description to readers."""
         self._groups.append(info)
         self._write_description()
 
@@ -145,7 +145,7 @@ class Ring:
         scratch.rename(self.path.with_suffix(".json"))
 
     def fail_in_flight(self, group: int) -> None:
-        """Record the ops of group ``group`` that have not ended as failed."""
+        """Mark the unfinished ops of group number ``group`` as failed."""
         width = RECORD.size // 8
         first = self.first_word(0)
         for start in range(first, first + self.slots * width, width):
@@ -174,7 +174,7 @@ class Ring:
         return MemoryState(words[FREE], words[HELD], words[TOTAL], words[QUERIED]) if words[QUERIED] else None
 
     def close(self) -> None:
-        """Remove the file, and the folder if it is empty."""
+        """Release the memory, and remove the ring's files and then the folder if it is empty."""
         self.before_close()
         self.words.release()
         self.memory.close()
@@ -191,7 +191,7 @@ class Reading:
 
     name: str  # such as trainer_rank1
     pid: int
-    state: str  # running, stopped, dead ...
+    state: str  # running, stopped or dead
     records: tuple[OpRecord, ...]  # oldest first
     rebuilds: int = 0  # number of rebuilds of its communicators that it started
     memory: MemoryState | None = None  # None: never queried
@@ -248,7 +248,7 @@ def process_state(pid: int, start_ticks: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot, or -1 if it does not exist. Ids can be reused."""
+    """Return the start time of a process in clock ticks since boot, -1 if it does not exist. It differs if a pid is reused."""
     return _stat(pid)[1]
 
 
@@ -262,7 +262,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def pid_namespace() -> int:
-    """Return this process's pid namespace: containers may share /dev/shm but not process ids."""
+    """Return the inode of this process's pid namespace, 0 if unknown: containers may share /dev/shm but not pids."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -270,9 +270,9 @@ def pid_namespace() -> int:
 
 
 def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
-    """Remove and return this user's ring folders that killed runs left behind: all processes of such a folder are dead.
+    """Remove this user's ring folders whose processes are all dead, left behind by killed runs. Return their paths.
 
-    ``keep``: a folder that is not removed, because this process and others are about to use it.
+    ``keep``: a folder to leave in place, because this process and others are about to use it.
     """
     removed_files: list[Path] = []
     for folder in shared.glob(f"{PREFIX}*"):

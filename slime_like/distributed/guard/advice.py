@@ -57,7 +57,7 @@ def write_rows(path: Path, rows: Iterable[MeasuredOp]) -> None:
 
 
 def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
-    """Return the rows of each rank. Raises ``DataError`` for a damaged file or one of another version."""
+    """Return the rows of each rank. Raises ``DataError`` if a file is damaged or has another version."""
     files = [InputFile(path, fix=f"remove {folder} and profile again") for path in sorted(folder.glob("*.json"))]
     return {file.path.stem: file.typed(file.json(), list[MeasuredOp]) for file in files}
 
@@ -127,7 +127,7 @@ def to_yaml(ranks: Mapping[str, list[MeasuredOp]], origin: str) -> str:
 
 
 def _advise_unmeasured(measured_ops: Set[str]) -> Iterator[Advice]:
-    """Yield ``auto`` for every op that is not in ``measured``."""
+    """Yield ``auto`` for every op that is not in ``measured_ops``."""
     for op in OPS:
         if op.name not in measured_ops:
             yield Advice(op.name, "auto", "not measured: the op did not occur")
@@ -149,7 +149,7 @@ def _maxima(rows: list[MeasuredOp]) -> MeasuredOp:
 
 
 def _first_drop(row: MeasuredOp) -> int:
-    """Return the drop at first use. On a host this is the drop of the process, because all processes share the free memory."""
+    """Return the memory taken at first use. On the host, count only the process's own: free memory is shared."""
     return row.first_allocator if row.source == "host" else max(row.first_allocator, row.first_driver)
 
 

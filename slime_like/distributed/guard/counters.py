@@ -19,7 +19,7 @@ def sequence_counter() -> Callable[[], int]:
 
 
 class GroupRecord:
-    """A process group on this rank, with the number of its next collective. Changes with every op."""
+    """A process group on this rank, with the sequence counter that numbers its collectives."""
 
     __slots__ = ("info", "make_sequence", "next_sequence")
 
@@ -30,7 +30,7 @@ class GroupRecord:
 
 
 class Counter:
-    """Counts of one op in one group. The wrapper adds to it at every call. ``counter_type`` creates its subclasses."""
+    """Counts of one op in one group. The wrapper updates them at every call. ``counter_type`` creates its subclasses."""
 
     __slots__ = tuple[str, ...]()
 
@@ -43,7 +43,7 @@ class Counter:
     next_sequence: Callable[[], int]  # returns the number of the group's next collective
     peers: dict[int, Callable[[], int]]  # peer -> returns the number of the next send to it or receive from it
     target: Any  # the ProcessGroup that executes the op
-    # Changed only by the guard.
+    # Set at creation or changed only by the guard.
     op: Op
     group: GroupRecord
     policy: MemoryPolicy
@@ -64,7 +64,7 @@ class Counter:
         self.last_totals = (0,) * 9
 
     def add_peer(self, peer: int) -> int:
-        """Start to number the sends to (or receives from) ``peer``; return the first number."""
+        """Start numbering the sends to (or receives from) ``peer``; return the first number."""
         self.peers[peer] = self.group.make_sequence()
         return self.peers[peer]()
 
@@ -103,7 +103,7 @@ def counter_type(hot_fields: type = HotCounterFields) -> type[Counter]:
 
 
 def metrics(counters: Iterable[Counter], min_free: int | None) -> Iterator[Metric]:
-    """Yield ``comm/...`` and ``guard/...`` of one rank since the last call.
+    """Yield the metrics ``comm/...`` and ``guard/...`` of one rank, counted since the last call.
 
     Over ranks, counts are summed and times are reduced to their maximum. ``min_free``: lowest free memory in bytes.
     """

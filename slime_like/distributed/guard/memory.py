@@ -19,7 +19,7 @@ from slime_like.util.cgroups import UNLIMITED_BYTES, control_groups
 
 
 class MemorySource(Protocol):
-    """Readings and release of memory. All numbers are bytes."""
+    """A kind of memory whose free bytes can be read and whose caches can be released. All numbers are bytes."""
 
     name: str
     total: int
@@ -42,7 +42,7 @@ class MemorySource(Protocol):
 
 
 class CudaDriver:
-    """Memory of the device as counted by the driver, of all processes and communicators. A query takes 7 us to 8 ms."""
+    """Device memory as counted by the driver, including communicators and other processes. A query takes 7 us to 8 ms."""
 
     name = "driver"
 
@@ -55,22 +55,22 @@ class CudaDriver:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def process_bytes(self) -> int:
-        """Return the memory reserved by torch's allocator (``torch.cuda.memory_reserved`` sorts all statistics first)."""
+        """Return the memory reserved by torch's allocator (``torch.cuda.memory_reserved`` would first sort all statistics)."""
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["current"])
 
     def trim(self) -> None:
-        """Return cached blocks to the driver."""
+        """Give cached blocks back to the driver."""
         torch.cuda.empty_cache()
 
     def clear(self) -> None:
-        """Synchronize, collect garbage and empty the cache, as slime's ``clear_memory``."""
+        """Synchronize, collect garbage and empty the cache, like slime's ``clear_memory``."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
 
 
 class TorchAllocator(CudaDriver):
-    """Memory of the device as counted by torch's allocator, without a driver call; ignores communicators and other processes."""
+    """Device memory as counted by torch's allocator, without a driver call; ignores communicators and other processes."""
 
     name = "allocator"
 
@@ -107,7 +107,7 @@ class HostMemory:
         return int(_read(self._statm).split()[1]) * self._page
 
     def trim(self) -> None:
-        """Return the C library's free memory to the kernel."""
+        """Give the C library's free memory back to the kernel."""
         trim = _malloc_trim()
         if trim is not None:
             trim(0)
@@ -130,7 +130,7 @@ _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max
 
 
 def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield the limit, and open files with usage and statistics, of each control group of this process that has a limit."""
+    """Yield the limit, and descriptors of the usage and statistics files, of each control group that limits this process."""
     for folder, version in control_groups("memory", proc, groups):
         limit_name, usage_name = _FILES[version]
         with suppress(OSError):

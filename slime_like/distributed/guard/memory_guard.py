@@ -48,9 +48,9 @@ class Guard:
         return self.symmetric_actions is not None and not self.symmetric_actions.is_watched
 
     def check(self, counter: Counter, now: int) -> None:
-        """Query free memory if the op's policy requires it, and act on a shortage. Sets ``counter.check_at``.
+        """Act on a request of another rank; query free memory if the op's policy requires it; act on a shortage.
 
-        Raises ``MemoryShortage`` if the policy's action is ``raise``.
+        Sets ``counter.check_at``. Raises ``MemoryShortage`` if the action is ``raise``.
         """
         if self.symmetric_actions is not None and (action := self.symmetric_actions.next_action()):
             self._act(counter, action, f"requested by another rank ({self.source.name} memory)")
@@ -66,7 +66,7 @@ class Guard:
                 self._query(counter, policy)
 
     def _should_query(self, counter: Counter, schedule: QuerySchedule, now: int) -> bool:
-        """Return True if it is time for a query under ``auto``. Runs a cheap check first if it is time for one."""
+        """Return True if a query is due under ``auto``. Runs a cheap check first if one is due."""
         if schedule.next_reading_at <= now < schedule.next_query_at:
             start_ns = time.perf_counter_ns()
             process_bytes = self.source.process_bytes()

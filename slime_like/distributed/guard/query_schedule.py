@@ -64,7 +64,7 @@ class QuerySchedule:
         self._schedule_query(now)
 
     def record_cheap_check(self, now: float, cost: float, process_bytes: int) -> None:
-        """Record a cheap check at ``now`` that took ``cost``. Schedules a query at ``now`` if ``process_bytes`` grew too much."""
+        """Record a cheap check at ``now`` that took ``cost``. Schedules a query now if ``process_bytes`` grew too much."""
         self._update_balance(now, cost)
         self._check_cost = max(cost, COST_DECAY * self._check_cost)
         self._update_growth_rate(now, process_bytes)
@@ -92,7 +92,7 @@ class QuerySchedule:
         return self._check_cost / (CHEAP_CHECK_SHARE * self.budget)
 
     def _update_balance(self, now: float, cost: float) -> None:
-        """Add the budget of the time since the last update, at most the cost of one query, and charge ``cost``."""
+        """Add the budget earned since the last update, cap the balance at the cost of one query, and charge ``cost``."""
         allowance = self.budget * (now - self._balance_at) if self._balance_at >= 0 else 0.0
         self._balance, self._balance_at = min(self._balance + allowance, self._query_cost), now
         self.charge(cost)

@@ -1,10 +1,9 @@
-"""Actions on low memory that all ranks of a world take before their next op when one rank does (``guard.symmetric``).
+"""Low-memory actions that one rank takes and all other ranks of its world repeat before their next op (``guard.symmetric``).
 
-No collective is used, because a vote before every op would slow down every op. The acting rank publishes a request: it
-writes a word in memory shared by the ranks of the node, which they read before every op, and a key in the world's store.
-On each other node, one rank copies requests from the store into the node's word. No rank waits for another, so this cannot
-deadlock. All ranks of the world act, not only those of the op's group: a rank outside the group would soon wait for a
-member of it in another group.
+No collective is used, because a vote before every op would slow down every op. The acting rank publishes a request: it writes
+a word in shared memory, which the ranks of its node read before every op, and a key in the world's store. On each other node,
+one rank copies requests from the store into the node's word. No rank waits for another, so this cannot deadlock. All ranks of
+the world act, not only those of the op's group: a rank outside the group would soon wait for a member of it in another group.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class SymmetricActions:
 
     # ---- on this node ------------------------------------------------------------------------------------------------
     def watch_with(self, native_ring: Any) -> None:
-        """Let the hot path in C compare the word with ``native_ring.last_request`` before each op, instead of ``Guard.check``."""
+        """Let the hot path in C, not ``Guard.check``, compare the word with ``native_ring.last_request`` before each op."""
         native_ring.watch(self.memory)
         self._native_ring = native_ring
         self._set_last_word(self._last_word)

@@ -18,7 +18,7 @@ POLL_S = 0.1
 
 
 def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> CollectiveError:
-    """Return the error of op ``index`` in the ring, with the state of all ranks of the node."""
+    """Return the error to raise for op ``index`` of the ring. Its message describes the state of all ranks of the node."""
     start = w.ring.first_word(index)
     size, sequence = w.ring.words[start + 3], w.ring.words[start + 5]
     waited_s = (time.perf_counter_ns() - w.ring.words[start + 1]) / 1e9
@@ -38,7 +38,7 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
 
 
 def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
-    """Return the findings of the rings. ``wait_for_peers``: first wait ``ARRIVAL_WAIT_S`` at most for all living ranks."""
+    """Return the findings of the rings. ``wait_for_peers``: first wait up to ``ARRIVAL_WAIT_S`` for all living ranks."""
     if w.ring.folder is None:
         return []
     end = time.monotonic() + (ARRIVAL_WAIT_S if wait_for_peers else 0.0)

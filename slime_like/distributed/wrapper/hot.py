@@ -73,17 +73,17 @@ class NativeHooks:
         return cls(module, native_ring)
 
     def method(self, w: Wrapper, op: Op, name: str, raw: Callable[..., Any], fallback: Callable[..., Any]) -> Any:
-        """Return the replacement of a method of ``ProcessGroup``; ``fallback`` is the wrapper in Python."""
+        """Return the replacement for a method of ``ProcessGroup``; ``fallback`` is the wrapper in Python."""
         kind = self.module.POINT if op.kind is Kind.POINT else self.module.COLLECTIVE
         payload = -1 if op.payload is None else op.payload
         return self._call(w, kind, raw, fallback, w.counters_by_op[op.name], payload, name == "recv_anysource")
 
     def wait(self, w: Wrapper, raw: Callable[..., Any], fallback: Callable[..., Any]) -> Any:
-        """Return the replacement of ``Work.wait``."""
+        """Return the replacement for ``Work.wait``."""
         return self._call(w, self.module.WAIT, raw, fallback)
 
     def composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], fallback: Callable[..., Any]) -> Any:
-        """Return the replacement of a function that issues several ops."""
+        """Return the replacement for a function that issues several ops."""
         position = op_wrappers.group_position(raw)
         call = self._call(
             w, self.module.COMPOSITE, raw, fallback, w.counters_by_op[op.name], -1 if position is None else position

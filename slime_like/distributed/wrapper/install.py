@@ -1,4 +1,4 @@
-"""Installation and removal of the wrapper of this process, and the calls that use it: phases, releases and metrics."""
+"""Installation and removal of the wrapper around this process's collectives, and its uses: phases, releases and metrics."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ _watchdog: Watchdog | None = None
 def install(
     spec: GuardSpec, device: torch.device, rank: int, source: MemorySource | None = None, *, in_c: bool = True
 ) -> Wrapper | None:
-    """Wrap the collectives of this process according to ``spec`` and return the wrapper; None if ``spec.wrap`` is
-    False.
+    """Wrap the collectives of this process according to ``spec``; return the wrapper, or None if ``spec.wrap`` is False.
 
     An earlier wrapper is replaced. Call this before the process's first collective. ``source`` replaces the memory source in
     tests. ``in_c=False``: the hot path is in Python, as on a machine without a compiler.
@@ -76,7 +75,7 @@ def remove() -> None:
 
 
 def _remove(*, replaced: bool) -> None:
-    """Remove the wrapper. ``replaced``: the caller installs another one, which takes over groups with reloadable communicators."""
+    """Remove the wrapper. ``replaced``: the caller installs another one, which takes over the reloadable groups."""
     global _patches, _watchdog
     reload.check_removable(current(), replaced=replaced)
     if _watchdog is not None:
@@ -116,7 +115,7 @@ def phase(name: str) -> Generator[None]:
 def release() -> None:
     """Destroy all communicators under ``guard.release``; the next ``phase`` rebuilds them.
 
-    A collective: every rank calls it.
+    Every rank must call it.
     """
     if (wrapper := current()) is not None and wrapper.spec.release:
         reload.release(wrapper)

@@ -37,7 +37,7 @@ def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
 
 
 def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an op of all ranks of a group. torch passes ``(tensors, opts)`` or ``(outputs, inputs, opts)``."""
+    """Wrap a method that issues a collective. torch passes ``(tensors, opts)`` or ``(outputs, inputs, opts)``."""
     counters, check, torch_wait = w.counters_by_op[op.name], w.guard.check, w.torch_wait
     pack, memory, words, next_record = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.next_record
     payload = op.payload
@@ -83,7 +83,7 @@ def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., An
 
 
 def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[str, Any]) -> tuple[Any, Any]:
-    """Issue an op that was called with other arguments, such as ``barrier(opts=...)``; return its options and work."""
+    """Issue an op called with keyword or unusual arguments, such as ``barrier(opts=...)``; return its options and work."""
     if args[0] is OMITTED:
         return kw.get("opts"), raw(target, **kw)
     present = [x for x in args if x is not OMITTED]
@@ -91,7 +91,7 @@ def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[s
 
 
 def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap sends, receives, and the call that ends a batch of them. All are asynchronous and numbered per peer."""
+    """Wrap a send, a receive, or the call that ends a batch of them. All are asynchronous and numbered per peer."""
     counters, check, pending = w.counters_by_op[op.name], w.guard.check, w.pending_works
     pack, memory, words, next_record = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.next_record
     has_payload, any_source = op.payload is not None, name == "recv_anysource"
@@ -139,7 +139,7 @@ def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> C
 
 
 def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrapper of ``Work.wait``, in which asynchronous ops end."""
+    """Return the wrapper of ``Work.wait``, which records the end of asynchronous ops."""
     pop, words = w.pending_works.pop, w.ring.words
     first_word, mask, width = w.ring.first_word(0), w.ring.slots - 1, RECORD.size // 8
 

@@ -1,4 +1,4 @@
-"""Backends of process groups that can be released: destroyed while nothing is communicated, and created again.
+"""Backends of process groups that can be released: destroyed while nothing is communicated, and recreated later.
 
 megatron-core keeps references to its ``ProcessGroup`` objects, including the world, so these persist with their ranks, names
 and stores. With ``guard.release`` their backend is a ``ReleasableBackend``, a placeholder that refuses every op. A second
@@ -27,7 +27,7 @@ KEY_PREFIX = "rebuild"  # prefix of the store keys with the addresses of rebuilt
 
 
 class ReleasableBackend(c10d_core.Backend):
-    """Placeholder in a ``ProcessGroup`` for a backend that can be released. ``live``: the backend, None while it is released."""
+    """Placeholder in a ``ProcessGroup`` for a releasable backend. ``live``: the backend, None while it is released."""
 
     def __init__(self, create: Callable[[Any, Any], Any], request: Any, options: Any) -> None:
         super().__init__(request.group_rank, request.group_size)
@@ -37,7 +37,7 @@ class ReleasableBackend(c10d_core.Backend):
         self.live: Any = create(request, options)
 
     def build(self, number: int) -> None:
-        """Create the communicators. A collective of the group's ranks if the backend connects eagerly, as gloo does."""
+        """Create the communicators. Every rank of the group must call it if the backend connects eagerly, as gloo does."""
         request: Any = c10d._DistributedBackendOptions()
         request.store = dist.PrefixStore(f"{KEY_PREFIX}{number}/", self._store)
         request.group_rank, request.group_size, request.timeout, request.group_id = self._group_args
@@ -109,7 +109,7 @@ def restore(originals: list[tuple[str, Any]]) -> None:
 
 
 def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a function that creates a releasable backend, or a plain one for split groups and groups with processes outside this world."""
+    """Return a function that creates a releasable backend, or a plain one if a group is split or has outside processes."""
 
     def create(request: Any, options: Any) -> Any:
         foreign = not request.global_ranks_in_group and dist.is_initialized()

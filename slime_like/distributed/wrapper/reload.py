@@ -1,4 +1,4 @@
-"""Release and rebuild of all communicators of this process, under ``guard.release``. ``releasable`` has their backends."""
+"""Release and rebuild of all communicators of this process, under ``guard.release``. ``releasable`` defines their backends."""
 
 # torch has no public registry of process groups and backends.
 # pyright: reportPrivateUsage=false
@@ -39,7 +39,7 @@ def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
 
 
 def release(w: Wrapper) -> None:
-    """Destroy the communicators of every group, including the world's. A collective: every rank calls it.
+    """Destroy the communicators of every group, including the world's. Every rank must call it.
 
     Raises ``CollectiveError`` if an op has not ended.
     """
@@ -71,7 +71,7 @@ def release(w: Wrapper) -> None:
 
 
 def rebuild(w: Wrapper) -> None:
-    """Rebuild the communicators, in the order in which their groups were created. A collective: every rank calls it.
+    """Rebuild the communicators, in the order in which their groups were created. Every rank must call it.
 
     All ranks created their groups in the same order. Ranks that two groups have in common therefore build the same group
     first, which excludes a deadlock. Raises ``CollectiveError`` if a rank does not join.

@@ -1,9 +1,9 @@
 """Replacement of torch's methods and functions by wrappers, independent of how a caller imported the function.
 
-All functions of ``torch.distributed`` issue their op by a method of ``ProcessGroup``. These methods are replaced on the class,
-so each op is counted once, whether its caller imported a function before ``install`` or calls a method of a group. Composite
-functions, which issue several ops (``broadcast_object_list``), are replaced as well, and are counted and guarded under their
-own name. Without a wrapper, torch's own methods run.
+All functions of ``torch.distributed`` issue their op through a method of ``ProcessGroup``. These methods are replaced on the
+class, so each op is counted once, whether its caller imported a function before ``install`` or calls a method of a group.
+Composite functions, which issue several ops (``broadcast_object_list``), are replaced as well, and are counted and guarded
+under their own name. Without a wrapper, torch's own methods run.
 
 Remove when torch's hooks (``ProcessGroup.register_pre_hook``, ``register_post_hook``) report every op and its failure.
 """

@@ -43,7 +43,7 @@ PendingWork = tuple[Any, Counter, int]
 
 @dataclass(slots=True)
 class Wrapper:
-    """State of the wrapped collectives of this process, created by ``slime_like.distributed.wrapper.install``. The fields change with every op."""
+    """State of the wrapped collectives of this process, created by ``wrapper.install``. Its fields change with every op."""
 
     spec: GuardSpec
     ring: Ring
@@ -79,7 +79,10 @@ class Wrapper:
 
     # ---- groups and counters -------------------------------------------------------------------------------------
     def add_counter(self, op: Op, group: Any) -> Counter:
-        """Create the counter of ``op`` in a group that has not called it before."""
+        """Create the counter of ``op`` in a group that has not called it before.
+
+        Raises ``CollectiveError`` if the group's communicators are released.
+        """
         record = self.group_record(group)
         if group in self.released:
             raise CollectiveError(
@@ -154,7 +157,7 @@ class Wrapper:
     # ---- asynchronous ops and ends of ops -------------------------------------------------------------------
     def add_pending(self, work: Any, counter: Counter, index: int, start_ns: int) -> Any:
         """Register the ``work`` of an asynchronous op, which its caller may wait for later or never. Return ``work``."""
-        deleted_work = self.pending_works.get(id(work))  # a work that was deleted; ``work`` has its id
+        deleted_work = self.pending_works.get(id(work))  # a deleted work whose id ``work`` has reused
         if deleted_work is not None:
             self.record_end(deleted_work[2], start_ns)
         self.pending_works[id(work)] = (weakref.ref(work), counter, index)
@@ -179,7 +182,7 @@ class Wrapper:
         return explained_error
 
     def record_completed(self) -> None:
-        """Record the end of asynchronous ops that have completed, or whose work was deleted, without a wait."""
+        """Record the end of asynchronous ops that completed, or whose work was deleted, without anyone waiting for them."""
         for key, (ref, _, index) in list(self.pending_works.items()):
             work = ref()
             if work is None or work.is_completed():
