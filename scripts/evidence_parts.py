@@ -114,7 +114,7 @@ ONE_GPU: tuple[EvidencePart, ...] = (
         "FlashInfer's calls, which were tested against stand-ins in torch", needs=("flashinfer",),
     ),
     EvidencePart(
-        "quickstart", "Quickstart", runs("+recipe=quickstart", float32="", bfloat16="model.dtype=bfloat16"), 20,
+        "quickstart", "Quickstart", runs("+recipe=quickstart", float32="model.dtype=float32", bfloat16="model.dtype=bfloat16"), 20,
         "SGLang's kernels, placement of GPUs by Ray, a complete run", CURVE, ENGINE,
     ),
     EvidencePart(
