@@ -8,7 +8,7 @@ if sys.version_info < (3, 12):  # noqa: UP036  an older one may well be the firs
 
 
 def main(argv: "list[str]") -> int:
-    """See ``slime_like/cli.py``."""
+    """Run ``slime_like.cli.main`` and return its exit code, or 2 if a required package is not installed."""
     try:
         from slime_like.cli import main as run
 

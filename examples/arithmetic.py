@@ -1,4 +1,4 @@
-"""Calculator for text written by a model: its own bounded grammar; nothing is evaluated as code.
+"""Calculator for text written by a model. It parses a bounded grammar and evaluates nothing as code.
 
 sum     = product (("+" | "-") product)*
 product = factor (("*" | "/") factor)*
@@ -50,7 +50,7 @@ class _ExpressionParser:
 
     @property
     def next(self) -> str:
-        """The next token; empty at the end."""
+        """Return the next token without consuming it; empty at the end."""
         return self._tokens[-1] if self._tokens else ""
 
     def _take(self) -> str:

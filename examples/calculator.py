@@ -33,7 +33,7 @@ class CallTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> CallTokens:
-        """Look up the tokens.
+        """Look up the tokens of ``tokenizer``.
 
         Raises ``ConfigError`` if the tokenizer writes either with more than one token: no engine could stop there.
         """
@@ -55,7 +55,7 @@ class CallTokens:
 
 
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
-    """Return one answer per seed, with at most ``MAX_CALLS`` calls. The first turns go to the engine as one group."""
+    """Return one sample per seed, with at most ``MAX_CALLS`` calls. The first turns go to the engine as one group."""
     tokens = CallTokens.of(context.tokenizer)
     firsts = await engine.generate(prompt.token_ids, seeds, Episode(prompt.token_ids, context).sampling(tokens.stop))
 
@@ -80,7 +80,7 @@ async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context
 
 
 def result(context: GenerateContext, call_ids: I32) -> I32:
-    """Return token ids of the calculator's reply; a call that is not arithmetic gets an error."""
+    """Return the token ids of the calculator's reply, which is an error if the call is not arithmetic."""
     try:
         value = calculate(context.decode(call_ids.tolist()))
     except ValueError:

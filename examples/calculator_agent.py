@@ -39,7 +39,7 @@ async def agent(base_url: str, api_key: str, prompt: str, metadata: Mapping[str,
 
 
 def result(expression: str) -> str:
-    """Return the calculator's reply; a call that is not arithmetic gets an error."""
+    """Return the calculator's reply, which is an error if ``expression`` is not arithmetic."""
     try:
         return f"<result>{calculate(expression)}</result>"
     except ValueError:

@@ -1,4 +1,4 @@
-"""A metric sink: one row per step with a few metrics, as CSV.
+"""Metric sink that writes a few metrics to a CSV file, one row per step.
 
 ``python train.py +recipe=quickstart metrics.sinks=[examples/csv_sink.py:CsvSink]`` writes ``runs/quickstart/metrics.csv``.
 """
@@ -15,7 +15,7 @@ COLUMNS = ("rollout/raw_reward", "train/loss", "perf/step_time")
 
 
 class CsvSink:
-    """``metrics.csv`` in the run's folder. A resumed run appends."""
+    """Sink that writes ``metrics.csv`` in the run's folder. A resumed run appends to it."""
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:
         del config
@@ -25,7 +25,7 @@ class CsvSink:
             self._writer.writerow(("step", *COLUMNS))
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
-        """Write one row; a metric that the step does not have is empty."""
+        """Write one row, with an empty cell for each metric that the step does not have."""
         del spans
         self._writer.writerow((step, *(values.get(name, "") for name in COLUMNS)))
         self._file.flush()

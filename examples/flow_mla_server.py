@@ -61,7 +61,7 @@ def ask(port: int, token_ids: Sequence[int], is_alive: Callable[[], bool]) -> li
 
 
 def request(method: str, port: int, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-    """Return the JSON of the server's answer; None if it is empty."""
+    """Return the JSON of the server's response; None if it is empty."""
     data = None if body is None else json.dumps(body).encode()
     message = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, method=method)
     message.add_header("Content-Type", "application/json")
@@ -86,7 +86,7 @@ def main() -> None:
         response = ask(lease.port, [5, 6, 7], lambda: server.poll() is None)
         sys.stdout.write(visible(f"response: {response}\n"))
     finally:
-        os.killpg(server.pid, signal.SIGKILL)  # the server, its scheduler of each rank and its detokenizer
+        os.killpg(server.pid, signal.SIGKILL)  # the server, its detokenizer and the scheduler of each rank
         server.wait(REQUEST_S)
 
 

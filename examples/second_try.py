@@ -1,7 +1,7 @@
 """Several turns: the environment rejects a wrong answer, and the model tries again.
 
-``rollout.generate=examples.second_try:generate``. It scores its own samples: the reward of a correct answer decreases
-with each try. Any environment that replies to a turn with text can be written like this.
+Set ``rollout.generate=examples.second_try:generate``. The function scores its own samples: the reward of a correct answer
+decreases with each try. Any environment that replies to a turn with text can be written like this.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Decisions that define the loss:
   its trained tokens. Both sum to 1 over a step. ``dr_grpo``: each trained token 1/(E * max_response_len), as its paper
   defines it; these sum to (mean length / max_response_len), not to 1, and are also independent of packing.
 - **Failed and aborted samples** (``types.UNTRAINED``) stay in the batch with weight 0, so that its shape is unchanged. They
-  count in no baseline and no denominator. Truncated samples are trained on unless ``mask_truncated``, which sets their
-  weight to 0 but leaves their rewards in the group's baseline.
+  enter no baseline and no denominator. Truncated samples are trained on; ``mask_truncated`` sets their weight to 0 but
+  leaves their rewards in the group's baseline.
 - **Baselines are per episode.** An episode with several samples counts once, with the mean of their rewards.
 - **Groups are not split between optimizer steps** if there are at least as many groups as steps.
 """
@@ -32,7 +32,7 @@ from slime_like.data.routing import RoutingShape, with_routing
 from slime_like.errors import ConfigError, DataError, EngineError
 from slime_like.types import F32, I32, UNTRAINED, Reward, Sample, SampleGroup, Source, Span, Status
 
-FILLER_ID = -1  # sample_id of a sequence with weight 0, for a rank that has fewer sequences than micro-batches
+FILLER_ID = -1  # sample_id of a zero-weight sequence, which fills a micro-batch of a rank with too few sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class SequenceColumns:
 
     @property
     def episode(self) -> tuple[int, int]:
-        """Return the key of the episode, the unit of means over sequences."""
+        """Return (group id, episode id). Means over sequences count an episode once, even if it has several samples."""
         return self.sample.group_id, self.sample.episode_id
 
 
 def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int) -> TrainBatch:
     """Return all optimizer steps of one rollout.
 
-    Without groups (dropped by filters, or carried over until they fill a rollout) there are no steps.
+    There are no steps if ``groups`` is empty, because filters dropped all groups or they are carried over to the next rollout.
     Raises ``ConfigError`` if a step has fewer samples than dp ranks, ``DataError`` if a step has
     no token to train on, ``EngineError`` if log-probabilities or routed experts of trained tokens are missing.
     """
@@ -105,7 +105,8 @@ def split_steps(groups: Sequence[Sequence[SequenceColumns]], steps: int, dp: int
     """Return the columns of each optimizer step, in input order.
 
     Steps are cut at the group boundaries nearest to equal numbers of samples. Groups are split only if a step
-    would otherwise have fewer samples than dp ranks (few or very uneven groups).
+    would otherwise have fewer samples than dp ranks (few or very uneven groups). Raises ``ConfigError`` if there are fewer
+    than ``steps * dp`` samples.
     """
     sizes = [len(group) for group in groups]
     total = sum(sizes)
@@ -225,7 +226,7 @@ def pack_columns(columns: Sequence[SequenceColumns], token_weights: Sequence[flo
 
 
 def _extras(samples: Sequence[Sample]) -> dict[str, npt.NDArray[Any]]:
-    """Return the per-token extras of all sequences, one after another. All sequences must have the same extras."""
+    """Return the per-token extras of all sequences, concatenated. Raises ``EngineError`` unless all have the same extras."""
     names = set(samples[0].extras)
     for sample in samples:
         if set(sample.extras) != names:

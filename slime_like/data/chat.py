@@ -1,7 +1,6 @@
 """Rendering and tokenization of prompts. The tokenizer's template renders chat messages; plain strings are unchanged.
 
-Tokenization adds no special tokens: a template writes them itself, and a plain prompt
-is taken literally.
+Tokenization adds no special tokens: a template writes them itself, and a plain prompt is taken literally.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def render(
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str:
-    """Return the folder that the tokenizer was read from, for messages; its config key if the tokenizer does not know it."""
+    """Return the tokenizer's folder for messages, or its config key if the tokenizer does not know its folder."""
     return tokenizer.name_or_path or "model.hf_checkpoint"
 
 
@@ -64,7 +63,7 @@ def has_template(tokenizer: Tokenizer) -> bool:
 
 
 def require_template(tokenizer: Tokenizer, needed_by: str) -> None:
-    """Raise ``ConfigError`` naming the tokenizer's folder if it has no chat template."""
+    """Raise ``ConfigError`` naming folder and ``needed_by`` if the tokenizer has no chat template."""
     if not has_template(tokenizer):
         folder = tokenizer_folder(tokenizer)
         raise ConfigError(
@@ -74,7 +73,10 @@ def require_template(tokenizer: Tokenizer, needed_by: str) -> None:
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> list[I32]:
-    """Return token ids of each text, in one call: fast tokenizers process a batch in parallel."""
+    """Return the token ids of each text, encoded in one call because fast tokenizers process a batch in parallel.
+
+    Raises ``ConfigError`` if the tokenizer fails.
+    """
     if not texts:
         return []
     try:

@@ -39,7 +39,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Tokenizer of conversations by chat template."""
+    """Tokenizer of conversations, which it renders by the chat template."""
 
     tokenizer: Tokenizer
     method: str = "turns"  # data.conversation: turns or whole
@@ -88,7 +88,7 @@ class Conversations:
         return pieces
 
     def _frame(self) -> tuple[int, str]:
-        """Return the length of the template's prefix of a conversation, and its generation prompt."""
+        """Return the length of the text that the template writes before the first turn, and its generation prompt."""
         user_turn = {"role": "user", "content": PLACEHOLDER}
         two_turns = self._render([user_turn, user_turn], "data.conversation=turns")
         first, second = two_turns.find(PLACEHOLDER), two_turns.rfind(PLACEHOLDER)

@@ -19,7 +19,7 @@ from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, 
 class Demonstrations:
     """Source of one-sample groups: prompt, label and end-of-sequence token, or a conversation rendered by its template.
 
-    Rows are tokenised once. The cursor is ``source``'s. The constructor raises ``DataError`` for a row that has no
+    Rows are tokenised once. ``source`` keeps the cursor. The constructor raises ``DataError`` for a row that has no
     label or is longer than the context, and ``ConfigError`` for a tokenizer without an end-of-sequence token.
     """
 
@@ -58,7 +58,7 @@ class Demonstrations:
             self._add(prompt, MaskedTokens(token_ids, trained), "prompt, label and end-of-sequence token are")
 
     def _add(self, prompt: Prompt, row: MaskedTokens, subject: str) -> None:
-        """Store a row. Raises ``DataError`` if it is too long; ``subject`` begins the message."""
+        """Store a row. Raises ``DataError`` if it is too long; ``subject`` is the subject of the message."""
         if len(row.token_ids) > self._max_context_len:
             raise DataError(
                 f"{self._source.location(prompt.prompt_id)}: {subject} {len(row.token_ids)} tokens "
@@ -96,7 +96,7 @@ class Demonstrations:
 
 
 def _spans(row: MaskedTokens) -> Iterator[Span]:
-    """Yield spans: trained ranges as MODEL, the range before them as PROMPT, ranges between them as TOOL."""
+    """Yield a row's spans: trained ranges as MODEL, an untrained range at the start as PROMPT, the others as TOOL."""
     edges = [0, *(np.flatnonzero(np.diff(row.trained)) + 1).tolist(), len(row.trained)]
     for start, stop in pairwise(edges):
         if row.trained[start]:

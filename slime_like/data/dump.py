@@ -1,6 +1,7 @@
 """Columnar files of groups, for ``run.dump_rollouts``, ``run.replay_from`` and the leftover groups in checkpoints.
 
-A file is an ``.npz`` without pickled objects: concatenated token columns, and one JSON text with all other fields.
+A file is an ``.npz`` without pickled objects: concatenated token columns, each sample's extras, and one JSON text with all
+other fields.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def digest(columns: Mapping[str, Any]) -> str:
 
 
 def check_digest(columns: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if columns do not match their digest; files of older versions have none."""
+    """Raise ``ValueError`` if columns do not match their digest. Columns without one, of older versions, are accepted."""
     if DIGEST in columns and str(columns[DIGEST]) != digest(columns):
         raise ValueError("its columns do not match its digest")
 
@@ -154,7 +155,7 @@ def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
 
 
 def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence[int]) -> list[Any]:
-    """Split column ``name`` into pieces of ``lengths``."""
+    """Split column ``name`` into pieces of ``lengths``. Raises ``ValueError`` on a wrong dtype, size or token id."""
     column, total = columns[name], sum(lengths)
     if column.dtype != dtype or column.shape != (total,):
         raise ValueError(f"{name} is {column.dtype}{list(column.shape)}, not {np.dtype(dtype)}[{total}]")

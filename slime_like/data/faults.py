@@ -37,7 +37,7 @@ class Recovery:
     up: float = 0.0  # when its process was up again
     joined: float = 0.0  # when it served again
     version: int = -1  # weight version when it rejoined
-    groups: int = 0  # groups continued on other engines; for a reward server, samples without its score
+    groups: int = 0  # groups moved to other engines; for the reward server, samples that it did not score
 
     @property
     def key(self) -> tuple[str, float]:
@@ -55,7 +55,10 @@ class Outcome:
 
 
 def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
-    """Append records to the run's file in a single write: a fault may kill the driver right after it."""
+    """Append records to the run's file in a single write, because a fault may kill the driver right after it.
+
+    Raises ``DataError`` if the file cannot be written.
+    """
     if not records:
         return
     text = "".join(json.dumps({"kind": type(record).__name__, **asdict(record)}) + "\n" for record in records)
@@ -69,9 +72,10 @@ def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
 
 
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
-    """Return faults and recoveries of all parts of a run; empty without a file. Raises ``DataError``.
+    """Return the injected faults and the recoveries of a run, before and after resumes; empty without a file.
 
     A loss has a record from when it was noticed and another one from when it was resolved; the newest one is returned.
+    Raises ``DataError`` naming an unreadable line.
     """
     injections: list[InjectedFault] = []
     recoveries: list[Recovery] = []
@@ -124,7 +128,7 @@ def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]
 
 
 def _merge_records(recoveries: Sequence[Recovery]) -> Recovery:
-    """Return one record of a loss. The reward server has a record from each rollout manager that sent it a request."""
+    """Merge the records of one loss. The reward server has one from each rollout manager whose requests failed."""
     is_up = all(recovery.up for recovery in recoveries)
     return replace(
         min(recoveries, key=lambda recovery: recovery.noticed),
@@ -134,7 +138,7 @@ def _merge_records(recoveries: Sequence[Recovery]) -> Recovery:
 
 
 def _describe_recovery(recovery: Recovery, since: float) -> str:
-    """Return the steps of a recovery, timed from ``since``."""
+    """Return a description of a recovery's steps, with times counted from ``since``."""
     parts = (
         [f"noticed after {max(0.0, recovery.noticed - since):.1f} s ({_first_line(recovery.cause)})"]
         if since != recovery.noticed

@@ -41,7 +41,7 @@ class DataFile:
 
     @classmethod
     def open(cls, key: str, spec: str) -> DataFile:
-        """Return the file and the rows that ``spec``, the value of config key ``key``, selects: ``path`` or ``path@[a:b]``.
+        """Return the file and row range given by ``spec``, the value of config key ``key``: ``path`` or ``path@[a:b]``.
 
         Raises ``DataError`` if the file is missing, of another type or empty, or the slice is empty.
         """
@@ -94,7 +94,7 @@ class DataFile:
                     yield RawRow(index, f"row {index}", fields)
 
     def _next(self, batches: Iterator[Any], index: int) -> Any:
-        """Return the next rows of a parquet file, None at its end. Raises ``DataError`` if they are damaged."""
+        """Return the next batch of a parquet file, or None at its end. Raises ``DataError`` if it cannot be read."""
         try:
             return next(batches, None)
         except (ValueError, OSError, NotImplementedError) as error:  # ArrowException is one of these
@@ -104,7 +104,7 @@ class DataFile:
 
 
 def file_of(spec: str) -> Path:
-    """Return the file of ``path`` or ``path@[a:b]``."""
+    """Return the path of the file that ``spec`` (``path`` or ``path@[a:b]``) names."""
     match = SLICE.match(spec)
     return Path(match["path"] if match else spec).expanduser()
 
@@ -113,7 +113,7 @@ def _parse(index: int, location: str, line: bytes) -> RawRow:
     try:
         fields = json.loads(line.rstrip(b"\r\n"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        # The decoder counts lines within this line: its line number would contradict the file's.
+        # The decoder numbers lines within this line, which would contradict the line number in the file.
         problem = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         return RawRow(index, location, None, f"is not JSON ({problem}); each line must be one JSON object")
     if not isinstance(fields, dict):
@@ -122,7 +122,7 @@ def _parse(index: int, location: str, line: bytes) -> RawRow:
 
 
 def _nearest_file(path: Path) -> str:
-    """Return a hint: similar or existing data files of the folder, or the missing part of its path."""
+    """Return a hint: a similar file name, other data files of the folder, or the missing folder."""
     if not path.parent.is_dir():
         existing_parent = next((p for p in path.parents if p.is_dir()), Path("."))
         return f"the folder {path.parent} does not exist (but {existing_parent} does)"

@@ -18,10 +18,10 @@ class GroupSplit:
 
 
 def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, policy: str) -> GroupSplit:
-    """Use whole groups, in order, up to ``samples_per_rollout`` samples; carry or drop the others, by ``policy``.
+    """Select whole groups, in order, up to ``samples_per_rollout`` samples, and carry or drop the others by ``policy``.
 
     If there are too few samples for a rollout, ``carry`` carries all groups, so that the caller collects more, and ``drop``
-    uses all of them in smaller steps. If the first group is larger than a rollout, it is used alone, as it would never fit.
+    selects all of them for smaller steps. A first group larger than a rollout is selected alone, as it would never fit.
     An episode of several samples counts once.
 
     Example: of three groups of 4 samples, with 8 samples per rollout, two are used and the third is carried or dropped.

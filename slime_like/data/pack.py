@@ -1,4 +1,4 @@
-"""Distribution of sequences over data-parallel ranks, and packing into micro-batches of a maximum number of tokens.
+"""Distribution of sequences over data-parallel ranks, and packing into micro-batches with a token limit.
 
 A row is the list of the indices of the sequences in one micro-batch.
 """
@@ -12,10 +12,10 @@ import numpy as np
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Return the indices of ``lengths`` in ``parts`` ascending lists whose lengths have nearly equal sums.
+    """Return the indices of ``lengths`` in ``parts`` lists, each ascending, with nearly equal sums of lengths.
 
-    Assigns the longest first, to the part with the smallest sum (Graham 1969, LPT: at most 4/3 of the best possible largest sum).
-    Deterministic: ties go to the lower index. No list is empty when there are at least ``parts`` lengths.
+    Assigns each index, longest first, to the list with the smallest sum (Graham 1969, LPT: the largest sum is at most 4/3 of
+    the optimum). Deterministic: ties go to the lower index. No list is empty if there are at least ``parts`` lengths.
 
     Example: ``balance([5, 4, 3, 2], 2) == [[0, 3], [1, 2]]``.
     """
@@ -32,7 +32,7 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence gets a separate row.
 
-    Puts the longest first, into the first row with enough space (Johnson 1973: at most 11/9 of the fewest rows, plus one).
+    Puts each index, longest first, into the first row with enough space (Johnson 1973: at most 11/9 of the fewest rows + 1).
 
     Example: ``first_fit_decreasing([3, 9, 4, 5], 8) == [[1], [0, 3], [2]]``.
     """
@@ -52,9 +52,9 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> list[list[int]]:
-    """Return ``num_rows`` rows by repeatedly halving the row with the most tokens and at least two sequences.
+    """Split ``rows`` into ``num_rows``: repeatedly halve the row with the most tokens of those with several sequences.
 
-    Returns fewer rows if every row has a single sequence.
+    Returns fewer rows if no row with several sequences is left.
     """
     rows = [list(row) for row in rows]
     while len(rows) < num_rows:

@@ -27,7 +27,7 @@ MIN_ROLLOUTS_APART = 4  # between two uses of a prompt, if the file has enough r
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """Arguments of a data source in addition to its config group: one dataset of the run."""
+    """Dataset-specific arguments of a data source, in addition to its config group."""
 
     path: str  # data.train, or a file of evaluation.datasets
     tokenizer: Tokenizer
@@ -57,10 +57,10 @@ def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
 
 
 def delay_repeats(order: Sequence[int], previous: Sequence[int]) -> list[int]:
-    """Return ``order`` with the rows of ``previous``, the end of the last epoch, moved back.
+    """Return ``order`` with the rows of ``previous``, the last rows of the previous epoch, delayed.
 
-    At least ``len(previous)`` positions then separate a row from its position in ``previous``. Rows move as few positions
-    as possible. ``previous`` must be shorter than ``order``.
+    At least ``len(previous)`` positions then lie between a row's place in ``previous`` and its next one. Rows move as few
+    positions as possible. ``previous`` must be shorter than ``order``.
     """
     earliest_places = {row: place for place, row in enumerate(previous, 1)}
     remaining, delayed_rows, free_rows, moved_rows = iter(order), set[int](), deque[int](), list[int]()
@@ -79,7 +79,7 @@ class _Cursor(TypedDict):
 
     epoch: Count
     offset: Count
-    before: NotRequired[list[Count]]  # absent in a state of an older version
+    before: NotRequired[list[Count]]  # absent in states of older versions
     seed: int
     shuffle: bool
     rows: Count
@@ -89,8 +89,8 @@ class _Cursor(TypedDict):
 class FileSource:
     """Resumable stream of prompts from one file. It has no tokenizer, so it can be pickled to other processes.
 
-    The constructor raises ``DataError`` for a missing or empty file or a bad row (file, line, key, reason, fix);
-    ``ConfigError`` for chat messages without a chat template. With ``data.on_bad_row=skip`` bad rows are left out and
+    The constructor raises ``DataError`` for a missing or empty file or a bad row (naming file, line, key, reason and fix),
+    and ``ConfigError`` for chat messages without a chat template. With ``data.on_bad_row=skip`` bad rows are left out and
     counted in ``num_bad_rows``; ``bad_rows`` holds the first reasons.
     """
 
@@ -118,14 +118,14 @@ class FileSource:
         return len(self.prompts)
 
     def location(self, prompt_id: int) -> str:
-        """Return file and line of a prompt, for messages."""
+        """Return the file and line of prompt ``prompt_id``, for messages."""
         return f"{self._file.path}, {self._locations[prompt_id]}"
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """Return the next ``num_prompts`` prompts; a new epoch, in a new order, starts when one ends.
 
-        With at least as many prompts as the batch needs, no batch contains a prompt twice, even across epochs: prompts at the
-        end of one epoch move back in the next.
+        If the file has enough prompts for a batch, no batch contains a prompt twice, even across epochs: prompts at the
+        end of one epoch come later in the next.
         """
         prompts: list[Prompt] = []
         while len(prompts) < num_prompts:
@@ -187,7 +187,7 @@ class FileSource:
         self._order = self._order_of(self._epoch)
 
     def _reject(self, location: str, reason: str) -> None:
-        """Raise on an unusable row or count it, by ``data.on_bad_row``."""
+        """Raise ``DataError`` for an unusable row, or count it if ``data.on_bad_row=skip``."""
         message = f"{self._file.path}, {location}: {reason}"
         if not self._skip:
             raise DataError(f"{message} (data.on_bad_row=skip skips and counts bad rows)")

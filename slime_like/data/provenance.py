@@ -20,13 +20,13 @@ class Provenance:
     version 6 began and version 7 continued has ``stale`` tokens first and ``mixed`` tokens after them.
     """
 
-    on_policy: Mask  # in samples that only the trainer's version sampled; both sides agree up to rounding
+    on_policy: Mask  # in samples that only the trainer's version sampled: engine and trainer agree up to rounding
     mixed: Mask  # sampled by the trainer's version, in samples that another version began
     stale: Mask  # sampled by another version
 
     @property
     def sampled(self) -> Mask:
-        """Return [T] True for every token that an engine sampled."""
+        """Return a mask [T] that is True for every token that an engine sampled."""
         return self.on_policy | self.mixed | self.stale
 
 

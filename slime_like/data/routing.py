@@ -1,4 +1,4 @@
-"""Experts that an engine chose for the tokens of a sample: an extra column of samples and batches.
+"""Routed experts: the experts that an engine chose for each token, an extra column of samples and batches.
 
 Axis suffixes: L tokens, N tokens whose experts an engine computed, B blocks of the decoder, K experts per token. A row of
 zeros means that no experts are recorded: a recorded row has K different experts, and K is at least 2.
@@ -26,15 +26,18 @@ class RoutingShape:
     num_blocks: int  # blocks of the decoder; those without experts have zeros
     experts_per_token: int
     num_experts: int
-    sparse_blocks: tuple[int, ...]  # with experts
+    sparse_blocks: tuple[int, ...]  # indices of the blocks with experts
 
     @property
     def dtype(self) -> np.dtype[np.uint8 | np.uint16]:
-        """Smallest integer type that holds the index of each expert."""
+        """Return the smallest integer type that holds every expert index."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     def parse(self, data: bytes, num_tokens: int) -> RoutedExperts:
-        """Return [N, B, K] from the int32 bytes that SGLang sends for ``num_tokens`` tokens. Raises ``EngineError``."""
+        """Return experts [N, B, K] from the int32 bytes that SGLang sends for ``num_tokens`` tokens.
+
+        Raises ``EngineError`` if their number or an index does not fit the model.
+        """
         flat = np.frombuffer(data, dtype=np.int32)
         expected = (num_tokens, self.num_blocks, self.experts_per_token)
         if flat.size != np.prod(expected):
@@ -53,8 +56,8 @@ class RoutingShape:
 class RoutingDifference:
     """Comparison of replayed experts with the trainer's own choice, over all ranks."""
 
-    share: float  # share of a layer's tokens, mean over the layers
-    max_share: float  # share in the layer where it is largest
+    share: float  # share of tokens whose experts differ, mean over the layers
+    max_share: float  # the same, maximum over the layers
     max_gap: float  # largest score difference in favour of a router's own choice; scores: logits, or sigmoids plus bias
 
     def metrics(self, prefix: str) -> tuple[Metric, ...]:
@@ -67,9 +70,9 @@ class RoutingDifference:
 
 
 def routing_column(experts_NBK: RoutedExperts | None, num_tokens: int) -> dict[str, RoutedExperts]:
-    """Return the extra column of a sample of ``num_tokens`` tokens; empty if the engine returned no experts.
+    """Return the ``extras`` entry of a sample of ``num_tokens`` tokens; empty if the engine returned no experts.
 
-    An engine computes no experts for the last token that it samples.
+    An engine computes no experts for the last token that it samples, which gets zeros.
     """
     if experts_NBK is None:
         return {}
@@ -90,7 +93,7 @@ def with_routing(groups: Sequence[SampleGroup], shape: RoutingShape) -> tuple[Sa
 
 
 def check_dumped(groups: Sequence[SampleGroup], shape: RoutingShape, source: str) -> None:
-    """Raise ``DataError`` naming ``source`` if samples that a run wants to train on have no experts."""
+    """Raise ``DataError`` naming ``source`` if dumped samples lack the experts that training would replay."""
     try:
         with_routing(groups, shape)
     except EngineError as error:

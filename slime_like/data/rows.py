@@ -44,7 +44,7 @@ class PromptRow:
     messages: tuple[Message, ...] = ()
 
     def prompt(self, token_ids: I32, dataset: str) -> Prompt:
-        """Return the row as a prompt with its tokens."""
+        """Return the row as a ``Prompt`` with the tokens ``token_ids``."""
         return Prompt(
             prompt_id=self.index,
             token_ids=token_ids,
@@ -59,7 +59,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Reader of raw rows -> ``PromptRow``, by the keys of ``data``.
+    """Converter of raw rows to ``PromptRow``, configured by the keys of ``data``.
 
     Raises ``BadRow`` for a row that cannot be used, ``ConfigError`` for chat messages without a chat template,
     which affect more than one row.
@@ -73,7 +73,7 @@ class RowReader:
     supervised: bool = False  # chat messages may end with an assistant turn, which replaces the label
 
     def read(self, raw: RawRow) -> PromptRow:
-        """Return the row with its prompt rendered as text."""
+        """Return the validated row with its prompt rendered as text."""
         if raw.fields is None:
             raise BadRow(raw.problem)
         cfg, fields = self.config, raw.fields
@@ -143,7 +143,7 @@ class RowReader:
 
 
 def length_problem(key: str, token_ids: I32, max_context_len: int, max_prompt_len: int | None = None) -> str:
-    """Return the problem with a prompt of these tokens; empty if there is none."""
+    """Return the problem with the length of a prompt; empty if there is none."""
     if not len(token_ids):
         return f"{key!r} has no token; a prompt needs at least one"
     if max_prompt_len is not None and len(token_ids) > max_prompt_len:
@@ -168,7 +168,7 @@ def vocabulary_problem(key: str, token_ids: I32, vocab_size: int | None) -> str:
 
 
 def _column(fields: Mapping[str, Any], key: str) -> Any:
-    """Return a column, or the nested field of a dotted key: ``reward_model.ground_truth``."""
+    """Return a column, or the nested field of a dotted key such as ``reward_model.ground_truth``; None if it is absent."""
     if key in fields or "." not in key:
         return fields.get(key)
     outer, _, inner = key.partition(".")
@@ -177,7 +177,7 @@ def _column(fields: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_text(key: str, text: str) -> None:
-    """Refuse lone surrogates, which JSON and Python accept and tokenizers do not."""
+    """Raise ``BadRow`` on lone surrogates, which JSON and Python accept but tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -187,7 +187,7 @@ def _check_text(key: str, text: str) -> None:
 
 
 def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any]) -> str:
-    """Accept any row (for a reward without requirements)."""
+    """Accept any row, for rewards without requirements."""
     del rm_type, label, metadata
     return ""
 
@@ -207,7 +207,7 @@ def _label(key: str, value: object) -> str | None:
 
 
 def _tools(value: object) -> list[object] | None:
-    """Return the column ``tools`` of a row, a list or its JSON as text; None if absent."""
+    """Return the value of a row's column ``tools``, a list or its JSON text, as a list; None if absent."""
     parsed = value
     if isinstance(value, str):
         try:
@@ -241,7 +241,7 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
 
 
 def _check_json(key: str, value: object) -> None:
-    """Refuse parquet values that JSON, and therefore dumps and checkpoints, cannot represent."""
+    """Raise ``BadRow`` on parquet values that JSON, and therefore dumps and checkpoints, cannot represent."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Share of a rollout manager in a run with several: every ``num_shares``-th prompt, group and engine.
+"""Share of one rollout manager in a run with several managers: every ``num_shares``-th prompt, group and engine.
 
 Group ids, and with them the samples' seeds, are those that a single manager would use.
 """
@@ -22,16 +22,16 @@ class ManagerShare:
 
     @property
     def name(self) -> str:
-        """Name of the manager in messages."""
+        """Return the manager's name for messages."""
         return "rollout manager" if self.num_shares == 1 else f"rollout manager {self.index}"
 
     @property
     def file_name(self) -> str:
-        """Name of the manager in file names."""
+        """Return the manager's name for file names."""
         return self.name.replace(" ", "_")
 
     def size(self, total: int) -> int:
-        """Return the share of ``total`` items, a multiple of ``num_shares``."""
+        """Return the number of items in this share of ``total`` items, a multiple of ``num_shares``."""
         return total // self.num_shares
 
     def global_id(self, position: int) -> int:
@@ -47,7 +47,7 @@ SINGLE = ManagerShare()  # share of the only manager
 
 
 class SharedSource:
-    """The prompts of one share of a data source. Every manager has a copy of the source and takes all prompts in order."""
+    """Data source of one share. Every manager advances its own copy of the source through all prompts and keeps its share."""
 
     def __init__(self, source: DataSource, share: ManagerShare) -> None:
         self._source, self._share = source, share
@@ -60,7 +60,7 @@ class SharedSource:
         return list(self._share.of(self._source.next(num_prompts * self._share.num_shares)))
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics of the data, which only the first share reports, because they are those of the whole source."""
+        """Return the metrics of the whole source, which only the first share reports."""
         return self._source.metrics() if self._share.index == 0 else ()
 
     def state(self) -> Mapping[str, object]:
@@ -68,10 +68,10 @@ class SharedSource:
         return self._source.state()
 
     def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue at a cursor of the source."""
+        """Continue at the source's cursor ``state``."""
         self._source.load_state(state)
 
 
 def share_of_source(source: DataSource, share: ManagerShare) -> DataSource:
-    """Return the prompts of ``share``; the source itself if there is a single manager."""
+    """Return the data source of ``share``: ``source`` itself if there is a single manager."""
     return source if share.num_shares == 1 else SharedSource(source, share)

@@ -1,4 +1,4 @@
-"""Text of token ids, from a table of each token's bytes, for tokenizers whose texts are concatenated bytes of tokens.
+"""Decoding of token ids by a table of each token's bytes, for tokenizers whose text is the concatenated bytes of its tokens.
 
 ``tokenizers`` and transformers look each token up by name and convert its characters to bytes, at several hundred
 nanoseconds per token, which would be the largest part of the rollout manager's work. Byte-level BPE (GPT-2, Qwen, Llama 3,
@@ -19,9 +19,10 @@ from slime_like.types import I32
 
 
 def text_decoder(tokenizer: Tokenizer) -> Callable[[TokenIds], str]:
-    """Return a function that gives the same text as ``tokenizer.decode`` without special tokens.
+    """Return a function that decodes token ids to the text of ``tokenizer.decode`` without special tokens.
 
-    The table is used only if it gives the tokenizer's text for the entire vocabulary, in ascending and descending order.
+    It uses the byte table only if that gives the tokenizer's text for the entire vocabulary, in ascending and descending
+    order.
     """
 
     def decode(token_ids: TokenIds) -> str:
@@ -82,7 +83,7 @@ def _byte_table(backend: Any) -> ByteTable | None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary. Source: ``bytes_to_unicode`` of GPT-2's encoder.py."""
+    """Return character -> byte of a byte-level vocabulary. Source: ``bytes_to_unicode`` of GPT-2's encoder.py."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     other_bytes = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(other_bytes)}

@@ -40,7 +40,7 @@ class Settings(TypedDict, total=False):
 
 
 def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
-    """Return the tokenizer of ``transformers.AutoTokenizer``, or an equivalent one that loads in a hundredth of the time.
+    """Return the tokenizer of ``transformers.AutoTokenizer``, or an equivalent one that loads a hundred times faster.
 
     Raises ``ConfigError`` naming ``key``, whose value is ``folder``, and the file that cannot be used.
     """
@@ -103,7 +103,7 @@ class PlainTokenizer:
 
     @property
     def backend_tokenizer(self) -> Any:
-        """The ``tokenizers.Tokenizer``, under the name that transformers gives it."""
+        """Return the ``tokenizers.Tokenizer``, under the name that transformers gives it."""
         return self._backend
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -127,7 +127,10 @@ def _auto_tokenizer(folder: str) -> Any:
 
 
 def _plain(folder: Path) -> PlainTokenizer | None:
-    """Return the tokenizer of ``folder`` without transformers; None if that could change its behaviour or a file is unreadable."""
+    """Return the tokenizer of ``folder`` loaded without transformers.
+
+    Returns None if transformers could change its behaviour or a file is unreadable.
+    """
     try:
         settings = parse_json((folder / "tokenizer_config.json").read_bytes())
         content = parse_json((folder / "tokenizer.json").read_bytes())

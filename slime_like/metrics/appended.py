@@ -1,4 +1,4 @@
-"""Append-only file of lines that survives a full disk and the removal of the file."""
+"""Append-only file of lines that tolerates a full disk and the removal of the file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slime_like.printable import visible
 class AppendOnlyFile:
     """Log that writes line by line. Lines stay in memory while the disk is full.
 
-    If the file was removed or replaced, it is written again with all its lines, which the open descriptor still has. A
-    warning on stderr reports each problem once.
+    If the file was removed or replaced, it is restored with all its lines, which are still readable through the open
+    descriptor. A warning on stderr reports each problem once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +57,7 @@ class AppendOnlyFile:
             return False
 
     def _restore(self) -> None:
-        """Write the lines of the open file to the path again."""
+        """Copy the lines of the open file to the path, and reopen it there."""
         with os.fdopen(os.dup(self._fd), "rb") as file, replacing(self._path) as scratch:
             file.seek(0)
             scratch.write_bytes(file.read())

@@ -1,6 +1,6 @@
 """Table of all metrics. ``docs/metrics.md`` is generated from it; an end-to-end test fails on a metric without an entry.
 
-An entry with ``healthy`` has a remedy in ``remedies``.
+Every entry with a ``healthy`` range has a remedy in ``remedies``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}  # upper bound on the mean differ
 class DriftWatch:
     """Comparison of the mean difference of each rollout with the median of the earlier rollouts of this run.
 
-    It gives a warning if the mean is above ``ceiling``, or above both ``rounding`` and ``factor`` times that median.
+    It warns if the mean is above ``ceiling``, or above both ``rounding`` and ``factor`` times that median.
     """
 
     rounding: float  # largest mean that rounding can cause, see ``ROUNDING``
@@ -25,7 +25,7 @@ class DriftWatch:
     _last_warnings: dict[str, float] = field(default_factory=dict[str, float])  # metric -> value of its last warning
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return a warning for each metric above its limit; repeat it only after the metric has grown by ``factor``."""
+        """Return a warning for each metric above its limit, repeated only once the metric has grown by ``factor``."""
         if self.factor is None:
             return []
         baseline = median(self._means) if self._means else None

@@ -1,9 +1,10 @@
 """Floating-point operations (FLOPs) of a decoder, from its config.json.
 
-FLOPs are counted as for model-FLOPs utilisation: two FLOPs per multiply-add of the model's formulas. It leaves out recomputed,
-masked and padded values, and norms, activations and rotations, whose cost is linear in the width. Causal attention counts
-the pairs of tokens that attend to each other. The gated delta rule counts its recurrence, three products of the state with
-a vector per token, without the additional work of chunked kernels. Source: Chowdhery et al., "PaLM", appendix B.
+FLOPs are counted as for model-FLOPs utilisation: two per multiply-add of the model's formulas. The count leaves out
+recomputed, masked and padded values, and norms, activations and rotations, whose cost is linear in the width. For causal
+attention it includes the pairs of tokens that attend to each other; for the gated delta rule the recurrence, three
+matrix-vector products with the state per token, without the additional work of chunked kernels.
+Source: Chowdhery et al., "PaLM", appendix B.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GDN_EVERY = 4  # Qwen3-Next without layer_types in config.json: every fourth lay
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Dimensions of a model whose FLOPs are counted. Widths are of complete layers, without parallelism."""
+    """Dimensions of a model whose FLOPs are counted. Widths are those of whole layers, not of a rank's shard."""
 
     hidden: int
     vocab: int
@@ -32,7 +33,7 @@ class DecoderShape:
     head_dim: int
     output_gate: bool  # True: attention has an output gate
     gdn: GDNShape | None
-    dense_layers: int  # with one MLP
+    dense_layers: int  # layers with one MLP in place of experts
     mlp: int
     expert_layers: int
     experts: int
@@ -44,7 +45,7 @@ class DecoderShape:
 
 
 def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
-    """Return the shape of the model of a config.json or of its text_config. Raises ``KeyError`` if a field is missing."""
+    """Return the shape of the model that a config.json or its text_config describes. Raises ``KeyError`` on a missing key."""
     text = cast("Mapping[str, Any]", config.get("text_config") or config)
     layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
     gdn = gdn_shape(text)
@@ -90,7 +91,7 @@ def forward_flops(shape: DecoderShape, lengths: Iterable[int], *, logits: bool =
 
 
 def train_flops(shape: DecoderShape, lengths: Iterable[int]) -> int:
-    """Return the FLOPs of a forward and a backward pass, which costs as much as two forward passes."""
+    """Return the FLOPs of a forward and a backward pass; the latter counts as two forward passes."""
     return 3 * forward_flops(shape, lengths)
 
 
@@ -119,7 +120,7 @@ def _attention_projections(shape: DecoderShape) -> int:
 
 
 def _pair_flops(shape: DecoderShape) -> int:
-    """Return the FLOPs of an attention layer per pair of a query and a key: score, and product with the value."""
+    """Return an attention layer's FLOPs per pair of query and key: the score, and the product of weight and value."""
     if (m := shape.latent) is not None:
         return 2 * m.heads * (m.nope_dim + m.rope_dim + m.value_dim)
     return 4 * shape.heads * shape.head_dim

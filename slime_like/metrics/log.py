@@ -1,4 +1,4 @@
-"""metrics.jsonl, the log of a run: one line per step. A resumed run and the report read it."""
+"""metrics.jsonl, the log of a run with one line per step, which a resumed run and the report read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advice for metrics outside the healthy range of ``dictionary``, by the name of the entry."""
+"""Advice for metrics outside the healthy range given in ``dictionary``, by the name of the entry."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def open_sinks(
 
 @dataclass(slots=True)
 class SinkGroup:
-    """All sinks of a run, called as one; sinks without ``note`` or ``warn`` are skipped in these calls."""
+    """All sinks of a run, called as one. Calls of ``note`` and ``warn`` skip sinks without these methods."""
 
     sinks: Sequence[Sink]
 
@@ -75,7 +75,7 @@ class SinkGroup:
                 sink.note(text)
 
     def warn(self, step: int, warning: RunWarning) -> None:
-        """Record a warning in every sink that records them."""
+        """Record ``warning`` in every sink that records warnings."""
         for sink in self.sinks:
             if isinstance(sink, KeepsWarnings):
                 sink.warn(step, warning)

@@ -29,7 +29,7 @@ class Spans:
             self.add(name, start, time.time())
 
     def add(self, name: str, start: float, stop: float) -> None:
-        """Record a phase that another process has timed."""
+        """Record a phase with start and stop in unix seconds, such as one that another process timed."""
         with self._lock:
             previous = self._spans.get(name)
             self._spans[name] = (start, stop) if previous is None else (previous[0], max(stop, previous[1]))

@@ -12,9 +12,9 @@ from slime_like.metrics.types import SinkContext, StepSpans
 
 
 class TensorboardSink:
-    """Sink that writes scalars with tensorboard's own writer; torch's writer would import torch into this package.
+    """Sink that writes scalars with tensorboard's own writer, because torch's writer would import torch here.
 
-    A resumed run records its first step, and tensorboard then drops earlier values of the steps that are repeated.
+    A resumed run records its first step, so that tensorboard drops the earlier values of the steps that are repeated.
     """
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:

@@ -84,7 +84,7 @@ class SinkContext:
 
 
 class Sink(Protocol):
-    """Destination of reduced metrics (``metrics.sinks``). ``KeepsWarnings`` and ``ShowsNotes`` have optional methods."""
+    """Destination of reduced metrics (``metrics.sinks``). ``KeepsWarnings`` and ``ShowsNotes`` declare optional methods."""
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
         """Log one step."""

@@ -1,4 +1,4 @@
-"""Console output of a run: a live table on a terminal, else a line per step."""
+"""Console output of a run: a live table for terminals, or a line per step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cells(values: Mapping[str, float]) -> list[str]:
 
 
 def evaluations(values: Mapping[str, float]) -> dict[str, float]:
-    """Return dataset -> score of a step: the metrics ``eval/<dataset>`` without ``eval/<dataset>-...`` and ``eval/<dataset>/...``."""
+    """Return dataset -> score of a step: ``eval/<dataset>``, but not ``eval/<dataset>-...`` or ``eval/<dataset>/...``."""
     scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     return {
         name: value
@@ -97,7 +97,7 @@ class LiveConsole:
         self._live = Live(console=console, auto_refresh=False)
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
-        """Redraw with one more step."""
+        """Add a step to the table and redraw it."""
         del spans
         if self._start_time is None:
             self._start_time = self._clock()
@@ -110,7 +110,7 @@ class LiveConsole:
         self._show()
 
     def note(self, text: str) -> None:
-        """Redraw with one more line below the table."""
+        """Add a line of text below the table and redraw it."""
         self._notes.append(text)
         self._show()
 

@@ -17,9 +17,9 @@ from slime_like.util.reading import InputFile, abbreviate, reason
 class WandbSink:
     """Sink that sends curves and settings to wandb, or stores them offline without an API key. It sends no prompts or responses.
 
-    The run folder stores the id of the wandb run (``WANDB_RUN_ID`` has precedence), which a resumed run continues. The step
-    is logged as a metric, which is the x axis: a resumed run repeats the steps after its checkpoint, and wandb would drop
-    rows with an internal step that it already has.
+    The run folder stores the id of the wandb run, which a resumed run continues (``WANDB_RUN_ID`` takes precedence). The step
+    is logged as a metric and used as the x axis, because a resumed run repeats the steps after its checkpoint, and wandb
+    drops rows with an internal step that it already has.
     """
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:

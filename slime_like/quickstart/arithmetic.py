@@ -18,7 +18,7 @@ SECOND = range(5, 10)
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticSpec:
-    """Sizes and probabilities of the data. Part of the cache's key: the files are written again if a value changes."""
+    """Sizes and probabilities of the data. Part of the cache key: the files are rewritten if a value changes."""
 
     num_heldout: int = 300
     demonstrations_per_problem: int = 10
@@ -59,14 +59,14 @@ class Problem(Addition):
 
 
 def split(spec: ArithmeticSpec) -> tuple[list[Problem], list[Problem]]:
-    """Return training and held-out problems, disjoint."""
+    """Return disjoint training and held-out problems."""
     problems = [Problem(a, b) for a in FIRST for b in SECOND]
     random.Random(spec.seed).shuffle(problems)
     return problems[spec.num_heldout :], problems[: spec.num_heldout]
 
 
 def demonstrations(problems: Iterable[Problem], spec: ArithmeticSpec) -> list[tuple[str, str]]:
-    """Return (prompt, response) pairs for the warm start, each problem several times, shuffled."""
+    """Return shuffled (prompt, response) pairs for the warm start, several per problem."""
     rng = random.Random(spec.seed + 1)
     repeated = [problem for problem in problems for _ in range(spec.demonstrations_per_problem)]
     rng.shuffle(repeated)

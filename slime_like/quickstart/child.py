@@ -1,7 +1,7 @@
-"""Command run as a child process: this process waits for its end, and the child ends with this process.
+"""Child process that runs a command while this process waits, and that ends if this process ends.
 
 The child has its own session, so that Ctrl-C on a terminal reaches it once, through this process. An unfinished warm start
-is useless, so the child is stopped at once, not after its step. ``train.py`` stops at once after a second signal
+is useless, so the child is stopped at once, not after its step, by two signals: ``train.py`` stops at once after the second
 (``slime_like/cluster/run/stop.py``).
 """
 
@@ -22,8 +22,8 @@ from types import FrameType
 from slime_like.util.deadline import Deadline
 
 POLL_S = 0.05
-END_S = 60.0  # for a run to stop its processes
-# Two different signals, because pending signals of one kind merge. SIGTERM ends a run without handlers and processes.
+END_S = 60.0  # time limit for a run to stop its processes
+# Two different signals, because pending signals of one kind merge. SIGTERM also ends a run that has no handlers yet.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BOUND = Path(__file__).with_name("bound.py")
 
@@ -53,7 +53,7 @@ def run_child(name: str, command: Sequence[str], deadline: Deadline) -> int:
 
 @contextmanager
 def _record_signals(name: str, signals: list[str]) -> Generator[None]:
-    """Append the names of SIGINT and SIGTERM signals to ``signals``. Only the main thread can handle signals."""
+    """Append the names of received SIGINT and SIGTERM to ``signals``. Outside the main thread, signals are not handled."""
 
     def record(number: int, frame: FrameType | None) -> None:
         del frame
@@ -72,7 +72,7 @@ def _record_signals(name: str, signals: list[str]) -> Generator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a running child by signals, and kill its process group if it does not end in ``END_S``."""
+    """Stop a running child by signals, wait up to ``END_S`` for it to end, and kill what is left of its process group."""
     if process.poll() is None:
         for number in SIGNALS:
             process.send_signal(number)

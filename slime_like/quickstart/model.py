@@ -66,7 +66,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape of the model. Part of the cache's key."""
+    """Shape of the model. Part of the cache key."""
 
     model_type: str = "qwen3"
     hidden_size: int = 128
@@ -102,7 +102,7 @@ LATENT = ModelSpec(  # head_dim is the rotated part of a head
     latent=LatentSpec(),
     experts=GroupedExpertSpec(),
 )
-MOE = ModelSpec(  # untied as NEXT; published models normalise the weights of a token's experts
+MOE = ModelSpec(  # untied like NEXT; published models normalise the weights of a token's experts
     model_type="qwen3_moe",
     tie_word_embeddings=False,
     initializer_range=0.08,
@@ -111,7 +111,7 @@ MOE = ModelSpec(  # untied as NEXT; published models normalise the weights of a 
 
 
 def config_fields(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of the model's config.json except its type."""
+    """Return the fields of the model's config.json except ``model_type``."""
     fields = {
         key: value
         for key, value in asdict(spec).items()
@@ -124,7 +124,7 @@ def config_fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def write_model(folder: Path, spec: ModelSpec) -> None:
-    """Write config, random float32 weights and tokenizer to ``folder``; transformers and SGLang load it."""
+    """Write config, random float32 weights and tokenizer to ``folder``, in the format that transformers and SGLang load."""
     with heavy_imports():
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -138,7 +138,7 @@ def write_model(folder: Path, spec: ModelSpec) -> None:
 
 
 def _fill_padding(model: Any, config: Any) -> None:
-    """Give the padding token a random embedding, which transformers sets to zeros.
+    """Give the padding token a random embedding in place of the zeros that transformers initialises it with.
 
     A policy may sample any token. The gradient through a norm of zeros is about 1e3 times larger than elsewhere, and the norm
     of a key adds the same factor, so that one padding token would dominate a clipped step. A tied embedding needs no

@@ -1,4 +1,4 @@
-"""``run.prepare`` of the default jobs: it creates their data and model, and runs their warm start once."""
+"""``run.prepare`` functions of the default jobs, which create data and model and run the warm start once."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def prepare_tool(cfg: TrainConfig) -> None:
 
 
 def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
-    """Create the missing inputs of ``cfg``: datasets and random model; for GRPO also the warm-started model.
+    """Create the missing inputs of ``cfg``: datasets and random model, and unless algo=sft the warm-started model.
 
-    Each folder has a stamp of the specs and sources of its files, and is written again when a spec or source changes. Raises
-    ``ConfigError`` like ``check_folders``.
+    Each folder has a stamp of the specs and sources of its files, and is rewritten when a spec or source changes. Raises
+    ``ConfigError`` as ``check_folders`` does, and ``WorkerError`` if the warm start fails.
     """
     check_folders(cfg)
     assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
@@ -84,7 +84,7 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
 
 
 def check_folders(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if a folder of inputs has an unexpected name, or other files, which may belong to the user."""
+    """Raise ``ConfigError`` if a folder of inputs has an unexpected name, or files that may be the user's own."""
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):
         return
@@ -109,7 +109,7 @@ def _is_warm_start(folder: Path) -> bool:
 
 @contextmanager
 def _exclusive(folder: Path) -> Generator[None]:
-    """Allow one preparation at a time: quickstarts that run at the same time share the files."""
+    """Hold a lock in ``folder``, because quickstarts that run at the same time share its files."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline = Deadline("quickstart", "prepare", WARM_START_DEADLINE_S)
     with exclusive(folder / ".quickstart.lock", deadline, "another quickstart that prepares the same files"):
@@ -156,9 +156,9 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
 
 
 def _empty(folder: Path) -> None:
-    """Remove the files of an earlier warm start (``prepare`` has checked that no others exist).
+    """Remove the files of an earlier warm start; ``check_folders`` has found no others.
 
-    The stamp is written first: an interrupted removal leaves a folder marked as the quickstart's and as unfinished.
+    The stamp is written first, so that an interrupted removal leaves a folder marked as the quickstart's and unfinished.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(UNFINISHED)

@@ -20,7 +20,7 @@ TOKENS = ("<calc>", "</calc>", "<result>", "</result>")
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """Sizes and probabilities of the data. Part of the cache's key: the files are written again if a value changes."""
+    """Sizes and probabilities of the data. Part of the cache key: the files are rewritten if a value changes."""
 
     num_train: int = 4000
     num_heldout: int = 300
@@ -39,7 +39,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LongSum(Addition):
-    """Sum of two numbers, all of three digits. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
+    """Sum of two numbers; both and the sum have three digits. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
 
     @property
     def guess(self) -> str:
@@ -48,7 +48,7 @@ class LongSum(Addition):
 
     @property
     def call(self) -> str:
-        """Return the tool call; the engine stops at its end."""
+        """Return the tool call, after which the engine stops."""
         return f"<calc>{self.a}+{self.b}</calc>"
 
     @property
@@ -58,7 +58,7 @@ class LongSum(Addition):
 
 
 def split(spec: ToolSpec) -> tuple[list[LongSum], list[LongSum]]:
-    """Return training and held-out sums, disjoint."""
+    """Return disjoint training and held-out sums."""
     rng = random.Random(spec.seed)
     num_sums = spec.num_train + spec.num_heldout
     unique: set[LongSum] = set()

@@ -19,7 +19,7 @@ MIN_TOKENS = 16  # minimum for a slope
 
 @dataclass(frozen=True, slots=True)
 class DifferenceCause:
-    """A possible cause of the difference, with its measurement."""
+    """Possible cause of the difference, with its measurement."""
 
     cause: str
     measurement: str
@@ -27,12 +27,15 @@ class DifferenceCause:
 
 
 def attribute(record: RunRecord, tables: Sequence[TokenTable]) -> list[DifferenceCause]:
-    """Return the causes staleness, temperature, precision and kernel, each with a measurement or the option that measures it."""
+    """Return the total difference and its causes staleness, temperature, precision and kernel.
+
+    Each has a measurement, or the option that measures it.
+    """
     return [_overall(record), _staleness(record, tables), _temperature(record, tables), *_rounding(record)]
 
 
 def by_age(tables: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
-    """Return the age of tokens in weight versions -> (mean |trainer - engine| log-probability, number of tokens)."""
+    """Return token age in weight versions -> (mean |trainer - engine| log-probability, number of tokens)."""
     gaps_by_age: dict[int, list[float]] = {}
     for table in tables:
         gap = np.abs(table.trainer_logprobs - table.rollout_logprobs)
@@ -45,8 +48,8 @@ def by_age(tables: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
 def slope(tables: Sequence[TokenTable]) -> tuple[float, int] | None:
     """Return the least-squares slope of trainer on engine log-probabilities, and the number of tokens.
 
-    Only tokens of the trainer's version count. The slope is 1 if both sides use the same temperature. None with fewer than
-    ``MIN_TOKENS`` tokens.
+    Only tokens of the trainer's version count. The slope is 1 if both sides use the same temperature. Returns None with
+    fewer than ``MIN_TOKENS`` tokens, or if their log-probabilities are all equal.
     """
     pairs = [
         (table.rollout_logprobs[valid], table.trainer_logprobs[valid])
@@ -62,7 +65,7 @@ def slope(tables: Sequence[TokenTable]) -> tuple[float, int] | None:
 
 
 def _last(record: RunRecord, metric: str) -> float | None:
-    """Return the last value of ``metric``."""
+    """Return the last value of ``metric``; None if no step has one."""
     curve = record.curve(metric)
     return curve[-1][1] if curve else None
 

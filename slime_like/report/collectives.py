@@ -1,4 +1,4 @@
-"""Section of the collectives of a run: counters per op and process group, summed over the run."""
+"""Report section on a run's collectives: counters per op and process group, summed over the run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Divergence:
     metric: str
     a: tuple[tuple[int, float], ...]
     b: tuple[tuple[int, float], ...]
-    num_common: int  # steps that both runs have
+    num_common: int  # number of steps that both runs have
     step: int | None  # the first of these steps at which the values differ; None if they agree
     largest: float  # largest |a - b| over the common steps; nan if there are none
 
@@ -39,7 +39,7 @@ class Comparison:
     relative: float
     absolute: float
     metrics: tuple[Divergence, ...]  # metrics of both runs; earliest difference first, equal metrics last
-    only: tuple[tuple[str, ...], tuple[str, ...]]  # names of metrics that only A has, that only B has
+    only: tuple[tuple[str, ...], tuple[str, ...]]  # names of metrics that only A has, and that only B has
     config: tuple[tuple[str, Any, Any], ...]  # key, value of A, value of B; ``MISSING`` if a run has no such key
 
     @property

@@ -34,7 +34,7 @@ def select_metrics(comparison: Comparison, patterns: Sequence[str]) -> list[Dive
 
 
 def spark(values: Sequence[float], low: float, high: float) -> str:
-    """Render a curve in one line of text, at most ``SPARK_WIDTH`` characters wide, on the scale ``[low, high]``."""
+    """Return a curve as one line of at most ``SPARK_WIDTH`` bars, scaled to ``[low, high]``."""
     width = min(SPARK_WIDTH, len(values))
     sampled = [values[index * (len(values) - 1) // max(1, width - 1)] for index in range(width)]
     span = high - low
@@ -48,7 +48,7 @@ def spark(values: Sequence[float], low: float, high: float) -> str:
 
 
 def print_comparison(comparison: Comparison, patterns: Sequence[str], stream: TextIO) -> None:
-    """Print curves, first differences and the keys that differ to ``stream``."""
+    """Print the summary, curves, first differences and differing config keys to ``stream``."""
     console = Console(file=stream, highlight=False)
     for line in summary(comparison):
         console.print(plain(line))
@@ -69,7 +69,7 @@ def print_comparison(comparison: Comparison, patterns: Sequence[str], stream: Te
 
 
 def summary(comparison: Comparison) -> Iterator[str]:
-    """Yield the lines of the summary: both runs, first difference, metrics of only one run, number of keys that differ."""
+    """Yield the lines of the summary: both runs, first difference, metrics of one run only, number of differing config keys."""
     for letter, run in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {run.name} ({run.folder}), steps {run.rows[0].step} to {run.rows[-1].step}"
         yield from (f"   {note}" for note in run.notes)

@@ -49,7 +49,7 @@ def html(value: object) -> str:
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """Return the complete document. ``body`` is HTML in which the caller has escaped every value by ``html``."""
+    """Return the complete document. ``body`` is HTML in which the caller has escaped every value with ``html``."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY, quote=True)}">'

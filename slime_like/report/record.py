@@ -21,7 +21,7 @@ class RunRecord:
     folder: Path
     config: Mapping[str, Any]  # the resolved configuration as a tree; empty if the folder has none
     rows: tuple[LogRow, ...]  # by step
-    notes: tuple[str, ...]  # one per part of the folder that is missing or was skipped
+    notes: tuple[str, ...]  # one for each file or line that is missing or was skipped
 
     @property
     def name(self) -> str:

@@ -146,7 +146,7 @@ def _chart(record: RunRecord, title: str, metrics: Sequence[str]) -> str:
 
 
 def _estimated_entropy(record: RunRecord) -> str:
-    """Chart -log p of sampled tokens, whose mean is the entropy, for a run whose loss does not compute the entropy."""
+    """Return a chart of the mean -log p of sampled tokens, which estimates the entropy if the loss does not compute it."""
     curve = [(step, -value) for step, value in record.curve("rollout/log_probs")]
     note = "estimated as minus the mean log-probability of sampled tokens"
     return chart(ENTROPY, [Series("entropy", curve)], unit="nats", note=note) if curve else ""

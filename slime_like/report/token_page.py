@@ -1,4 +1,4 @@
-"""HTML of sampled responses, token by token. Texts of models and datasets are escaped."""
+"""HTML of sampled responses, token by token. Text from models and datasets is escaped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Token:
         return self.trainer - self.rollout
 
     def cells(self) -> tuple[str, ...]:
-        """Return the texts of ``COLUMNS``."""
+        """Return the token's table cells, one per entry of ``COLUMNS``."""
         version = "" if self.version < 0 else str(self.version)
         values = (self.rollout, self.trainer, self.difference, self.advantage, self.weight)
         return (*("" if math.isnan(value) else number(value) for value in values), version, self.source.value)
@@ -81,7 +81,7 @@ def group_html(group: SampleGroup, token_table: TokenTable | None, decode: Decod
 
 
 def legend() -> str:
-    """Return the legend of the colours of tokens."""
+    """Return the HTML legend of the token colours."""
     keys = [f'<span class="t d{index + 1}">from {level:g}</span>' for index, level in enumerate(LEVELS)]
     return (
         f"<p class=note>|trainer - engine| log-probability of a sampled token: {', '.join(keys)} nats. Grey: prompt; "

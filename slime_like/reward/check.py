@@ -59,8 +59,8 @@ def load_reward(key: str, name: str) -> AnyReward:
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
     """Return ``SourceContext.needs_label``: a function that returns whether rows of an rm_type (or None) need a label.
 
-    The function raises ``ConfigError`` on an unknown rm_type. It refuses a path as rm_type, as a data file must not choose
-    the code that runs.
+    The function raises ``ConfigError`` on an unknown rm_type, and also on a path: a data file must not choose the code
+    that runs.
     """
 
     @cache
@@ -71,7 +71,7 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 
 
 def row_rule(config: RewardConfig) -> RowRule:
-    """Return ``SourceContext.row_problem``: the checks that the rewards of a row require, except for a missing label."""
+    """Return ``SourceContext.row_problem``: a function that runs the checks of a row's rewards, other than for a label."""
 
     @cache
     def checks(rm_type: str | None) -> list[RowCheck]:

@@ -17,7 +17,7 @@ def row_reward(config: RewardConfig, rm_type: str | None) -> str:
 def components(config: RewardConfig, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
     """Return name -> weight of the rewards of a row.
 
-    With ``unshaped`` (evaluation), only ``row_reward`` is returned, if ``rm_type`` is among the weights.
+    With ``unshaped`` (evaluation), only ``row_reward`` is returned if ``rm_type`` is among the weights.
 
     Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
     """
@@ -31,7 +31,10 @@ def components(config: RewardConfig, rm_type: str | None, *, unshaped: bool = Fa
 
 
 def compose(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
-    """Return the weighted sum, with the first accuracy among the parts. A single part of weight 1 is returned unchanged."""
+    """Return a reward with the weighted sum of the scores of ``parts`` and their first accuracy.
+
+    A single part of weight 1 is returned unchanged.
+    """
     if len(parts) == 1 and list(weights.values()) == [1.0]:
         return parts[0]
     score = sum(weight * part.score for weight, part in zip(weights.values(), parts, strict=True))

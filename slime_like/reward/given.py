@@ -6,9 +6,9 @@ from slime_like.types import Prompt, Reward, Sample, Status
 
 
 def given(prompt: Prompt, sample: Sample) -> Reward:
-    """Score a sample that has no reward: 0 if it was truncated, since its scorer did not reach the end.
+    """Return a reward of 0 for a truncated sample, because its scorer did not reach the end.
 
-    Raises ``ValueError`` for any other sample.
+    Raises ``ValueError`` for any other sample without a reward.
     """
     if sample.status is Status.TRUNCATED:
         return Reward(0.0)

@@ -31,7 +31,7 @@ NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Options of a row and the correct one."""
+    """Options of a row, and which one is correct."""
 
     letters: tuple[str, ...]
     choices: tuple[str, ...]  # text of each option, if the row has them
@@ -40,7 +40,7 @@ class Question:
 
 
 def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
-    """Parse a row's question."""
+    """Parse the options and the correct one from a row's label and metadata."""
     choices = _texts(metadata.get("choices"))
     letters = tuple(text.upper() for text in _texts(metadata.get("valid_letters")))
     letters = letters or (tuple(string.ascii_uppercase[: len(choices)]) if choices else DEFAULT_LETTERS)

@@ -14,12 +14,12 @@ LABEL, GROUP, ROW = "needs_label", "scores_groups", "row_check"
 
 
 def needs_label[F: Callable[..., Any]](function: F) -> F:
-    """Mark a reward that compares with the label: a row without one is refused when the data is read."""
+    """Mark a reward that compares with the label: rows without a label are refused when the data is read."""
     return _mark(function, LABEL, True)
 
 
 def scores_groups[F: Callable[..., Any]](function: F) -> F:
-    """Mark a reward of all samples of a prompt: ``(prompt, samples) -> one Reward or float per sample``, in their order."""
+    """Mark a reward that scores a prompt's samples together: ``(prompt, samples) -> Reward or float per sample``, in order."""
     return _mark(function, GROUP, True)
 
 
@@ -29,22 +29,22 @@ def checks_rows[F: Callable[..., Any]](check: RowCheck) -> Callable[[F], F]:
 
 
 def compares(function: object) -> bool:
-    """Return whether a row must have a label."""
+    """Return whether the reward ``function`` is marked by ``needs_label``."""
     return bool(getattr(function, LABEL, False))
 
 
 def takes_groups(function: object) -> bool:
-    """Return whether the reward is called with all samples of a prompt."""
+    """Return whether the reward ``function`` is marked by ``scores_groups``."""
     return bool(getattr(function, GROUP, False))
 
 
 def row_check(function: object) -> RowCheck | None:
-    """Return the check of a row apart from its label, if the reward has one."""
+    """Return the check that ``checks_rows`` attached to the reward ``function``, or None."""
     return getattr(function, ROW, None)
 
 
 def label_of(prompt: Prompt) -> str:
-    """Return the label. Raises ``ValueError`` without one: such rows are refused when the data is read."""
+    """Return the prompt's label. Raises ``ValueError`` if it has none; such rows are refused when the data is read."""
     if prompt.label is None:
         raise ValueError(f"prompt {prompt.prompt_id} of {prompt.dataset} has no label")
     return prompt.label

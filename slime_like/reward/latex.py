@@ -1,7 +1,7 @@
 """LaTeX answers: the last ``\\boxed{}`` of a text, and equality by value.
 
-math-verify (Hugging Face) parses LaTeX into sympy by a grammar and compares by value, restricted to inputs that terminate
-and run no code. The following are excluded:
+math-verify (Hugging Face) parses LaTeX into sympy with a grammar and compares values. It is used here only on inputs that
+terminate and run no code. Excluded are:
 
 - its parser for plain expressions, which uses sympy's ``parse_expr`` and so Python's ``eval`` on text that a model
   wrote: only LaTeX is passed to it;

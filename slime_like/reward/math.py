@@ -1,6 +1,6 @@
 """Reward ``math``: 1 if the content of the last ``\\boxed{}`` is mathematically equal to the label.
 
-As slime's ``math``: without a box there is no answer. Use ``answer`` for prompts that do not request a box.
+As in slime's ``math``, a response without a box has no answer. Use ``answer`` for prompts that do not request a box.
 """
 
 from __future__ import annotations

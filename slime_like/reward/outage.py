@@ -14,13 +14,13 @@ HOST = "127.0.0.1"
 
 @dataclass(slots=True)
 class Outage:
-    """Outage of ``seconds``. Until its end requests are sent to a port without a listener, as if the server were down."""
+    """Outage of ``seconds``, during which requests are sent to a port without a listener, as if the server were down."""
 
     seconds: float
     num_unscored: int = 0  # samples that got no score during the outage
     _noticed_at: float = 0.0  # unix seconds of the first failed request; 0 if none has failed
     _cause: str = ""
-    _answered_at: float = 0.0  # unix seconds of the first answer after the outage; 0 if there is none
+    _answered_at: float = 0.0  # unix seconds of the first response after the outage; 0 if there is none
     _start_time: float = field(default_factory=time.monotonic)
     _dead_port: PortLease = field(default_factory=lambda: PortLease(HOST))
 
@@ -30,7 +30,7 @@ class Outage:
         return time.monotonic() - self._start_time < self.seconds
 
     def address(self, url: str) -> str:
-        """Return the address to which a request for ``url`` is sent."""
+        """Return the address for a request to ``url``: the dead port during the outage, then ``url`` itself."""
         return (
             urlsplit(url)._replace(scheme="http", netloc=f"{HOST}:{self._dead_port.port}").geturl()
             if self.is_active
@@ -38,12 +38,12 @@ class Outage:
         )
 
     def record_failure(self, error: Exception) -> None:
-        """Record a failed request."""
+        """Record a failed request; only the first one of the outage counts."""
         if not self._noticed_at:
             self._noticed_at, self._cause = time.time(), f"down: {error}"
 
     def record_answer(self) -> None:
-        """Record an answer of the server."""
+        """Record a response of the server; only the first one after the outage counts."""
         if not self.is_active and not self._answered_at:
             self._answered_at = time.time()
 
@@ -53,7 +53,7 @@ class Outage:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the record is complete: the outage has ended, and any failed request was followed by an answer."""
+        """Return whether the record is complete: the outage has ended, with a response since then if a request failed."""
         return not self.is_active and bool(self._answered_at or not self._noticed_at)
 
     def recoveries(self) -> tuple[Recovery, ...]:

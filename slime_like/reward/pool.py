@@ -1,4 +1,4 @@
-"""Process pool of rewards. Each call has a deadline, so that a reward that hangs does not stop the run."""
+"""Process pool that runs rewards. Each call has a deadline, so that a reward that hangs does not stop the run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from slime_like.types import UNTRAINED, Prompt, Reward, Sample, SampleGroup, Sta
 from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.deadline import Deadline
 
-LOAD_TRIES = 3  # if a process is killed while it imports a reward
+LOAD_TRIES = 3  # attempts to import a reward, if its process is killed
 COUNTS = ("calls", "timeouts", "killed", "remote_failures", "remote_retries", "fallbacks")
 
 
 class RewardPool:
     """``reward.workers`` processes and a client of the reward server. Bound to the event loop of the first call.
 
-    A call longer than ``reward.timeout_s`` is killed with its process. A process killed for this reason, from outside, or
-    for exceeding ``reward.memory_gb`` is replaced. The samples of such calls, and samples without a score from the reward
-    server after its retries, get ``reward.fallback``; if that is null they fail and enter no baseline. ``reward/timeouts``
+    If a call takes longer than ``reward.timeout_s``, its process is killed. A process killed for this reason, from outside,
+    or for exceeding ``reward.memory_gb`` is replaced. The samples of such calls, and samples that the reward server did not
+    score despite retries, get ``reward.fallback``; if that is null they fail and enter no baseline. ``reward/timeouts``
     and ``reward/killed`` count the calls, ``reward/remote_failures`` and ``reward/fallbacks`` the samples. A reward that
     raises, ends its process or returns something other than a finite number raises ``RewardError`` and ends the run.
     """
@@ -59,7 +59,7 @@ class RewardPool:
         return await gather_or_cancel([self._group(group, unshaped) for group in groups])
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics since the last call."""
+        """Return the metrics counted since the last call."""
         self._counts["remote_retries"] = self._remote.num_retries
         metrics = tuple(Sum(f"reward/{name}", float(self._counts[name])) for name in COUNTS)
         self._counts.clear()
@@ -67,7 +67,7 @@ class RewardPool:
         return metrics
 
     def warnings(self) -> tuple[str, ...]:
-        """Return messages for the user since the last call."""
+        """Return the messages for the user that were added since the last call."""
         messages, self._warnings = tuple(self._warnings), []
         return messages
 
@@ -80,7 +80,7 @@ class RewardPool:
         return self._remote.take_recoveries()
 
     def close(self) -> None:
-        """End all processes, and wait for their end. Nothing can be scored afterwards."""
+        """End all idle processes and wait until they have ended. Nothing can be scored afterwards."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
@@ -118,7 +118,7 @@ class RewardPool:
         return replace(sample, reward=Reward(self._config.fallback))
 
     async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
-        """Return one reward per sample; None if the call exceeded its deadline or the server did not answer."""
+        """Return one reward per sample; None if the call missed its deadline, its process was killed or the server failed."""
         if split_prefix(name)[1] == REMOTE:
             return await gather_or_cancel([self._query_server(name, prompt, sample) for sample in samples])
         if await self._is_for_groups(name):
@@ -127,7 +127,7 @@ class RewardPool:
         return [rewards[0] for rewards in results]
 
     async def _is_for_groups(self, name: str) -> bool:
-        """Return whether the reward takes groups; import it on first use."""
+        """Return whether the reward takes groups, importing it on first use."""
         async with self._loading:
             for attempt in range(LOAD_TRIES):
                 if name in self._takes_groups:
@@ -252,7 +252,10 @@ async def _load(worker: WorkerProcess, name: str) -> bool:
 
 
 def _with_checked_reward(sample: Sample) -> Sample:
-    """Return the sample with the reward assigned by its generator, or 0 without one."""
+    """Return the sample with the reward that its generate function assigned, or 0 if it has none.
+
+    Raises ``RewardError`` if that reward is invalid.
+    """
     if sample.reward is None:
         return replace(sample, reward=Reward(0.0))
     try:

@@ -1,4 +1,4 @@
-"""Worker process of the reward pool, as its parent uses it: requests have a deadline, after which the process is killed."""
+"""Parent's side of a worker process of the reward pool. Requests have a deadline, after which the pool kills the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIPE_S = 5.0  # limit of a write or read without progress: a stopped process doe
 
 
 class WorkerDied(Exception):
-    """The process ended during a call. ``killed`` is True if a signal or its memory limit ended it. Internal to this package."""
+    """Error of a process that ended during a call; ``killed``: by a signal or its memory limit. Internal to this package."""
 
     def __init__(self, message: str, *, killed: bool) -> None:
         super().__init__(message)
@@ -64,18 +64,18 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
+        """Return the id of the process."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Return whether the process runs."""
+        """Return whether the process is running."""
         return self._process.poll() is None
 
     async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
         """Send a request and return the reply. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code.
 
-        Threads write and read, because a stopped process blocks both for ``PIPE_S``, and the event loop must not wait.
+        Threads write and read, because a stopped process can block both for ``PIPE_S``, and the event loop must not wait.
         """
         subject = f"reward {request.name!r} (process {self.pid})"
         try:
@@ -118,13 +118,13 @@ class WorkerProcess:
         return WorkerDied(f"its process ended with exit code {code}", killed=False)
 
     def kill(self) -> None:
-        """Kill the process and all processes it started, and wait for its end. Blocks for ``EXIT_S`` at most."""
+        """Kill the process and all processes it started, and wait up to ``EXIT_S`` until it has ended."""
         if (
             self._process.returncode is None
-        ):  # until it is waited for, its id is that of its group, even if it has ended
+        ):  # until it is reaped, even a process that has ended keeps its id, which is that of its group
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a process in a driver call or disk access ends after that
+        with suppress(subprocess.TimeoutExpired):  # a process in a driver call or disk access ends only after it
             self._process.wait(EXIT_S)
         with self._pipe_lock:
             self._pipe.close()

@@ -1,4 +1,4 @@
-"""Reward ``remote_rm``: an HTTP server scores, with retries within one deadline. A run continues without the server.
+"""Reward ``remote_rm``: scores from an HTTP server, with retries within one deadline. A run survives a server outage.
 
 Posts the body of slime's rm_type ``remote_rm``: ``{"prompt": ..., "response": ..., "label": ...}``. The server returns a
 number, or an object with ``score`` and optionally ``acc`` (0 or 1).
@@ -31,7 +31,7 @@ EXPECTED = 'a reward server must return a finite number, or an object such as {"
 
 
 class ServerFailed(Exception):
-    """The server did not score a sample. Internal to this package."""
+    """Error of a sample that the server did not score. Internal to this package."""
 
 
 class _Transient(ServerFailed):
@@ -41,7 +41,7 @@ class _Transient(ServerFailed):
 class RemoteReward:
     """Client of ``reward.remote_url``, bound to one event loop.
 
-    While the server is down, a sample costs one request without retries, until the server answers again.
+    While the server is down, each sample is sent once, without retries.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -55,8 +55,8 @@ class RemoteReward:
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
         """Return the server's score.
 
-        Raises ``ServerFailed`` without a score after the retries, ``TimeoutError`` after ``reward.timeout_s``, ``RewardError``
-        if the address is wrong or the answer is not a score.
+        Raises ``ServerFailed`` if there is no score after the retries, ``TimeoutError`` after ``reward.timeout_s``, and
+        ``RewardError`` if the address is wrong or the response is not a score.
         """
         body = {"prompt": prompt.text, "response": sample.text, "label": prompt.label}
         async with self._semaphore:
@@ -103,7 +103,7 @@ class RemoteReward:
             await self._session.close()
 
     def _count_unscored(self) -> None:
-        """Record a sample without a score."""
+        """Mark the server as down, and count the sample for an active outage."""
         self._down = True
         for outage in self._outages[-1:]:
             outage.num_unscored += outage.is_active
@@ -150,7 +150,7 @@ class RemoteReward:
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:
-    """Return an answer, cut after the first piece that exceeds ``MAX_ANSWER_BYTES``."""
+    """Return a response body, cut after the piece that exceeds ``MAX_ANSWER_BYTES``."""
     content = bytearray()
     async for piece in stream.iter_any():
         content += piece

@@ -55,7 +55,7 @@ class Size:
         return Size(digits, _expanded(self.terms, n), self.is_number and exponent.is_number).with_part(exponent)
 
     def with_part(self, other: Size) -> Size:
-        """Return the bound on this value if ``other`` is computed as part of it, as its exponent or index."""
+        """Return the bound on this value if ``other`` is computed as a part of it, such as an exponent or index."""
         return Size(self.digits, max(self.terms, other.terms), self.is_number)
 
 
@@ -101,7 +101,7 @@ class _FormulaReader:
         return size
 
     def _sum(self) -> Size:
-        """Read up to a closing bracket."""
+        """Read a sum, up to a closing bracket."""
         total: Size | None = None
         while (token := self._peek()) and token not in CLOSING:
             if token in BETWEEN or token in ("+", "-", r"\pm", r"\mp"):

@@ -1,7 +1,7 @@
 """Worker process that runs reward functions, one call at a time: ``python -m slime_like.reward.worker <fd> <seconds> <bytes>``.
 
-Its parent has the other end of the pipe. Imports are minimal: a reward imports its own dependencies. The kernel limits
-its memory and that of each process it starts to ``bytes``, and the CPU time of each call.
+The parent has the other end of the pipe. Imports are minimal: a reward imports its own dependencies. The kernel limits the
+memory of this process and of each process it starts to ``bytes``, and the CPU time of each call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slime_like.util.user_code import describe
 
 LOAD_S = 120.0  # limit of a reward's imports, once per process
 OUT_OF_MEMORY = 86  # exit code of a process that exceeded ``reward.memory_gb``
-GRACE_S = 5.0  # delay after the deadline until a call ends its own process, if the parent has ended
+GRACE_S = 5.0  # seconds after the deadline when a call ends its own process, in case the parent has ended
 
 _load = lru_cache(load_reward)
 
@@ -80,7 +80,7 @@ def to_rewards(value: object, num_samples: int) -> tuple[Reward, ...]:
 
 
 def answer(request: Load | ScoreRequest) -> ScoreReply:
-    """Load or call the reward; its error is returned as a fault with the source line and the end of its output.
+    """Load or call the reward; return an error as a fault with the source line and the end of the reward's output.
 
     A process that runs out of memory exits: memory held by the reward cannot be reclaimed.
     """
@@ -116,7 +116,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Limit the CPU time of this process and its children to ``seconds`` on every core; then SIGXCPU ends it."""
+    """Limit this process to ``seconds`` more CPU time per core, after which SIGXCPU ends it; children inherit the limit."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(usage.ru_utime + usage.ru_stime + seconds * (os.cpu_count() or 1)) + 1

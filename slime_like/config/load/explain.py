@@ -1,4 +1,4 @@
-"""Conversion of Hydra, OmegaConf and YAML errors to a ``ConfigError`` that names key, value and fix."""
+"""Conversion of Hydra, OmegaConf and YAML errors to a ``ConfigError`` that names the key, the value and a fix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _source_note(text: str) -> str:
 
 
 def _unknown_option(group: str, name: str, text: str) -> ConfigError:
-    """Return the error about an unknown ``algo=`` or ``recipe=``."""
+    """Return the ``ConfigError`` for an unknown ``algo=`` or ``recipe=``."""
     options = [line.strip() for line in re.findall(r"^\s+([\w-]+)$", text, re.MULTILINE)]
     flag = "+recipe" if group == "recipe" else group
     hint = nearest(name, options) if options else f"there is no file in configs/{group}"

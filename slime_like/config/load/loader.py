@@ -1,4 +1,4 @@
-"""Loading of a checked and sealed ``TrainConfig`` from the command line. Only this file imports hydra and omegaconf."""
+"""Load a checked and sealed ``TrainConfig`` from the command line. Only this file imports hydra and omegaconf."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.-]*)(=(?P<valu
 
 
 class _Overrides(NamedTuple):
-    """Command-line overrides. Hydra composes the config groups they choose; their values are set afterwards."""
+    """Command-line overrides. Hydra composes the chosen config groups; the values are set on the composed tree."""
 
     groups: list[str]
-    parsed: list[tuple[str, Any]]  # in their order on the command line
+    parsed: list[tuple[str, Any]]  # (key, value) in command-line order
     values: dict[str, str]  # key -> text on the command line, for messages
     config_dir: str | None
 
@@ -60,7 +60,7 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
     With ``files=False``, only ``configs/`` is read from disk; call ``check_files`` once the files exist. With
     ``machine=False``, the packages installed on this machine are not checked, because the run is for another machine.
     With ``code=False``, functions given by path are not imported.
-    Raises ``ConfigError`` (``CheckpointError``, ``DataError`` for files) naming key, value and fix.
+    Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the key, the value and a fix.
     """
     overrides = _sort(argv)
     if {"loop.num_epoch", "loop.num_rollout"} <= set(overrides.values):
@@ -72,7 +72,7 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
 
 
 def unchecked_config(argv: Sequence[str]) -> TrainConfig:
-    """Return the composed values of ``argv`` without checking rules. Raises ``ConfigError`` if composition fails."""
+    """Return the config of ``argv`` without checking rules or sealing it. Raises ``ConfigError`` if composition fails."""
     overrides = _sort(argv)
     return _values(_compose(overrides), overrides.values)
 
@@ -92,7 +92,7 @@ def read_override(text: str) -> tuple[str, Any]:
 
 
 def show(argv: Sequence[str]) -> str:
-    """Return the composed tree as YAML, with ``???`` for missing keys."""
+    """Return the config tree of ``argv`` as YAML, with ``???`` for missing keys."""
     return OmegaConf.to_yaml(_compose(_sort(argv)))
 
 
@@ -124,7 +124,7 @@ def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
 
 
 def saved_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings saved by a run, with defaults for newer keys. Does not import the functions they name."""
+    """Return a run's saved settings with defaults for newer keys, without importing the functions they name."""
     return cast("dict[str, Any]", OmegaConf.to_container(_with_defaults(tree)))
 
 
@@ -211,7 +211,7 @@ def _compose_groups(overrides: _Overrides) -> DictConfig:
 
 
 def _copy(tree: DictConfig) -> DictConfig:
-    """Return a copy whose values can be set."""
+    """Return a deep copy, so that setting values leaves the cached composition unchanged."""
     return copy.deepcopy(tree)
 
 

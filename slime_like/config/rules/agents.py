@@ -1,4 +1,4 @@
-"""Rules for rollout.agent, a coroutine function that may be set only if rollout.generate runs an agent."""
+"""Rules for ``rollout.agent``, a coroutine function that is required if ``rollout.generate`` runs an agent and else refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AGENT_SIGNATURE = "async def agent(base_url, api_key, prompt, metadata) -> float
 
 
 def check_agent(config: RolloutConfig) -> None:
-    """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or is unset and unused."""
+    """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or is neither set nor needed."""
     if config.generate != OPENAI_AGENT:
         setting, fix = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
         refuse_unread("rollout.", config, KEYS, setting, fix)
@@ -30,7 +30,7 @@ def check_agent(config: RolloutConfig) -> None:
 
 
 def agent_function(path: str) -> Any:
-    """Return the function at a path.
+    """Return the agent function at ``path``.
 
     Raises ``ConfigError`` if the function is missing or cannot be called as an agent.
     """

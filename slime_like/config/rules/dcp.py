@@ -33,7 +33,7 @@ from slime_like.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DcpObstacle:
-    """Setting that excludes every ``rollout.dcp`` above 1."""
+    """Setting that rules out every ``rollout.dcp`` above 1."""
 
     setting: str  # key=value
     reason: str
@@ -41,7 +41,7 @@ class DcpObstacle:
 
 
 def check_dcp(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if ``rollout.dcp`` does not fit other keys. Reads no file and does not inspect the machine."""
+    """Raise ``ConfigError`` if ``rollout.dcp`` conflicts with other keys. Reads no file and does not inspect the machine."""
     rollout = cfg.rollout
     for name, default in (("dcp_comm", "auto"), ("dcp_replicate_q", False)):
         if rollout.dcp == 1 and (value := getattr(rollout, name)) != default:
@@ -85,9 +85,9 @@ def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None) -> N
 
 
 def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None, model: HfConfig | None) -> None:
-    """Raise ``ConfigError`` if engines on this machine would use FlashInfer attention with DCP, and it is not installed.
+    """Raise ``ConfigError`` if engines would use FlashInfer attention with DCP, but FlashInfer is not installed.
 
-    ``kernels`` is None for a machine that was not probed.
+    ``kernels`` is None if the machine of the engines was not probed; nothing is then checked.
     """
     if cfg.rollout.dcp == 1 or kernels is None or kernels.versions.get(FLASHINFER, ()) is not None:
         return
@@ -111,7 +111,7 @@ def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None, mod
 
 
 def decode_backend(cfg: TrainConfig, device: str, *, latent: bool) -> str:
-    """Return the attention backend with which engines on ``device`` decode under ``rollout.dcp``."""
+    """Return the attention backend that engines on ``device`` use to decode with ``rollout.dcp``."""
     sglang = cfg.rollout.sglang
     backend = sglang.get("decode_attention_backend") or sglang.get("attention_backend")
     return sharded_backend(str(backend or default_backend(device, latent=latent)), device, latent=latent)
@@ -139,7 +139,7 @@ def check_dcp_states(cfg: TrainConfig, device: str, model: HfConfig | None) -> N
 
 
 def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
-    """Yield the settings that exclude DCP on every device and for every model."""
+    """Yield the settings that rule out DCP on every device and for every model."""
     if cfg.run.deterministic:
         reason = "the sums over a sequence would be split over ranks"
         yield DcpObstacle("run.deterministic=true", reason, "set run.deterministic=false")
@@ -150,7 +150,7 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
 
 
 def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the attention backends that cannot serve ``model`` on ``device``; if ``model`` is None, those that can serve none."""
+    """Yield the settings with which engines on ``device`` cannot serve ``model`` with DCP; if it is None, any model."""
     kinds = _attention_kinds(model)
     for field in BACKEND_FIELDS:
         if (value := cfg.rollout.sglang.get(field)) is None:
@@ -169,7 +169,7 @@ def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> I
 
 
 def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the setting that makes SGLang keep states only at the last token of a sequence of a hybrid ``model``."""
+    """Yield the setting with which SGLang keeps the states of a hybrid ``model`` only at the last token of a sequence."""
     options = cfg.rollout.sglang
     strategy = options.get("mamba_radix_cache_strategy", "auto")
     if options.get("disable_radix_cache") or model is None or not model.gdn:
@@ -194,12 +194,12 @@ def num_attention_ranks(cfg: TrainConfig) -> int:
 
 
 def _attention_kinds(model: HfConfig | None) -> tuple[bool, ...]:
-    """Return the possible values of ``model.latent``: both if the model is unknown."""
+    """Return the possible values of ``model.latent``, both if ``model`` is None."""
     return (False, True) if model is None else (model.latent,)
 
 
 def _configured_size(cfg: TrainConfig) -> int:
-    """Return ``rollout.dcp``; 1 for auto, with which the plan chooses a size that fits."""
+    """Return ``rollout.dcp``, or 1 if it is auto: the plan then chooses a size that fits."""
     return 1 if isinstance(cfg.rollout.dcp, str) else cfg.rollout.dcp
 
 

@@ -9,7 +9,7 @@ KEY = "rollout.engine_num_nodes"
 
 
 def check_engine_nodes(cfg: TrainConfig, num_nodes: int) -> None:
-    """Raise ``ConfigError`` if engines of ``num_nodes`` nodes do not fit other keys."""
+    """Raise ``ConfigError`` if engines that span ``num_nodes`` nodes conflict with other keys."""
     rollout = cfg.rollout
     if num_nodes == 1:
         return

@@ -1,4 +1,4 @@
-"""Ranges of the sizes in ``rollout.sglang`` that the capacity planner reads; SGLang itself does not check most of them."""
+"""Rules for the engine sizes that the capacity planner reads. SGLang itself does not check most of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COUNTS = ("max_total_tokens", "max_prefill_tokens", "max_mamba_cache_size")
 
 
 def check_engine_sizes(rollout: RolloutConfig) -> None:
-    """Raise ``ConfigError`` on a size of an engine that is out of range, or that does not divide ``rollout.tp``."""
+    """Raise ``ConfigError`` if an engine size is out of range, or ``rollout.dp_attention`` does not divide ``rollout.tp``."""
     share = rollout.sglang.get("mem_fraction_static")
     if share is not None and not 0 < share < 1:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Number of rollouts for loop.num_epoch passes over data.train, as in slime (--num-epoch) and verl.
+"""Number of rollouts for loop.num_epoch passes over data.train, computed as in slime (--num-epoch) and verl.
 
 Both count the complete rollouts of one epoch (``get_num_rollout_per_epoch`` of ``slime/ray/rollout.py``; verl's data loader with
-``drop_last``) and multiply by the epochs. slime counts rows after removing overlong ones.
+``drop_last``) and multiply by the number of epochs. slime counts rows after removing overlong ones.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from slime_like.util.row_count import selected_rows
 
 
 def resolve_epochs(cfg: TrainConfig) -> None:
-    """Set loop.num_rollout if loop.num_epoch is set. Raises ``ConfigError`` if the rows cannot be counted or are
-    fewer than one rollout needs."""
+    """Set loop.num_rollout if loop.num_epoch is set.
+
+    Raises ``ConfigError`` if the rows cannot be counted or are fewer than one rollout needs.
+    """
     epochs, prompts = cfg.loop.num_epoch, cfg.rollout.batch_size
     if epochs is None:
         return

@@ -1,4 +1,4 @@
-"""Rules for ``evaluation.overrides``, which overrides settings of ``evaluation`` for single datasets."""
+"""Rules for ``evaluation.overrides``, which overrides settings of ``evaluation`` for individual datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for mixture-of-experts models and of ``parallel.ep``."""
+"""Rules for mixture-of-experts models and for ``parallel.ep`` and ``parallel.etp``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXPERT_RECOMPUTE_MODULES = ("moe", "shared_experts")  # values of model.recomput
 
 
 def stage_ranks(cfg: TrainConfig, world: int) -> int:
-    """Return the number of ranks of a pipeline stage. Raises ``ConfigError`` unless ``parallel.ep`` and ``etp`` divide it."""
+    """Return the number of ranks of a pipeline stage. Raises ``ConfigError`` unless ``ep * etp`` divides it."""
     p = cfg.parallel
     stage = world // p.pp
     if stage % (p.ep * p.etp):
@@ -29,7 +29,7 @@ def stage_ranks(cfg: TrainConfig, world: int) -> int:
 
 
 def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if the layout does not fit the model's experts, or the model has no experts to lay out."""
+    """Raise ``ConfigError`` if settings of experts do not fit the model's experts, or the model has no experts."""
     p, experts = cfg.parallel, model.num_experts
     check_sequence_parallel("parallel.tp", p.tp, cfg, model)
     if not experts:
@@ -59,7 +59,10 @@ def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def check_sequence_parallel(key: str, tp: int, cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if ``tp`` > 1 tensor parallel ranks (set by ``key``) would not shard the tokens."""
+    """Raise ``ConfigError`` if ``tp`` > 1 (set by ``key``) needs sequence parallelism for this model, but it is off.
+
+    Models with experts or latent attention need it.
+    """
     if tp == 1 or cfg.parallel.sequence_parallel:
         return
     if model.num_experts:

@@ -1,4 +1,4 @@
-"""Rules that read files: the model folder, the layout for the model's shape, and the data files."""
+"""Rules that read files: for the model folder, the layout given the model's shape, and the data files."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _check_megatron(cfg: TrainConfig) -> None:
 
 
 def _check_reference(cfg: TrainConfig, model: HfConfig) -> None:
-    """Check that the reference has the actor's shape, because it runs by swapping weights on the actor's ranks."""
+    """Raise ``CheckpointError`` unless the reference has the actor's shape: its weights are swapped in on the actor's ranks."""
     folder = cfg.model.ref_checkpoint
     if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:
         return

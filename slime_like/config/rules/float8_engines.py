@@ -1,4 +1,4 @@
-"""Rules of ``rollout.weight_dtype=float8``: engines with the float8 weights of the checkpoint."""
+"""Rules for ``rollout.weight_dtype=float8``, with which engines serve the float8 weights of the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slime_like.planner.hardware import known_gpu
 
 SETTING = f"rollout.weight_dtype={FLOAT8}"
 OFF = "or remove rollout.weight_dtype"
-BLOCK = (128, 128)  # of SGLang's kernels
+BLOCK = (128, 128)  # rows and columns per scale in SGLang's kernels
 CAPABILITY = (
     8,
     9,
-)  # of the first GPUs with float8. SGLang's experts are Triton kernels, which compile for no older ones.
+)  # minimum compute capability. SGLang's Triton kernels for float8 experts do not compile for older GPUs.
 
 
 def check_float8_engines(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if engines with float8 weights do not fit other keys."""
+    """Raise ``ConfigError`` if engines with float8 weights conflict with other keys."""
     rollout = cfg.rollout
     if rollout.weight_dtype != FLOAT8:
         return
@@ -61,9 +61,9 @@ def check_float8_device(cfg: TrainConfig, device: str) -> None:
 
 
 def check_float8_gpus(cfg: TrainConfig, names: Iterable[str], other_capability: tuple[int, int] | None = None) -> None:
-    """Raise ``ConfigError`` if engines with float8 weights would run on GPUs without float8.
+    """Raise ``ConfigError`` if engines with float8 weights would run on GPUs that do not support float8.
 
-    ``other_capability``: compute capability of GPUs that the planner's table does not have; None if it is unknown.
+    ``other_capability``: compute capability of GPUs missing from the planner's table; None if it is unknown.
     """
     if cfg.rollout.weight_dtype != FLOAT8:
         return
@@ -81,7 +81,7 @@ def check_float8_gpus(cfg: TrainConfig, names: Iterable[str], other_capability: 
 def check_float8_model(cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``ConfigError`` unless the checkpoint has float8 weights with scales that SGLang's kernels support.
 
-    A model of the planner's table has no folder; its format is checked when the run starts.
+    A model from the planner's table has no folder, so its format is checked only when the run starts.
     """
     if cfg.rollout.weight_dtype != FLOAT8 or not Path(model.folder).is_dir():
         return

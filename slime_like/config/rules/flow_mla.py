@@ -18,7 +18,7 @@ OFF = "set rollout.flow_mla.enabled=false"
 
 
 def check_flow_mla(rollout: RolloutConfig) -> None:
-    """Raise ``ConfigError`` if ``rollout.flow_mla`` does not fit other keys."""
+    """Raise ``ConfigError`` if ``rollout.flow_mla`` conflicts with other keys or the environment."""
     if not rollout.flow_mla.enabled:
         return
     if rollout.dp_attention == 1:

@@ -1,7 +1,7 @@
-"""Rules for fields of SGLang (rollout.sglang.*) and megatron-core (model.megatron.*), without importing either.
+"""Rules for fields of SGLang (rollout.sglang.*) and megatron-core (model.megatron.*), checked without importing either.
 
-``upstream/*.json`` lists the fields of SGLang's ``ServerArgs`` and Megatron's ``TransformerConfig`` with type and
-default; ``scripts/dump_upstream_keys.py`` generates them from the installed packages.
+``upstream/*.json`` lists the fields of SGLang's ``ServerArgs`` and Megatron's ``TransformerConfig`` with type and default;
+``scripts/dump_upstream_keys.py`` generates them from the installed packages.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ OWNED: dict[str, dict[str, str]] = {
 
 
 class UpstreamKey(TypedDict):
-    """Field of another project, with its annotation and default as source text and any flags besides its name."""
+    """Field of another project: annotation and default as source text, and flags other than the one derived from its name."""
 
     type: str
     default: str | None
@@ -127,7 +127,7 @@ class UpstreamKey(TypedDict):
 
 @functools.cache
 def table(name: str) -> Mapping[str, UpstreamKey]:
-    """Return the fields of ``SGLANG`` or ``MEGATRON``."""
+    """Return field name -> ``UpstreamKey`` of the table ``name``, ``SGLANG`` or ``MEGATRON``."""
     return cast("dict[str, UpstreamKey]", json.loads((FOLDER / f"{name}.json").read_text())["keys"])
 
 
@@ -161,7 +161,7 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
 
 
 def describe_owner(setting: str, owner: str, removable: str) -> str:
-    """Return the message about a field of ``OWNED``; ``removable`` names the setting to remove."""
+    """Return the error message for setting a field of ``OWNED``; ``removable`` names the setting to remove."""
     if owner in (ALL_TOKENS, TE_EXPERTS):
         return f"{setting} cannot be set: {owner}; remove {removable}"
     return f"{setting} belongs to {owner}: remove {removable}, and set it there"
@@ -176,7 +176,7 @@ def settable(annotation: str) -> bool:
 def accepts(annotation: str, value: Any) -> bool:
     """Return whether ``value`` fits a type annotation in source form, such as ``Optional[List[int]]``.
 
-    Classes other than numbers, strings, lists and mappings accept nothing.
+    An annotation with any other class than numbers, strings, lists and mappings accepts no value.
     """
     return _accepts(ast.parse(annotation, mode="eval").body, value)
 

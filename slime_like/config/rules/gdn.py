@@ -1,4 +1,4 @@
-"""Requirements of Gated DeltaNet backends on model and machine, checked at load, in the plan and on each rank."""
+"""Requirements of Gated DeltaNet backends for model and machine, checked at load, in the plan and on each rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_has_gdn(config: GDNConfig, model: HfConfig) -> None:
 
 
 def check_optimizer(cfg: TrainConfig, model: HfConfig, dtype: str) -> None:
-    """Raise ``ConfigError`` if Megatron could not save the optimizer because float32 decays mix with 16-bit weights."""
+    """Raise ``ConfigError`` if Megatron could not save an optimizer that mixes float32 decays with 16-bit weights."""
     if model.gdn is not None and dtype == "bfloat16" and not cfg.parallel.distributed_optimizer:
         raise ConfigError(
             "parallel.distributed_optimizer=false with Gated DeltaNet layers in bfloat16, whose decays stay in float32: "

@@ -1,4 +1,4 @@
-"""Runtime of optional kernels on this machine, read from package metadata without importing packages."""
+"""Versions and tools that optional kernels need on this machine, read from package metadata without importing packages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def version(text: str) -> Version:
 
 
 def torch_cuda() -> Version | None:
-    """Return the CUDA version of the installed torch, from its version.py."""
+    """Return the CUDA version that the installed torch was built for, from its version.py; None without torch or CUDA."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

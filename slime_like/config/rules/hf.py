@@ -1,4 +1,4 @@
-"""A Hugging Face model folder, read as plain JSON and safetensors headers: no torch, no transformers."""
+"""Config and tokenizer files of a Hugging Face model folder, read as plain JSON without torch or transformers."""
 
 from __future__ import annotations
 
@@ -121,15 +121,15 @@ class HfConfig:
     max_positions: int
     num_experts: int  # 0: dense
     experts_per_token: int  # num_experts_per_tok of config.json; 0 if absent
-    sparse_layers: tuple[int, ...]  # with experts
+    sparse_layers: tuple[int, ...]  # indices of the layers with experts
     tied: bool  # tie_word_embeddings of config.json; False if absent
     gdn: GDNShape | None = None  # None: attention in every layer
     latent: bool = False  # latent attention in every layer
-    mtp_layers: int = 0  # for multi-token prediction; their weights are numbered after the decoder's layers
+    mtp_layers: int = 0  # layers for multi-token prediction, numbered after the decoder's layers
     rope_key: str = "rope_scaling"  # key of the rotary scaling in config.json
     rope: Mapping[str, Any] = field(default_factory=dict[str, Any])
     float8: Float8 | None = None  # None: no weight is quantised
-    expert_width: int = 0  # intermediate size of a routed expert, in models that have experts
+    expert_width: int = 0  # intermediate size of a routed expert; has no meaning in dense models
 
 
 def read_hf_config(key: str, folder: str) -> HfConfig:
@@ -147,9 +147,9 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
 
 
 def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
-    """Return the ``values`` of the config.json of ``folder``, which need not exist.
+    """Parse ``values``, the content of the config.json of ``folder``. The folder need not exist.
 
-    Raises ``CheckpointError`` naming ``key`` if they do not describe a model.
+    Raises ``CheckpointError`` naming ``key`` if the values do not describe a model.
     """
     file = downloaded_file(key, Path(folder) / "config.json")
     top = file.typed(values, ModelFields)
@@ -184,9 +184,9 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
 
 
 def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if the JSON ``values`` of ``path`` name code in the folder that is needed to read it.
+    """Raise ``CheckpointError`` if reading the folder needs code that the JSON ``values`` of ``path`` name.
 
-    Code is never run. A config.json whose model_type has a class here needs none: transformers prefers that class.
+    Such code is never run. A model_type of table FAMILIES does not need it, because transformers prefers its own class.
     """
     code = values.get("auto_map")
     if code and values.get("model_type") not in FAMILIES:
@@ -206,7 +206,7 @@ def num_experts(text: Mapping[str, Any]) -> int:
 
 
 def sparse_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers that have routed experts."""
+    """Return the indices of the layers that have routed experts."""
     dense = cast("list[int]", text.get("mlp_only_layers") or ())
     first, every = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
     step = int(text.get("decoder_sparse_step") or 1)
@@ -215,7 +215,7 @@ def sparse_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
-    """Return the shape of Gated DeltaNet layers in the text part of a config.json; None without such layers."""
+    """Return the shape of Gated DeltaNet layers from the text part of a config.json; None if the model has no such layers."""
     if "linear_num_value_heads" not in text:
         return None
     return GDNShape(
@@ -252,19 +252,19 @@ def refuse_windows(key: str, folder: str, text: Mapping[str, Any], model_type: s
 def padded_vocabulary(vocab_size: int, tp: int) -> int:
     """Return the number of rows of the embedding and the output layer.
 
-    If tp divides 128, it is a multiple of 128, so that checkpoints can be resharded.
+    It is a multiple of 128 if tp divides 128, so that checkpoints can be resharded, and else of 128 * tp.
     """
     multiple = 128 if 128 % tp == 0 else 128 * tp
     return -(-vocab_size // multiple) * multiple
 
 
 def rope_type(model: HfConfig) -> Any:
-    """Return the kind of scaling of rotary frequencies in config.json, of any type."""
+    """Return the ``rope_type`` of config.json as written, which may be a value of any type."""
     return model.rope.get("rope_type", model.rope.get("type", "default"))
 
 
 def check_rope(key: str, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` on a scaling of rotary frequencies that is unsupported or incomplete."""
+    """Raise ``CheckpointError`` if the scaling of rotary frequencies is unsupported or incomplete."""
     kind = rope_type(model)
     setting = f"{key}={model.folder!r}: config.json has {model.rope_key}.rope_type={kind!r}"
     family = FAMILIES.get(model.model_type)
@@ -288,12 +288,12 @@ def read_json(key: str, path: Path) -> dict[str, Any]:
 
 
 def downloaded_file(key: str, path: Path) -> InputFile:
-    """Return the input file ``path`` in the Hugging Face folder set by ``key``."""
+    """Return an ``InputFile`` for ``path``, a file in the Hugging Face folder set by ``key``."""
     return InputFile(path, CheckpointError, "download it again", key)
 
 
 def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
-    """Raise ``CheckpointError`` if the tokenizer is missing.
+    """Raise ``CheckpointError`` if the tokenizer is missing, needs code of the folder or lacks a required chat template.
 
     ``needs_template`` names the setting that requires a chat template, and is empty if none does.
     """

@@ -1,4 +1,4 @@
-"""Rules of rollout.num_managers: every manager has an equal share of engines and prompts."""
+"""Rules for rollout.num_managers: every manager has an equal share of engines and prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_managers(cfg: RolloutConfig) -> None:
 
 
 def engines_setting(cfg: RolloutConfig, max_engines: int) -> str:
-    """Return settings with as many engines as possible, at most ``max_engines``, of which every manager has an equal share."""
+    """Return overrides for as many engines as fit in ``max_engines``, with an equal share for every manager."""
     if max_engines < cfg.num_managers:
         return f"rollout.num_engines={max_engines} rollout.num_managers=1"
     return f"rollout.num_engines={max_engines // cfg.num_managers * cfg.num_managers}"

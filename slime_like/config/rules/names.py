@@ -36,7 +36,7 @@ def check_names(cfg: TrainConfig, *, code: bool) -> None:
 
 
 def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield key, name and the table's name of the model's components, which must be table entries."""
+    """Yield (key, name, name of the table) for the model's components, which must be table entries."""
     for key, name, table_name in (
         ("model.family", cfg.model.family, "FAMILIES"),
         ("model.attention", cfg.model.attention, "ATTENTIONS"),
@@ -47,7 +47,7 @@ def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:
-    """Yield the names that may also be the path of a function that is called directly."""
+    """Yield (key, name, table) for names that may also be the path of a function, which is then called directly."""
     yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
     for name in (name for name in cfg.reward.weights if name != ROW):
         check_reward_name("reward.weights", name, dotted=True)
@@ -61,7 +61,7 @@ def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:
 
 
 def _algorithm_names(cfg: TrainConfig) -> Iterator[NameEntry]:
-    """Yield the names of algorithm components that may also be a path."""
+    """Yield (key, name, table) for components of the algorithm, whose names may also be paths."""
     yield "algo.loss", cfg.algo.loss, names.LOSSES
     if cfg.algo.group_advantage is not None:
         yield "algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES

@@ -1,4 +1,4 @@
-"""Refusal of sampling settings that leave no token to sample. SGLang itself refuses them only when an engine runs."""
+"""Refusal of sampling settings that leave no token to sample. SGLang itself refuses them only once an engine runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ OFF = {"top_p": 1, "top_k": -1}
 
 
 def refuse_no_token(key: str, name: str, value: float) -> None:
-    """Raise ``ConfigError`` on a top-p or top-k of 0; ``key`` sets the restriction ``name``."""
+    """Raise ``ConfigError`` if ``value``, the top-p or top-k (``name``) that ``key`` sets, is 0."""
     if value == 0:
         raise ConfigError(f"{key}={value!r} leaves no token to sample: set {key}={OFF[name]}, which samples from all")

@@ -14,7 +14,7 @@ GRAPHS = {
 
 
 def check_offload(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if memory is to be released for a process that the run does not have, or cannot be released."""
+    """Raise ``ConfigError`` if no other process of the run would use the released memory, or it cannot be released."""
     for name in ("offload_train", "offload_rollout"):
         if getattr(cfg.placement, name):
             _check_turns(cfg, f"placement.{name}=true")
@@ -23,7 +23,7 @@ def check_offload(cfg: TrainConfig) -> None:
 
 
 def _check_turns(cfg: TrainConfig, setting: str) -> None:
-    """Refuse a run in which trainer and engines do not take turns on the same devices."""
+    """Raise ``ConfigError`` unless trainer and engines take turns on the same devices."""
     if cfg.placement.mode != "colocated":
         raise ConfigError(
             f"{setting} with placement.mode={cfg.placement.mode}: trainer and engines have separate devices, so neither needs the "
@@ -35,7 +35,7 @@ def _check_turns(cfg: TrainConfig, setting: str) -> None:
 
 
 def _check_engines(cfg: TrainConfig, setting: str) -> None:
-    """Refuse engines whose memory cannot be released, or whose lost weights no push would replace."""
+    """Raise ``ConfigError`` on engines that cannot release memory, or would not get their lost weights from a push."""
     if cfg.weights.debug_skip_push_at is not None:
         raise ConfigError(
             f"{setting} with weights.debug_skip_push_at={cfg.weights.debug_skip_push_at}: the weights of a released engine are lost, "

@@ -40,7 +40,7 @@ USER_CODE = (
 def resolve_paths(cfg: TrainConfig) -> None:
     """Replace ``~`` in every path of an unsealed config, and make the path in ``file.py:name`` absolute.
 
-    Paths are absolute because a run's processes may have different working directories. Raises ``ConfigError`` naming
+    Such paths become absolute because a run's processes may have different working directories. Raises ``ConfigError`` naming
     the key if a path is empty or names an unknown user.
     """
     for key in PATHS:

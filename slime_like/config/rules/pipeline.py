@@ -1,4 +1,4 @@
-"""Assignment of decoder layers to pipeline segments, by which the ranks split the model. Torch-free.
+"""Assignment of decoder layers to pipeline segments, which the pipeline ranks hold. Torch-free.
 
 Segment ``v * pp + r`` is virtual stage v of pipeline rank r: with two ranks and two virtual stages, rank 0 holds the
 first and the third segment, rank 1 the second and the fourth.
@@ -36,7 +36,7 @@ def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    """Return an even split. Raises ``ConfigError`` if a segment would be empty."""
+    """Return the decoder layers per segment of an even split. Raises ``ConfigError`` if a segment would be empty."""
     count = pp * vpp
     if num_layers < count:
         setting = (
@@ -52,7 +52,7 @@ def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 
 
 def check_pipeline(parallel: ParallelConfig) -> None:
-    """Raise ``ConfigError`` on keys that contradict each other for any model."""
+    """Raise ``ConfigError`` on keys that contradict each other regardless of the model."""
     pp, vpp = parallel.pp, parallel.vpp
     settings = [f"parallel.{key}={getattr(parallel, key)}" for key in UNEVEN if getattr(parallel, key) is not None]
     if parallel.layers_per_virtual_stage is not None:
@@ -123,7 +123,7 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
 
 
 def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return a split with configured first and last ranks and an even split between them (Megatron's rule)."""
+    """Return a split with the configured layers of the first and last rank and an even split of the rest (Megatron's rule)."""
     first, last, pp, vpp = parallel.first_stage_layers, parallel.last_stage_layers, parallel.pp, parallel.vpp
     middle = num_layers - (first or 0) - (last or 0)
     ranks = pp - (first is not None) - (last is not None)

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face checkpoints: float8 weights with a scale per block are read, all other formats are refused.
+"""Quantised Hugging Face checkpoints: float8 weights with a scale per block or matrix are read, other formats are refused.
 
 Weights that are cast without their scales are garbage. A weight is therefore refused if its dtype is unknown or if the
 checkpoint has scales for it that no code applies.
@@ -38,7 +38,7 @@ FLOAT8 = "F8_E4M3"
 SCALE = "_scale_inv"  # suffix of the name of a float8 weight's scales
 SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 IGNORED = ".activation_scale"  # suffix of static activation scales, which 16-bit and 32-bit models do not use
-BUFFERS = (".position_ids", ".num_batches_tracked", ".attn.bias", ".masked_bias")  # not float, and not weights
+BUFFERS = (".position_ids", ".num_batches_tracked", ".attn.bias", ".masked_bias")  # neither float nor weights
 FIX = (
     "give the model's bfloat16, float16 or float32 checkpoint, one with float8 weights and a scale per block "
     "(quant_method 'fp8', weight_block_size), or a dequantised copy of this one"
@@ -78,9 +78,10 @@ class Scales:
     names: frozenset[str]  # names of all scales
 
     def name_of(self, weight: str, dtype: str) -> str | None:
-        """Return the name of the scales by which ``weight`` must be multiplied; None without scales.
+        """Return the name of the scales by which ``weight`` must be multiplied; None if it has none.
 
-        Raises ``CheckpointError`` if the dtype is not that of a weight, or if there are scales that no code applies.
+        Raises ``CheckpointError`` if the dtype is not that of a weight, or the scales are missing or of a kind that is not
+        applied.
         """
         names = self.of_weight.get(weight, ())
         if dtype in WEIGHTS and not names:
@@ -96,7 +97,7 @@ class Scales:
         return weight + SCALE
 
     def check(self, weight: str, shape: tuple[int, ...], scales: StoredTensor) -> None:
-        """Raise ``CheckpointError`` unless ``scales`` can be the scales of float8 ``weight``, according to config.json."""
+        """Raise ``CheckpointError`` unless ``scales`` has the dtype and shape that config.json implies for ``weight``."""
         assert self.float8 is not None, "name_of refuses float8 weights without it"
         name = weight + SCALE
         if scales.dtype not in SCALES:
@@ -112,7 +113,7 @@ class Scales:
             )
 
     def refuse(self, evidence: str) -> NoReturn:
-        """Raise ``CheckpointError`` with the ``evidence`` that the checkpoint cannot be read."""
+        """Raise ``CheckpointError``, quoting ``evidence`` for a format that cannot be read."""
         raise _refusal(self.key, self.folder, evidence)
 
 
@@ -132,7 +133,7 @@ def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[s
 
 
 def check_scales(scales: Scales, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ``CheckpointError`` if a tensor of a checkpoint is of an unknown dtype, or has wrong or unused scales."""
+    """Raise ``CheckpointError`` if a tensor of a checkpoint has an unknown dtype, or wrong or unused scales."""
     for name, tensor in tensors.items():
         if name in scales.names or (tensor.dtype not in (*WEIGHTS, FLOAT8) and name.endswith(BUFFERS)):
             continue
@@ -181,7 +182,7 @@ def _float8(key: str, folder: Path, quantisation: Mapping[str, Any], evidence: s
 
 
 def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is of a format that is not read."""
+    """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is in an unsupported format."""
     for name, dtype in dtypes.items():
         if format_name := next((kind for end, kind in NAMES.items() if name.endswith(end)), ""):
             raise _refusal(key, path.parent, f"{path.name} contains {name!r} in {dtype}, the format of {format_name}")

@@ -1,5 +1,6 @@
-"""Rules for ``rollout.remote_experts``. The engine applies the same conditions to the values that SGLang resolves
-(``slime_like_plugins.remote_experts``).
+"""Rules for ``rollout.remote_experts``.
+
+The engine applies the same conditions to the values that SGLang resolves (``slime_like_plugins.remote_experts``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OFF = f"set {KEY}.count=0"
 
 
 def check_remote_experts(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if ``rollout.remote_experts`` does not fit other keys."""
+    """Raise ``ConfigError`` if ``rollout.remote_experts`` conflicts with other keys."""
     rollout, remote = cfg.rollout, cfg.rollout.remote_experts
     if not remote.enabled:
         return
@@ -46,7 +47,7 @@ def check_remote_experts(cfg: TrainConfig) -> None:
 
 
 def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if the experts do not fit ``model``, or a file of ``rollout.remote_experts`` is unsuitable."""
+    """Raise ``ConfigError`` if ``rollout.remote_experts`` does not fit ``model``, or one of its files is unsuitable."""
     remote = cfg.rollout.remote_experts
     if not remote.enabled:
         return

@@ -1,4 +1,4 @@
-"""Rules for ``critic.*`` and ``teacher.*``. Some need only the config, others read checkpoints."""
+"""Rules for ``critic.*`` and ``teacher.*``. Some need only the config; others read checkpoints."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _check_critic_files(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def check_critic(cfg: TrainConfig, source: Path, manifest: Manifest) -> None:
-    """Raise ``CheckpointError`` unless ``source`` is a checkpoint of a critic with the run's model."""
+    """Raise ``CheckpointError`` unless ``source`` is the checkpoint of a critic of the run's model."""
     check_value_head(source, manifest)
     key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
     if folder is None:
@@ -159,9 +159,9 @@ def _check_teacher_files(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _check_same_vocabulary(student_folder: str, student: HfConfig, folder: str, teacher: HfConfig) -> None:
-    """Check that student and teacher share the tokenizer.
+    """Raise ``CheckpointError`` unless student and teacher share the tokenizer.
 
-    If the tokenizers can be compared, the vocabulary sizes may differ by padding rows.
+    Vocabulary sizes may differ by padding rows if both tokenizers can be read, and else must be equal.
     """
     key = f"teacher.hf_checkpoint={folder!r}"
     student_ids, teacher_ids = _tokens(student_folder), _tokens(folder)
@@ -205,7 +205,7 @@ def _tokens(folder: str) -> dict[str, int] | None:
 
 
 def _check_layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg: TrainConfig) -> None:
-    """Check the role's layout. Sizes that the role does not set are the actor's."""
+    """Raise ``ConfigError`` unless the role's layout fits ``model``. Sizes that the role does not set are the actor's."""
     if role.tp is not None:
         for num_heads, kind in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
             if num_heads % role.tp:
@@ -239,13 +239,13 @@ def shape_difference(folder: str, other_folder: str) -> str | None:
 def contradiction(folder: str, other_folder: str) -> str | None:
     """Return the first key of ``SHAPE`` that two models both set, to different values; None if there is none.
 
-    Unlike ``shape_difference``, it accepts a key that one of the files leaves to the model class.
+    Unlike ``shape_difference``, it ignores keys that one of the files leaves to the model class.
     """
     first, second = _decoder_values(folder), _decoder_values(other_folder)
     return next((name for name in SHAPE if None not in (a := first.get(name), b := second.get(name)) and a != b), None)
 
 
 def _decoder_values(folder: str) -> dict[str, Any]:
-    """Return the values of a config.json that describe the decoder."""
+    """Return the values of the config.json in ``folder``, with those of its text_config at the top level."""
     values = read_json("config.json", Path(folder) / "config.json")
     return values | (values.get("text_config") or {})

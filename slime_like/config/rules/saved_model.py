@@ -13,10 +13,11 @@ from slime_like.errors import CheckpointError
 def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, tp: int) -> None:
     """Raise ``CheckpointError`` if the ``manifest`` of ``source`` does not describe the model in ``folder``.
 
-    ``key`` is the config key that sets ``folder``. The ranks compare values that config.json leaves to the model class.
+    ``key`` is the config key that sets ``folder``. The ranks compare values that config.json leaves to the model
+    class.
     """
     top = read_json(key, Path(folder) / "config.json")
-    text = top.get("text_config")  # text part of a multimodal model, whose model_type is not that of the text
+    text = top.get("text_config")  # text part of a multimodal model, which has another model_type than the whole
     config: dict[str, Any] = {**text, "model_type": None} if isinstance(text, dict) else top
     for name, saved_value in manifest.model.items():
         if name == "tie_word_embeddings" and manifest.model.get("head") == "value":
@@ -30,7 +31,7 @@ def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, t
 
 
 def check_padding(manifest: Manifest, source: Path, rows: int, tp: int) -> None:
-    """Raise ``CheckpointError`` unless the vocabulary was padded to ``rows``, as ``tp`` would pad it."""
+    """Raise ``CheckpointError`` unless the saved vocabulary is padded to ``rows``, the padding for ``tp``."""
     saved_rows = manifest.model.get("padded_vocabulary", rows)
     if saved_rows != rows:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Rules for the learning-rate schedule's length, which fill unset keys and refuse values that do not fit the run."""
+"""Lengths of the learning-rate schedule: unset keys are filled in, and values that do not fit the run are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_like.errors import ConfigError
 
 
 def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
-    """Return the actor's number of optimizer steps in the run, and its formula in config keys."""
+    """Return the actor's number of optimizer steps in the run, and the formula of this number in config keys."""
     warmup, formula = cfg.critic.warmup_rollouts, "loop.num_rollout * loop.steps_per_rollout"
     if warmup:
         formula = "(loop.num_rollout - critic.warmup_rollouts) * loop.steps_per_rollout"

@@ -1,6 +1,6 @@
-"""Rules that keep trained samples drawn from the model's unmodified distribution at ``rollout.temperature``.
+"""Rules which ensure that trained samples are drawn from the model's unmodified distribution at ``rollout.temperature``.
 
-The trainer computes log-probabilities only of that distribution. A key or an environment variable that makes an
+The trainer computes log-probabilities of that distribution only. A key or an environment variable that makes an
 engine sample differently is refused at load, except with ``run.mode=rollout_only``, which does not train.
 """
 
@@ -116,7 +116,7 @@ def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> 
 
 
 def check_drafts(cfg: TrainConfig, device: str) -> None:
-    """Raise ``ConfigError`` if engines on a CPU would verify drafts: SGLang's kernels for it are not on PyPI for a CPU."""
+    """Raise ``ConfigError`` if engines on a CPU would verify drafts: PyPI has no CPU build of SGLang's kernels for it."""
     method = cfg.rollout.sglang.get("speculative_algorithm")
     if device != "cpu" or not method or cfg.run.mode == "train_only" or isinstance(cfg.algo, SftConfig):
         return

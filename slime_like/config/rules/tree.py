@@ -45,7 +45,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     """Raise ``ConfigError`` on the first rule that ``cfg`` breaks.
 
     With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no path is
-    imported. With ``num_rollout_known=False``, loop.num_rollout is not known yet, so rules that read it are skipped.
+    imported. With ``num_rollout_known=False``, rules that read loop.num_rollout are skipped.
     """
     _check_ranges(cfg)
     check_names(cfg, code=code)
@@ -88,7 +88,10 @@ def samples_per_rollout(cfg: TrainConfig) -> int:
 
 
 def samples_per_step(cfg: TrainConfig) -> int:
-    """Return the samples per optimizer step. Raises ``ConfigError`` unless prompts * samples = global batch * steps."""
+    """Return the samples per optimizer step.
+
+    Raises ``ConfigError`` unless prompts * samples per prompt = global batch size * steps per rollout.
+    """
     prompts, per_prompt, steps = cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt, cfg.loop.steps_per_rollout
     total, step = prompts * per_prompt, cfg.loop.global_batch_size
     product = f"rollout.batch_size {prompts} * rollout.n_samples_per_prompt {per_prompt} = {total} samples per rollout"
@@ -114,7 +117,10 @@ def samples_per_step(cfg: TrainConfig) -> int:
 
 
 def trainer_ranks(cfg: TrainConfig) -> int:
-    """Return the number of trainer ranks. Raises ``ConfigError`` unless it is a multiple of tp * pp * cp."""
+    """Return the number of trainer ranks.
+
+    Raises ``ConfigError`` unless it is a multiple of tp * pp * cp, with a sample per step for every data-parallel rank.
+    """
     p, place = cfg.parallel, cfg.placement
     model = p.tp * p.pp * p.cp
     product = f"parallel.tp {p.tp} * parallel.pp {p.pp} * parallel.cp {p.cp} = {model} ranks per model"
@@ -195,9 +201,9 @@ def _check_algorithm(cfg: TrainConfig) -> None:
 
 
 def _check_components(algo: AlgoConfig, algorithm: str) -> None:
-    """Refuse the loss or advantage of another algorithm, because it reads keys that ``algo`` lacks.
+    """Raise ``ConfigError`` on the loss or advantage of another algorithm, which would read keys that ``algo`` lacks.
 
-    Paths are accepted.
+    Paths of user functions are accepted.
     """
     default = ALGORITHMS[algorithm]()
     if algo.loss != default.loss and not is_path(algo.loss):
@@ -291,7 +297,7 @@ def _check_schedule(cfg: TrainConfig) -> None:
 
 
 def _check_memory_and_overlap(cfg: TrainConfig) -> None:
-    """Check that keys of recompute, overlap and offload are set together with the keys they require."""
+    """Raise ``ConfigError`` if a key of recompute, overlap or offload is set without the keys it requires."""
     model, p, optim = cfg.model, cfg.parallel, cfg.optim
     if model.recompute_num_layers is not None and model.recompute != "full":
         raise ConfigError(

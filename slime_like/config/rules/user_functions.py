@@ -58,8 +58,8 @@ BOUND = {
 def check_function(key: str, name: str, table: dict[str, str]) -> None:
     """Raise ``ConfigError`` unless ``name`` is in ``table``, or the path of a function with the signature of ``key``.
 
-    If a coroutine function is expected, a class is also accepted. It is constructed with the config group, and the
-    instance is then called.
+    If a coroutine function is expected, a class is also accepted: the run constructs it with the config group and calls
+    the instance.
     """
     if name in table:
         return

@@ -79,7 +79,7 @@ def check_shapes(key: str, model: HfConfig) -> None:
 
 
 def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
-    """Check every safetensors file of ``folder`` and return file name -> tensors."""
+    """Return file name -> tensors by name for the safetensors files of ``folder``. Raises ``CheckpointError`` on a bad file."""
     root = Path(folder)
     index = root / INDEX
     if not index.exists():
@@ -100,7 +100,7 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
 
 
 def read_index(key: str, path: Path) -> dict[str, str]:
-    """Return tensor name -> file name of an index. Raises ``CheckpointError`` naming ``key`` and the index."""
+    """Return tensor name -> file name of the index ``path``. Raises ``CheckpointError`` naming ``key`` and the index."""
     file = downloaded_file(key, path)
     file_of_tensor = file.json_object().get("weight_map")
     if not isinstance(file_of_tensor, dict) or not file_of_tensor:

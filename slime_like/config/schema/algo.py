@@ -1,5 +1,7 @@
-"""algo.*: one schema per algorithm, chosen by ``algo=<name>``. A schema has only keys that the
-algorithm reads: its loss, its advantages or the assembly of its batches."""
+"""algo.*: one schema per algorithm, chosen by ``algo=<name>``.
+
+A schema has only the keys that the loss, the advantages or the batch assembly of its algorithm read.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: GRPO with a wider upper clip range and a token-level loss. Its other keys are shared by several algorithms."""
+    """DAPO: GRPO with a wider upper clip range and a token-level loss. The rest of DAPO is in keys of several algorithms."""
 
     name: str = key("dapo", "Algorithm.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")

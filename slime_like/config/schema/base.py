@@ -1,4 +1,4 @@
-"""Base class of config groups, whose keys have a help text and are checked at load and read-only afterwards."""
+"""Base class of config groups. Keys have a help text, are checked at load and are read-only afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MISSING: Any = "???"  # OmegaConf's marker for a required key
 
 
 def key(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """Return a dataclass field for a config key: default, one sentence of help and, for strings, the allowed values."""
+    """Return a dataclass field for a config key with its default, one sentence of help and, for strings, the allowed values."""
     metadata = {"help": help, "choices": choices}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType, reportUnknownVariableType]
@@ -77,7 +77,7 @@ def positive(prefix: str, config: Config, *names: str, finite: bool = True) -> N
 
 
 def within(prefix: str, config: Config, low: float, high: float, *names: str) -> None:
-    """Raise ``ConfigError`` unless each named number lies in ``[low, high]``."""
+    """Raise ``ConfigError`` unless each named number lies in ``[low, high]`` or is ``None``."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not low <= value <= high:

@@ -1,4 +1,4 @@
-"""Conditions on an engine for decode context parallelism. Shared by the rules of the config and the engine's plugin."""
+"""Conditions that decode context parallelism (DCP) imposes on an engine, shared by the config rules and the engine's plugin."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ PAGED_VARIABLE = "SGLANG_FLASHINFER_USE_PAGED"
 
 
 def field_obstacle(field: str, value: object) -> str | None:
-    """Return the reason why DCP excludes ``value`` of a field of ServerArgs, or None. The value None is SGLang's default."""
+    """Return why DCP rules out ``value`` for a field of ServerArgs, or None. A ``value`` of None means SGLang's default."""
     if field not in UNSUPPORTED_FIELDS:
         return None
     required, reason = UNSUPPORTED_FIELDS[field]
@@ -78,7 +78,7 @@ def field_obstacle(field: str, value: object) -> str | None:
 def replicated_q_obstacle(
     device: str, exchange: str, *, output_gates: bool = False, latent: bool = False
 ) -> str | None:
-    """Return the reason why an engine cannot replicate query projections within a DCP group, or None.
+    """Return why an engine cannot replicate query projections within a DCP group, or None if it can.
 
     ``output_gates``: the model has output gates in its query projection.
     """
@@ -97,7 +97,7 @@ def default_backend(device: str, *, latent: bool = False) -> str:
 
 
 def backend_obstacle(backend: str, device: str, *, latent: bool = False) -> str | None:
-    """Return the reason why an engine on ``device`` cannot serve with DCP and the attention backend, or None."""
+    """Return why an engine on ``device`` cannot serve with DCP and the attention ``backend``, or None if it can."""
     sharding_backends = (DEFAULT_BACKENDS[device], *SHARDED_BACKENDS[device].values())
     if backend in (LATENT_BACKENDS if latent and device == "cuda" else sharding_backends):
         return None
@@ -106,15 +106,15 @@ def backend_obstacle(backend: str, device: str, *, latent: bool = False) -> str 
 
 
 def sharded_backend(backend: str, device: str, *, latent: bool = False) -> str:
-    """Return the name under which an engine on ``device`` gets the attention ``backend`` of the config with DCP.
+    """Return the backend that an engine with DCP on ``device`` uses for the attention ``backend`` of the config.
 
-    SGLang itself shards a cache of latents.
+    Backends for latent attention keep their name, because SGLang itself shards a cache of latents.
     """
     return backend if latent else SHARDED_BACKENDS[device].get(backend, backend)
 
 
 def kv_head_obstacle(tp: int, dcp: int, num_kv_heads: int) -> str | None:
-    """Return the reason why ``tp`` attention ranks with ``num_kv_heads`` cannot form groups of ``dcp``, or None.
+    """Return why ``tp`` attention ranks with ``num_kv_heads`` cannot form DCP groups of ``dcp`` ranks, or None if they can.
 
     All ranks of a DCP group must hold the same KV head, so dcp must divide the number of ranks that share a head. A larger
     dcp would need more KV heads on each rank, which takes the memory that sharding the tokens saves.

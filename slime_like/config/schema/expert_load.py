@@ -1,4 +1,4 @@
-"""File with the number of tokens of each expert of each layer, which an engine records and the choice of remote experts reads."""
+"""Load file: number of tokens per layer and expert, recorded by an engine and used to choose the remote experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIX = "record it again with rollout.remote_experts.record_load"
 
 
 def read_load(path: Path) -> dict[int, list[int]]:
-    """Return the tokens of each expert of each layer in a load file. Raises ``ConfigError`` if it is damaged or has no layer."""
+    """Return layer -> tokens of each expert from a load file. Raises ``ConfigError`` if it is damaged or has no layer."""
     file = InputFile(path, ConfigError, FIX, key="rollout.remote_experts.load_file")
     layers: Any = file.json_object().get("tokens")
     if not isinstance(layers, dict):

@@ -1,4 +1,4 @@
-"""Entries of table FAMILIES, which describe a model family without importing it, and the unsupported model types."""
+"""Entries of table FAMILIES, which describe a model family without importing it, and the table of unsupported model types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FamilyEntry:
         ""  # SGLang's class, if sglang_cpu's fused forward can replace its forward; empty: SGLang's forward runs
     )
     bitwise: bool = False  # tested: on a CPU with run.deterministic, engine and trainer agree bitwise
-    config_class: str = ""  # model_type of the config class in transformers that reads the folder; "": the family's
+    config_class: str = ""  # model_type whose transformers config class reads the folder; "": the family's own
     engine_dp_attention: bool = True  # SGLang's model supports attn_dp_size, data-parallel attention
     engine_rotary_dim: bool = False  # SGLang's model reads rotary_dim, the number of rotated channels of a head
     yarn: bool = False  # rope_type=yarn is supported

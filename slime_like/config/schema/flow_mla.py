@@ -1,4 +1,4 @@
-"""rollout.flow_mla.*, and the conditions on an engine for it. Shared by the rules of the config and the engine's plugin."""
+"""rollout.flow_mla.*, and the conditions that it imposes on an engine. Shared by the config rules and the engine's plugin."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class FlowMlaConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class FlowOptions:
-    """Settings of an engine."""
+    """FlowMLA settings of an engine."""
 
     weights: tuple[str, ...] = DEFAULT_WEIGHTS  # keys of MODULES
     prefetch_distance: int = PREFETCH_DISTANCE
@@ -86,7 +86,7 @@ class FlowOptions:
     max_ctas: int | None = None
 
     def to_json(self) -> str:
-        """Return the value of the environment variable."""
+        """Return the settings as the value of the environment variable ``VARIABLE``."""
         return json.dumps(asdict(self))
 
 
@@ -148,7 +148,7 @@ TRUE_VALUES = ("true", "1", "yes", "y")
 
 
 def missing_weights(weights: Iterable[str], *, latent: bool) -> str | None:
-    """Return the part of an error message on a name in ``weights`` that a model's attention does not have, or None."""
+    """Return the end of an error message about the first of ``weights`` that the model's attention lacks, or None."""
     available = LATENT_WEIGHTS if latent else PLAIN_WEIGHTS
     for name in weights:
         if name not in available:
@@ -162,12 +162,12 @@ def skips_forwards() -> bool:
 
 
 def required_fields(transport: str) -> Mapping[str, tuple[object, str]]:
-    """Return the fields of ServerArgs whose value FlowMLA requires with ``transport``."""
+    """Return field of ServerArgs -> (value that FlowMLA requires with ``transport``, reason)."""
     return {**UNSUPPORTED_FIELDS, **(P2P_FIELDS if transport == "p2p" else {})}
 
 
 def field_obstacle(field: str, value: object, transport: str = TRANSPORTS[0]) -> str | None:
-    """Return the reason why FlowMLA excludes ``value`` of a field of ServerArgs, or None. The value None is SGLang's default."""
+    """Return why FlowMLA rules out ``value`` for a field of ServerArgs, or None. A ``value`` of None means SGLang's default."""
     fields = required_fields(transport)
     if field not in fields:
         return None

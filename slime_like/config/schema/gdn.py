@@ -35,7 +35,7 @@ class GDNConfig(Config):
 
 
 def gdn_backend(name: str, device: str) -> str:
-    """Return the backend that ``name`` selects on ``device``."""
+    """Return the backend that the config value ``name`` selects on ``device``."""
     if name != "auto":
         return name
     return "fla" if device == "cuda" else "torch"

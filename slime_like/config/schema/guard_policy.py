@@ -1,4 +1,4 @@
-"""Policies of the memory guard, per op and group: when free memory is queried, and the action if it is low."""
+"""Policies of the memory guard per op and process group: when to query free memory, and what to do if it is low."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """Memory policy of an op; fields are documented at the ``guard`` keys of the same names."""
+    """Memory policy of an op. The ``guard`` keys of the same names document its fields."""
 
     checks: str = "never"
     every: int = 100
@@ -74,7 +74,7 @@ class MemoryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GuardSpec:
-    """Settings of a trainer rank's wrapper. With ``wrap=False``, there is no wrapper."""
+    """Settings of a trainer rank's wrapper of collectives. With ``wrap=False``, there is no wrapper."""
 
     wrap: bool = False
     default: MemoryPolicy = MemoryPolicy()
@@ -92,7 +92,7 @@ class GuardSpec:
     def policy(self, op: str, group: str) -> MemoryPolicy:
         """Return the policy of ``op`` in ``group``.
 
-        A policy of the op in that group comes first, then one of the op, then one of the group.
+        The most specific policy wins: of the op in that group, else of the op, else of the group, else the default.
         """
         match = self.default
         for on_group, on_op, candidate in self.overrides:
@@ -107,7 +107,7 @@ NO_GUARD = GuardSpec()  # no wrapper
 def overrides(
     prefix: str, default: MemoryPolicy, ops: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> tuple[tuple[str, str, MemoryPolicy], ...]:
-    """Return ``guard.ops`` and ``guard.groups`` as (group, op, policy); later entries take precedence."""
+    """Return ``guard.ops`` and ``guard.groups`` as (group, op, policy) entries, of which a later one takes precedence."""
     general: list[tuple[str, str, MemoryPolicy]] = []
     special: list[tuple[str, str, MemoryPolicy]] = []
     for label, value in groups.items():

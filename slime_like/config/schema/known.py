@@ -49,7 +49,7 @@ def type_of(item: Field[Any]) -> str:
     """Return the field's annotation as written, such as ``int | None``."""
     if isinstance(item.type, str):
         return item.type
-    # A module without "from __future__ import annotations" has the types themselves: list[int] and float | None as they print.
+    # Without "from __future__ import annotations" annotations are types; generics and unions print as they are written.
     return item.type.__name__ if type(item.type) is type else str(item.type)
 
 
@@ -60,12 +60,12 @@ def free_keys() -> frozenset[str]:
 
 
 def free_root(key: str) -> str | None:
-    """Return the free mapping that ``key`` names or lies in, or None."""
+    """Return the key of the free mapping that ``key`` names or lies in, or None."""
     return next((root for root in free_keys() if key == root or key.startswith(f"{root}.")), None)
 
 
 def is_text(key: str) -> bool:
-    """Return whether the value of ``key`` is a string, so that a path such as ``data.jsonl@[0:100]`` needs no quotes."""
+    """Return whether ``key`` takes a string, so that a path such as ``data.jsonl@[0:100]`` needs no quotes."""
     root = free_root(key)
     if root is not None:
         return key != root and type_of(known_keys()[root]) == "dict[str, str]"
@@ -105,7 +105,7 @@ def format_value(value: Any) -> str:
 
 
 def unknown(key: str, algo: str | None) -> str:
-    """Explain an unknown ``key`` by the algorithm that has it or the nearest known key."""
+    """Return the error text for an unknown ``key``: the algorithms or keys that it may refer to."""
     name = key.removeprefix("algo.")
     if algo in ALGORITHMS and key.startswith("algo."):
         algo_keys = known_keys(algo)
@@ -121,11 +121,11 @@ def unknown(key: str, algo: str | None) -> str:
 
 
 def _nearest(key: str, candidates: Iterable[str]) -> str:
-    """Return a hint: a similar or equally named key, else the keys of the group of ``key``, else all groups."""
+    """Return a hint: a key with a similar name or the same last word, else the keys of its group, else all groups."""
     group, _, last = key.rpartition(".")
     options = list(candidates)
     in_group = [k for k in options if group and k.startswith(f"{group}.")]
-    in_group.sort(key=lambda k: -k.count("."))  # for equal last words, a key outside subgroups is last and wins
+    in_group.sort(key=lambda k: -k.count("."))  # among equal last words, the key outside subgroups comes last and wins
     last_words = {k.rpartition(".")[2]: k for k in in_group}
     if close := closest(last, last_words):
         return f"did you mean {last_words[close]!r}?"
@@ -140,14 +140,14 @@ def _nearest(key: str, candidates: Iterable[str]) -> str:
 
 
 def _keys_of(group: str, options: Iterable[str]) -> str:
-    """Return the keys and subgroups of ``group``, and where their descriptions are."""
+    """Return a hint that lists the keys and subgroups of ``group`` and the command that describes them."""
     names_in_group = [k.removeprefix(f"{group}.").partition(".") for k in options if k.startswith(f"{group}.")]
     children = dict.fromkeys(f"{name}.*" if rest else name for name, _, rest in names_in_group)
     return f"{group} has {', '.join(children)} (python train.py --help {group.partition('.')[0]} describes them)"
 
 
 def _group_of(word: str) -> str:
-    """Return a hint at a group whose name begins with ``word``, such as evaluation for eval."""
+    """Return a hint to a group whose name begins with ``word``, such as evaluation for eval; empty if there is none."""
     name = next((name for name in _groups() if len(word) > 2 and name.startswith(word)), None)
     return f"; there is also a group {name}" if name else ""
 

@@ -1,4 +1,4 @@
-"""Memory of an engine's rank on a CPU, by which SGLang sizes its caches as on a GPU of that memory."""
+"""Memory budget of a CPU engine's rank, for which SGLang sizes its caches as on a GPU with that much memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MAX_DIGITS = 18
 
 
 def rank_memory() -> int | None:
-    """Return the bytes for weights and caches of each rank, or None. Raises ``ConfigError`` if the variable has no such number."""
+    """Return the bytes for each rank's weights and caches, or None if ``VARIABLE`` is unset.
+
+    Raises ``ConfigError`` if the variable is not a number of bytes above 0.
+    """
     text = os.environ.get(VARIABLE)
     if text is None:
         return None

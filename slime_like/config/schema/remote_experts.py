@@ -1,4 +1,4 @@
-"""rollout.remote_experts.*, and the conditions on an engine for it. Shared by the rules of the config and the engine's plugin."""
+"""rollout.remote_experts.*, and its conditions on an engine. Shared by the config rules and the engine's plugin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIN_KEY = 16  # characters of the key of running workers
 
 @dataclass(kw_only=True)
 class RemoteExpertsConfig(Config):
-    """Part of the experts of each layer in the memory of a worker process."""
+    """Experts of each layer that run in a worker process and stay in its memory."""
 
     count: int = key(
         0,
@@ -71,7 +71,7 @@ class RemoteExpertsConfig(Config):
 
     @property
     def enabled(self) -> bool:
-        """True if a worker has experts."""
+        """Return whether any experts are remote."""
         return self.count > 0 or bool(self.experts)
 
     def check(self, prefix: str) -> None:
@@ -96,7 +96,7 @@ class RemoteExpertsConfig(Config):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``. Raises ``ConfigError``."""
+    """Return host and port of ``HOST:PORT``. Raises ``ConfigError`` on other text."""
     host, separator, port = text.rpartition(":")
     if not (host and separator and port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(f"address {text!r} of a worker is not HOST:PORT, such as 127.0.0.1:7100")
@@ -104,7 +104,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def _workers_problem(workers: list[str]) -> str:
-    """Return the reason why workers cannot have these addresses, or an empty text."""
+    """Return why ``workers`` cannot be the addresses of running workers; empty if they can."""
     try:
         addresses = [parse_address(text) for text in workers]
     except ConfigError as error:
@@ -117,7 +117,7 @@ def _workers_problem(workers: list[str]) -> str:
 
 
 def placement_problem(count: int, experts: list[int], load_file: str | None) -> str:
-    """Return the reason why the settings of the placement exclude each other, or an empty text."""
+    """Return why these settings are invalid or exclude each other; empty if they are valid."""
     if count < 0:
         return f"count={count} must be at least 0"
     if experts and (count or load_file):
@@ -131,7 +131,7 @@ def placement_problem(count: int, experts: list[int], load_file: str | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """Settings of an engine, as in ``RemoteExpertsConfig``."""
+    """Remote-expert settings of an engine, with the meanings documented in ``RemoteExpertsConfig``."""
 
     count: int = 0
     experts: tuple[int, ...] = ()
@@ -150,7 +150,7 @@ class RemoteOptions:
     shared_bytes: int = 0
 
     def to_json(self) -> str:
-        """Return the value of the environment variable."""
+        """Return the settings as the value of the environment variable ``VARIABLE``."""
         return json.dumps(asdict(self))
 
 
@@ -189,7 +189,10 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
 
 
 def field_obstacle(field: str, value: object) -> str | None:
-    """Return the reason why remote experts exclude ``value`` of a field of ServerArgs, or None. A ``value`` of None is SGLang's default."""
+    """Return why remote experts rule out ``value`` for a field of ServerArgs, or None.
+
+    A ``value`` of None means SGLang's default.
+    """
     if field not in UNSUPPORTED_FIELDS:
         return None
     required, reason = UNSUPPORTED_FIELDS[field]

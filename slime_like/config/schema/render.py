@@ -1,4 +1,4 @@
-"""Values in the grammar of Hydra's overrides."""
+"""Rendering of values in the grammar of Hydra's overrides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 
 def render(value: Any) -> str:
-    """Return ``value`` in Hydra's override grammar. A number or boolean in quotes stays a string."""
+    """Return ``value`` in Hydra's override grammar. Strings are quoted, so that ``"1"`` or ``"true"`` stays a string."""
     match value:
         case None:
             return "null"

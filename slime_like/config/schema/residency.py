@@ -1,4 +1,4 @@
-"""Parts of trainer ranks and engines that occupy their shared GPUs in each phase of the loop. Torch-free.
+"""Parts of trainer ranks and engines that are on their shared GPUs in each phase of the loop. Torch-free.
 
 | phase   | trainer                        | engine                              |
 |---------|--------------------------------|-------------------------------------|
@@ -7,8 +7,8 @@
 | push    | weights                        | weights, then everything (probe)    |
 | save    | weights, optimizer             | weights                             |
 
-``placement.offload_train`` applies the second column, ``placement.offload_rollout`` the third. A critic or teacher has nothing on
-its device in phase push.
+``placement.offload_train`` applies the second column, ``placement.offload_rollout`` the third. A critic or teacher has
+nothing on its device in phase push.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Settings of an actor rank; with other values, settings of a critic or teacher rank."""
+    """Settings of an actor rank, or of a critic or teacher rank as part of ``CriticSpec`` or ``TeacherSpec``."""
 
     model: ModelConfig
     optim: OptimConfig
@@ -52,7 +52,7 @@ class RankSpec:
     deadline_s: float
     deterministic: bool = False  # bitwise equal to the engine and reproducible
     model_key: str = "model.hf_checkpoint"  # config key of the checkpoint, for messages
-    teacher_checkpoint: str | None = None  # teacher of the policy's shape, run by swapping weights
+    teacher_checkpoint: str | None = None  # teacher with the policy's shape, whose weights are swapped in to score
     guard: GuardSpec = NO_GUARD
     sample_tolerance: float | None = (
         None  # maximum |trainer - engine| log-probability difference of a trained token; None: no limit
@@ -81,7 +81,7 @@ class RankSpec:
     def needs_old_logprobs(self) -> bool:
         """Return whether old log-probabilities need their own forward pass.
 
-        With one step per rollout, the update's forward pass suffices.
+        With one step per rollout and no KL in the reward, the update's forward pass suffices.
         """
         if getattr(self.algo, "kl_coef", 0.0) > 0:  # KL to the reference in the reward
             return True
@@ -118,32 +118,32 @@ class EngineSpec:
     log_path: str
     start_deadline_s: float
     max_running_requests: int | None = None  # None: SGLang chooses
-    admits_by_kv: bool = False  # requests are admitted while their expected tokens fit the KV cache
+    admits_by_kv: bool = False  # admit requests as long as their expected tokens fit the KV cache
     deterministic: bool = False  # outputs are bitwise independent of the batch
     cpu_kernels: str = "auto"  # auto | c | torch | off
-    num_nodes: int = 1  # each has tp / num_nodes ranks
+    num_nodes: int = 1  # each node runs tp / num_nodes ranks
     dp_attention: int = 1  # groups of ranks that hold different sequences
     dcp: int = 1  # ranks that share the KV cache of a sequence
-    dcp_comm: str = "ag_rs"  # exchange of partial attention between them: ag_rs | a2a
-    dcp_replicate_q: bool = False  # each of them computes the queries of all
+    dcp_comm: str = "ag_rs"  # exchange of partial attention within a DCP group: ag_rs | a2a
+    dcp_replicate_q: bool = False  # each rank of a DCP group computes the queries of the whole group
     flow_mla: str = ""  # settings of FlowMLA (FlowOptions.to_json); empty: every rank holds all attention weights
     remote_experts: str = ""  # settings of remote experts (RemoteOptions.to_json); empty: the engine has all experts
     releases_memory: bool = (
         False  # its device memory is released while the trainer needs it (placement.offload_rollout)
     )
-    float8: bool = False  # the weights are those of a float8 checkpoint as stored
+    float8: bool = False  # serve the weights of a float8 checkpoint as stored
     symmetric_memory: bool = False  # collectives use NCCL symmetric memory
     latent: bool = False  # the model has latent attention
-    returns_experts: bool = False  # replies have the routed experts of each token
+    returns_experts: bool = False  # responses include the routed experts of each token
     feeds_training: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def uncaptured(self) -> tuple[str, ...]:
-        """Phases that SGLang may not capture as CUDA graphs, unless ``sglang`` names a backend for them."""
+        """Return the phases that SGLang must not capture as CUDA graphs, unless ``sglang`` names a backend for them."""
         if self.remote_experts:
             return "prefill", "decode"  # a request to a worker cannot be captured
-        # SGLang's graphs of prefill cannot be released; FlowMLA's gathers were not tested within them.
+        # SGLang cannot release its prefill graphs, and FlowMLA's gathers were not tested within them.
         return ("prefill",) if self.flow_mla or self.releases_memory else ()
 
 
@@ -155,4 +155,4 @@ class TransportSpec:
     backend: str  # backend of a broadcast group: gloo | nccl
     max_bytes: int  # maximum bucket size
     deadline_s: float
-    peer_timeout_s: float = 30.0  # after which an engine is lost whose machine acknowledges nothing
+    peer_timeout_s: float = 30.0  # an engine counts as lost if its machine acknowledges nothing for this long

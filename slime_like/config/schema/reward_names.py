@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime_like.config.schema.names import REWARDS
 from slime_like.registry import check
 
-PREFIX = "boxed_"  # the reward reads only the response's last box
+PREFIX = "boxed_"  # the reward scores only the content of the response's last box
 REMOTE = "remote_rm"  # posts to reward.remote_url
 ROW = "rm_type"  # in reward.weights, stands for the row's reward, or else reward.name
 

@@ -1,4 +1,4 @@
-"""Root of the config tree, groups in the order of the help. Cross-field rules live in ``config.rules``."""
+"""Root of the config tree, with groups in the order of ``--help``. Cross-field rules live in ``config.rules``."""
 
 from __future__ import annotations
 
