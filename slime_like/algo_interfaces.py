@@ -1,6 +1,6 @@
-"""Interfaces of an algorithm's parts: group advantage, token advantage, loss, and the reductions that they may use.
+"""Interfaces of the parts of an algorithm: group advantage, token advantage, loss, and the reductions available to them.
 
-torch appears in annotations only and is not imported. ``algo.off_policy`` has the interface of an off-policy correction.
+torch is imported only for type checking. ``algo.off_policy`` defines the interface of an off-policy correction.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class GroupAdvantage(Protocol):
-    """Function that maps the rewards of a group to advantages, in the driver."""
+    """Function that maps the rewards of a group to advantages. It runs in the driver."""
 
     def __call__(self, rewards_G: F32) -> F32: ...
 
 
 class Reduce(Protocol):
-    """Element-wise sum over the ranks of a group. ``Reduce`` and ``Sequences`` are the only collectives of an algorithm.
+    """Element-wise sum over the ranks of a process group. A ``TokenAdvantage`` gets one over the data-parallel ranks.
 
-    A ``TokenAdvantage`` receives a sum over the data-parallel ranks.
+    An algorithm may use no collectives other than ``Reduce`` and ``Sequences``.
     """
 
     def sum(self, value: Tensor) -> Tensor: ...
@@ -35,25 +35,25 @@ class TokenView:
     """Input of a ``TokenAdvantage``: one packed micro-batch of a rank, with the log-probabilities that the ranks computed.
 
     Entry t of a [T] column describes token t, as in ``PackedBatch``. Sequences are complete even under context parallelism.
-    ``LossView`` is the input of a loss, ``data.token_table.TokenTable`` a record of some samples for the report.
+    Not to be confused with ``LossView``, the input of a loss, and ``data.token_table.TokenTable``, used by the report.
     """
 
     cu_seqlens: Tensor  # I32 [S + 1]
     loss_weight: Tensor  # F32 [T], 0 if not trained
     rewards: Tensor  # F32 [S]
     advantages: Tensor | None  # F32 [S], group advantages
-    rollout_logprobs: Tensor  # F32 [T], of the policy that sampled the tokens
-    old_logprobs: Tensor | None  # F32 [T], of the trained policy before the first optimizer step
-    ref_logprobs: Tensor | None  # F32 [T], of the reference policy
+    rollout_logprobs: Tensor  # F32 [T], under the policy that sampled the tokens
+    old_logprobs: Tensor | None  # F32 [T], under the trained policy before the first optimizer step
+    ref_logprobs: Tensor | None  # F32 [T], under the reference policy
     teacher_logprobs: Tensor | None = None  # F32 [T]
     values: Tensor | None = None  # F32 [T], a critic's estimate of the return, given the tokens before this one
 
 
 class TokenAdvantage(Protocol):
-    """Function that computes the advantages of the tokens of a rollout on this rank, before the first optimizer step."""
+    """Function that computes the advantages of a rank's tokens in a rollout, before the first optimizer step."""
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] for each view. There is one view per micro-batch."""
+        """Return the advantages F32 [T] for each view. There is one view per micro-batch."""
         ...
 
 
@@ -71,15 +71,15 @@ class Diagnostics(Protocol):
     """A ``TokenAdvantage`` that reports additional metrics."""
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> Mapping[str, float]:
-        """Return metric name, without ``train/``, -> value over all ranks."""
+        """Return a dict from metric name, without ``train/``, to the metric's value over all ranks."""
         ...
 
 
 class Sequences(Protocol):
-    """Reductions over the sequences of a micro-batch. Under context parallelism a rank has only a part of each sequence.
+    """Reductions over each sequence of a micro-batch. Under context parallelism a rank holds only a part of each sequence.
 
     Axes: N = tokens on this rank, S = sequences. ``sum`` and ``mean`` are differentiable collectives over the ranks that
-    share the sequences: each of these ranks must make the same calls in the same order, even without tokens of a sequence.
+    share the sequences: each of these ranks must make the same calls in the same order, even if it holds none of the tokens.
     """
 
     def sum(self, values: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Sequences(Protocol):
         ...
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return [N]: the value of each token's sequence."""
+        """Return [N]: for each token, the value of its sequence. ``values`` is [S]."""
         ...
 
 
@@ -103,7 +103,7 @@ class LossView:
     entropy: Tensor | None  # F32 [T], carries the gradient; present if the loss sets needs_entropy
     loss_weight: Tensor  # F32 [T]
     advantages: Tensor | None  # F32 [T]
-    # F32 [T]; if algo.kl_coef is 0, None with one optimizer step per rollout or with algo.use_rollout_logprobs
+    # F32 [T]; None if algo.kl_coef is 0 and there is one optimizer step per rollout or algo.use_rollout_logprobs is set
     old_logprobs: Tensor | None
     rollout_logprobs: Tensor  # F32 [T]
     ref_logprobs: Tensor | None  # F32 [T]
@@ -114,16 +114,16 @@ class LossView:
 class LossOutput:
     """Result of a loss. The caller sums ``loss * loss_weight``; ``means`` and ``maxima`` become metrics ``train/<name>``.
 
-    Their names are the same for every micro-batch on every rank.
+    The names must be the same for every micro-batch on every rank.
     """
 
     loss: Tensor  # F32 [T]
-    means: Mapping[str, Tensor]  # F32 [T], averaged with loss_weight
-    maxima: Mapping[str, Tensor]  # F32 [T], maximum over the tokens
+    means: Mapping[str, Tensor]  # name -> F32 [T], of which the mean weighted by loss_weight is reported
+    maxima: Mapping[str, Tensor]  # name -> F32 [T], of which the maximum is reported
 
 
 class LossFn(Protocol):
-    """Loss per token, constructed with the algorithm's config."""
+    """Per-token loss function, constructed with the algorithm's config."""
 
     needs_entropy: bool
 

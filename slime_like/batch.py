@@ -1,4 +1,4 @@
-"""Training batches: micro-batches of packed, whole sequences. Plain numpy, shipped to the ranks unchanged.
+"""Training batches: micro-batches of packed, complete sequences, as numpy arrays that are sent to the ranks unchanged.
 
 Entry ``t`` of a ``[T]`` column describes token ``t`` itself: ``rollout_logprobs[t]`` is the log-probability of token ``t``
 given the tokens before it in its sequence, and ``loss_weight[t]`` the weight of that prediction (0 at a sequence's
@@ -21,12 +21,12 @@ from slime_like.types import F32, I32, I64
 class PackedBatch:
     """One packed micro-batch: S whole sequences, T tokens.
 
-    Example: sequences of 3 and 2 tokens: ``cu_seqlens = [0, 3, 5]``, ``token_ids`` has 5 entries.
+    Example: for sequences of 3 and 2 tokens, ``cu_seqlens`` is [0, 3, 5] and ``token_ids`` has 5 entries.
     """
 
     token_ids: I32  # [T]
     cu_seqlens: I32  # [S + 1]
-    loss_weight: F32  # [T], sums to 1 over an optimizer step (all micro-batches, all dp ranks); not under dr_grpo
+    loss_weight: F32  # [T], sums to 1 over an optimizer step (all micro-batches and dp ranks), except under dr_grpo
     versions: I32  # [T], weight version that sampled the token, -1 if not sampled
     rollout_logprobs: F32  # [T], 0 if not sampled
     rewards: F32  # [S]
@@ -82,7 +82,7 @@ def split_equally[Item](items: Sequence[Item], ranks: int, filler: Item) -> list
 
 
 def shards(batch: TrainBatch, ranks: int) -> list[Shard]:
-    """Return the shard of each of ``ranks`` data-parallel ranks; ``batch`` may have been assembled for another number of ranks."""
+    """Return one shard per data-parallel rank, even if ``batch`` was assembled for a number of ranks other than ``ranks``."""
     steps = [
         split_equally([micro for rank in step.micro_batches for micro in rank], ranks, EMPTY_BATCH)
         for step in batch.steps
@@ -91,7 +91,7 @@ def shards(batch: TrainBatch, ranks: int) -> list[Shard]:
 
 
 def redistribute(columns: Sequence[Columns], batch: TrainBatch, ranks: int) -> list[Columns]:
-    """Return the per-rank columns of ``batch`` split over another number of ``ranks``."""
+    """Return the per-rank ``columns`` of ``batch``, redistributed over ``ranks`` ranks."""
     steps: list[list[list[F32]]] = []
     for k, step in enumerate(batch.steps):
         num_micro_batches = sum(len(rank) for rank in step.micro_batches)

@@ -12,12 +12,12 @@ from slime_like.printable import print_output, visible
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit code: 0 completed, 1 the run failed, 2 invalid configuration or input files, 130 interrupted."""
+    """Run the command and return its exit code: 0 completed, 1 failed, 2 invalid configuration or input, 130 interrupted."""
     return _exit_code_of(partial(_run, list(argv)))
 
 
 def _exit_code_of(run: Callable[[], int]) -> int:
-    """Return the exit code of ``run``, and print its error if there is one."""
+    """Call ``run`` and return its exit code. If it raises an error meant for users, print it and return the error's code."""
     try:
         return run()
     except KeyboardInterrupt as error:

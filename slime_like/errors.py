@@ -1,6 +1,6 @@
 """Errors shown to users.
 
-Each takes one message as argument, so that Ray can pickle it. The message names the key or file, the value and the fix.
+Each is constructed from a single message, so that Ray can pickle it. The message names the key or file, the value and a fix.
 """
 
 import sys
@@ -14,7 +14,7 @@ class SlimeLikeError(Exception):
     printed = False
 
     def say(self) -> None:
-        """Print the error unless it has been printed: a run prints its error before it stops its processes."""
+        """Print the error, unless it has been printed already: a run prints its error before it stops its processes."""
         if not self.printed:
             self.printed = True
             sys.stderr.write(complaint(self))
@@ -50,7 +50,7 @@ class AgentError(SlimeLikeError, RuntimeError):
 
 
 class StoreFull(SlimeLikeError, MemoryError):
-    """A group with more tokens in flight than its store may hold."""
+    """A group with more tokens in flight than its store may hold or memory has room for."""
 
 
 class EngineError(SlimeLikeError, RuntimeError):
@@ -62,7 +62,7 @@ class EngineLost(EngineError):
 
 
 class EngineNodeLost(EngineError):
-    """An engine on several nodes, of which one cannot run its processes; it can be started on other nodes."""
+    """A multi-node engine with a node that cannot run its processes; the engine can be started on other nodes."""
 
 
 class WeightSyncError(SlimeLikeError, RuntimeError):
@@ -70,7 +70,7 @@ class WeightSyncError(SlimeLikeError, RuntimeError):
 
 
 class ConsistencyError(SlimeLikeError, RuntimeError):
-    """A disagreement of engine and trainer about the log-probabilities of tokens under the same weights."""
+    """A disagreement between engine and trainer on log-probabilities or experts of tokens under the same weights."""
 
 
 class WorkerError(SlimeLikeError, RuntimeError):
@@ -82,7 +82,7 @@ class WorkerError(SlimeLikeError, RuntimeError):
 
 
 class ProcessLost(SlimeLikeError, RuntimeError):
-    """The driver or a process of Ray that died or was stopped. It ends the run, which the same command resumes."""
+    """The driver or a Ray process that died or was stopped. This ends the run; the same command resumes it."""
 
 
 class DeadlineExceeded(SlimeLikeError, TimeoutError):
@@ -102,7 +102,7 @@ class MemoryShortage(SlimeLikeError, RuntimeError):
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Return the exit code of a run: 0 completed, 1 failed, 2 invalid configuration or input files, 130 interrupted."""
+    """Return the exit code for ``error``: 0 completed, 1 failed, 2 invalid configuration or input files, 130 interrupted."""
     match error:
         case None | RunComplete():
             return 0

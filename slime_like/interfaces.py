@@ -1,7 +1,7 @@
 """Extension points and component interfaces, as Protocols: rollout, trainer, weights.
 
-torch appears in annotations only and is not imported. ``algo_interfaces`` has the interfaces of algorithms,
-``metrics.types`` the interface of a metric sink.
+torch is imported only for type checking. ``algo_interfaces`` defines the interfaces of algorithms, ``metrics.types`` that of
+a metric sink.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class Completion:
     logprobs: F32  # [R], log-softmax(logits / temperature) of the sampled token
     versions: tuple[tuple[int, int, int], ...]  # (start, stop, weight version) over [0, R)
     finish: str  # stop | length | abort
-    prompt_tokens: int = 0  # tokens of the request
-    cached_tokens: int = 0  # tokens of the request that were in the prefix cache
+    prompt_tokens: int = 0  # number of prompt tokens of the request
+    cached_tokens: int = 0  # number of those that were in the prefix cache
     # [prompt + R - 1, layers, experts per token], see ``data.routing``; None unless algo.routing_replay=rollout
     routed_experts: RoutedExperts | None = None
-    row: StoreRow | None = None  # row of the group's store with prompt and completion; the arrays are views of it
+    row: StoreRow | None = None  # row of the group's store that holds prompt and completion; the arrays are views of it
 
 
 class Engine(Protocol):
-    """Inference engine of a generate function: token ids in, token ids out."""
+    """Inference engine that a generate function calls: token ids in, token ids out."""
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
-        """Return ``len(seeds)`` completions of one prompt, sent as one group."""
+        """Return one completion of the prompt ``token_ids`` per seed."""
         ...
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
-        """Return [L - 1] per sequence: the log-probabilities of tokens 1..L-1 given the tokens before them."""
+        """Return [L - 1] per sequence: log-probabilities at ``temperature`` of tokens 1..L-1 given the tokens before them."""
         ...
 
 
@@ -77,7 +77,7 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, conversation: Sequence[Mapping[str, object]], /, **options: object) -> object:
-        """Return the text of chat messages, with ``tokenize=False``."""
+        """Render chat messages; with ``tokenize=False``, return them as text."""
         ...
 
 
@@ -86,7 +86,7 @@ TokenIds = Sequence[int] | I32
 
 @dataclass(frozen=True, slots=True)
 class GenerateContext:
-    """Arguments of a generate call other than prompt and engine."""
+    """Settings, ids and tokenizer of a group, passed to the generate function with prompt, engine and seeds."""
 
     sampling: Sampling
     decode: Callable[[TokenIds], str]  # token ids -> text, special tokens dropped
@@ -107,12 +107,12 @@ class GenerateFn(Protocol):
 
 @runtime_checkable
 class Generator(GenerateFn, Protocol):
-    """A stateful ``GenerateFn``: a class named by ``rollout.generate``, constructed with the ``RolloutConfig``."""
+    """A stateful ``GenerateFn``: an instance of the class ``rollout.generate``, constructed with the ``RolloutConfig``."""
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics since the last call. Give each name an entry in ``metrics.dictionary``, which documents it.
+        """Return the metrics since the last call. Each name needs an entry in ``metrics.dictionary``, which documents it.
 
-        The driver reduces the metrics of all rollout managers; a ``Last`` is that of the last manager.
+        The driver reduces the metrics of all rollout managers; of a ``Last``, it keeps the value of the last manager.
         """
         ...
 
@@ -138,7 +138,7 @@ class GroupRewardFn(Protocol):
 
 
 class GroupFilter(Protocol):
-    """Function that returns ``None`` to keep the group, or the reason for dropping it, which a metric counts."""
+    """Function that returns ``None`` to keep the group, or the reason for dropping it. A metric counts each reason."""
 
     def __call__(self, group: SampleGroup) -> str | None: ...
 
@@ -160,13 +160,13 @@ class DataSource(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue at a cursor that ``state`` returned."""
+        """Continue from a cursor that ``state`` returned."""
         ...
 
 
 # ---- trainer ---------------------------------------------------------------------------------------------------------
 class Trainer(Protocol):
-    """Interface of all trainer ranks to the driver."""
+    """Driver-side interface to all trainer ranks."""
 
     @property
     def version(self) -> int:
@@ -174,7 +174,7 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """Send each rank its shard, score it, and take every optimizer step of the batch."""
+        """Send each rank its shard, compute log-probabilities and advantages, and take every optimizer step of the batch."""
         ...
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
@@ -185,18 +185,19 @@ class Trainer(Protocol):
         ...
 
     def kernels(self) -> tuple[str, ...]:
-        """Describe the kernels that each multi-backend layer has used."""
+        """Return descriptions of the kernels that each layer with several backends has used."""
         ...
 
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
-        """Return sample id -> [L] advantages that the ranks computed in the last ``step``, for ``sample_ids`` trained in it.
+        """Return a dict from sample id to the advantages [L] that the ranks computed in the last ``step``.
 
-        Empty if the algorithm uses group advantages, or if the run dumps no rollouts.
+        It has the ``sample_ids`` that were trained in that step. It is empty if the algorithm uses group advantages, or if the
+        run dumps no rollouts.
         """
         ...
 
     def release_communicators(self) -> None:
-        """Release communicators until the next call, under ``guard.release``."""
+        """Release the communicators until the next call of the trainer, if ``guard.release`` is set."""
         ...
 
     def begin_save(self, folder: Path, iteration: int) -> None:
@@ -204,7 +205,10 @@ class Trainer(Protocol):
         ...
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Return True if the save is complete on all ranks. Raises ``CheckpointError`` if a rank could not write."""
+        """Return True if the save is complete on all ranks; with ``wait``, block until it is.
+
+        Raises ``CheckpointError`` if a rank could not write.
+        """
         ...
 
     def load(self, folder: Path, iteration: int) -> None: ...
@@ -216,7 +220,7 @@ class MultiKernelLayer(Protocol):
     """A layer with more than one kernel implementation."""
 
     def kernels(self) -> str:
-        """Describe the kernels that ran, with their versions, in one sentence for the log."""
+        """Return a sentence for the log about the kernels that ran and their versions."""
         ...
 
 
@@ -238,7 +242,7 @@ class Bucket:
 
 
 class WeightSource(Protocol):
-    """Weights of one rank, to be pushed. ``buckets`` gathers tensors: all ranks of a pipeline stage iterate together."""
+    """Weights of one rank, to be pushed. ``buckets`` gathers tensors: all ranks of a pipeline stage must iterate together."""
 
     @property
     def is_sender(self) -> bool:
@@ -259,7 +263,7 @@ class ReplicatedWeightSource(WeightSource, Protocol):
     """Weights that every rank of the trainer can gather."""
 
     def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the tensors of all pipeline stages on every rank of the trainer, in the same buckets. All ranks iterate together."""
+        """Yield the tensors of all pipeline stages, in the same buckets on every trainer rank. All must iterate together."""
         ...
 
 
@@ -272,7 +276,7 @@ class EngineAddress:
     admin_key: str
     tp: int
     num_nodes: int = 1
-    gpus: tuple[int, ...] = ()  # GPU of each rank, by run-local index; (): on a CPU, or without a trainer rank on them
+    gpus: tuple[int, ...] = ()  # run-local index of each rank's GPU; () on a CPU, or if no trainer rank uses these GPUs
 
 
 class WeightReceiver(Protocol):
@@ -290,11 +294,11 @@ class WeightReceiver(Protocol):
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """GPU of each rank of the engine, as ``EngineAddress.gpus``."""
+        """GPU of each rank of the engine; see ``EngineAddress.gpus``."""
         ...
 
     async def update_from_tensors(self, *payloads: bytes) -> None:
-        """Load a payload in every rank of the engine, or one payload per rank.
+        """Load one payload on every rank of the engine or, given a payload per rank, each on its own rank.
 
         A payload is a pickled ``[(name, host tensor)]``, or a message of ``weight_sync.shared`` or ``weight_sync.device_memory``.
         """
@@ -303,11 +307,11 @@ class WeightReceiver(Protocol):
     async def init_broadcast_group(
         self, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join a group whose rank 0 is the sender; the engine's first rank is ``rank_offset``."""
+        """Join a process group whose rank 0 is the sender. The engine's ranks start at ``rank_offset``."""
         ...
 
     async def update_from_broadcast(self, metas: Sequence[TensorMeta], group_name: str) -> None:
-        """Receive and load ``metas``, broadcast in this order by rank 0."""
+        """Receive and load the tensors described by ``metas``, which rank 0 broadcasts in this order."""
         ...
 
     async def destroy_broadcast_group(self, group_name: str) -> None: ...
@@ -323,7 +327,8 @@ class WeightSender(Protocol):
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets and return the metadata of the sent tensors.
 
-        A collective over the ranks of a pipeline stage: if an engine is lost, the rank completes the collective and then raises.
+        This is a collective over the ranks of a pipeline stage (with IPC, over all trainer ranks). If an engine is lost, the
+        rank completes the collective before it raises.
         """
         ...
 

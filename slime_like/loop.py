@@ -19,7 +19,7 @@ from slime_like.config.schema.root import TrainConfig
 
 
 def train(cfg: TrainConfig) -> None:
-    """Run ``cfg`` to its end. Ctrl-C ends it after a checkpoint, an error after a crash bundle."""
+    """Train to the last rollout. Ctrl-C ends the run once a checkpoint is saved, an error once a crash bundle is written."""
     with launch(cfg) as run:
         run.start()
         for rollout_id in run.rollout_ids():

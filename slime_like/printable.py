@@ -16,7 +16,7 @@ HIDDEN = ("Cc", "Cf", "Cs", "Co")  # control, format (such as text direction), l
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with control, format and lone surrogate characters escaped, so that none affects a terminal."""
+    """Return ``text`` with control, format, surrogate and private-use characters escaped, so that none affects a terminal."""
     if text.isprintable():
         return text
     return "".join(
@@ -27,8 +27,8 @@ def visible(text: str) -> str:
 def print_output(text: str) -> int:
     """Write the output of a command to standard output and flush it. Return the exit code.
 
-    The code is 0, even if the reader of a pipe has exited (``| head``), or 1 with a message if the output cannot be
-    written.
+    The code is 1, with a message on stderr, if the output cannot be written, and 0 otherwise. A reader that has closed its
+    pipe (``| head``) is not an error.
     """
     stream = sys.stdout
     if stream is None:  # pyright: ignore[reportUnnecessaryComparison]  closed by the caller of the program
@@ -59,7 +59,7 @@ def complaint(error: BaseException) -> str:
 def hide_in_logs(secret: str) -> None:
     """Mask ``secret`` in every record that this process logs from now on, for current and future handlers.
 
-    The message, its arguments and the traceback are masked. An argument of another type is replaced by its masked text if
+    The message, its arguments and the traceback are masked. An argument that is not a string is replaced by its masked text if
     that text contains the secret.
     """
     base_factory = logging.getLogRecordFactory()

@@ -14,7 +14,7 @@ from slime_like.util.user_module import user_module
 _WORDS = re.compile("[-_.:/ ]")
 SIMILAR = 0.8  # minimum ratio of matching characters for a name to count as a misspelling
 SIMILAR_WORD = 0.7  # the same for a single word of more than three letters
-SHORT_WORD = 3  # letters; in shorter words one letter makes a different word: gpu is not a misspelled cpu
+SHORT_WORD = 3  # letters; in words up to this length, one letter makes a different word: gpu is not a misspelled cpu
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
@@ -37,8 +37,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _similarity(name: str, option: str) -> float:
-    """Return a rank above 0 if ``option`` is similar to ``name``, else 0; a permutation of the same letters ranks
-    highest."""
+    """Return a score above 0 if ``option`` is similar to ``name``, else 0. A permutation of the letters scores highest."""
     ratio = difflib.SequenceMatcher(None, option, name).ratio()
     words, option_words = _WORDS.split(name), _WORDS.split(option)
     same_words = 2 * len(words) >= len(option_words) and all(
@@ -54,12 +53,12 @@ def _is_similar_word(word: str, other: str) -> bool:
 
 
 def is_path(name: str | None) -> bool:
-    """Return whether ``name`` is a path, ``module:attribute`` or ``file.py:attribute``, and not a name of a table."""
+    """Return whether ``name`` is a path (``module:attribute`` or ``file.py:attribute``) rather than a name in a table."""
     return name is not None and ":" in name
 
 
 def metric_part(name: str) -> str:
-    """Return ``name`` as a part of a metric's name: a file without its folder. Example: ``/a/b.py:f`` gives ``b.py:f``."""
+    """Return ``name`` as part of a metric's name: a file loses its folder, so that ``/a/b.py:f`` becomes ``b.py:f``."""
     return name.rpartition("/")[2] if is_path(name) else name
 
 
@@ -85,7 +84,7 @@ def _own_part(name: str, dotted: bool, table_name: str) -> str:
 
 
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
-    """Import the object that ``table`` maps ``name`` to, or that the path ``name`` leads to.
+    """Import and return the object that ``table`` maps ``name`` to or, if ``name`` is a path, the object at that path.
 
     Raises ``ConfigError`` naming ``key`` if the module or attribute does not exist.
     """

@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Row of a dataset with its tokens."""
+    """Tokenised row of a dataset."""
 
     prompt_id: int  # index of the row in its dataset
     token_ids: I32  # [P]
@@ -71,7 +71,7 @@ class Prompt:
 class Reward:
     """Reward of a sample. Advantages use ``score``; ``accuracy`` (0 or 1, if the task has a correct answer) is only reported.
 
-    ``parts`` are the unweighted scores of the components of a composed reward.
+    ``parts`` has the unweighted score of each component of a composed reward.
     """
 
     score: float
@@ -81,9 +81,9 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens of an episode or of a part of it, in the order in which the engine read and sampled them.
+    """Tokens of an episode or of part of one, in the order in which the engine read and sampled them.
 
-    An episode is one answer to the prompt. A run of an agent is an episode with one sample per conversation.
+    An episode is one response to the prompt. A run of an agent is an episode with one sample per conversation.
     """
 
     group_id: int
@@ -137,7 +137,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All samples of one prompt. Baselines, filters and the choice of an engine are per group."""
+    """All samples of one prompt. Baselines, filters and the assignment to an engine apply to whole groups."""
 
     group_id: int
     prompt: Prompt

@@ -1,7 +1,7 @@
 """Rollout manager: prompts, engines, rewards and filters behind one object.
 
-Lives in its own process, so that collection overlaps training if ``loop.max_staleness`` allows. With
-``rollout.num_managers`` > 1 each manager has a ``ManagerShare`` of prompts and engines.
+The manager runs in its own process, so that collection overlaps training if ``loop.max_staleness`` allows it. With
+``rollout.num_managers`` > 1, each manager has a ``ManagerShare`` of prompts and engines.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class RolloutManager:
         supervisors: Sequence[EngineSupervisor],
         factory: EngineFactory | None = None,
     ) -> None:
-        """``supervisors`` are those of the manager's share. ``source`` and ``heldout`` have the prompts of all managers.
+        """``supervisors`` has the engines of this manager's share; ``source`` and ``heldout`` have the prompts of all managers.
 
-        ``factory`` starts and stops further engines; None if their number cannot be changed.
+        ``factory`` adds and removes engines; None if the number of engines cannot be changed.
         """
         self._spec = spec
         self._source = source = share_of_source(source, spec.share)
@@ -130,7 +130,7 @@ class RolloutManager:
 
     # ---- collect -----------------------------------------------------------------------------------------------------
     async def collect(self, rollout_id: int) -> ManagerRollout:
-        """Return the groups of this manager's prompts of one rollout."""
+        """Return this manager's groups of one rollout, with metrics and messages."""
         self._monitor.start()
         generated = await self._producer.get(rollout_id)
         self._producer.forget(rollout_id)
@@ -180,7 +180,7 @@ class RolloutManager:
 
     # ---- evaluate ----------------------------------------------------------------------------------------------------
     async def evaluate(self) -> ManagerEvaluation:
-        """Answer this manager's prompts of every held-out dataset under the engines' current weights, and score the answers."""
+        """Sample and score responses to this manager's prompts of all held-out datasets, under the engines' current weights."""
         self._monitor.start()
         results: dict[str, tuple[PromptResult, ...]] = {}
         for heldout in eval_sets(self._spec.evaluation):
@@ -203,16 +203,16 @@ class RolloutManager:
         return ManagerEvaluation(results, self._rewards.metrics())
 
     async def enter_phase(self, phase: str) -> None:
-        """Release the engines' memory that ``phase`` (``config.schema.residency``) does not need, or allocate it again."""
+        """Release engine memory that ``phase`` (``config.schema.residency``) does not need; in phase collect, restore it."""
         self._monitor.start()
         await self._memory.enter(phase)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_push(self) -> tuple[EngineAddress, ...]:
-        """Pause every engine, keep its requests, and open its weight update; return the addresses of the participants.
+        """Pause every engine without ending its requests, open its weight update, and return the participants' addresses.
 
-        In a deterministic run no request may be in flight, since timing would decide which tokens are sampled before the
-        push. The exception is a group that waits for a restarted engine, because that engine waits for this push.
+        A deterministic run first waits until no request is in flight, since timing would decide which tokens are sampled
+        before the push. It does not wait if no engine serves: the groups then wait for an engine that waits for this push.
         """
         self._monitor.start()
         if self._spec.deterministic:
@@ -220,9 +220,10 @@ class RolloutManager:
         return await self._update.begin()
 
     async def commit_push(self, version: int) -> int:
-        """Close the update on every engine, which fails unless all its parameters were written; flush the KV cache.
+        """Close the update on every engine, flush its KV cache and resume decoding.
 
-        Return the number of added engines, which ``admit_proven`` lets serve after the probe.
+        Raises ``EngineError`` if an engine did not receive all its parameters. Return the number of added engines that wait for
+        the probe and then for ``admit_proven``.
         """
         await self._update.commit(version)
         self._version = version
@@ -230,7 +231,7 @@ class RolloutManager:
         return 0 if self._resizer is None else self._resizer.num_unproven()
 
     async def admit_proven(self) -> None:
-        """Let added engines serve once the probe has compared them with the trainer."""
+        """Let added engines serve. Call it after the probe has compared them with the trainer."""
         if self._resizer is not None:
             self._resizer.admit_proven(self._version)
 
@@ -261,34 +262,35 @@ class RolloutManager:
         self._version = version
 
     async def abort_push(self) -> None:
-        """Close the engines' updates after a failed push. Engines with complete weights decode again, others stay paused."""
+        """Close the engines' updates after a failed push. Engines with complete weights resume decoding, others stay paused."""
         await self._update.abort()
 
     async def wait_until_push_needed(self) -> None:
-        """Return once no engine serves and a restarted engine waits for a push of weights."""
+        """Wait until no engine serves and a restarted engine waits for a push of weights."""
         await self._pool.wait_until_push_needed()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the recoveries of engines and reward server that no ``ManagerRollout`` has reported yet."""
+        """Return the recoveries of engines and of the reward server that no ``ManagerRollout`` has reported yet."""
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 
     def block_reward_server(self, seconds: float) -> None:
-        """See ``RewardPool.block_server``."""
+        """Make the reward server unreachable for ``seconds``; see ``RewardPool.block_server``."""
         self._rewards.block_server(seconds)
 
     async def probe(self) -> tuple[ProbeScores, ...]:
-        """Return scores and continuations of the probe sequences by every engine. Raises ``EngineLost`` if no engine remains."""
+        """Return every engine's scores and continuations of the probe sequences. Raises ``EngineLost`` if no engine remains."""
         return await self._probe.scores(self._version)
 
     # ---- state -------------------------------------------------------------------------------------------------------
     async def save_state(self, next_rollout: int, base: Path) -> dict[str, Any]:
-        """Return the state from which rollout ``next_rollout`` is reproduced: the cursor before it and the untrained groups.
+        """Return the state from which rollout ``next_rollout`` is reproduced: the cursor before it, and which groups are saved.
 
-        The groups are written to files next to ``base``, whose names begin with its own.
+        The saved groups, which no rollout has trained on, are written to files next to ``base``, whose names begin with the
+        stem of ``base``. Raises ``CheckpointError`` if a file cannot be written.
 
-        Rollouts in flight are generated again with the same prompts and seeds; groups that an earlier rollout left unfinished
-        continue where they were interrupted. In a deterministic run, rollouts in flight are complete, and no engine will
-        have their weights again; therefore they are saved too. Raises ``CheckpointError`` if a file cannot be written.
+        A resumed run generates rollouts in flight again, with the same prompts and seeds, and continues groups that an earlier
+        rollout left unfinished. In a deterministic run, rollouts in flight are complete at this point. They are saved too,
+        because no engine will have the weights that generated them again.
         """
         completed = self._producer.completed_rollouts() if self._spec.deterministic else []
         state = self._collector.state_before(completed[-1].rollout_id + 1 if completed else next_rollout)
@@ -318,7 +320,7 @@ class RolloutManager:
             self._collector.restore(RolloutState.from_groups(state["cursor"], load_groups(in_flight_path(base))))
 
     async def stop(self) -> None:
-        """Cancel requests in flight, close the generate function and stop the reward pool; each even if another fails."""
+        """Cancel requests in flight, close the generate function and stop the reward pool, each even if another step fails."""
         async with AsyncExitStack() as teardown:  # in reverse order
             teardown.push_async_callback(self._rewards.stop)
             teardown.push_async_callback(self._pool.stop)

@@ -1,4 +1,4 @@
-"""Selection of the groups that a rollout trains on, in the driver, from the groups of every rollout manager."""
+"""Selection, in the driver, of the groups that a rollout trains on, from the groups of all rollout managers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ManagerRollout:
     messages: tuple[str, ...] = ()  # warnings for the user
     recoveries: tuple[Recovery, ...] = ()  # new or changed since the last rollout
     drop_summary: str = ""  # clause about generated and dropped groups
-    example: SampleGroup | None = None  # first generated group, to quote if none passed the filters
+    example: SampleGroup | None = None  # first generated group, quoted in a warning if none passed the filters
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,21 @@ class SelectionSpec:
 
 
 class GroupSelection:
-    """Selection of each rollout's groups, with the groups that earlier rollouts carried over."""
+    """Selector of each rollout's groups, which include groups carried over from earlier rollouts."""
 
     def __init__(self, spec: SelectionSpec, signal: LearningSignal) -> None:
         self._spec, self._signal = spec, signal
         self._leftover: tuple[SampleGroup, ...] = ()
 
     def select(self, rollout_id: int, parts: Sequence[ManagerRollout]) -> CollectedRollout:
-        """Return the complete groups that fill the rollout's optimizer steps, starting with groups carried over."""
+        """Return whole groups that fill the rollout's optimizer steps, carried-over groups first; carry or drop the others."""
         spec = self._spec
         generated_groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.group_id)
         oldest_version = max(part.version for part in parts) - spec.max_staleness
         carried_groups = [group for group in self._leftover if group.oldest_version >= oldest_version]
         num_stale = len(self._leftover) - len(carried_groups)
         split = split_leftover([*carried_groups, *generated_groups], spec.samples_per_rollout, spec.leftover)
-        # Arrays from Ray are views of a manager's entire rollout, whose shared memory they would occupy until the groups are used.
+        # Copy carried groups: as views of a manager's entire rollout, arrays from Ray would keep all its shared memory in use.
         groups, self._leftover = split.to_train, tuple(deepcopy(group) for group in split.to_carry)
         if spec.shuffle:
             groups = tuple(shuffle_rewards(groups, seed=spec.seed * 1_000_003 + rollout_id))

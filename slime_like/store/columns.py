@@ -20,7 +20,7 @@ class TokenColumns:
     token_ids: I32  # [L]
     logprobs: F32  # [L], nan if the token was not sampled
     versions: I32  # [L], weight version that sampled the token, or PROMPT_TOKEN or TOOL_TOKEN
-    experts: RoutedExperts | None = None  # [L, blocks, experts per token], zero for the last sampled token
+    experts: RoutedExperts | None = None  # [L, blocks, experts per token], zeros for the last sampled token
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -84,7 +84,7 @@ def span_versions(spans: Iterable[Span]) -> I32:
 
 
 def join(parts: Iterable[TokenColumns]) -> TokenColumns:
-    """Return the columns of several sequences, one after another, without experts."""
+    """Concatenate the columns of several sequences. Experts are dropped unless there is only one sequence."""
     items = list(parts)
     if len(items) == 1:
         return items[0]

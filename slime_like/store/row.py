@@ -23,11 +23,11 @@ class StoreRow:
 
     @property
     def columns(self) -> TokenColumns:
-        """Read-only views of all tokens."""
+        """Read-only views of the columns of all tokens."""
         return self.store.columns(self.index)
 
     def fork(self, length: int | None = None) -> StoreRow:
-        """Return a row with the first ``length`` tokens, which shares their memory."""
+        """Return a new row that shares the memory of the first ``length`` tokens, all by default."""
         return StoreRow(self.store, self.store.fork(self.index, length)[0])
 
     def append(self, columns: TokenColumns, experts: RoutedExperts | None = None) -> None:

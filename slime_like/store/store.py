@@ -1,9 +1,9 @@
-"""Store of the samples of a group while they are sampled: they share one set of columns, to which tokens are appended in batches.
+"""Store of a group's samples while they are sampled. They share one set of columns, to which tokens are appended in batches.
 
-A row is a sequence of tokens, and always contiguous in memory, so that a sample is a view of its row. A fork shares the
-tokens of its row. The first of the sharing rows that appends writes behind the shared tokens if there is free space; each
-of the others copies them first (copy on write), so k sharing rows make k - 1 copies. Entries that a row contains never
-change, so views stay valid.
+A row is a sequence of tokens that is always contiguous in memory, so that a sample is a view of its row. A fork of a row
+shares the row's tokens. Among rows that share tokens, the first to append writes directly after the shared tokens if there
+is free space; each of the others copies them first (copy on write), so k sharing rows make k - 1 copies. Entries that a row
+contains never change, so views stay valid.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from slime_like.store.tables import Bools, ExpertEntry, ExtentTable, RowTable, S
 from slime_like.types import I64, RoutedExperts
 
 GROUP_CAPACITY = 2**30  # tokens, 12 GiB without experts
-MIN_SPARE = 16  # minimum of the free entries behind an unfinished row after a move; long rows get half of their length
+MIN_SPARE = 16  # minimum number of free entries after an unfinished row that was moved; long rows get half their length
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens to append: ``counts[i]`` of them to ``rows[i]``, in the order of ``columns``."""
+    """Tokens to append: ``columns`` has ``counts[i]`` tokens for each ``rows[i]``, in order."""
 
-    rows: I64  # [N], different
+    rows: I64  # [N], without repetitions
     columns: TokenColumns  # [sum(counts)], its experts are not used
     counts: I64 | None = None  # [N]; None: one token per row
     experts: Sequence[
         RoutedExperts | None
-    ] = ()  # [N] or empty: experts of each row's tokens from the first one on; None keeps them
-    is_finished: Bools | None = None  # [N], rows that refuse later tokens; None: none of them
+    ] = ()  # [N] or empty: for each row, the experts of its tokens from the first one on, or None to keep them
+    is_finished: Bools | None = None  # [N], True if the row accepts no further tokens; None: False for all
 
 
 class SampleStore:
     """Rows of tokens with their log-probabilities, versions and experts."""
 
     def __init__(self, capacity: int = GROUP_CAPACITY) -> None:
-        """``capacity`` is the maximum number of tokens, including the free space behind rows."""
+        """``capacity`` is the maximum number of tokens, including the free space after rows."""
         self._capacity = capacity
         self._rows, self._extents = RowTable(), ExtentTable()
         self._slabs: dict[int, Slab] = {}
@@ -48,11 +48,11 @@ class SampleStore:
         self._num_entries = 0
         self._entry: ExpertEntry | None = None  # shape and dtype of the experts of a token
         self.num_clones = 0  # rows copied because another row shares their tokens
-        self.num_moves = 0  # rows copied because there was no space behind them
+        self.num_moves = 0  # rows copied because there was no space after them
 
     # ---- rows --------------------------------------------------------------------------------------------------------
     def add(self, columns: TokenColumns) -> int:
-        """Add a row with these tokens and return it. Raises ``StoreFull``."""
+        """Add a row with these tokens and return its index. Raises ``StoreFull``."""
         count = len(columns)
         slab = self._allocate(count, self._expert_entry([columns.experts]), num_extents=1)
         (extent,) = self._extents.add(slab, np.zeros(1, np.int64), np.array([count])).tolist()
@@ -61,7 +61,10 @@ class SampleStore:
         return self._rows.add(extent, count, self._extents, has_experts=columns.experts is not None)[0]
 
     def fork(self, row: int, length: int | None = None, num_rows: int = 1) -> range:
-        """Return ``num_rows`` new rows with the first ``length`` tokens of ``row``, all by default. They share its memory."""
+        """Add ``num_rows`` rows that share the memory of the first ``length`` tokens of ``row``; return their indices.
+
+        ``length`` is that of ``row`` by default.
+        """
         extent, end = self._location(row)
         length = end if length is None else length
         if not 0 <= length <= end:
@@ -84,7 +87,7 @@ class SampleStore:
         return self._location(row)[1]
 
     def is_finished(self, row: int) -> bool:
-        """Return whether a row refuses further tokens."""
+        """Return whether a row is finished, that is, accepts no further tokens."""
         return bool(self._rows.is_finished[row])
 
     def columns(self, row: int, start: int = 0, stop: int | None = None) -> TokenColumns:
@@ -100,7 +103,7 @@ class SampleStore:
         return TokenColumns(views.token_ids, views.logprobs, views.versions, experts)
 
     def longest_prefix(self, columns: TokenColumns) -> int | None:
-        """Return the longest row whose tokens are the first of ``columns``; None if there is none."""
+        """Return the index of the longest row whose tokens ``columns`` begins with; None if there is none."""
         size, ids = self._rows.size, columns.token_ids
         length = self._rows.length[:size]
         candidates = np.flatnonzero((self._rows.extent[:size] >= 0) & (length <= len(ids)) & (length > 0))
@@ -111,20 +114,20 @@ class SampleStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the columns of all rows, including the free space behind them."""
+        """Bytes of the columns of all rows, including the free space after them."""
         return sum(slab.columns.nbytes for slab in self._slabs.values())
 
     # ---- append ------------------------------------------------------------------------------------------------------
     def append_batch(self, batch: Batch) -> None:
         """Append tokens to rows.
 
-        Raises ``StoreFull`` or, for finished, released or repeated rows, ``ValueError``, before any row is changed.
+        Raises ``StoreFull``, or ``ValueError`` if a row is finished, released or repeated. Neither error changes a row.
         """
         if not self._append_token_per_row(batch):
             self._append_any(batch)
 
     def _append_token_per_row(self, batch: Batch) -> bool:
-        """Append one token to each row by one indexed write per column. Return False if a row needs more than that."""
+        """Append one token to each row with one indexed write per column. Return False, unchanged, if a row needs more."""
         table, rows, columns = self._rows, batch.rows, batch.columns
         n = len(rows)
         if batch.counts is not None or batch.is_finished is not None or batch.experts or not n == len(columns) > 0:
@@ -182,7 +185,7 @@ class SampleStore:
             raise ValueError(f"rows {rows[self._rows.is_finished[rows]].tolist()} are finished: no tokens may follow")
 
     def _positions_to_move(self, batch: Batch, counts: I64, ends: I64) -> I64:
-        """Return the positions in the batch of rows that must be copied before they can be written."""
+        """Return the positions in the batch of the rows that must be copied to new memory before tokens are appended."""
         table, row_extents = self._extents, self._rows.extent[batch.rows]
         fits = (table.used[row_extents] == ends - counts) & (ends <= table.capacity[row_extents])
         if len(row_extents) and table.num_rows[row_extents].max() > 1:
@@ -192,12 +195,12 @@ class SampleStore:
             fits[first] = True
         fits |= counts == 0
         for position, experts in enumerate(batch.experts):
-            if experts is not None:  # experts of all tokens, including those that other rows or views share
+            if experts is not None:  # they cover all tokens, including tokens shared with other rows or views
                 fits[position] = False
         return np.flatnonzero(~fits)
 
     def _move(self, batch: Batch, positions: I64, ends: I64, entry: ExpertEntry | None) -> None:
-        """Copy rows to new memory with space for the batch, and spare space unless they are finished."""
+        """Copy rows to new memory with space for the batch and, unless they are finished, spare space."""
         required_sizes = ends[positions]
         spare = np.maximum(required_sizes // 2, MIN_SPARE)
         if batch.is_finished is not None:
@@ -225,7 +228,7 @@ class SampleStore:
                 copy_tokens(self._slabs[source].columns, first, target, start, length)
 
     def _set_experts(self, row: int, key: int, start: int, experts: RoutedExperts | None, num_tokens: int) -> None:
-        """Set the experts of a row's first tokens, and zeros for the others."""
+        """Set the experts of a row's first ``len(experts)`` tokens, and zeros for the others."""
         target = self._slabs[key].columns.experts
         assert experts is not None and target is not None
         self._rows.has_experts[row] = True
@@ -235,7 +238,10 @@ class SampleStore:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
     def _expert_entry(self, experts: Iterable[RoutedExperts | None]) -> ExpertEntry | None:
-        """Return shape and dtype of ``experts`` and of all earlier ones; None if there are none. Raises ``ValueError`` if they differ."""
+        """Return the shape and dtype of ``experts`` and all earlier experts; None without experts.
+
+        Raises ``ValueError`` if they differ.
+        """
         entries = {ExpertEntry(rows.shape[1:], rows.dtype) for rows in experts if rows is not None}
         if self._entry is not None:
             entries.add(self._entry)
@@ -244,7 +250,7 @@ class SampleStore:
         return next(iter(entries), None)
 
     def _allocate(self, size: int, entry: ExpertEntry | None, num_extents: int) -> int:
-        """Return the key of a new slab, whose tokens have experts of shape and dtype ``entry``. Raises ``StoreFull``."""
+        """Add a slab for ``size`` tokens, with experts as ``entry`` describes, and return its key. Raises ``StoreFull``."""
         if self._num_entries + size > self._capacity:
             raise StoreFull(
                 f"the samples of a group need memory for {self._num_entries + size} tokens, but the limit is {self._capacity}: lower "
@@ -261,9 +267,9 @@ class SampleStore:
         return key
 
     def _drop_references(self, extents: Sequence[int]) -> int:
-        """Remove a reference to each of ``extents``; the last one frees the extent.
+        """Remove one reference per entry of ``extents``, and free each extent whose last reference is removed.
 
-        Returns the number of removed references that were not the last one.
+        Return the number of removed references that were not the last one of their extent.
         """
         num_shared = 0
         for extent, count in Counter(extents).items():
@@ -282,7 +288,7 @@ class SampleStore:
             self._num_entries -= len(slab.columns)
 
     def _location(self, row: int) -> tuple[int, int]:
-        """Return extent and length of a row."""
+        """Return a row's extent and length. Raises ``ValueError`` if the row does not exist or was released."""
         extent = int(self._rows.extent[row]) if 0 <= row < self._rows.size else -1
         if extent < 0:
             raise ValueError(f"row {row} does not exist or was released")

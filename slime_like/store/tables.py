@@ -18,7 +18,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class ExpertEntry:
-    """Shape and dtype of an entry of the column of experts."""
+    """Shape and dtype of one token's entry in the column of experts."""
 
     shape: tuple[int, ...]  # [blocks, experts per token]
     dtype: np.dtype[Any]
@@ -29,18 +29,21 @@ class Slab:
     """Memory of one allocation."""
 
     columns: TokenColumns  # [size], writable
-    num_extents: int  # extents of this slab that have rows
+    num_extents: int  # number of extents of this slab that rows still use
 
     @staticmethod
     def allocate(size: int, experts: ExpertEntry | None, num_extents: int) -> Slab:
-        """Return uninitialised memory for ``size`` tokens; experts are zero. Raises ``MemoryError``."""
+        """Return a slab of uninitialised memory for ``size`` tokens, with zeros as experts. Raises ``MemoryError``."""
         token_ids, logprobs = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.float32)
         rows = None if experts is None else np.zeros((size, *experts.shape), dtype=experts.dtype)
         return Slab(TokenColumns(token_ids, logprobs, np.empty(size, dtype=np.int32), rows), num_extents)
 
 
 def copy_tokens(source: TokenColumns, first: int, target: TokenColumns, start: int, num_tokens: int) -> None:
-    """Copy ``num_tokens`` tokens at ``first`` of ``source`` to ``start`` in ``target``; experts if both have them."""
+    """Copy ``num_tokens`` tokens from position ``first`` of ``source`` to position ``start`` of ``target``.
+
+    Experts are copied if both have them.
+    """
     stop, end = first + num_tokens, start + num_tokens
     target.token_ids[start:end] = source.token_ids[first:stop]
     target.logprobs[start:end] = source.logprobs[first:stop]
@@ -59,17 +62,17 @@ def _booleans() -> Bools:
 
 @dataclass(slots=True)
 class ExtentTable:
-    """Contiguous entries of a slab, from whose start one or several rows extend. Entries below ``used`` never change."""
+    """Extents: contiguous ranges of a slab, at whose start one or more rows begin. The first ``used`` entries never change."""
 
     size: int = 0
     slab: I64 = field(default_factory=_integers)  # key of the slab
-    start: I64 = field(default_factory=_integers)  # first entry
-    used: I64 = field(default_factory=_integers)  # entries that a row has written
+    start: I64 = field(default_factory=_integers)  # position of the first entry in the slab
+    used: I64 = field(default_factory=_integers)  # number of entries that a row has written
     capacity: I64 = field(default_factory=_integers)
     num_rows: I64 = field(default_factory=_integers)  # reference count
 
     def add(self, slab: int, starts: I64, capacities: I64) -> I64:
-        """Add extents of one row each and return their ids."""
+        """Add extents that one row each refers to, and return their ids."""
         ids = np.arange(self.size, self.size + len(starts))
         self.size += len(starts)
         if self.size > len(self.slab):
@@ -82,7 +85,7 @@ class ExtentTable:
 
 @dataclass(slots=True)
 class RowTable:
-    """Sequences, each the first ``length`` entries of an extent."""
+    """Rows, each of which is the first ``length`` entries of an extent."""
 
     size: int = 0
     extent: I64 = field(default_factory=_integers)  # -1: released
@@ -108,7 +111,7 @@ class RowTable:
 
 
 def grow[Array: npt.NDArray[Any]](array: Array, size: int) -> Array:
-    """Return a copy with space for at least ``size`` entries, twice as many as before."""
+    """Return a copy padded with zeros to at least ``size`` entries and at least twice the length."""
     larger = np.zeros(max(size, 2 * len(array)), dtype=array.dtype)
     larger[: len(array)] = array
     return larger  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-"""Split transport: the sender of each pipeline stage and all engine ranks share a process group; buckets are broadcast."""
+"""Split transport: the sender of each pipeline stage broadcasts buckets in a process group with all engine ranks."""
 
 # torch has no public function that creates a process group outside the world.
 # pyright: reportPrivateUsage=false
@@ -27,7 +27,7 @@ from slime_like.util.deadline import scale
 from slime_like.util.ports import RendezvousAddress, open_rendezvous
 from slime_like.weight_sync.manifest import meta_of
 
-LEAVE_S = 10.0  # limit for the engines to leave a group
+LEAVE_S = 10.0  # time limit for this rank and the engines to leave or abort a group
 POLL_S = 0.02
 
 
@@ -53,7 +53,7 @@ class BroadcastSender:
         self._is_aborted = False
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
+        """Send all buckets of ``source`` in order; return the metadata of the tensors. Every rank of a stage must call this."""
         tensors: list[TensorMeta] = []
         buckets = source.buckets(self._transport.max_bytes)
         try:
@@ -63,10 +63,10 @@ class BroadcastSender:
                 if source.is_sender:
                     tensors += await self._send_bucket(bucket)
         except BaseException:
-            await self._abort_unfinished()  # before the gathering, which on a GPU would wait for the broadcast
+            await self._abort_unfinished()  # before further gathering, which on a GPU would wait for the broadcast
             raise
         finally:
-            for _ in buckets:  # the other ranks of the stage gather with this one
+            for _ in buckets:  # gathering is a collective of the stage: the other ranks need this one to complete it
                 pass
         return tensors
 
@@ -81,29 +81,29 @@ class BroadcastSender:
         done: set[asyncio.Task[None]] = set()
         try:
             done, _ = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
-        finally:  # also if this push is cancelled, so that send aborts the ops
+        finally:  # even if this push is cancelled, so that ``send`` aborts the unfinished ops
             self._members = [
                 receiver for receiver, request in zip(self._receivers, requests, strict=True) if not _is_lost(request)
             ]
             self._pending = {request for request in requests if not request.done()}
             self._is_broadcasting = not broadcast.done()
-            # The thread of a broadcast may wait for a lost engine until the timeout of the group: no call ends a send of gloo.
+            # The broadcast's thread may wait for a lost engine until the group's timeout: nothing can interrupt a send of gloo.
             broadcast.cancel()
-        # Raise an engine's own error rather than the error of the connection that it broke.
+        # Raise the engine's own error rather than that of the broadcast, whose connection it broke.
         for task in sorted(done, key=lambda task: task is broadcast):
             task.result()
         assert not self._pending, "asyncio.wait returned before all tasks were done, but no task raised"
         return metas
 
     async def _join(self) -> dist.ProcessGroup:
-        """Return the group of this rank (0) and the ranks of all engines, in the engines' order."""
+        """Create and return a group of this rank, as rank 0, and the ranks of all engines in order."""
         keep_to_interface(self._host)
         return await self._join_groups(open_rendezvous(self._host))
 
     async def _join_groups(self, address: RendezvousAddress) -> dist.ProcessGroup:
-        """Create the group with all engines.
+        """Create the group at this rank and let all engines join it.
 
-        Raises ``EngineLost`` as soon as an engine is lost. The other engines, which wait for it, are released first.
+        Raises ``EngineLost`` if an engine is lost, after it has released the other engines, which wait for the lost one.
         """
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         self._store = join_store(address, world, is_master=True, timeout=self._timeout)
@@ -128,9 +128,9 @@ class BroadcastSender:
         return group_task.result()
 
     async def _release(self, joins: Sequence[asyncio.Task[None]], group_task: asyncio.Task[Any]) -> None:
-        """Release the ranks that wait at the store for a lost engine, by closing the store.
+        """Close the store, which releases the ranks that wait at it for a lost engine.
 
-        Only ranks that have connected notice the closed store, so wait until all live ranks have.
+        Only connected ranks notice that the store is closed, so wait first until all live ranks have connected.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S * scale()):
@@ -144,14 +144,14 @@ class BroadcastSender:
                 await asyncio.gather(*joins, group_task, return_exceptions=True)
 
     def _expected_keys(self, joins: Sequence[asyncio.Task[None]]) -> int:
-        """Return the number of keys of the store once all live ranks have connected: one per rank, and one shared key."""
+        """Return the number of keys in the store once all live ranks have connected: one per rank, and one shared key."""
         live_tps = [receiver.tp for receiver, join in zip(self._receivers, joins, strict=True) if not join.done()]
         return 2 + sum(live_tps)
 
     def _make_group(self, address: RendezvousAddress, world: int) -> dist.ProcessGroup:
         """Create a group outside the trainer's world. torch has no public function for it; SGLang uses the same helper.
 
-        Remove when torch can create a process group with another store than the default group's.
+        Remove when torch can create a process group with a store other than the default group's.
         """
         # A separate client: with the server's store object, this thread would keep the server alive.
         store: Any = join_store(address, world, is_master=False, timeout=self._timeout)
@@ -182,7 +182,7 @@ class BroadcastSender:
         await asyncio.gather(*(receiver.close() for receiver in self._receivers))
 
     async def _abort_unfinished(self) -> None:
-        """Abort the group if an op of it may wait for a lost engine. Idempotent."""
+        """Abort the group if one of its ops may be waiting for a lost engine. Idempotent."""
         if self._group is None or self._is_aborted or not (self._pending or self._is_broadcasting):
             return
         self._is_aborted = True
@@ -191,9 +191,9 @@ class BroadcastSender:
                 await run_in_thread(self._abort, self._group)
 
     def _abort(self, group: dist.ProcessGroup) -> None:
-        """End the ops of the group that wait for an engine, with an error.
+        """Make the ops of the group that wait for an engine fail.
 
-        A failed abort is reported only: the caller has the error that ended the push.
+        If the abort fails, only report it: the caller already has the error that ended the push.
         """
         try:
             if self._connections is not None:
@@ -205,7 +205,7 @@ class BroadcastSender:
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
-    """Leave a group, whose ops may have been aborted."""
+    """Leave a group, and only report an error, since the group may have been aborted."""
     try:
         dist.destroy_process_group(group)
     except RuntimeError as error:
@@ -223,7 +223,10 @@ def _is_lost(request: asyncio.Task[None]) -> bool:
 
 
 def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
-    """Broadcast all tensors of a bucket concurrently from rank 0 of ``group``."""
+    """Broadcast all tensors of a bucket concurrently from rank 0 of ``group``.
+
+    Raises ``EngineLost`` if an engine leaves the group, ``WeightSyncError`` if a broadcast does not complete.
+    """
     try:
         works = [
             dist.broadcast(tensor.detach().contiguous(), group=group, group_src=0, async_op=True)

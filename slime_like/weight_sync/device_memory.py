@@ -1,4 +1,4 @@
-"""Buckets in GPU memory, opened by CUDA IPC in a process on the same GPU, and the messages that describe them.
+"""Buckets in GPU memory that another process on the same GPU opens by CUDA IPC, and the messages that describe them.
 
 The receiver builds tensors from names, dtypes and shapes: it unpickles nothing.
 """
@@ -23,26 +23,26 @@ MAGIC = b"slime_like device tensors\n"
 
 
 class DeviceHandles(Protocol):
-    """Access to device memory of this process, and of other processes by address."""
+    """Access to the device memory of this process and, by address, of other processes."""
 
     def name(self) -> str:
         """Return a name of the current device that is the same in every process."""
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Allocate bytes that can be shared."""
+        """Return new memory (uint8) that can be shared."""
         ...
 
     def share(self, memory: Tensor) -> Mapping[str, Any]:
-        """Return an address of ``memory``, which can be opened once."""
+        """Return an address of ``memory``. It can be opened once."""
         ...
 
     def open(self, address: Mapping[str, Any]) -> Tensor:
-        """Return the bytes at an address."""
+        """Return the memory (uint8) at an address."""
         ...
 
     def forget(self, address: Mapping[str, Any]) -> None:
-        """Count an address as closed: its receiver has ended."""
+        """Count an address as closed, because its receiver has exited."""
         ...
 
     def wait(self) -> None:
@@ -50,12 +50,12 @@ class DeviceHandles(Protocol):
         ...
 
     def collect(self) -> None:
-        """Return memory that this process has dropped and its receivers have closed to the device, for other processes."""
+        """Give memory that this process has dropped and its receivers have closed back to the device for other processes."""
         ...
 
 
 class CudaHandles:
-    """Memory of torch's allocator and CUDA IPC."""
+    """``DeviceHandles`` of memory from torch's allocator, shared by CUDA IPC."""
 
     def name(self) -> str:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -86,12 +86,12 @@ class DeviceBucketMemory:
     def __init__(self, handles: DeviceHandles) -> None:
         self._handles = handles
         self._bytes: Tensor | None = None
-        self._address: Mapping[str, Any] | None = None  # of the last bucket, unless its receiver has closed it
+        self._address: Mapping[str, Any] | None = None  # of the last bucket; None once its receiver has closed it
 
     def write(self, bucket: Bucket) -> bytes:
-        """Copy a bucket's tensors and return the message for one ``OpenedBucket``. The receiver must have closed the previous one.
+        """Copy a bucket's tensors into the memory, and return the message for one ``OpenedBucket``.
 
-        Raises ``WeightSyncError`` on an unsupported dtype.
+        The receiver must have closed the previous bucket. Raises ``WeightSyncError`` on an unsupported dtype.
         """
         entries, size = lay_out(bucket)
         if self._bytes is None or len(self._bytes) < size:
@@ -108,7 +108,7 @@ class DeviceBucketMemory:
         self._address = None
 
     def close(self) -> None:
-        """Release the memory. Call it after the receiver has closed it or ended."""
+        """Release the memory. Call this after the receiver has closed it or has exited."""
         if self._address is not None:
             self._handles.forget(self._address)
             self._address = None
@@ -118,7 +118,7 @@ class DeviceBucketMemory:
 
 
 def is_message(payload: bytes) -> bool:
-    """Return whether ``payload`` is a message of ``DeviceBucketMemory.write``."""
+    """Return whether ``payload`` is a message that ``DeviceBucketMemory.write`` returned."""
     return payload.startswith(MAGIC)
 
 
@@ -126,7 +126,7 @@ class OpenedBucket:
     """Tensors in the sender's memory. Copy them before ``close``."""
 
     def __init__(self, payload: bytes, handles: DeviceHandles) -> None:
-        """Open the memory. Raises ``WeightSyncError`` if the message is malformed or of another GPU."""
+        """Open the memory. Raises ``WeightSyncError`` if that fails, or if the message is malformed or from another GPU."""
         self._handles = handles
         try:
             message: Any = json.loads(payload[len(MAGIC) :])
@@ -152,6 +152,6 @@ class OpenedBucket:
         self._handles.wait()
         self.tensors.clear()
         if not self._storage.expired():
-            gc.collect()  # a reference cycle, such as of an exception, keeps no tensor in use
+            gc.collect()  # only a reference cycle, such as that of an exception, may still refer to a tensor
         if not self._storage.expired():
             raise WeightSyncError("the engine kept a tensor in the trainer's device memory instead of copying it")

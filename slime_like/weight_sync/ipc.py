@@ -19,8 +19,9 @@ from slime_like.util.deadline import scale
 from slime_like.weight_sync.device_memory import CudaHandles, DeviceBucketMemory, DeviceHandles
 from slime_like.weight_sync.manifest import meta_of
 
-LOST, UNWRITTEN, END = b"", b"unwritten", b"end"  # messages instead of a bucket's: error of the engine, or of this rank
-SEND_S = 0.005  # for a request to leave this process, before the next bucket is gathered
+# Messages instead of a bucket's: the engine failed, this rank failed, there are no more buckets.
+LOST, UNWRITTEN, END = b"", b"unwritten", b"end"
+SEND_S = 0.005  # lets a request leave this process before the gathering of the next bucket blocks the event loop
 
 
 class EngineRanks(Protocol):
@@ -32,12 +33,12 @@ class EngineRanks(Protocol):
         ...
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in order. Every rank calls it."""
+        """Return the messages of all ranks, in order. This is a collective: every rank must call it."""
         ...
 
 
 class SingleRank:
-    """The only rank of an engine."""
+    """``EngineRanks`` of an engine with one rank."""
 
     is_first = True
 
@@ -46,7 +47,7 @@ class SingleRank:
 
 
 class MessageGroup:
-    """Ranks that exchange messages over a gloo group."""
+    """``EngineRanks`` that exchange messages over a gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -62,17 +63,17 @@ class MessageGroup:
 
 
 class _Delivery:
-    """Delivery of the buckets of one push from this rank to its engine, if it has one."""
+    """Delivery of one push's buckets from this rank to its engine. On a rank without an engine, it does nothing."""
 
     def __init__(self, receiver: WeightReceiver | None, ranks: EngineRanks) -> None:
-        self.error: BaseException | None = None  # of the engine, on the rank that sends the requests; or of this rank
+        self.error: BaseException | None = None  # error of this rank or, on the rank that sends requests, of the engine
         self._receiver, self._ranks = receiver, ranks
         self._request: asyncio.Task[None] | None = None
         self._last: DeviceBucketMemory | None = None  # memory of the last request
         self._has_failed = False
 
     async def hand_over(self, bucket: Bucket, memory: DeviceBucketMemory) -> None:
-        """Give the engine a bucket, after its reply to the request with the previous one."""
+        """Give the engine a bucket, once it has replied to the request with the previous one."""
         if self._receiver is None or self._has_failed:
             return
         messages = await self._exchange(self._write(bucket, memory))
@@ -82,17 +83,17 @@ class _Delivery:
         self._last = memory
 
     async def finish(self) -> None:
-        """Wait until the engine has copied the last bucket, on every rank."""
+        """Wait, on every trainer rank, until the engine has copied the last bucket."""
         if self._receiver is not None and not self._has_failed:
             await self._exchange(END)
 
     def _write(self, bucket: Bucket, memory: DeviceBucketMemory) -> bytes:
-        """Return the message for a bucket. An error is kept: the other ranks of the engine wait for a message of this one."""
+        """Return the message for a bucket. Errors are stored, not raised, as the engine's other ranks wait for a message."""
         try:
             return memory.write(bucket)
         except SlimeLikeError as error:
             self.error = error
-        except RuntimeError as error:  # of CUDA: no memory, no handle
+        except RuntimeError as error:  # from CUDA: out of memory, or no handle
             self.error = WeightSyncError(
                 f"trainer rank {dist.get_rank()} cannot share a bucket of weights with its engine: {error}; lower "
                 "weights.bucket_mb, or set weights.transport=tensor"
@@ -100,7 +101,7 @@ class _Delivery:
         return UNWRITTEN
 
     async def _exchange(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, after the reply to the last request. A failure is recorded on all ranks."""
+        """Wait for the reply to the last request, and return the messages of all ranks. All ranks record a failure."""
         is_copied = await self.settle()
         messages = self._ranks.gather(message if is_copied else LOST)
         self._has_failed = LOST in messages or UNWRITTEN in messages
@@ -109,12 +110,12 @@ class _Delivery:
         return messages
 
     async def settle(self) -> bool:
-        """Wait for the reply to the last request, and keep its error. Return True if there was no error."""
+        """Wait for the reply to the last request, and store its error, if any. Return True if there was none."""
         request, self._request = self._request, None
         if request is None:
             return True
         await asyncio.wait([request])
-        error = request.exception()  # not caught here: the traceback would keep the frames, and tensors, of this push
+        error = request.exception()  # not raised: its traceback would keep the frames and tensors of this push alive
         if error is not None:
             self.error = error
         return error is None
@@ -123,9 +124,9 @@ class _Delivery:
 class IpcSender:
     """Sender of every pipeline stage's tensors from this rank's GPU to the engine rank that uses the same GPU.
 
-    All ranks gather all tensors. The first rank of each engine posts one request per bucket, with the addresses of all ranks of
-    the engine. It posts the next one after the reply, which an engine sends when its copies have ended. Two buffers suffice: one is
-    read while the other is written.
+    All ranks gather all tensors. The first trainer rank of each engine posts one request per bucket, with the addresses from
+    all trainer ranks on the engine's GPUs. It posts the next one after the reply, which an engine sends once its copies are
+    complete. Two buffers suffice: one is read while the other is written.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class IpcSender:
         host: str,
         handles: DeviceHandles | None = None,
     ) -> None:
-        """Raises ``WeightSyncError`` if an engine shares no GPU with a rank, or the memory cannot be shared."""
+        """Raises ``WeightSyncError`` if an engine shares no GPUs with trainer ranks, or their memory cannot be shared."""
         del group_name, host
         rank, world = dist.get_rank(), dist.get_world_size()
         for receiver in receivers:
@@ -154,10 +155,10 @@ class IpcSender:
         self._handles = CudaHandles() if handles is None else handles
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets. Return the metadata of the stage's tensors on the stage's sender, elsewhere none. Every trainer rank must
-        call this.
+        """Send all buckets. Every trainer rank must call this.
 
-        Raises an error after the last bucket, since the other ranks gather together with this one.
+        Return the metadata of the stage's tensors on the sender of a pipeline stage, an empty list on other ranks. An error is
+        raised only after the last bucket, since the other ranks gather together with this one.
         """
         assert isinstance(source, ReplicatedWeightSource), "a trainer's rank can gather all weights"
         delivery = _Delivery(self._receiver, engine_ranks(self._receivers, self._transport.deadline_s))
@@ -167,7 +168,7 @@ class IpcSender:
         try:
             metas = await _send_all(buckets, memories, delivery)
         finally:
-            for _ in buckets:  # the other ranks gather together with this one
+            for _ in buckets:  # gathering is a collective: the other ranks need this one to complete it
                 pass
             await delivery.settle()
             for memory in memories:
@@ -184,13 +185,16 @@ class IpcSender:
 async def _send_all(
     buckets: Iterator[Bucket], memories: Sequence[DeviceBucketMemory], delivery: _Delivery
 ) -> list[TensorMeta]:
-    """Deliver all buckets, and return their tensors' metadata. The frame of this call ends before the memory is given back."""
+    """Deliver all buckets and return the metadata of their tensors.
+
+    A separate function, so that its frame, which refers to tensors, ends before the caller releases the memory.
+    """
     metas: list[TensorMeta] = []
     next_memories = cycle(memories)
     for bucket in buckets:
         await delivery.hand_over(bucket, next(next_memories))
         metas += [meta_of(name, tensor) for name, tensor in bucket.tensors]
-        del bucket  # before the next one is gathered
+        del bucket  # free it before the next one is gathered
     await delivery.finish()
     return metas
 
@@ -200,7 +204,10 @@ _groups: dict[tuple[dist.ProcessGroup, int], EngineRanks] = {}
 
 
 def engine_ranks(receivers: Sequence[WeightReceiver], seconds: float) -> EngineRanks:
-    """Return the ranks that share the GPUs of this rank's engine. The first call is a collective over the world."""
+    """Return the trainer ranks that share the GPUs of this rank's engine. The first call is a collective over all ranks.
+
+    ``seconds`` is the timeout of their group.
+    """
     tp = receivers[0].tp if receivers else 1
     world = dist.group.WORLD
     if tp == 1 or world is None:

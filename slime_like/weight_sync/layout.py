@@ -45,7 +45,7 @@ def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
 
 
 def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
-    """Return a tensor over bytes of ``memory``. Raises ``ValueError`` if it would exceed the memory."""
+    """Return a view of ``memory`` (uint8) from byte ``offset`` as a tensor. Raises ``ValueError`` if it exceeds the memory."""
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
         raise ValueError(f"{dtype} {list(shape)} at {offset} of {len(memory)} bytes")

@@ -1,4 +1,4 @@
-"""Manifest of a push: each tensor of the HF checkpoint once, in the checkpoint's shape. torch is not imported."""
+"""Manifest of a push: each tensor of the HF checkpoint once, in the checkpoint's shape. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def meta_of(name: str, tensor: Tensor) -> TensorMeta:
 
 
 def merge(stages: Sequence[Iterable[TensorMeta]]) -> dict[str, TensorMeta]:
-    """Merge the manifests of all pipeline stages.
+    """Merge the manifests of all pipeline stages into a dict by tensor name.
 
     Raises ``WeightSyncError`` if two stages would send the same tensor (tied embeddings are sent once).
     """
@@ -34,7 +34,7 @@ def merge(stages: Sequence[Iterable[TensorMeta]]) -> dict[str, TensorMeta]:
 
 
 def check(version: int, manifest: dict[str, TensorMeta], tensors: Iterable[TensorMeta]) -> None:
-    """Raise ``WeightSyncError`` unless the tensors sent are exactly those of the manifest."""
+    """Raise ``WeightSyncError`` unless the sent ``tensors`` are exactly those of the manifest."""
     actual = Counter(tensors)
     expected = Counter(manifest.values())
     missing = sorted(meta.name for meta in expected - actual)

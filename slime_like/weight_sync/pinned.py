@@ -27,19 +27,19 @@ def pin(memory: Tensor) -> None:
 
 
 def unpin(memory: Tensor) -> None:
-    """Unlock memory of ``pin``, which no copy may be using."""
+    """Unlock memory that ``pin`` locked. No copy may be using it."""
     _cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _clear_error() -> None:
-    """Launch a kernel: after it, torch raises and clears the runtime's last error, which another kernel would raise otherwise.
+    """Clear the CUDA runtime's last error, which torch would otherwise raise at its next kernel launch.
 
-    Remove when torch has a function for it.
+    Launching a kernel makes torch raise and clear the error. Remove when torch has a function for it.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
 
 def _cudart() -> Any:
-    """Return CUDA's runtime, for which torch has no types."""
+    """Return torch's bindings of the CUDA runtime, which have no type annotations."""
     return torch.cuda.cudart()

@@ -1,6 +1,6 @@
-"""Tensors shared by two processes of one machine: memory without a file name, and a small message that describes it.
+"""Tensors shared by two processes on one machine: memory without a file name, and a small message that describes it.
 
-The sender writes into a memfd. The kernel frees it when the last process that has it open ends. Only processes of the same
+The sender writes into a memfd. The kernel frees it when the last process that has it open exits. Only processes of the same
 user can open it (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that can no longer shrink,
 and builds tensors from names, dtypes and shapes: it unpickles nothing.
 """
@@ -28,16 +28,16 @@ MAGIC = b"slime_like shared tensors\n"
 
 
 class SharedBucketMemory:
-    """Reusable memory that holds one bucket at a time and grows to the largest one. It is page-locked if tensors are on a GPU."""
+    """Reusable memory for one bucket at a time. It grows to the largest bucket, and is page-locked for tensors on a GPU."""
 
     def __init__(self) -> None:
         self._fd = -1
         self._bytes: Tensor | None = None
         self._is_pinned = False
-        self._bucket = Bucket(())  # the last one, in this memory
+        self._bucket = Bucket(())  # the last bucket, whose tensors are views of this memory
 
     def write(self, bucket: Bucket) -> bytes:
-        """Copy a bucket's tensors and return the message for ``map_tensors``, which is valid until the next call.
+        """Copy a bucket's tensors into the memory. Return the message for ``map_tensors``, which is valid until the next call.
 
         Raises ``WeightSyncError`` on an unsupported dtype.
         """
@@ -50,7 +50,7 @@ class SharedBucketMemory:
         try:
             for (_, copy), (_, tensor) in zip(self._bucket.tensors, bucket.tensors, strict=True):
                 copy.copy_(tensor.detach(), non_blocking=True)
-        finally:  # after an error too: ``close`` unlocks the memory
+        finally:  # even after an error, since ``close`` unlocks the memory, which no copy may be using then
             if on_gpu:
                 torch.cuda.current_stream().synchronize()
         return MAGIC + json.dumps({"pid": os.getpid(), "fd": self._fd, "tensors": entries}).encode()
@@ -70,7 +70,7 @@ class SharedBucketMemory:
             self._bytes, self._fd, self._is_pinned = None, -1, False
 
     def _memory_of(self, size: int, *, pinned: bool) -> Tensor:
-        """Return memory of at least ``size`` bytes. Memory that is too small is replaced. Raises ``WeightSyncError`` like ``pin``."""
+        """Return memory of at least ``size`` bytes, replaced if too small. Raises ``WeightSyncError`` if pinning fails."""
         if self._bytes is None or len(self._bytes) < size:
             self.close()
             self._fd, memory = create_sealed("slime_like-weights", size)
@@ -82,7 +82,7 @@ class SharedBucketMemory:
 
 
 def is_message(payload: bytes) -> bool:
-    """Return whether ``payload`` is a message of ``SharedBucketMemory.write``."""
+    """Return whether ``payload`` is a message that ``SharedBucketMemory.write`` returned."""
     return payload.startswith(MAGIC)
 
 

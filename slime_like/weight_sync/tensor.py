@@ -1,4 +1,4 @@
-"""Colocated transport: buckets go to engines on this machine through shared memory, to other engines in a request body."""
+"""Colocated transport: engines on this machine get buckets through shared memory, other engines in a request body."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class TensorSender:
         self._regions = SharedBucketMemory(), SharedBucketMemory()  # one is read while the other is written
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets of ``source``, in order; return the tensors sent. Every rank of a stage must call this."""
+        """Send all buckets of ``source`` in order; return the metadata of the tensors. Every rank of a stage must call this."""
         metas: list[TensorMeta] = []
         buckets = source.buckets(self._max_bytes)
         try:
             if source.is_sender:
                 await self._send(buckets, metas)
         finally:
-            for _ in buckets:  # the other ranks of the stage gather with this one
+            for _ in buckets:  # gathering is a collective of the stage: the other ranks need this one to complete it
                 pass
         return metas
 
     async def _send(self, buckets: Iterator[Bucket], metas: list[TensorMeta]) -> None:
-        """Send the buckets and append their tensors to ``metas``."""
+        """Send the buckets and append the metadata of their tensors to ``metas``."""
         in_flight: list[asyncio.Task[None]] = []
         regions = cycle(self._regions)
         try:
@@ -61,7 +61,7 @@ class TensorSender:
                 await asyncio.sleep(0)
                 metas += [meta_of(name, tensor) for name, tensor in bucket.tensors]
             await asyncio.gather(*in_flight)
-        finally:  # an engine may still read the memory, which the next push writes
+        finally:  # an engine may still be reading the memory that the next push writes
             await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def close(self) -> None:
@@ -75,24 +75,24 @@ class TensorSender:
         messages: list[tuple[Sequence[WeightReceiver], bytes]] = []
         if self._local or any(tensor.is_cuda for _, tensor in bucket.tensors):
             messages.append((self._local, region.write(bucket)))
-            bucket = region.bucket  # also for remote engines: one copy from the GPU, to page-locked memory
+            bucket = region.bucket  # remote engines get this copy too: the GPU is read once, to page-locked memory
         if self._remote:
             messages.append((self._remote, serialize(bucket)))
         return messages
 
 
 def serialize(bucket: Bucket) -> bytes:
-    """Return a bucket in host memory as a pickle. Each tensor is copied: pickling a view would include the whole storage of its base."""
+    """Return a bucket in host memory as a pickle. Tensors are cloned, since pickling a view includes its entire storage."""
     _name_storage_loader()
     host_tensors = [(name, tensor.detach().clone().contiguous()) for name, tensor in bucket.tensors]
     return pickle.dumps(host_tensors, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _name_storage_loader() -> None:
-    """Make pickles name torch's storage loader as torch does.
+    """Restore the name under which pickles refer to torch's storage loader.
 
-    megatron.core.safe_globals replaces the loader by a function whose name SGLang's unpickler refuses. Only the name that a
-    pickle contains is changed here. Remove when megatron-core no longer replaces ``torch.storage._load_from_bytes``.
+    megatron.core.safe_globals replaces the loader with a function whose name SGLang's unpickler refuses. Only that name is
+    changed here. Remove when megatron-core no longer replaces ``torch.storage._load_from_bytes``.
     """
     loader: Any = torch.storage._load_from_bytes  # pyright: ignore[reportPrivateUsage]  pickles hold this name
     loader.__module__, loader.__qualname__ = "torch.storage", "_load_from_bytes"

@@ -32,7 +32,7 @@ class AgentConnection:
 
 
 class Endpoint:
-    """Server for agents. Call ``open`` in the event loop of the engine clients. Keys are random and end with their session."""
+    """Server for agents. Call ``open`` in the event loop of the engine clients. Keys are random and expire with the session."""
 
     def __init__(self) -> None:
         self._connections: dict[str, AgentConnection] = {}
@@ -48,7 +48,7 @@ class Endpoint:
             app = web.Application(middlewares=[_in_openai_format], client_max_size=MAX_BODY_BYTES)
             app.router.add_post("/v1/chat/completions", self._chat)
             app.router.add_get("/v1/models", self._models)
-            # A disconnect cancels the call: an answer that the client has not read is not recorded.
+            # A disconnect cancels the call, so that an answer is not recorded if the client does not get it.
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             await web.TCPSite(runner, HOST, 0).start()
@@ -56,7 +56,7 @@ class Endpoint:
             self.base_url = f"http://{HOST}:{runner.addresses[0][1]}/v1"
 
     def open_session(self, session: Session) -> str:
-        """Return a new key for calls of ``session``."""
+        """Register ``session`` and return a new key for its calls."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._connections[key] = AgentConnection(session)
         return key
@@ -130,7 +130,7 @@ async def _call_session(connection: AgentConnection, chat_request: ChatRequest) 
         if is_task_cancelled():
             raise
         raise _invalid_key() from error
-    except Exception as error:  # fault boundary: the agent's runner raises the error; the agent only gets a status 500
+    except Exception as error:  # fault boundary: the agent only gets status 500; ``OpenAIAgent`` raises the error later
         connection.session.failure = error
         raise ApiError(f"the engine failed: {error}", status=500) from error
 
@@ -145,7 +145,7 @@ def _invalid_key() -> ApiError:
 
 @web.middleware
 async def _in_openai_format(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Return every refusal in OpenAI's error format, marked as not worth a retry."""
+    """Return every error in OpenAI's format, with a header that tells clients not to retry."""
     try:
         return await handler(request)
     except web.HTTPNotFound:

@@ -66,7 +66,7 @@ class OpenAIAgent:
         return [sample for samples in results for sample in samples]
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return ``agent/*`` since the last call."""
+        """Return the metrics ``agent/*`` since the last call."""
         metrics = tuple(Sum(f"agent/{name}", float(self._counts[name])) for name in COUNTS)
         self._counts.clear()
         return metrics
@@ -100,7 +100,7 @@ class OpenAIAgent:
     async def _run(
         self, prompt: Prompt, session: Session, key: str, engine: Engine
     ) -> tuple[Reward | None, Status | None]:
-        """Return the agent's reward and a status that overrides its samples' statuses. Either may be None."""
+        """Run the agent. Return its reward, and a status that overrides those of its samples. Either may be None."""
         prompt_input: Any = [deepcopy(dict(message)) for message in prompt.messages] or prompt.text
         metadata = {**deepcopy(dict(prompt.metadata)), "label": prompt.label}
         limit = Deadline("rollout", f"agent, prompt {prompt.prompt_id}", self._seconds).limit

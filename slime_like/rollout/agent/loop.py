@@ -10,15 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 JOIN_S = 5.0
-MIN_WAIT_S = 0.1  # shortest wait before the limit, which pauses extend, is checked again
+MIN_WAIT_S = 0.1  # minimum wait before the time limit, which pauses extend, is checked again
 
 
 class AgentTimeout(Exception):
-    """The time limit passed; distinct from a ``TimeoutError`` raised by the work itself."""
+    """An agent that exceeded its time limit; distinct from a ``TimeoutError`` that the agent raised."""
 
 
 class AgentLoop:
-    """Event loop for user coroutines, each under a time limit. ``threads``: pool size for their ``asyncio.to_thread``."""
+    """Event loop for user coroutines, each with a time limit. ``threads``: size of the pool for their ``asyncio.to_thread``."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -26,9 +26,9 @@ class AgentLoop:
         self._thread: threading.Thread | None = None
 
     async def run[T](self, work: Coroutine[Any, Any, T], seconds: float, paused_s: Callable[[], float]) -> T:
-        """Return the result of ``work`` or raise its error; cancelling this call cancels ``work``.
+        """Run ``work`` and return its result or raise its error. Cancelling this call cancels ``work``.
 
-        Raises ``AgentTimeout`` after ``seconds``, not counting the growth of ``paused_s()`` in the meantime.
+        Raises ``AgentTimeout`` after ``seconds``, not counting the time by which ``paused_s()`` has grown since the call.
         """
         start, paused_before_s = time.monotonic(), paused_s()
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_without_exit(work), self._ensure_loop()))
@@ -75,7 +75,7 @@ class AgentLoop:
 
 
 async def _without_exit[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` and convert ``sys.exit`` into an ordinary error: asyncio would end the thread of all agents."""
+    """Run ``work`` and convert its ``sys.exit`` into a ``RuntimeError``, since asyncio would end the thread of all agents."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:

@@ -1,8 +1,8 @@
-"""Conversations as token ids, and the tokens between two answers of one conversation.
+"""Conversations as token ids, and the tokens between two answers (assistant messages) of one conversation.
 
 A later call of a conversation must not render earlier answers again: tokenising their text may give ids other than the
-sampled ones, and templates drop or rewrite parts of old answers. Only the text *after* an answer is rendered. The
-template renders the conversation with a marker in place of the answer, and only the text after the marker is used.
+sampled ones, and templates drop or rewrite parts of old answers. Only the text *after* an answer is needed. To get it, the
+template renders the conversation with a marker in place of the answer, and the text up to the marker is discarded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MARK = "Xqz7answerStandsHereXqz7"
 
 
 class Renderer:
-    """Chat template of a tokenizer. A request's ``chat_template_kwargs`` override ``data.chat_template_kwargs``."""
+    """Renderer for a tokenizer's chat template. A request's ``chat_template_kwargs`` override ``data.chat_template_kwargs``."""
 
     def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> None:
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs)
 
     def conversation(self, request: ChatRequest) -> I32:
-        """Return the tokens of a conversation up to the start of the answer."""
+        """Return the tokens of a conversation up to the start of the next answer."""
         return self._ids(self._text(request, request.messages))
 
     def after_answer(self, request: ChatRequest, answer: int) -> I32:
@@ -46,7 +46,7 @@ class Renderer:
         return self._ids(following)
 
     def stop_token(self, text: str) -> int:
-        """Return the single token of ``text``. Raises ``ApiError`` if there are several, as engines stop at single tokens."""
+        """Return the token of ``text``. Raises ``ApiError`` if it is not a single token, since engines stop only at those."""
         ids = self._ids(text)
         if len(ids) != 1:
             raise ApiError(

@@ -13,7 +13,7 @@ from slime_like.rollout.agent.requests import ChatRequest
 
 @dataclass(frozen=True, slots=True)
 class AgentReply:
-    """Result of one call."""
+    """Reply to one chat completion call."""
 
     answer_id: str
     created: int  # unix seconds
@@ -43,7 +43,7 @@ class AgentReply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The assistant message."""
+        """Assistant message in OpenAI's format."""
         message: dict[str, Any] = {
             "role": "assistant",
             "content": self.content if not self.calls else self.content or None,
@@ -56,7 +56,7 @@ class AgentReply:
         return message
 
     def body(self) -> dict[str, Any]:
-        """Return the body of a reply without streaming."""
+        """Return the JSON body of a reply that is not streamed."""
         choice = {
             "index": 0,
             "message": self.message,
@@ -66,7 +66,7 @@ class AgentReply:
         return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage}
 
     def events(self) -> Iterator[bytes]:
-        """Yield the reply as server-sent events, all available immediately: a sample is recorded completely or not at all."""
+        """Yield the reply as server-sent events. All are available at once: a sample is recorded completely or not at all."""
         delta = self.message
         for i, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = i

@@ -1,8 +1,8 @@
 """Parsing of chat completion requests; refusals use OpenAI's error format.
 
 Settings that change the sampling distribution (penalties, several choices, grammars) are refused, because the trainer
-computes log-probabilities of the unchanged one. Settings unrelated to sampling are ignored. Unknown fields are refused,
-as by OpenAI. Source of names and error codes: OpenAI's API reference, chat completions.
+computes log-probabilities under the unchanged one. Settings unrelated to sampling are ignored. Unknown fields are refused,
+as OpenAI does. Source of names and error codes: OpenAI's API reference, chat completions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Ignored = Annotated[JsonValue, Field(exclude=True)]
 
 
 def _join(content: JsonValue) -> JsonValue:
-    """Join the text parts of a message content given as a list."""
+    """Return a message's content as text, joining a list of text parts. Raises ``ValueError`` if a part is not text."""
     if not isinstance(content, list):
         return "" if content is None else content
     texts: list[str] = []
@@ -83,7 +83,7 @@ def _join(content: JsonValue) -> JsonValue:
 
 
 def _parse(arguments: JsonValue) -> JsonValue:
-    """Return JSON arguments as an object if they parse, since templates serialize objects themselves."""
+    """Return arguments in JSON as an object, since templates serialize objects themselves; invalid JSON is left as text."""
     try:
         value: JsonValue = from_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -127,7 +127,7 @@ class Message(_Model):
         return {**fields, "role": "system" if self.role == "developer" else self.role}
 
     def identity(self) -> str:
-        """Return a key that is equal for equal messages; clients strip outer whitespace, so it is ignored."""
+        """Return a key that is equal for equal messages. Outer whitespace is ignored, since clients strip it."""
         return json.dumps({**self.for_template(), "content": self.content.strip()}, sort_keys=True)
 
 
@@ -155,7 +155,7 @@ class StreamOptions(_Model):
 
 
 class ChatRequest(_Model):
-    """Fields of a call that this server reads."""
+    """Fields of a chat completion request that this server reads."""
 
     messages: list[Message] = Field(min_length=1)
     model: str = "policy"
@@ -172,7 +172,7 @@ class ChatRequest(_Model):
 
     @property
     def max_sampled_tokens(self) -> int | None:
-        """Token limit of the answer; None if the request sets none."""
+        """Maximum number of tokens to sample; None if the request sets none."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -201,7 +201,7 @@ def parse_request(body: bytes) -> ChatRequest:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """Return the refusal of the first invalid field."""
+    """Return the error to raise for the first invalid field."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
     if first["type"] == "extra_forbidden":

@@ -23,7 +23,7 @@ from slime_like.types import I32, Prompt, Reward, Sample, Status
 
 MAX_SAMPLES = 1024  # per run of an agent
 BODY_FLOOR, BYTES_PER_TOKEN = 64 * 2**10, 16
-FURTHER_IDS = 1 << 40  # ids of further samples of a run: above all ordinary sample ids
+FURTHER_IDS = 1 << 40  # ids of an agent run's second and later samples start here, above all ordinary sample ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Session:
         return max(BODY_FLOOR, BYTES_PER_TOKEN * self._context.max_context_len)
 
     async def answer(self, request: ChatRequest) -> AgentReply:
-        """Sample an answer and record it. Raises ``ApiError`` for unsupported requests, and ``EngineError``."""
+        """Sample an answer and record it. Raises ``ApiError`` if the request is refused, ``EngineError`` if sampling fails."""
         self._refuse_aborted()
         self.end_status = None  # an earlier conversation was full; this call may belong to another one
         self._note_overrides(request)
@@ -91,7 +91,7 @@ class Session:
     def samples(self, prompt: Prompt, reward: Reward | None, status: Status | None) -> list[Sample]:
         """Return the recorded samples, one per conversation, all in one episode. ``status``, if not None, overrides theirs.
 
-        A run without calls returns one failed sample, so that groups keep their size.
+        For a run without calls, return one sample, failed unless ``status`` is given, so that groups keep their size.
         """
         text = self._text
         if not self._episodes:
@@ -107,7 +107,7 @@ class Session:
         return samples
 
     def _find_continued(self, request: ChatRequest) -> Turn | None:
-        """Return the longest answered conversation that the request continues, preferring one not yet continued."""
+        """Return the turn with the longest conversation that the request continues, preferring one not yet continued."""
         messages, tools = tuple(message.identity() for message in request.messages), _tools(request)
 
         def begins(turn: Turn) -> bool:
@@ -123,7 +123,7 @@ class Session:
         between = self._renderer.after_answer(request, len(turn.messages) - 1)
         end_was_sampled = (
             len(earlier_ids) and len(between) and earlier_ids[-1] == between[0]
-        )  # the answer's end was sampled
+        )  # do not insert the end-of-answer token twice
         return earlier_ids, between[1:] if end_was_sampled else between
 
     def _max_tokens(self, turn: Turn | None, prompt_ids: I32, between: I32) -> int:
@@ -156,7 +156,7 @@ class Session:
         )
 
     def _record(self, turn: Turn | None, prompt_ids: I32, between: I32, completion: Completion) -> Episode:
-        """Append to the sample that ``turn`` ends, unless a concurrent call has continued it in the meantime."""
+        """Append the completion to the sample that ends with ``turn``, or to a new sample if none does."""
         if turn is not None and turn.is_last:
             episode = turn.episode
         else:
@@ -197,5 +197,5 @@ class Session:
 
 
 def _tools(request: ChatRequest) -> str:
-    """Return a key of the tools and template arguments, which templates put before the messages. Equal inputs have equal keys."""
+    """Return a key, equal for equal requests, of tools and template arguments, which templates render before the messages."""
     return repr((request.tools, sorted(request.chat_template_kwargs.items())))

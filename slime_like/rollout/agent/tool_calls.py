@@ -23,9 +23,10 @@ class ParsedAnswer:
 
 
 def find_calls(text: str) -> ParsedAnswer:
-    """Parse calls: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` is ``("add", '{"a": 1}')``.
+    """Parse the calls in ``text``.
 
-    If any call is not such JSON, the entire text is content: no text of the model is lost.
+    Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` is the call ``("add", '{"a": 1}')``. If any call
+    is not such JSON, the entire text is returned as content, so that no text of the model is lost.
     """
     calls: list[tuple[str, str]] = []
     last = text.rfind(END) + len(END) if END in text else 0  # bounds the search for unterminated calls

@@ -1,6 +1,6 @@
-"""Collection of a rollout's groups: prompts in their order, sampled in rounds until enough groups pass the filters.
+"""Collection of a rollout's groups: prompts are taken in order and sampled in rounds until enough groups pass the filters.
 
-Because prompts are taken in rounds, the choice depends only on their order and not on which answers finish first: a
+Because prompts are taken in rounds, the choice depends only on their order and not on which responses finish first: a
 resumed run takes the same prompts. Dropped groups are replaced by groups of further prompts (dynamic sampling).
 Source: DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2.
 """
@@ -35,7 +35,7 @@ class PromptQueue:
         return [*first, *map(QueuedPrompt, new_prompts)]
 
     def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
-        """Put back prompts that were taken and not answered; they come before all others."""
+        """Move prompts that were taken but not used back to the front of the queue."""
         self.queued = (*prompts, *self.queued)
 
 
@@ -53,7 +53,7 @@ class GroupCollector:
         sampler: GroupSampler,
         share: ManagerShare = SINGLE,
     ) -> None:
-        """``source`` has the prompts of ``share``, and ``cfg`` the sizes of all shares together."""
+        """``source`` has the prompts of ``share``; the sizes in ``cfg`` are totals over all shares."""
         self._cfg, self._sampling, self._sampler, self._share = cfg, sampling, sampler, share
         self._batch_size = share.size(cfg.batch_size)
         self._round_size = share.size(cfg.over_sampling_batch_size or cfg.batch_size)
@@ -81,7 +81,7 @@ class GroupCollector:
         return ()
 
     def state(self) -> RolloutState:
-        """Return the data cursor and every prompt that no rollout contains."""
+        """Return the data cursor and the prompts that were taken but are in no rollout."""
         return RolloutState(self._prompts.source.state(), self._prompts.queued, self.partial_groups())
 
     def state_before(self, rollout_id: int) -> RolloutState:
@@ -95,7 +95,7 @@ class GroupCollector:
     def restore(self, state: RolloutState) -> None:
         """Continue from ``state``. The data source must already be at its cursor."""
         self._prompts.give_back(state.queued)
-        # The checkpoint may contain groups that over-sampling had in flight: they start again.
+        # The checkpoint may contain groups that over-sampling had in flight: they start over.
         self._prompts.give_back([QueuedPrompt(partial.prompt) for partial in state.partial_groups])
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class GroupCollector:
         raise self._too_few(rollout_id, f"{len(passing_groups)} of {num_requested} groups passed rollout.filters")
 
     def _take(self, rollout_id: int, num_requested: int, num_prompts: int) -> list[tuple[int, QueuedPrompt]]:
-        """Take ``num_prompts`` further prompts, each with its group id, after the ``num_requested`` already taken for this rollout."""
+        """Take the rollout's next ``num_prompts`` prompts after ``num_requested`` earlier ones; return them with group ids."""
         first = rollout_id * self._round_size * (1 + self._cfg.max_refills) + num_requested
         return [(self._share.global_id(i), item) for i, item in enumerate(self._prompts.take(num_prompts), first)]
 

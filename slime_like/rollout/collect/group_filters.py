@@ -24,7 +24,7 @@ OTHER = "other"
 
 @dataclass(slots=True)
 class _GroupStats:
-    """Sums over the groups of a rollout before any filter."""
+    """Statistics of a rollout's groups before filtering."""
 
     scores: list[float] = field(default_factory=list[float])
     accuracies: list[float] = field(default_factory=list[float])
@@ -41,7 +41,7 @@ class _GroupStats:
             self.spreads.append(len(group.trained_scores) > 1)
 
     def metrics(self) -> list[Metric]:
-        """Return ``rollout/generated/*``, leaving out means without values."""
+        """Return the metrics ``rollout/generated/*``, without means that have no values."""
         columns = {
             "raw_reward": self.scores,
             "accuracy": self.accuracies,
@@ -56,7 +56,7 @@ class _GroupStats:
 
 @dataclass(frozen=True, slots=True)
 class FilterReport:
-    """Groups seen by the filters of a rollout: metrics, a summary clause, and the first group."""
+    """Report on the groups that a rollout's filters were applied to: metrics, a summary clause, and the first group."""
 
     metrics: tuple[Metric, ...] = ()
     summary: str = "its groups were generated before the run was resumed"
@@ -68,7 +68,7 @@ class GroupFilters:
 
     def __init__(self, cfg: RolloutConfig) -> None:
         self._rules: list[tuple[str, GroupFilter]] = [(name, resolve(KEY, name, names.FILTERS)) for name in cfg.filters]
-        # Filter -> reason -> groups since the last report.
+        # Filter -> reason -> number of groups dropped since the last report.
         self._dropped: dict[str, Counter[str]] = defaultdict(Counter)
         self._stats = _GroupStats()
 

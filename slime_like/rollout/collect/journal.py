@@ -1,4 +1,4 @@
-"""Calls of a group's generate function with the tokens sampled so far, which are rows of the group's ``SampleStore``."""
+"""Record of the engine calls of a group's generate function; the tokens sampled so far are rows of its ``SampleStore``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RecordedCall:
 
 
 class EngineCall:
-    """One ``Engine.generate`` call: a fork of its prompt per seed, to which each reply appends tokens."""
+    """One ``Engine.generate`` call: a fork of the prompt's row per seed, to which each reply appends tokens."""
 
     def __init__(self, store: SampleStore, token_ids: I32, seeds: Sequence[int]) -> None:
         self.seeds = tuple(seeds)
@@ -48,7 +48,7 @@ class EngineCall:
         self._store = store
         self._rows = _fork_prompt(store, token_ids, len(seeds))
         self._finishes = [ABORT] * len(seeds)
-        self._usage = [(0, 0)] * len(seeds)  # prompt and cached tokens of the requests
+        self._usage = [(0, 0)] * len(seeds)  # per seed: prompt and cached tokens, summed over its requests
         self.oldest_version: int | None = None  # oldest version of the sampled tokens; None if there are none
 
     def unfinished_indices(self) -> list[int]:
@@ -66,7 +66,7 @@ class EngineCall:
     def append(self, indices: Sequence[int], parts: Sequence[Completion]) -> None:
         """Append a continuation to each completion of ``indices``; each token keeps its log-probability and version.
 
-        Routed experts come from the continuation, in which the engine has computed all tokens or read them from its cache.
+        The continuation has the routed experts of all tokens, which its engine has computed or read from its cache.
         """
         self._store.append_batch(
             Batch(
@@ -87,7 +87,7 @@ class EngineCall:
         self.oldest_version = min(versions, default=None)
 
     def completions(self) -> tuple[Completion, ...]:
-        """Return the completions. Their arrays are views of the store, and ``Completion.row`` is their row."""
+        """Return the completions. Their arrays are views of the store row ``Completion.row``."""
         return tuple(
             replace(
                 _completion(self.sequence(index), self.num_prompt_tokens, self._finishes[index]),
@@ -125,7 +125,7 @@ class CallJournal:
         self._unclaimed = list(self._calls)
 
     def call(self, token_ids: I32, seeds: Sequence[int]) -> EngineCall:
-        """Return the record of this call, from an earlier run of the function if there is one."""
+        """Return the call with these arguments that an earlier run of the function made, or else a new one."""
         for call in self._unclaimed:
             if call.repeats(token_ids, seeds):
                 self._unclaimed.remove(call)
@@ -135,7 +135,7 @@ class CallJournal:
         return call
 
     def close(self) -> None:
-        """Drop the calls that this run of the function did not repeat, as no sample contains them. Called when it ends."""
+        """Drop the calls that this run of the function did not repeat, as no sample contains them. Call this when it ends."""
         for call in self._unclaimed:
             self._calls.remove(call)
             call.release()
@@ -152,7 +152,7 @@ class CallJournal:
 
     @property
     def oldest_version(self) -> int | None:
-        """Weight version of the oldest token; None if none was sampled."""
+        """Oldest weight version of the sampled tokens; None if none was sampled."""
         versions = (call.oldest_version for call in self._calls)
         return min((version for version in versions if version is not None), default=None)
 
@@ -168,7 +168,10 @@ class CallJournal:
 
 
 def _fork_prompt(store: SampleStore, token_ids: I32, num_rows: int) -> range:
-    """Return ``num_rows`` rows with these tokens. They share the memory of the row that they continue, such as an earlier turn."""
+    """Add ``num_rows`` rows with these tokens and return their indices.
+
+    They share the memory of the longest row that they continue, such as an earlier turn, if there is one.
+    """
     columns = context_columns(token_ids)
     prefix = store.longest_prefix(columns)
     if prefix is None:

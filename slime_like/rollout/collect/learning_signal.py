@@ -16,7 +16,7 @@ MAX_TEXT = 400  # characters of a quoted sample
 
 @dataclass(slots=True)
 class LearningSignal:
-    """Counter of consecutive rollouts without groups, and without differing rewards; warns about both.
+    """Counter of consecutive rollouts that have no groups, or in which rewards do not differ. It warns about both.
 
     ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
     samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.
@@ -37,8 +37,8 @@ class LearningSignal:
     ) -> list[RunWarning]:
         """Count one rollout and return the warnings for the user.
 
-        ``groups`` go to the trainer. ``num_waiting`` is the increase in groups that wait for a later rollout. ``dropped``
-        summarizes the filters, and ``example`` is a group to quote if none passed them.
+        ``groups`` go to the trainer. ``num_waiting`` is the increase in groups that wait for a later rollout. ``drop_summary``
+        describes what the filters dropped, and ``example`` is a group to quote if none passed them.
         """
         shaped = groups if self.overlong is None else self.overlong.penalise(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1

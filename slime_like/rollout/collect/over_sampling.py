@@ -1,13 +1,12 @@
 """Over-sampling: start more groups than a rollout needs, take the first that pass the filters, interrupt the others.
 
-With partial rollouts, the next rollout continues an interrupted group under its own weights. Otherwise the group is
-aborted and its prompt moves to the front of the queue; after ``MAX_ABORTS`` aborts the rollout waits for it. In both
-cases every prompt is answered for exactly one rollout: at any time it is in a rollout, dropped by a filter, in flight,
-or back in the queue.
+With partial rollouts, the next rollout continues an interrupted group under the weights of that rollout. Otherwise the group
+is aborted and its prompt moves to the front of the queue; after ``MAX_ABORTS`` aborts the rollout waits for it. In both
+cases no prompt is lost or used twice: at any time it is in one rollout, dropped by a filter, in flight, or back in the queue.
 
 Sources: over-sampling and partial rollouts as in slime (slime/rollout/sglang_rollout.py); the staleness bound of
 continued groups as in AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.1. A rollout waits for a group at the bound
-instead of aborting it: mostly long answers become stale, and a run that never trained on them would learn to be brief.
+instead of aborting it: mostly long responses become stale, and a run that never trained on them would learn to be brief.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class OverSamplingCollector(GroupCollector):
         self._counts: Counter[str] = Counter()
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
-        """Return the first ``batch_size`` groups that pass, ordered by id, including groups at their staleness bound."""
+        """Return the first ``batch_size`` groups that pass, ordered by id; groups at the staleness bound take precedence."""
         try:
             return await self._collect_first(rollout_id)
         except BaseException:
@@ -198,8 +197,8 @@ class OverSamplingCollector(GroupCollector):
     def _is_required(self, group_task: GroupTask, rollout_id: int) -> bool:
         """Return whether this rollout must wait for the group.
 
-        With partial rollouts, that is a group that the next rollout could not use, as it would exceed the staleness bound.
-        Otherwise it is a group whose prompt was aborted ``MAX_ABORTS`` times.
+        With partial rollouts, it must if the group would exceed the staleness bound in the next rollout; otherwise, if the
+        prompt's groups were aborted ``MAX_ABORTS`` times.
         """
         if not self._cfg.partial_rollout:
             return group_task.num_aborts >= MAX_ABORTS
@@ -230,7 +229,10 @@ class OverSamplingCollector(GroupCollector):
             self._abort(self._in_flight)
 
     def _restart_stale(self, rollout_id: int) -> None:
-        """Restart groups beyond the staleness bound: more groups were required than fit into a rollout, or the bound was lowered."""
+        """Abort groups beyond the staleness bound, so that they start over.
+
+        They exist if more groups were required than fit into a rollout, or if the bound was lowered.
+        """
         oldest_allowed = rollout_id - self._max_staleness
         ages = [(group_task, group_task.journal.oldest_version) for group_task in self._in_flight]
         stale = [group_task for group_task, oldest in ages if oldest is not None and oldest < oldest_allowed]
@@ -254,4 +256,4 @@ class OverSamplingCollector(GroupCollector):
     def _discard_aborted(self, task: asyncio.Task[SampleGroup]) -> None:
         self._aborted.discard(task)
         if not task.cancelled():
-            task.exception()  # nothing awaits this task: its prompt is sampled again
+            task.exception()  # retrieve the error, as nothing awaits this task: its prompt is sampled again

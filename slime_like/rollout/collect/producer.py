@@ -1,7 +1,7 @@
 """Generation of rollouts in order, ahead of the trainer by at most the staleness bound.
 
-consumes  admission (``get``)
-produces  ``GeneratedRollout`` per rollout id, in order
+consumes  requests of the trainer (``get``), which admit further rollouts
+produces  one ``GeneratedRollout`` per rollout id, in order
 waits for the trainer's requests: rollout j starts once rollout ``j - max_staleness`` has been requested
 """
 

@@ -1,13 +1,13 @@
-"""Engine interface of one group: interrupted answers are continued without the generate function noticing.
+"""Engine interface of one group, which continues interrupted completions without the generate function noticing.
 
 consumes  an assignment to one engine, so that a continuation finds its group's prefix in the cache; if that engine is lost,
           the group moves to another engine, which continues from the tokens already returned
-produces  complete answers, in which each token has the version and log-probability with which it was sampled
-waits for an engine that serves; for the gate, which is shut between rollouts while unfinished answers are retained
+produces  finished completions, in which each token has the version and log-probability with which it was sampled
+waits for an engine that serves; for the gate, which is closed between rollouts while unfinished completions are retained
 
-A generate function does not notice an interruption: its calls just wait. If the process has ended, the function runs
-again, and calls that it repeats are answered from a record (``CallJournal``). A call that differs from the recorded
-one (for example because a tool returned another result) is sent to an engine.
+A generate function does not notice an interruption: its calls just wait. After a restart of the process, the function runs
+again, and calls that it repeats are served from a record (``CallJournal``). A call that differs from the recorded ones (for
+example because a tool returned another result) is sent to an engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slime_like.rollout.pool.router import EngineAssignment, RequestCounts
 from slime_like.types import F32, I32
 from slime_like.util.deadline import Deadline
 
-ABORT_AGAIN_S = 0.2  # an abort misses a request that has not reached the scheduler
+ABORT_AGAIN_S = 0.2  # aborts are repeated, since they miss requests that have not reached the scheduler
 
 
 def drop_last_token(part: Completion) -> Completion:
-    """Return an interrupted completion without its last token, which is sampled again.
+    """Return an interrupted completion without its last token, so that it is sampled again; other completions unchanged.
 
     SGLang reports a request as aborted even if the abort arrives in the step that samples its end-of-sequence token (or its last
     allowed token). A request continued after that token would never end. Under the same weights, the same seed draws the same
@@ -48,7 +48,7 @@ def drop_last_token(part: Completion) -> Completion:
 
 
 class PauseGate:
-    """Gate for the requests of many groups. Shutting it aborts requests in flight and holds new requests back."""
+    """Gate for the requests of many groups. Closing it aborts requests in flight and holds new requests back."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -61,7 +61,7 @@ class PauseGate:
 
     @property
     def shut_s(self) -> float:
-        """Total seconds for which the gate has been shut."""
+        """Total seconds for which the gate has been closed."""
         return self._shut_before_s + (0.0 if self._shut_at is None else time.monotonic() - self._shut_at)
 
     def open(self) -> None:
@@ -70,9 +70,9 @@ class PauseGate:
         self._open.set()
 
     async def shut(self, abort_all: Callable[[], Awaitable[None]], deadline: Deadline) -> None:
-        """Hold new requests back and abort those in flight, which keep their sampled tokens.
+        """Close the gate: hold new requests back and abort those in flight, which keep their sampled tokens.
 
-        ``abort_all`` is called on the engines that serve at that moment. Raises ``DeadlineExceeded``.
+        ``abort_all`` aborts the requests of all engines and is repeated until none is in flight. Raises ``DeadlineExceeded``.
         """
         self._open.clear()
         self._shut_at = self._shut_at or time.monotonic()
@@ -85,7 +85,7 @@ class PauseGate:
     @asynccontextmanager
     async def passage(self) -> AsyncGenerator[None]:
         """Wait until the gate is open; a request counts as inside the gate until the block ends."""
-        while not self._open.is_set():  # the gate may be shut again before this task runs
+        while not self._open.is_set():  # the gate may be closed again before this task runs
             await self._open.wait()
         self._num_inside += 1
         self._empty.clear()
@@ -109,7 +109,7 @@ class ResumableEngine:
         usage: RequestCounts,
         required_sampling: Sampling | None = None,
     ) -> None:
-        """``required_sampling`` is the sampling distribution of answers that are trained on; None if answers are not."""
+        """``required_sampling``: distribution that completions must have because they are trained on; None if they are not."""
         self._pool, self._assignment = pool, assignment
         self._journal, self._gate, self._usage = journal, gate, usage
         self._required_sampling = required_sampling
@@ -136,7 +136,7 @@ class ResumableEngine:
         return call.completions()
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
-        """See ``interfaces.Engine``."""
+        """Return [L - 1] log-probabilities per sequence; see ``interfaces.Engine``."""
         scores = None
         while scores is None:
             engine = await self._pool.router.wait_for_engine(self._assignment)
@@ -146,7 +146,7 @@ class ResumableEngine:
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
         """Send one request for all unfinished completions; return whether those still unfinished may be requested again."""
         engine = self._pool.router.serving_engine(self._assignment)
-        if engine is None:  # withdrawn while the gate was shut
+        if engine is None:  # withdrawn while the gate was closed
             return True
         indices = call.unfinished_indices()
         result = await self._pool.call_assigned(self._assignment, self._extend(engine, call, indices, sampling))

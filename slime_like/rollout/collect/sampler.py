@@ -44,7 +44,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """Components shared by all groups."""
+    """Sampler of scored groups, with the components that all groups share."""
 
     pool: EnginePool
     rewards: RewardPool
@@ -65,8 +65,10 @@ class GroupSampler:
         gate: PauseGate | None = None,
         on_generated: Callable[[], None] | None = None,
     ) -> SampleGroup:
-        """Return the scored group. ``journal`` contains its earlier partial answers. Requests wait while ``gate`` is shut.
-        ``on_generated`` is called when only the rewards are missing.
+        """Sample and score a group, and return it.
+
+        ``journal`` contains the group's earlier partial completions. Requests wait while ``gate`` is closed. ``on_generated``
+        is called once only the rewards are missing.
         """
         n, first = request.num_samples, request.group_id * request.num_samples
         seeds = sample_seeds(self.seed, request.stream, first, n)
@@ -135,7 +137,7 @@ class GroupSampler:
 
 
 def _problem(sample: Sample, group_id: int) -> str:
-    """Describe an invalid field of a user's sample that training would not detect; empty if there is none."""
+    """Return a description of an invalid field of a user's sample that training would not detect; empty if there is none."""
     name = f"sample {sample.sample_id}"
     if sample.group_id != group_id:
         return f"{name} has group_id {sample.group_id}: give it context.group_id, here {group_id}"

@@ -1,4 +1,4 @@
-"""Values of the rollout side that a checkpoint stores, their on-disk forms, and the paths of their files."""
+"""State of the rollout side that a checkpoint stores, its on-disk form, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class GeneratedRollout:
 
 @dataclass(frozen=True, slots=True)
 class QueuedPrompt:
-    """A prompt to be answered, and the number of rollouts that started and aborted it."""
+    """A prompt to be sampled, and the number of rollouts that started a group for it and aborted that group."""
 
     prompt: Prompt
     num_aborts: int = 0
@@ -64,7 +64,7 @@ class PartialGroup:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """Data cursor, and every prompt that was taken but is in no rollout: it was given back, or its group is unfinished."""
+    """Data cursor, and all prompts that were taken but are in no rollout: given back, or with an unfinished group."""
 
     cursor: Mapping[str, Any]  # cursor of the data source
     queued: tuple[QueuedPrompt, ...]
@@ -83,17 +83,17 @@ class RolloutState:
 
 
 def generated_path(base: Path, rollout_id: int) -> Path:
-    """Return the path of a rollout that was generated but not trained on, next to ``base``, the first part of its name."""
+    """Return the path of a rollout that was generated but not trained on: next to ``base``, beginning with its stem."""
     return base.with_name(f"{base.stem}_made_{rollout_id}.npz")
 
 
 def in_flight_path(base: Path) -> Path:
-    """Return the path of groups in flight and prompts given back, next to the leftover groups."""
+    """Return the path of groups in flight and prompts given back: next to ``base``, beginning with its stem."""
     return base.with_name(f"{base.stem}_in_flight.npz")
 
 
 def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
-    """Write a file of groups of a checkpoint. Raises ``CheckpointError`` if it cannot be written."""
+    """Write ``groups`` to a file of a checkpoint. Raises ``CheckpointError`` if it cannot be written."""
     try:
         save_groups(path, groups)
         fsync_path(path)
@@ -102,7 +102,7 @@ def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
 
 
 def to_group(partial: PartialGroup) -> SampleGroup:
-    """Return the on-disk form: one sample per completion, with the call as episode and the index in the call as sample id."""
+    """Return the on-disk form: one sample per completion, with its call as episode and its index in the call as sample id."""
     samples = [
         _to_sample(partial.group_id, episode, index, call)
         for episode, call in enumerate(partial.calls)

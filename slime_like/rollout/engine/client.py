@@ -15,8 +15,8 @@ from slime_like.rollout.engine.connection import EngineConnection
 from slime_like.rollout.engine.replies import KvUsage, any_aborted, completions, kv_usage, scored_experts, scores
 from slime_like.types import F32, I32, RoutedExperts
 
-# Parts of an engine that a weight update writes. SGLang's default includes the draft model of speculative decoding, which keeps
-# the weights of its checkpoint: its accuracy changes how many drafts are accepted, not the distribution of the tokens.
+# Models of an engine that a weight update writes. SGLang's default includes the draft model of speculative decoding; here it
+# keeps its checkpoint's weights, which affect how many drafts are accepted but not the distribution of the tokens.
 UPDATE_SELECTOR = {"selector": "target"}
 
 # Fields that ask for base64 columns instead of lists. Without the plugin ``rollout_sampling`` they have no effect, as SGLang reads
@@ -88,7 +88,7 @@ class EngineClient:
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """GPU of each rank of the engine, as ``EngineAddress.gpus``."""
+        """GPU of each rank of the engine; see ``EngineAddress.gpus``."""
         return self.address.gpus
 
     @property
@@ -112,7 +112,7 @@ class EngineClient:
 
     # ---- generation --------------------------------------------------------------------------------------------------
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """Return ``len(seeds)`` completions of one prompt, in one request. The same seed gives the same tokens."""
+        """Return one completion of the prompt per seed, in one request. The same seed gives the same tokens."""
         n = len(seeds)
         return await self.extend([token_ids] * n, seeds, [sampling.max_new_tokens] * n, sampling)
 
@@ -128,8 +128,8 @@ class EngineClient:
     ) -> list[Completion]:
         """Return one completion of each sequence, in one request. ``max_new_tokens`` overrides that of ``sampling``.
 
-        Without ``for_training``, no routed experts are returned. ``dp_rank`` computes the request; by default SGLang chooses a
-        data-parallel rank for each sequence.
+        Without ``for_training``, no routed experts are returned. Data-parallel rank ``dp_rank`` serves the request; by default
+        SGLang chooses a rank for each sequence.
 
         A seed draws the same token at the same position of a sequence, regardless of the position at which the request begins.
         """
@@ -146,7 +146,7 @@ class EngineClient:
         return await self._complete("generate", token_ids, params, self._routing if for_training else None, dp_rank)
 
     async def continuations(self, token_ids: Sequence[I32], temperature: float, num_tokens: int) -> list[Completion]:
-        """Sample ``num_tokens`` after each sequence, ignoring end-of-sequence; fewer only after ``abort_all``."""
+        """Sample and return ``num_tokens`` tokens after each sequence, ignoring end-of-sequence; fewer after ``abort_all``."""
         base = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
         return await self._complete(
             "continue", token_ids, [{**base, "sampling_seed": seed} for seed in range(len(token_ids))], self._routing
@@ -177,7 +177,7 @@ class EngineClient:
     async def score_with_experts(
         self, token_ids: Sequence[I32], temperature: float
     ) -> list[tuple[F32, RoutedExperts | None]]:
-        """Return per sequence the result of ``score``, and the routed experts of tokens 0 .. L - 2, if the engine returns them."""
+        """Return per sequence the result of ``score``, and the routed experts of tokens 0 .. L - 2, None if there are none."""
         reply, lengths = await self._score(token_ids, temperature), [len(ids) for ids in token_ids]
         experts = [None] * len(lengths) if self._routing is None else scored_experts(reply, lengths, self._routing)
         return list(zip(scores(reply, lengths), experts, strict=True))
@@ -197,7 +197,7 @@ class EngineClient:
                 return reply
 
     async def abort_all(self) -> None:
-        """End every request with the tokens sampled so far. Its sender detects this by ``num_aborts`` and may continue it."""
+        """End every request with the tokens sampled so far. Callers detect this by ``num_aborts`` and may continue."""
         self.num_aborts += 1
         self._aborting += 1
         try:
@@ -207,14 +207,14 @@ class EngineClient:
 
     # ---- pause -------------------------------------------------------------------------------------------------------
     async def pause(self, seconds: float | None = None) -> None:
-        """Stop decoding. Requests in flight return to the queue; ``resume`` continues them after their last token.
+        """Stop decoding and move requests in flight back to the queue; ``resume`` continues them after their last token.
 
-        Their KV cache is dropped, so ``flush`` works, and is recomputed with the weights in effect at resume.
+        Their KV cache is dropped, so that ``flush`` succeeds, and recomputed under the weights in effect at ``resume``.
         """
         await self._connection.request("pause", "POST", "/pause_generation", {"mode": "retract"}, seconds=seconds)
 
     async def resume(self) -> None:
-        """Decode again; refused while a weight update is open or failed."""
+        """Resume decoding. The engine refuses while a weight update is open or after one has failed."""
         await self._connection.post("resume", "/continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:
@@ -228,24 +228,25 @@ class EngineClient:
         return frozenset(self._released)
 
     async def release_memory(self, parts: Collection[str]) -> None:
-        """Release the device memory of ``parts`` of a paused engine. Weights are lost: the engine refuses to generate until a
-        complete update is committed.
+        """Release the device memory of ``parts`` of a paused engine.
+
+        Released weights are lost: the engine refuses to generate until a complete update is committed.
         """
         if tags := [part for part in parts if part not in self._released]:
             self._released.update(tags)
             await self._connection.post("release memory", "/release_memory_occupation", {"tags": tags})
 
     async def restore_memory(self, parts: Collection[str]) -> None:
-        """Allocate the device memory of ``parts`` again, uninitialised.
+        """Allocate the released device memory of ``parts`` again, uninitialised.
 
-        SGLang's scheduler process ends if a request names parts that are not released. If the caller is cancelled, its request
-        therefore continues, and the next call waits for it.
+        SGLang's scheduler process exits if a request names parts that are not released. Therefore, if the caller is cancelled,
+        its request continues, and the next call waits for it.
         """
         if self._restoring is not None and not self._restoring.done():
             await asyncio.wait([self._restoring])
         if tags := [part for part in parts if part in self._released]:
             self._restoring = asyncio.create_task(self._restore(tags))
-            # Retrieves the error if the caller was cancelled.
+            # Retrieve the error even if the caller was cancelled.
             self._restoring.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._restoring)
 
@@ -255,7 +256,7 @@ class EngineClient:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_update(self) -> None:
-        """Open a weight update on a paused engine: from here every parameter of the served model counts as unwritten."""
+        """Open a weight update on a paused engine: from now on every parameter of the served model counts as unwritten."""
         await self._connection.post("begin update", "/begin_weight_update", UPDATE_SELECTOR)
 
     async def end_update(self, version: int) -> None:
@@ -270,7 +271,7 @@ class EngineClient:
         await self._connection.request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
 
     async def update_from_tensors(self, *payloads: bytes) -> None:
-        """Load one payload in every rank of the engine, or one payload per rank; see ``WeightReceiver.update_from_tensors``."""
+        """Load one payload on every rank of the engine, or one payload per rank; see ``WeightReceiver.update_from_tensors``."""
         tensors = [base64.b64encode(payload).decode() for payload in payloads]
         request = {"serialized_named_tensors": tensors, "flush_cache": False, **UPDATE_SELECTOR}
         await self._connection.post("update", "/update_weights_from_tensor", request)
@@ -278,7 +279,7 @@ class EngineClient:
     async def init_broadcast_group(
         self, host: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join a process group whose rank 0 is the sender; the engine's ranks follow from ``rank_offset``."""
+        """Join a process group whose rank 0 is the sender. The engine's ranks start at ``rank_offset``."""
         request = {
             "master_address": host,
             "master_port": port,
@@ -290,7 +291,7 @@ class EngineClient:
         await self._connection.post("join", "/init_weights_update_group", request)
 
     async def update_from_broadcast(self, metas: Sequence[TensorMeta], group_name: str) -> None:
-        """Receive and load tensors, broadcast in this order by rank 0 of the group."""
+        """Receive and load the tensors described by ``metas``, which rank 0 of the group broadcasts in this order."""
         request = {
             "names": [meta.name for meta in metas],
             "dtypes": [meta.dtype for meta in metas],
@@ -302,7 +303,7 @@ class EngineClient:
         await self._connection.post("update", "/update_weights_from_distributed", request)
 
     async def destroy_broadcast_group(self, group_name: str) -> None:
-        """Leave a group."""
+        """Leave a process group."""
         await self._connection.post("leave", "/destroy_weights_update_group", {"group_name": group_name})
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -312,8 +313,10 @@ class EngineClient:
         return int(reply["weight_version"])
 
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
-        """Return whether the server responds within ``seconds``. With ``decodes``, the scheduler must respond too; an idle one
-        decodes a token for it. A paused engine decodes nothing. Raises ``EngineLost`` if there is no server.
+        """Return whether the server responds within ``seconds``. Raises ``EngineLost`` if there is no server.
+
+        With ``decodes``, the scheduler must respond too; an idle scheduler decodes a token for this. A paused engine decodes
+        nothing.
         """
         path = "/health_generate" if decodes else "/health"
         try:
@@ -325,7 +328,7 @@ class EngineClient:
         return True
 
     async def kv_usage(self, seconds: float | None = None) -> KvUsage:
-        """Return the use of the KV cache since the last call; the scheduler answers between two batches."""
+        """Return the KV cache usage since the last call. The scheduler replies between two batches."""
         return kv_usage(await self._connection.request("KV usage", "GET", "/server_info", None, seconds=seconds))
 
     async def close(self) -> None:

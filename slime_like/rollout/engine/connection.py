@@ -22,8 +22,8 @@ class EngineConnection:
     """Requests to one engine, each with a deadline. Errors name engine, address, endpoint and the engine's reply.
 
     A node that loses power or its network link sends nothing that would end a request. The kernel therefore ends a
-    connection whose peer has acknowledged nothing for ``peer_timeout_s``. The kernel of a stopped or busy process still
-    acknowledges.
+    connection whose peer has acknowledged nothing for ``peer_timeout_s``. The kernel of a node still acknowledges data for a
+    stopped or busy process.
     """
 
     def __init__(self, address: EngineAddress, deadline_s: float, peer_timeout_s: float) -> None:
@@ -44,7 +44,10 @@ class EngineConnection:
         accept: Sequence[int] = (200,),
         seconds: float | None = None,
     ) -> Any:
-        """Send one HTTP request; return the decoded JSON of the reply, or None if it has no body."""
+        """Send one HTTP request; return the decoded JSON of the reply, or None if the reply is empty or not JSON.
+
+        Raises ``DeadlineExceeded``, ``EngineLost`` if the connection fails, ``EngineError`` if the status is not in ``accept``.
+        """
         deadline = Deadline("rollout", phase, seconds or self._deadline_s)
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         timeout = aiohttp.ClientTimeout(total=deadline.remaining(self._describe(path)))
@@ -73,7 +76,10 @@ class EngineConnection:
         return f"{self._address.name} at {self._address.url}{path}"
 
     def _pool(self) -> aiohttp.ClientSession:
-        """Connection pool, created in the event loop that uses it. Unlimited, since a waiting request would delay its group."""
+        """Return the connection pool, created on first use in the running event loop.
+
+        It has no limit, since a request that waits for a connection would delay its group.
+        """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=self._open_socket)
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)

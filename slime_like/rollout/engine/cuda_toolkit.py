@@ -1,8 +1,8 @@
-"""CUDA toolkit made of NVIDIA's wheels, for engines on a machine without an installed toolkit.
+"""CUDA toolkit assembled from NVIDIA's wheels, for engines on a machine without an installed toolkit.
 
-SGLang and tvm_ffi look for nvcc in CUDA_HOME, CUDA_PATH, on PATH and in /usr/local/cuda, and link with ``lib64/libcudart.so``. The
-wheels have neither that folder nor a library without a version in its name. FlashInfer also links with ``lib64/stubs/libcuda.so``, for
-which a driver has only the name ``libcuda.so.1``.
+SGLang and tvm_ffi look for nvcc in CUDA_HOME, CUDA_PATH, on PATH and in /usr/local/cuda, and link with
+``lib64/libcudart.so``. The wheels have no such folder, and their libraries have a version in their name. FlashInfer also
+links with ``lib64/stubs/libcuda.so``, which a driver provides only as ``libcuda.so.1``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ DRIVER_FOLDERS = tuple(
 
 
 def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return CUDA_HOME for a process with ``environment``: a cached folder of links to the wheels.
+    """Return the variable CUDA_HOME for a process with ``environment``: a cached folder of links to the wheels.
 
-    Return nothing if a toolkit is installed, or if the wheels are not. The folder is the same in each run, since SGLang compiles again
-    if a path in the compiler's command changes.
+    The result is empty if a toolkit is installed, or if the wheels are not. The folder is the same in every run, since SGLang
+    recompiles if a path in the compiler's command changes.
     """
     installed = any(environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")) or SYSTEM.exists()
     if installed or shutil.which("nvcc", path=environment.get("PATH")) or (wheel := _wheel()) is None:
@@ -51,8 +51,9 @@ def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def library_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return LD_LIBRARY_PATH with the CUDA runtime of NVIDIA's wheels, for a library that is preloaded into Python: torch would find
-    the runtime, but has not been imported. Return nothing without these wheels.
+    """Return the variable LD_LIBRARY_PATH, extended by the CUDA runtime of NVIDIA's wheels; empty without these wheels.
+
+    A library that is preloaded into Python needs it: torch would find the runtime, but is not imported yet.
     """
     folders = [str(file.parent) for location in _locations() for file in sorted(location.glob(f"*/lib/{RUNTIME}.*"))]
     if not folders:

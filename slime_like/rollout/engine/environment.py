@@ -19,10 +19,10 @@ LOOPBACK = "127.0.0.1"
 SGLANG_PLUGINS = "SLIME_LIKE_SGLANG"  # comma-separated plugins to activate (slime_like_plugins.sglang_hooks)
 # Spin count of libgomp's threads at the end of a parallel region before they sleep: about 0.03 ms. Decoding opens hundreds
 # of regions per token, a few microseconds apart; waking a thread for each costs more than two threads gain. With a
-# higher count they would occupy the core that the scheduler, the detokenizer and the server share.
+# higher count, spinning threads would occupy the core that the scheduler, the detokenizer and the server share.
 SPIN_COUNT = "2000"
 SPIN = "SLIME_LIKE_ENGINE_SPIN_COUNT"  # overrides SPIN_COUNT, to measure it (benchmarks/run.py spin)
-THREADS = "SLIME_LIKE_ENGINE_THREADS"  # the number of threads of a model on a CPU
+THREADS = "SLIME_LIKE_ENGINE_THREADS"  # number of threads that compute a model on a CPU
 CPU_KERNELS = "SLIME_LIKE_CPU_KERNELS"
 # Without these, a server whose worker died waits five seconds for GPU state dumps before it exits.
 NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
@@ -31,7 +31,10 @@ NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_B
 def child_environment(
     spec: EngineSpec, scratch: str, host: str = LOOPBACK, node: EngineNode = SINGLE_NODE
 ) -> dict[str, str]:
-    """Return the server's environment: variables read when torch is imported, and a private folder for its sockets."""
+    """Return the environment of an engine's server; ``scratch`` is a private folder for its temporary files and sockets.
+
+    Raises ``ConfigError`` if ``RANK_MEMORY`` is set for an engine on GPUs.
+    """
     environment = {**interface_environment(host), **os.environ}
     if rank_memory() is not None and spec.device != "cpu":
         raise ConfigError(
@@ -58,10 +61,10 @@ def child_environment(
         plugins.insert(0, "cpu")
         if spec.deterministic:
             plugins.append("exact")
-            environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # scores by log-softmax, as samples are
+            environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # score by log-softmax, as in sampling
         environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": "", CPU_KERNELS: spec.cpu_kernels}
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # SGLang compiles a few small functions: seconds, and a C++ compiler
-        # Only one thread until the workers start, so that they can be forked; the model's worker then restores this count.
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling a few small functions takes seconds and a C++ compiler
+        # Only one thread until the workers start, so that they can be forked; the model's worker then restores the count.
         environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
         environment["OMP_NUM_THREADS"] = "1"
         environment["GOMP_SPINCOUNT"] = spin_count()
@@ -70,17 +73,17 @@ def child_environment(
         plugins.append("kv_size")
         environment |= toolkit_environment(environment)
         if spec.releases_memory:
-            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it, released engines keep their graphs
+            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it, a release leaves CUDA graphs in memory
             environment |= library_environment(
                 environment
             )  # SGLang preloads torch_memory_saver, which needs CUDA's runtime
     environment |= {
         SGLANG_PLUGINS: ",".join(plugins),
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),
-        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # dtype of hybrid models; SGLang's default is bfloat16
+        "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # convolution states of hybrid models; SGLang's default is bfloat16
         "TMPDIR": scratch,
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
-        "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than the client's, which reuses connections
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than that of the client, which reuses connections
         **_rendezvous_environment(scratch, host, node),
     }
     if os.path.isdir(spec.model_path):

@@ -3,8 +3,8 @@
 Only this module of slime_like and the plugins in slime_like_plugins import sglang.
 
 The parent (``EngineServer``) sends one line of JSON on stdin, since ``ps`` would show a key on the command line, and keeps
-the pipe open. When the parent ends, this process reads end-of-file and kills its group. ``PR_SET_PDEATHSIG`` would also fire
-when only the *thread* that started this process ends, so only SGLang's own workers use it.
+the pipe open. When the parent exits, this process reads end-of-file and kills its process group. ``PR_SET_PDEATHSIG`` would
+also fire when only the *thread* that started this process ends, so only SGLang's own workers use it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL_OVERRIDES = "json_model_override_args"
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """Message from the parent."""
+    """Message in which the parent describes the engine to start."""
 
     spec: EngineSpec
     admin_key: str
@@ -45,7 +45,10 @@ class EngineLaunch:
 
 
 def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
-    """Return SGLang's ServerArgs for an engine with token ids as input and output; ``spec.sglang`` overrides."""
+    """Return the arguments of SGLang's ``ServerArgs`` for an engine that reads and returns token ids.
+
+    ``spec.sglang`` overrides all of them except address, keys and ``trust_remote_code``.
+    """
     spec = launch.spec
     arguments: dict[str, Any] = {
         "model_path": spec.model_path,
@@ -109,14 +112,12 @@ def _device_arguments(spec: EngineSpec) -> dict[str, Any]:
         return arguments | ({"attention_backend": "slime_like_exact"} if spec.deterministic else {})
     arguments = {"enable_deterministic_inference": True} if spec.deterministic else {}
     if spec.dtype == "float32":
-        arguments["attention_backend"] = "triton"  # SGLang's choice on Hopper, FlashAttention 3, has no float32
+        arguments["attention_backend"] = "triton"  # SGLang's choice on Hopper, FlashAttention 3, lacks float32
     return arguments
 
 
 def die_with_parent() -> None:
-    """Start a thread that waits for end-of-file on stdin, which means that the parent has ended, then kills this process
-    group and removes its files.
-    """
+    """Start a thread that kills this process group and removes its files once the parent has exited (end-of-file on stdin)."""
 
     scratch = Path(os.environ.get("TMPDIR", ""))
 
@@ -132,7 +133,7 @@ def die_with_parent() -> None:
 
 
 def main() -> None:
-    """Entry point of the child: read the launch from stdin, serve until killed."""
+    """Read the parent's message from stdin, and serve until killed."""
     with os.fdopen(os.dup(0), "rb") as stdin:
         fields = json.loads(stdin.readline())
     launch = EngineLaunch(**(fields | {"spec": EngineSpec(**fields["spec"])}))
@@ -147,7 +148,7 @@ def main() -> None:
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """Run SGLang in this process and its workers. Plugins load first: they add choices against which arguments are checked."""
+    """Run SGLang in this process and its workers. Plugins are loaded first, since they add valid values of the arguments."""
     with sglang_imports():
         hooks: Any = importlib.import_module("slime_like_plugins.sglang_hooks")
         hooks.load_all()

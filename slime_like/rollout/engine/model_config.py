@@ -1,4 +1,4 @@
-"""Settings of SGLang that follow from a model's config.json. Torch-free."""
+"""SGLang settings that follow from a model's config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ROTARY = ("partial_rotary_factor", "rope_theta")
 
 
 def override_args(model_path: str, *, keeps_float8: bool = False) -> dict[str, Any]:
-    """Return the config fields that SGLang needs and config.json lacks; empty for most models.
+    """Return the config fields with which SGLang must override config.json; empty for most models.
 
-    - For hybrid models, transformers 5 writes ``layer_types`` but not the interval, which SGLang reads.
+    - For hybrid models, transformers 5 writes ``layer_types``, but SGLang reads the interval between full-attention layers.
     - transformers stores the rotated fraction of a head and the rotary base in ``rope_parameters``. SGLang reads them (for
       Qwen3-Next only the base, 10000 if absent) at the top level, where transformers writes a default or nothing.
     - A model with a vision part is served as a text model, since only the text part is trained and pushed.
     - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``. The
-      plugin ``dequantise`` multiplies the weights that SGLang reads by their scales. Not with ``keeps_float8``.
+      plugin ``dequantise`` multiplies the weights that SGLang reads by their scales. ``keeps_float8`` prevents this.
     - SGLang's DeepSeek models choose experts within groups, even with ``topk_method`` greedy, which has no groups.
-    - ``FamilyEntry.engine_fields``, and ``rotary_dim`` for families with ``FamilyEntry.engine_rotary_dim``.
+    - Some families need ``FamilyEntry.engine_fields``, those with ``FamilyEntry.engine_rotary_dim`` also ``rotary_dim``.
 
     Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
     """
@@ -47,7 +47,7 @@ def is_quantised(model_path: str) -> bool:
 
 
 def _config(model_path: str) -> dict[str, Any]:
-    """Return config.json; empty without a local folder, or if damaged: SGLang reports the problem when it reads the file."""
+    """Return config.json; empty if it is missing or damaged, which SGLang reports when it reads the file itself."""
     try:
         config = json.loads((Path(model_path) / "config.json").read_text())
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def merge_overrides(base: dict[str, Any], priority: dict[str, Any]) -> dict[str,
 
 
 def interval(types: list[str], model_path: str) -> int:
-    """Return the ``n`` for which every n-th layer, and no other, has full attention."""
+    """Return the ``n`` for which every n-th layer, and no other, has full attention. Raises ``CheckpointError`` without one."""
     first = next((index for index, kind in enumerate(types) if kind != LINEAR), len(types))
     if any((kind != LINEAR) != ((index + 1) % (first + 1) == 0) for index, kind in enumerate(types)):
         raise CheckpointError(
@@ -96,9 +96,9 @@ def interval(types: list[str], model_path: str) -> int:
 
 
 def other_models(model_path: str) -> list[str]:
-    """Return SGLang's model files that do not define the architecture of ``model_path``; empty if that is unknown.
+    """Return the names of SGLang's model modules that do not define the architecture of ``model_path``; empty if unknown.
 
-    SGLang imports all 250 files to find one class; it skips the ones named in ``SGLANG_DISABLED_MODEL_ARCHS``.
+    SGLang imports all 250 modules to find one class, except those named in ``SGLANG_DISABLED_MODEL_ARCHS``.
     """
     spec = find_spec("sglang")
     config = Path(model_path) / "config.json"

@@ -1,4 +1,4 @@
-"""Nodes of an engine whose ranks are on several nodes. Each node has a server process; that of the first answers requests."""
+"""Nodes of a multi-node engine. Each node has a server process, but only the one on the first node serves requests."""
 
 from __future__ import annotations
 

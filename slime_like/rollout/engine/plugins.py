@@ -48,6 +48,6 @@ def check_entry_points() -> None:
 
 
 def extended_whitelist(whitelist: str) -> str:
-    """Return the user's ``SGLANG_PLUGINS`` with the entry points of this project; empty if ``whitelist`` is empty."""
+    """Return ``whitelist``, the user's ``SGLANG_PLUGINS``, with this project's entry points added; empty if it is empty."""
     names = [name for name in map(str.strip, whitelist.split(",")) if name]
     return ",".join(dict.fromkeys([*names, *ENTRY_POINTS[PLUGINS_GROUP], *OPTIONAL_ENTRY_POINTS])) if names else ""

@@ -32,7 +32,7 @@ def members(group: int) -> Iterator[Path]:
 
 
 def pids_of_part(group: int, part: str) -> tuple[int, ...]:
-    """Return the process ids of one kind: ``http server`` (leader of the group), ``detokenizer`` or ``scheduler``."""
+    """Return the pids of processes of one kind: ``http server`` (the group leader), ``detokenizer`` or ``scheduler``."""
     if part == "http server":
         return (group,)
     pids: list[int] = []
@@ -44,23 +44,23 @@ def pids_of_part(group: int, part: str) -> tuple[int, ...]:
 
 
 def stopped_pids(group: int) -> tuple[int, ...]:
-    """Return ids of processes stopped as by SIGSTOP; a process in tracing stop (debugger) does not count."""
+    """Return the pids of stopped processes (SIGSTOP), without those in a tracing stop (debugger)."""
     return tuple(int(process.name) for process in members(group) if _state(process)[0] == "T")
 
 
 def rank_pids(group: int) -> tuple[int, ...]:
-    """Return the process ids of the ranks, without those of their children, which may be short-lived."""
+    """Return the pids of the ranks, without those of their children, which may be short-lived."""
     pids = pids_of_part(group, "scheduler")
     return tuple(pid for pid in pids if _state(Path(f"/proc/{pid}"))[1] not in pids)
 
 
 def ended_pids(pids: Iterable[int]) -> tuple[int, ...]:
-    """Return the ids of processes that have ended, including those for which their parents have not waited."""
+    """Return the ``pids`` whose processes have ended, including zombies."""
     return tuple(pid for pid in pids if _state(Path(f"/proc/{pid}"))[0] in ("", "Z", "X"))
 
 
 def _state(process: Path) -> tuple[str, int]:
-    """Return the letter of a process's state and its parent, from ``/proc/<pid>/stat``; ("", 0) if there is no such process."""
+    """Return a process's state letter and its parent's pid from ``/proc/<pid>/stat``; ("", 0) if there is no such process."""
     try:
         state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -69,12 +69,12 @@ def _state(process: Path) -> tuple[str, int]:
 
 
 def mapped_segments(group: int) -> frozenset[Path]:
-    """Return the named segments that the running processes of a group have mapped now."""
+    """Return the paths of the named segments that the processes of a group have mapped."""
     return segments_of(int(process.name) for process in members(group))
 
 
 def segments_of(pids: Iterable[int]) -> frozenset[Path]:
-    """Return the named segments that processes have mapped now."""
+    """Return the paths of the named segments that processes have mapped."""
     segments: set[Path] = set()
     for pid in pids:
         try:
@@ -98,7 +98,7 @@ def scratch_folders_of(pids: Iterable[int]) -> frozenset[Path]:
 
 
 def remove_segments(segments: Iterable[Path]) -> None:
-    """Remove the names; processes that have the memory mapped keep it."""
+    """Remove the files of ``segments``. Processes that have the memory mapped keep it."""
     for segment in segments:
         with contextlib.suppress(OSError):
             segment.unlink()
@@ -115,7 +115,7 @@ def describe_exit(code: int) -> str:
 
 
 def last_lines(path: str, begin: int = 0) -> list[str]:
-    """Return the non-empty lines in the last 64 KiB of a log, without its first ``begin`` bytes."""
+    """Return the non-empty lines in the last 64 KiB of a log, ignoring its first ``begin`` bytes."""
     try:
         text = Path(path).read_bytes()[begin:][-65_536:].decode(errors="replace")
     except OSError as error:
@@ -124,10 +124,10 @@ def last_lines(path: str, begin: int = 0) -> list[str]:
 
 
 def headline(lines: list[str]) -> str:
-    """Return the error message among the lines of a log; callers print it before the log's last lines.
+    """Return ": " and the line of a log that best explains a failure; empty if there is none. The log's last lines follow it.
 
-    A plugin's message takes precedence: a worker stops with it, and the server's own errors follow. Next is the last exception
-    of this project, then the last line that looks like an error.
+    A plugin's message takes precedence, because the server's own errors are consequences of the worker that it stopped. Next is
+    the last exception of this project, then the last line that looks like an error.
     """
     plugin = [line.strip() for line in lines if line.lstrip().startswith("slime_like plugin")]
     plugin += [line.strip() for line in lines if re.match(r"slime_like(_plugins)?\.[\w.]+: ", line)][-1:]

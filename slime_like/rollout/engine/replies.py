@@ -48,10 +48,10 @@ def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) ->
 
 @dataclass(frozen=True, slots=True)
 class KvUsage:
-    """Use of an engine's KV cache since the previous report, counted in its scheduler at every batch.
+    """KV cache usage of an engine since the previous report, which its scheduler counts at every batch.
 
     With data-parallel attention, the engine has a cache per attention group: ``capacity_tokens`` and ``used_tokens_max`` are
-    those of the fullest cache, ``running_requests_max`` and ``retractions`` are sums, and the others are those of the slowest group.
+    those of the fullest cache, ``running_requests_max`` and ``retractions`` are sums, and the others are maxima over groups.
     """
 
     capacity_tokens: int
@@ -63,7 +63,7 @@ class KvUsage:
 
     @property
     def share(self) -> float:
-        """Peak use relative to the capacity."""
+        """Peak usage relative to the capacity."""
         return self.used_tokens_max / self.capacity_tokens
 
 
@@ -93,7 +93,10 @@ def any_aborted(reply: Any) -> bool:
 
 
 def error_text(status: int, body: bytes, reply: Any) -> str:
-    """Return SGLang's error message, in any of its formats. SGLang joins the messages of data-parallel groups, which may be equal."""
+    """Return the HTTP status and SGLang's error message, in any of its formats.
+
+    SGLang joins the messages of data-parallel groups; equal ones are merged.
+    """
     message: Any = reply
     for name in ("error", "message", "detail"):
         if isinstance(message, dict) and name in message:
@@ -145,7 +148,7 @@ def _prompt(meta: Any) -> tuple[int, int]:
 
 
 def _logprobs(triples: Sequence[Any]) -> F32:
-    """Column 0 of ``[log-probability, token, text]`` triples, taken in C."""
+    """Return [N], the log-probabilities of N ``[log-probability, token, text]`` triples, without a Python loop."""
     return np.fromiter(map(itemgetter(0), triples), dtype=np.float32, count=len(triples))
 
 

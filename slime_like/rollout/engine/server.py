@@ -39,8 +39,10 @@ DECODE_LINE = "slime_like decodes with "
 
 
 def derived_ports(dp_attention: int) -> range:
-    """Return the offsets from an engine's port of the ports that SGLang derives from it. With data-parallel attention, these are one
-    for the rendezvous, six for its processes, and one for each group; otherwise none.
+    """Return the ports that SGLang derives from an engine's port, as offsets from that port.
+
+    With data-parallel attention, these are one for the rendezvous, six for its processes, and one for each group; otherwise
+    none.
     """
     return range(DERIVED_PORTS, DERIVED_PORTS + 7 + dp_attention) if dp_attention > 1 else range(0)
 
@@ -118,7 +120,7 @@ class EngineServer:
         return server.port
 
     def wait_ready(self) -> None:
-        """Block until the server answers.
+        """Block until the server responds.
 
         Raises ``EngineError`` with exit code and last log lines if the server died, ``DeadlineExceeded`` after
         ``spec.start_deadline_s``.
@@ -132,7 +134,7 @@ class EngineServer:
         self.segments = processes.mapped_segments(self.pid)
 
     def free_before_load(self) -> float | None:
-        """Return the GiB of a GPU that were free before the engine loaded its model, as its log states them; None on a CPU."""
+        """Return the GPU memory in GiB that was free before the engine loaded its model, from its log; None on a CPU."""
         try:
             log = Path(self._spec.log_path).read_bytes()[self._log_begin :]
         except OSError:
@@ -140,7 +142,7 @@ class EngineServer:
         return free_gib(log.decode(errors="replace"))
 
     def decode_method(self) -> str:
-        """Return the decoding method of a CPU engine, as its log states it; empty on a GPU and before it is ready."""
+        """Return the decoding method of a CPU engine, from its log; empty on a GPU and before the engine is ready."""
         try:
             matches = re.findall(rf"{DECODE_LINE}(.*)", Path(self._spec.log_path).read_text(errors="replace"))
         except OSError:
@@ -168,7 +170,10 @@ class EngineServer:
         return f"engine at {self.url} (pid {self.pid}) {summary}; end of {self._spec.log_path}:\n{log_end}"
 
     def exit_summary(self) -> str:
-        """Return one line on how the server ended, before it is replaced; empty if it does not end within a second."""
+        """Return one line that says how the server ended; empty if it does not end within a second.
+
+        Call it before the server is replaced.
+        """
         assert self._process is not None, "it was started"
         try:
             summary = processes.describe_exit(self._process.wait(REPLACED_EXIT_S))
@@ -177,9 +182,9 @@ class EngineServer:
         return summary + processes.headline(self._last_lines())
 
     def stop(self) -> None:
-        """Kill the engine's process group and nothing else, and remove its shared memory. Idempotent.
+        """Kill the engine's process group and nothing else, and remove its files and shared memory. Idempotent.
 
-        SIGKILL immediately: SGLang's SIGTERM handler polls every five seconds, and an engine has nothing to save.
+        The signal is SIGKILL: SGLang's SIGTERM handler polls every five seconds, and an engine has nothing to save.
         """
         if self._process is not None:
             self.segments |= processes.mapped_segments(self._process.pid)
@@ -188,7 +193,7 @@ class EngineServer:
                 self._process.wait(KILL_S * scale())
             processes.remove_segments(self.segments)
             assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # unread text of ``start``
+            with contextlib.suppress(BrokenPipeError):  # the server has not read what ``start`` wrote
                 self._process.stdin.close()
         for lease in self._leases:
             lease.release()

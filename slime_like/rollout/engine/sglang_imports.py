@@ -1,4 +1,4 @@
-"""Imports of SGLang without libraries that an engine never uses. Saves half a second of CPU at its start."""
+"""Import of SGLang without libraries that an engine never uses, which saves half a second of CPU time per start."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOSSES = "transformers.loss.loss_utils"
 
 @contextmanager
 def sglang_imports() -> Generator[None]:
-    """Import SGLang as in ``heavy_imports``, without megatron, scipy and mistral_common.
+    """Context manager for imports of SGLang: ``heavy_imports``, but without megatron, scipy and mistral_common.
 
-    megatron stays blocked.
+    megatron stays blocked afterwards.
     """
     block_megatron()
     with heavy_imports(), deferred_losses():
@@ -35,7 +35,7 @@ def block_megatron() -> None:
 def import_gguf() -> None:
     """Import gguf without mistral_common, which only its tokenizer converters use.
 
-    Needed until gguf imports it in these converters.
+    Remove when gguf imports mistral_common only in these converters.
     """
     modules: dict[str, ModuleType | None] = sys.modules  # pyright: ignore[reportAssignmentType]
     if "mistral_common" in modules:
@@ -49,9 +49,9 @@ def import_gguf() -> None:
 
 @contextmanager
 def deferred_losses() -> Generator[None]:
-    """Import model classes of transformers without its losses, two of which import scipy. A loss is imported when it is used.
+    """Defer the import of transformers' losses by its model classes until a loss is used. Two losses import scipy.
 
-    Needed until ``transformers.modeling_utils`` imports losses only to compute them.
+    Remove when ``transformers.modeling_utils`` imports losses only to compute them.
     """
     if LOSSES in sys.modules:
         yield
@@ -67,7 +67,7 @@ def deferred_losses() -> Generator[None]:
 
 
 class DeferredLosses(Mapping[str, Any]):
-    """``LOSS_MAPPING`` of transformers, imported at its first use after ``deferred_losses``."""
+    """``LOSS_MAPPING`` of transformers, imported on first use, which must follow the block of ``deferred_losses``."""
 
     @functools.cached_property
     def _losses(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Episode under construction: sampled tokens and inserted tokens, token ids verbatim.
+"""Episode under construction, from the ids of sampled and inserted tokens.
 
 Used by generate functions with several turns, tools or agents. Nothing is tokenised twice: the next turn's prompt
 consists of the tokens of all earlier turns, as the engine sampled and read them.
@@ -60,25 +60,28 @@ class Episode:
         return min(num_tokens, self._context.max_context_len - len(self))
 
     def sampling(self, *stop_token_ids: int) -> Sampling:
-        """Return the settings of the next turn: at most ``remaining_tokens`` tokens, which must not be 0, and additional stop tokens."""
+        """Return the sampling parameters of the next turn, with at most ``remaining_tokens`` tokens and additional stop tokens.
+
+        ``remaining_tokens`` must not be 0.
+        """
         sampling = self._context.sampling
         return replace(
             sampling, max_new_tokens=self.remaining_tokens, stop_token_ids=(*sampling.stop_token_ids, *stop_token_ids)
         )
 
     def append(self, completion: Completion) -> None:
-        """Append tokens that the model sampled after all tokens so far: one span per weight version, trained on."""
+        """Append tokens that the model sampled after all tokens so far. They are trained on, in one span per weight version."""
         self._num_sampled += len(completion.token_ids)
         self.status = STATUS.get(completion.finish, Status.FAILED)
         sampled = sampled_columns(completion.token_ids, completion.logprobs, completion.versions)
         if completion.row is not None and self._is_continued_by(completion.row, len(sampled)):
             self._row.release()
-            self._row = completion.row.fork()  # the store of the group has the same tokens already
+            self._row = completion.row.fork()  # the group's store already has these tokens
         else:
             self._row.append(sampled, completion.routed_experts)
 
     def insert(self, token_ids: I32) -> None:
-        """Append tokens of a tool or an environment; the episode is truncated if they fill the remaining space."""
+        """Append tokens of a tool or environment. The episode counts as truncated if no token may be sampled after them."""
         if len(token_ids):
             self._row.append(context_columns(token_ids, TOOL_TOKEN))
         if self.remaining_tokens < 1:
@@ -105,6 +108,6 @@ class Episode:
         )
 
     def _is_continued_by(self, row: StoreRow, num_sampled: int) -> bool:
-        """Return whether ``row`` has the tokens so far, with the same marks, and ``num_sampled`` more."""
+        """Return whether ``row`` has the tokens so far, with equal log-probabilities and versions, and ``num_sampled`` more."""
         columns = row.columns
         return len(columns) == len(self) + num_sampled and columns.begins_with(self._row.columns)

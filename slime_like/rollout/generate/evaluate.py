@@ -29,7 +29,7 @@ class EvalAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SampleScore:
-    """Values of one sample that metrics of an evaluation use."""
+    """Values of one sample that evaluation metrics use."""
 
     accuracy: float  # score if the reward has no accuracy
     response_len: int  # tokens
@@ -62,7 +62,7 @@ class EvalResult:
 
 
 def merge_evaluations(parts: Sequence[ManagerEvaluation]) -> EvalResult:
-    """Return the result over the prompts of all managers, in the order of the prompts."""
+    """Merge the evaluations of all managers, with the prompts of each held-out set in their original order."""
     metrics: list[Metric] = []
     answers: list[EvalAnswer] = []
     for name in parts[0].results:
@@ -73,7 +73,7 @@ def merge_evaluations(parts: Sequence[ManagerEvaluation]) -> EvalResult:
 
 
 def prompt_result(name: str, group: SampleGroup, *, with_answers: bool) -> PromptResult:
-    """Return the result of a prompt of held-out set ``name``, whose group id is its position."""
+    """Return the result of one prompt of held-out set ``name``. The id of ``group`` is the prompt's position in the set."""
     scores = tuple(
         SampleScore(_accuracy(sample.reward), sample.num_response_tokens, sample.status is Status.TRUNCATED)
         for sample in _episodes(group)
@@ -82,7 +82,7 @@ def prompt_result(name: str, group: SampleGroup, *, with_answers: bool) -> Promp
 
 
 def eval_answers(name: str, group: SampleGroup) -> tuple[EvalAnswer, ...]:
-    """Return the answers to a prompt of held-out set ``name``."""
+    """Return one table row per sample of a prompt of held-out set ``name``."""
     return tuple(
         EvalAnswer(
             dataset=name,
@@ -101,9 +101,9 @@ def eval_answers(name: str, group: SampleGroup) -> tuple[EvalAnswer, ...]:
 
 
 def eval_metrics(name: str, results: Sequence[PromptResult]) -> tuple[Metric, ...]:
-    """Return ``eval/<name>``: mean accuracy (mean score if the reward has no accuracy), pass@k, truncation and lengths.
+    """Return metrics ``eval/<name>*``: mean accuracy (mean score if the reward has no accuracy), pass@k, truncation, lengths.
 
-    Names are slime's. A sample is correct if its accuracy, or else its score, is 1.
+    Their names are those of slime. For pass@k, a sample is correct if its accuracy (its score, if it has none) is 1.
     """
     scores = [score for result in results for score in result.scores]
     if not scores:
@@ -124,7 +124,7 @@ def eval_metrics(name: str, results: Sequence[PromptResult]) -> tuple[Metric, ..
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the unbiased estimate ``1 - C(n - c, k) / C(n, k)``, computed as a product that does not overflow.
+    """Return the unbiased estimate ``1 - C(n - c, k) / C(n, k)`` of pass@k, computed as a product that does not overflow.
 
     Source: Chen et al. 2021, arXiv:2107.03374, equation 1. Example: ``pass_at_k(4, 1, 2) == 0.5``.
     """
@@ -136,7 +136,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def mean_pass_at_k(is_correct: Sequence[Sequence[bool]]) -> dict[int, float]:
-    """Return k -> pass@k averaged over prompts, for each power of two up to the smallest number of samples per prompt.
+    """Return a dict from k to the mean pass@k over prompts, for powers of two up to the smallest number of samples per prompt.
 
     Empty if a prompt has one sample, since pass@1 is the accuracy. ``is_correct[p][i]`` is True if sample i of prompt p is correct.
     """

@@ -1,7 +1,7 @@
 """Seeds of a request, and a check of its sampling settings.
 
-A sample's seed depends only on the run's seed and the sample id, so a resumed run draws the same seeds. On the training
-stream the settings must be those of the run, because the trainer computes log-probabilities of that distribution.
+A sample's seed depends only on the run's seed, the stream and the sample id, so a resumed run draws the same seeds. On the
+training stream the settings must be those of the run, because the trainer computes log-probabilities under them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ MAX_SEED = 2**31 - 1
 
 
 def sample_seeds(run_seed: int, stream: str, first_sample_id: int, num_samples: int) -> list[int]:
-    """Return ``num_samples`` seeds in ``[0, 2**31 - 1)`` for samples ``first_sample_id ...`` of a named stream (train, or a dataset)."""
+    """Return a seed in ``[0, 2**31 - 1)`` for each of ``num_samples`` samples of ``stream``, from ``first_sample_id`` on.
+
+    ``stream`` is "train", or names a held-out dataset.
+    """
     tag = zlib.crc32(stream.encode())
     return [
         int(np.random.SeedSequence([run_seed, tag, first_sample_id + i]).generate_state(1, np.uint32)[0]) % MAX_SEED
@@ -27,12 +30,12 @@ def sample_seeds(run_seed: int, stream: str, first_sample_id: int, num_samples: 
 
 
 def turn_seed(sample_seed: int, turn: int) -> int:
-    """Return the seed of request ``turn`` of a sample whose requests may start from the same tokens."""
+    """Return the seed of request ``turn`` of a sample. It depends on ``turn``, as requests may start from the same tokens."""
     return int(np.random.SeedSequence([sample_seed, turn]).generate_state(1, np.uint32)[0]) % MAX_SEED
 
 
 def deviations(run: Sampling, requested: Mapping[str, float | None]) -> dict[str, tuple[float, float]]:
-    """Return name -> (requested, run's value) of settings that would change the distribution; None means the run's value."""
+    """Return a dict from name to (requested, run's value) of settings that differ. None requests the run's value."""
     defaults = {name: getattr(run, name) for name in requested}
     return {
         name: (value, defaults[name])

@@ -27,7 +27,7 @@ async def single_turn(
 
 
 def to_sample(prompt: Prompt, completion: Completion, context: GenerateContext, *, seed: int, index: int) -> Sample:
-    """Return a completion as an episode: prompt span, then one span per weight version that sampled it."""
+    """Return the sample of a completion: a prompt span, then one span per weight version that sampled tokens."""
     columns = _columns(prompt.token_ids, completion)
     sample_id = context.first_sample_id + index
     return Sample(
@@ -45,7 +45,7 @@ def to_sample(prompt: Prompt, completion: Completion, context: GenerateContext, 
 
 
 def _columns(prompt_ids: I32, completion: Completion) -> TokenColumns:
-    """Return prompt and completion: views if a store has them as one row."""
+    """Return the columns of prompt and completion; they are views if a store has both as one row."""
     prompt = context_columns(prompt_ids)
     if completion.row is not None:
         columns = completion.row.columns

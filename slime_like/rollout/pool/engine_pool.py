@@ -37,7 +37,7 @@ class EnginePool:
         self.slots = [EngineSlot(supervisor, supervisor.client) for supervisor in supervisors]
         self.router = EngineRouter([slot.client for slot in self.slots])
         self.recoveries: list[Recovery] = []
-        self._reported: dict[int, Recovery] = {}  # index -> value last returned
+        self._reported: dict[int, Recovery] = {}  # index in recoveries -> value that take_recoveries last returned
         self.health = health
         self.receives_pushes = receives_pushes
         self.is_pushing = False  # True while engines are paused: they respond, but do not decode
@@ -78,8 +78,8 @@ class EnginePool:
     async def check_health(self, slot: EngineSlot, engine: EngineClient, *, decodes: bool = False) -> bool:
         """Return whether ``engine`` passes a health check.
 
-        A check during which this process's event loop was blocked is repeated, until the engine had ``health.timeout_s``
-        in total. Raises ``EngineLost`` if there is no server.
+        A failed check during which this process's event loop was blocked is repeated, until the loop has run for
+        ``health.timeout_s`` in total. Raises ``EngineLost`` if there is no server.
         """
         waited_s, has_warned = 0.0, False
         while True:
@@ -105,8 +105,9 @@ class EnginePool:
         )
 
     async def _handle_failure(self, slot: EngineSlot, engine: EngineClient, error: Exception) -> None:
-        """Handle a failed engine call. Returns if the engine was lost and is being restarted; re-raises ``error`` if the engine
-        is alive, or raises the fatal error if the run is ending.
+        """Restart the engine of a failed call if it is lost. Return once the restart has begun.
+
+        Raises ``error`` if the engine is alive or must not be restarted, or the fatal error if the run is ending.
         """
         if self._failure is not None:
             raise copy_error(self._failure)
@@ -178,7 +179,7 @@ class EnginePool:
         self._may_restart.set()
 
     async def wait_for_reachable(self) -> list[EngineSlot]:
-        """Return the engines that a push can reach, once there is one. Raises the error that ends the run."""
+        """Return the slots of the engines that a push can reach, once there is one. Raises the error that ended the run."""
         while self._failure is None:
             if reachable := [slot for slot in self.slots if not (slot.is_restarting or slot.is_stalled)]:
                 return reachable
@@ -193,7 +194,7 @@ class EnginePool:
             await self._changed.wait()
 
     def admit(self, slot: EngineSlot, version: int) -> None:
-        """Record that ``slot`` has all weights of ``version``, and let it serve."""
+        """Record that ``slot`` has all weights of ``version``. Let it serve, unless it is restarting or not proven yet."""
         if slot.is_restarting:
             return
         if not slot.is_proven:
@@ -207,7 +208,7 @@ class EnginePool:
 
     # ---- loss --------------------------------------------------------------------------------------------------------
     def mark_lost(self, slot: EngineSlot, kind: str, error: Exception) -> None:
-        """Withdraw an engine and restart it, or end the run, depending on ``health.*``."""
+        """Withdraw an engine and restart it or, depending on ``health.*``, end the run and raise ``error``."""
         policy = self.health.on_dead_engine if kind == DEAD else self.health.on_stalled_engine
         name = slot.client.name
         if policy != "restart":
@@ -233,7 +234,10 @@ class EnginePool:
             self.wake()
 
     def mark_responsive(self, slot: EngineSlot) -> None:
-        """Accept a stalled engine that responds again; its weights are old, so it joins at the next push."""
+        """Accept a stalled engine that responds again. It joins at the next push, as its weights are old.
+
+        If the run has no pushes, it joins now.
+        """
         if slot.is_stalled:
             slot.is_stalled = False
             self._messages.append(f"{slot.client.name} answers again; it joins at the next push")
@@ -242,7 +246,7 @@ class EnginePool:
             self.wake()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a task until it ends or the pool stops. Its exception ends the run."""
+        """Start ``work`` as a task, which ``stop`` cancels. An exception of the task ends the run."""
 
         def on_end(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -296,7 +300,7 @@ class EnginePool:
             self.recoveries[slot.recovery_index] = replace(last, groups=last.groups + 1)
 
     def _fail(self, error: Exception) -> None:
-        """End the run with ``error``, unless an earlier error has ended it. All waiters for an engine or its reply get it."""
+        """End the run with ``error``, unless an earlier error has. Tasks that wait for an engine or its reply raise it."""
         if self._failure is None:
             self._failure = error
             self.router.fail(error)

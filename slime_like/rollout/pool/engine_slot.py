@@ -26,13 +26,14 @@ class EngineSupervisor(Protocol):
         ...
 
     async def stop_server(self) -> None:
-        """Kill the processes in any state; ``restart`` starts new ones. Raises ``EngineError`` if the actor is lost,
-        ``DeadlineExceeded`` if it does not respond.
+        """Kill the processes, whatever their state; ``restart`` starts new ones.
+
+        Raises ``EngineError`` if the engine's actor is lost, ``DeadlineExceeded`` if it does not respond.
         """
         ...
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return ids of the engine's stopped processes (SIGSTOP)."""
+        """Return the pids of the engine's stopped processes (SIGSTOP)."""
         ...
 
 
@@ -52,6 +53,6 @@ class EngineSlot:
     lost_event: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine is lost: requests to it end
     is_removed: bool = False  # from the pool
     is_proven: bool = True  # False: added during the run, and no probe has compared it with the trainer yet
-    loaded_version: int = -1  # version of the weights of an engine that is not proven
+    loaded_version: int = -1  # weight version of an engine that is not proven; -1: it has none, or it is proven
     restart_task: asyncio.Task[None] | None = None
     recovery_index: int = -1  # index of its newest recovery in EnginePool.recoveries; -1: none

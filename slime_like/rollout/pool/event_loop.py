@@ -1,4 +1,4 @@
-"""Monitor of this process's event loop: the time for which it was blocked and read no engine response."""
+"""Monitor of this process's event loop: the time for which it was blocked and could not read engine responses."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from slime_like.util.deadline import scale
 
 
 class HealthMonitor:
-    """Monitor that checks every engine each ``health.interval_s``.
+    """Monitor that checks each engine every ``health.interval_s``.
 
     Between pushes the engine's scheduler must respond. A paused engine decodes nothing: during a push its server must
     respond, and none of its processes may be stopped at two consecutive checks. A check interrupted by a push is repeated

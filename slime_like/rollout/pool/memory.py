@@ -23,12 +23,12 @@ class PoolMemory:
         self._pool = pool
 
     async def enter(self, phase: str) -> None:
-        """Release the parts that ``phase`` does not need; in phase collect, restore all of them and decode again.
+        """Release the parts that ``phase`` does not need; in phase collect, restore all parts and resume decoding.
 
-        Parts that a push needs are restored by the push. An engine that was lost earlier restarts first, because its start
+        A push restores the parts that it needs. An engine that was lost earlier restarts before the release, because its start
         needs memory. An engine that is lost during the release is stopped, because a hung engine would keep its memory; it
         restarts in the next push or in phase collect, as does an engine that is lost afterwards. If an error has ended the
-        run, all engines are stopped: the last checkpoint may still be written.
+        run, all engines are stopped, since the last checkpoint may still be written.
         """
         if phase == COLLECT:
             self._pool.allow_restarts()
@@ -69,7 +69,7 @@ class PoolMemory:
         await asyncio.gather(*(stop(slot) for slot in slots))
 
     async def _restore(self, engine: EngineClient) -> None:
-        """Let an engine decode again, unless its weights are lost, which the next push replaces."""
+        """Restore an engine's memory and resume decoding, unless its weights were released: the next push replaces them."""
         if engine.released and ENGINE_WEIGHTS not in engine.released:
             await engine.restore_memory(ENGINE_PARTS)
             await engine.resume()

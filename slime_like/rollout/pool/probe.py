@@ -87,7 +87,10 @@ class EngineProbe:
         self._sequences: tuple[I32, ...] = ()
 
     async def scores(self, version: int) -> tuple[ProbeScores, ...]:
-        """Return scores and continuations by every engine that has ``version``. Raises ``EngineLost`` if no engine remains."""
+        """Return the scores and continuations of every engine with weights of ``version``; empty if no sequence can be scored.
+
+        Raises ``EngineLost`` if no engine remains.
+        """
         if not self._sequences:
             self.remember([])
         if not self._sequences:  # one-token prompts have nothing to score; the first rollout has longer sequences
@@ -126,9 +129,9 @@ class EngineProbe:
 async def probe_engine(
     engine: EngineClient, version: int, sequences: Sequence[I32], temperature: float, max_context_len: int
 ) -> ProbeScores:
-    """Return the scores of an engine that serves ``version``.
+    """Return the scores and continuations of an engine that serves ``version``.
 
-    Scoring reads no cached keys or values, and caches the sequences' own unless older entries exist: continuations
+    Scoring reads no cached keys or values. It caches those that it computes, unless older entries exist, so continuations
     start from the cache entries that a rollout would use.
     """
     scored = await engine.score_with_experts(sequences, temperature)
@@ -156,7 +159,7 @@ def _prefixes(sequences: Sequence[I32], max_context_len: int) -> list[I32]:
 
 
 class TrainerScores:
-    """Trainer log-probabilities of every sequence that engines scored or sampled."""
+    """The trainer's log-probabilities of every sequence that engines scored or sampled."""
 
     def __init__(self, engines: Sequence[ProbeScores], max_tokens: int) -> None:
         """``max_tokens`` limits the tokens of a packed row; a row has at least one sequence."""
@@ -249,7 +252,7 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
 
 
 def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
-    """Return metrics ``probe/logprob_abs_diff_*/<kind>``: differences when the trainer computes layers of ``kind`` exactly."""
+    """Return metrics ``probe/logprob_abs_diff_*/<kind>``: differences if the trainer computes layers of ``kind`` in float64."""
     difference = prefill_differences(scores, trainer)
     return (
         Max(f"probe/logprob_abs_diff_max/{kind}", float(difference.max())),
@@ -263,7 +266,7 @@ def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
 
 
 def check_experts(difference: RoutingDifference, version: int, tolerance: float) -> tuple[Metric, ...]:
-    """Return metrics of the experts of the probe's tokens.
+    """Return metrics that compare the experts of engine and trainer for the probe's tokens.
 
     Raises ``ConsistencyError`` if the engine chose experts that the trainer's router ranks below its own by more than
     ``tolerance``. Experts within ``tolerance`` are nearly tied: rounding decides between them.

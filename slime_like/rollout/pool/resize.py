@@ -4,9 +4,9 @@ consumes  a requested number of engines
 produces  engines that join the pool, or leave it
 waits for the start of an added engine, bounded by its ``EngineFactory``; for the stop of a removed one
 
-An added engine serves after the next push, and only if the probe finds that it agrees with the trainer. An engine that does not
-start is given up, with a message. A removed engine gets no further request, and its unfinished groups continue on other engines
-as after a loss.
+An added engine serves after the next push, and only if the probe finds that it agrees with the trainer. If an engine does not
+start, the run reports it and continues without it. A removed engine gets no further requests, and its unfinished groups
+continue on other engines as after a loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime_like.rollout.pool.health import HealthMonitor
 
 
 class EngineFactory(Protocol):
-    """Starter of engines on any node. The index of an engine is in its name: ``engine 3``."""
+    """Factory that starts and stops engines on any node. The index of an engine is in its name: ``engine 3``."""
 
     async def create(self, index: int) -> EngineSupervisor:
         """Start an engine; return its supervisor once it responds. Raises ``EngineError`` or ``DeadlineExceeded``."""
@@ -35,7 +35,7 @@ class EngineFactory(Protocol):
 
 
 class PoolResizer:
-    """Adds engines to a pool and removes engines from it."""
+    """Resizer of a pool: it adds and removes engines."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PoolResizer:
         factory: EngineFactory,
         share: ManagerShare = SINGLE,
     ) -> None:
-        """``share`` is that of the pool in all engines of the run."""
+        """``share`` is the pool's share of all engines of the run."""
         self._pool, self._monitor, self._factory, self._share = pool, monitor, factory, share
         self._slots = {share.global_id(i): slot for i, slot in enumerate(pool.slots)}
         self._starts: dict[int, asyncio.Task[None]] = {}
@@ -55,9 +55,10 @@ class PoolResizer:
         return len(self._slots) + len(self._starts)
 
     async def resize(self, num_engines: int) -> str:
-        """Start or remove engines until there are ``num_engines``; return a description. Added engines start in the background.
+        """Start or remove engines until there are ``num_engines``; return a description of the change.
 
-        Engines that are still starting are removed first, then those with the highest index.
+        Added engines start in the background. Engines that are still starting are removed first, then those with the highest
+        index.
         """
         if num_engines < 1:
             raise ConfigError(f"engines={num_engines}: a run needs at least one engine; to end it, request stop")
@@ -102,7 +103,7 @@ class PoolResizer:
         return sum(slot.loaded_version >= 0 and not slot.is_restarting for slot in self._pool.slots)
 
     def admit_proven(self, version: int) -> None:
-        """Let added engines serve if the probe of ``version`` has compared them with the trainer."""
+        """Let added engines with weights of ``version`` serve. Call it after the probe has compared them with the trainer."""
         for slot in self._pool.slots:
             if slot.loaded_version == version and not slot.is_restarting:
                 self._admit(slot, version)
@@ -121,7 +122,7 @@ class PoolResizer:
         await self._factory.end(index)
 
     async def _withdraw(self, slot: EngineSlot) -> None:
-        """Withdraw an engine permanently: requests to it end, and their groups continue elsewhere. Cancel its restart, if any."""
+        """Withdraw an engine permanently and cancel its restart, if any. Its requests end; their groups continue elsewhere."""
         self._pool.router.withdraw(slot.client)
         slot.is_removed = slot.is_restarting = True
         self._pool.slots.remove(slot)
@@ -133,7 +134,7 @@ class PoolResizer:
         await slot.client.close()
 
     async def stop(self) -> None:
-        """Cancel the starts of engines, and wait for their end."""
+        """Cancel the starts of engines and wait until they have ended."""
         starts = list(self._starts.values())
         for start in starts:
             start.cancel()

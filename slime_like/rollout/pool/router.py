@@ -1,7 +1,6 @@
-"""Engine router: a group goes to the serving engine with the fewest outstanding tokens, and there to the data-parallel rank
-with the fewest. The samples of a group share the prefix cache of that rank.
+"""Router that assigns each group to the serving engine, and its data-parallel rank, with the fewest outstanding tokens.
 
-``RequestCounts`` measures the balance.
+The samples of a group share the prefix cache of that rank. ``RequestCounts`` measures how evenly the load is balanced.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class EngineAssignment:
 
     def __init__(self, outstanding: int, engine: EngineClient | None) -> None:
         self.outstanding = outstanding
-        self.engine = engine  # None while none serves
+        self.engine = engine  # None while no engine serves
         self.dp_rank: int | None = None  # rank of an engine with data-parallel attention
 
     def spend(self, tokens: int) -> None:
@@ -55,21 +54,21 @@ class EngineRouter:
         )
 
     def admit(self, engine: EngineClient) -> None:
-        """Let groups go to ``engine``."""
+        """Assign groups to ``engine`` from now on."""
         if engine not in self._engines:
             self._engines.append(engine)
         self._no_engine_before_s, self._no_engine_since = self.no_engine_s, None
         self._wake()
 
     def withdraw(self, engine: EngineClient) -> None:
-        """Send no further request to ``engine``; its current requests continue until they end."""
+        """Stop assigning groups to ``engine``; its current requests continue until they end."""
         self._engines = [remaining for remaining in self._engines if remaining is not engine]
         if not self._engines and self._no_engine_since is None:
             self._no_engine_since = time.monotonic()
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise ``error`` to every present and future waiter for an engine."""
+        """Make current and future calls of ``wait_for_engine`` raise ``error``."""
         self._failure = error
         self._wake()
 
@@ -80,8 +79,9 @@ class EngineRouter:
 
     @contextmanager
     def assign(self, tokens: int) -> Generator[EngineAssignment]:
-        """Assign the least loaded engine; ``tokens`` count as its load until they are spent or the block ends. The assignment
-        has no engine while no engine serves; ``wait_for_engine`` waits for one.
+        """Yield an assignment to the least loaded engine. ``tokens`` count as its load until they are spent or the block ends.
+
+        While no engine serves, the assignment has none; ``wait_for_engine`` waits for one.
         """
         assignment = EngineAssignment(tokens, None)
         if self._engines:
@@ -93,7 +93,7 @@ class EngineRouter:
             self._assignments = [remaining for remaining in self._assignments if remaining is not assignment]
 
     async def wait_for_engine(self, assignment: EngineAssignment) -> EngineClient:
-        """Wait for an engine: the assigned one while it serves, otherwise the least loaded one, where the group then stays.
+        """Wait until an engine serves; return the assigned one if it serves, otherwise assign and return the least loaded one.
 
         Raises the error passed to ``fail``.
         """
@@ -126,7 +126,7 @@ class EngineRouter:
 
 
 class RequestCounts:
-    """Counts over requests. A continuation is a request whose prompt includes tokens sampled before."""
+    """Counters of requests and tokens. A continuation counts as a request whose prompt includes the tokens sampled before."""
 
     def __init__(self, num_engines: int) -> None:
         """``num_engines`` counts all engines of the run, whether they serve or not."""

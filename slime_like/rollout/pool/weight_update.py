@@ -46,7 +46,7 @@ class EngineWeightUpdate:
         self._is_open = False  # True while an update is neither resumed nor aborted
 
     async def begin(self) -> tuple[EngineAddress, ...]:
-        """Pause each engine and open its update; return the addresses of the participants. Abort an update that is still open.
+        """Pause each engine and open its update; return the addresses of the participants. An update still open is discarded.
 
         Waits for a restart if no engine remains. When a push starts over, an engine may be unresponsive because it still waits
         for an engine lost in the first attempt: it counts as stalled after ``health.timeout_s``.
@@ -64,9 +64,9 @@ class EngineWeightUpdate:
         return tuple(target.engine.address for target in self._targets)
 
     async def commit(self, version: int) -> None:
-        """Close the update, which fails unless every engine received all its parameters; flush the KV caches.
+        """Close the update on each engine, restore its memory and flush its KV cache. Engines lost meanwhile are excluded.
 
-        Engines that are lost meanwhile are excluded.
+        Raises ``EngineError`` if an engine did not receive all parameters, ``WeightSyncError`` if it reports another version.
         """
 
         async def close(engine: EngineClient) -> None:
@@ -82,7 +82,7 @@ class EngineWeightUpdate:
         self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
 
     async def resume(self, version: int) -> None:
-        """Let the engines decode under ``version``. Raises ``EngineLost`` if no engine remains."""
+        """Resume decoding under ``version`` and let the engines serve. Raises ``EngineLost`` if no engine remains."""
         resume_results = await self._on_each(self._targets, EngineClient.resume)
         for target in resume_results:
             self._pool.admit(target.slot, version)
