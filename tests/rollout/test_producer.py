@@ -127,6 +127,28 @@ def test_wait_until_idle_waits_for_admitted_rollouts_and_restore_continues_after
     assert asyncio.run(scenario()) == ([0, 1, 2], [1, 2], [3])
 
 
+def test_a_failed_rollout_does_not_prevent_a_save_of_the_completed_ones() -> None:
+    """A checkpoint of the trained step is written first; the error is raised when the failed rollout is requested."""
+
+    async def generate(rollout_id: int) -> GeneratedRollout:
+        if rollout_id == 2:
+            raise ValueError("engine gone")
+        return produced(rollout_id)
+
+    async def scenario() -> list[int]:
+        producer = RolloutProducer(generate, first=0, last=9, max_staleness=2)
+        await producer.get(0)
+        producer.forget(0)
+        await producer.wait_until_idle()
+        completed = producer.completed_rollouts()
+        with pytest.raises(ValueError, match="engine gone"):
+            await producer.get(2)
+        await producer.stop()
+        return [generated.rollout_id for generated in completed]
+
+    assert asyncio.run(scenario()) == [1]
+
+
 def test_wait_until_idle_returns_after_a_failure() -> None:
     async def generate(rollout_id: int) -> GeneratedRollout:
         raise ValueError("engine gone")

@@ -51,8 +51,9 @@ class RolloutProducer:
                 await asyncio.wait([self._slot(rollout_id)])
 
     def completed_rollouts(self) -> list[GeneratedRollout]:
-        """Return rollouts that are complete and not consumed, in order."""
-        return [slot.result() for _, slot in sorted(self._ready.items()) if slot.done()]
+        """Return rollouts that are complete and not consumed, in order. The error of a failed one is raised in its waiter."""
+        done = [slot for _, slot in sorted(self._ready.items()) if slot.done() and not slot.cancelled()]
+        return [slot.result() for slot in done if slot.exception() is None]
 
     def restore(self, rollouts: Sequence[GeneratedRollout]) -> None:
         """Add rollouts that an earlier run completed."""
