@@ -124,8 +124,8 @@ class FileSource:
     def next(self, num_prompts: int) -> list[Prompt]:
         """Return the next ``num_prompts`` prompts; a new epoch, in a new order, starts when one ends.
 
-        If the file has enough prompts for a batch, no batch contains a prompt twice, even across epochs: prompts at the
-        end of one epoch come later in the next.
+        If the file has enough prompts for a batch, the returned prompts are distinct, even across epochs: prompts at the end
+        of one epoch come later in the next.
         """
         prompts: list[Prompt] = []
         while len(prompts) < num_prompts:
