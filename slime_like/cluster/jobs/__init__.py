@@ -1,1 +1,1 @@
-"""Jobs of a Ray cluster: submit ``train.py``, follow, list and stop; launch scripts for Slurm and Kubernetes."""
+"""Submit ``train.py`` as a job of a Ray cluster; follow, list and stop jobs; launch scripts for Slurm and Kubernetes."""

@@ -20,14 +20,14 @@ MAX_TOKEN_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """URL of a job server, and the token of its cluster."""
+    """URL of a job server, and the authentication token of its cluster."""
 
     url: str
     token: str | None = field(default=None, repr=False)
 
     @property
     def is_local(self) -> bool:
-        """True if the server is reached through loopback, as through an ssh tunnel."""
+        """True if the URL's host is a loopback address, for example the local end of an ssh tunnel."""
         host = urlsplit(self.url).hostname or ""
         try:
             return ipaddress.ip_address(host).is_loopback
@@ -36,10 +36,10 @@ class ServerAddress:
 
 
 def server_address(address: str | None, environment: Mapping[str, str]) -> ServerAddress:
-    """Return the server of ``address``, or else of ``RAY_API_SERVER_ADDRESS``, or else of this machine.
+    """Return the job server at ``address``, else at ``RAY_API_SERVER_ADDRESS`` if set, else at ``DEFAULT_ADDRESS``.
 
-    The token is read as Ray does: ``RAY_AUTH_TOKEN``, the file of ``RAY_AUTH_TOKEN_PATH``, ``~/.ray/auth_token``. Raises
-    ``ConfigError`` naming the source of a bad address or token file.
+    The token comes from the first source that Ray would use: ``RAY_AUTH_TOKEN``, the file named by ``RAY_AUTH_TOKEN_PATH``,
+    ``~/.ray/auth_token``. Raises ``ConfigError`` naming the option or variable that has an invalid address or token file.
     """
     source = "--address" if address is not None else ADDRESS_VARIABLE
     text = address if address is not None else environment.get(ADDRESS_VARIABLE, DEFAULT_ADDRESS)
@@ -63,7 +63,10 @@ def _has_valid_port(text: str) -> bool:
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
-    """Return the cluster's token; None if there is none. Raises ``ConfigError`` if the file of ``RAY_AUTH_TOKEN_PATH`` cannot be read."""
+    """Return the cluster's token, or None if there is none.
+
+    Raises ``ConfigError`` if the file named by ``RAY_AUTH_TOKEN_PATH`` cannot be read.
+    """
     if token := environment.get(TOKEN_VARIABLE, "").strip():
         return token
     token_path = environment.get(TOKEN_PATH_VARIABLE)

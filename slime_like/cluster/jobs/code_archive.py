@@ -1,4 +1,4 @@
-"""Package of this checkout's code, for nodes whose image has the environment but another version of the code."""
+"""Package of this checkout's code, for nodes whose image has the Python environment but another version of the code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Package:
 
 
 def make_package(repository: Path) -> Package:
-    """Return a package of the files of ``PARTS`` that git tracks or does not ignore, with uncommitted changes.
+    """Return a package of the files under ``PARTS`` as they are on disk, except untracked files that git ignores.
 
     Raises ``ConfigError`` if the folder is not a git checkout or the package is too large.
     """
@@ -50,7 +50,7 @@ def make_package(repository: Path) -> Package:
 
 
 def _files(repository: Path) -> list[str]:
-    """Return the paths of regular files, sorted; symbolic links are not followed."""
+    """Return the sorted paths of the regular files to package, relative to ``repository``; symbolic links are left out."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS]
     try:
         output = subprocess.run(command, cwd=repository, capture_output=True, check=True, timeout=LIST_S).stdout

@@ -14,14 +14,14 @@ from slime_like.util.deadline import Deadline
 
 POLL_S = 0.5
 RETRY_S = 2.0
-LOST_S = 180.0  # without an answer from the job server
+LOST_S = 180.0  # without an answer from the job server, before giving up
 
 
 async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -> ClusterJob:
     """Write the job's log from its beginning until the job ends; return the ended job.
 
-    After a lost connection, the log is read again, and the part that was written before is skipped. Raises
-    ``DeadlineExceeded`` if the server does not answer for ``LOST_S``; the job is not affected.
+    After a lost connection, read the log again and skip the part that was already written. Raises ``DeadlineExceeded`` if
+    the server does not answer for ``LOST_S``; the job itself is not affected.
     """
     num_written = 0
     while True:
@@ -43,7 +43,7 @@ async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -
 
 
 async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> ClusterJob:
-    """Return the job once it has ended. Raises ``DeadlineExceeded``."""
+    """Wait for the job to end and return it. Raises ``DeadlineExceeded``, also if the server does not answer for ``LOST_S``."""
     while True:
         job = await _patient(lambda: server.job(job_id), f"the job server at {server.address.url}")
         if job.has_ended:
@@ -52,7 +52,10 @@ async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> Cl
 
 
 async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> tuple[ClusterNode, ...]:
-    """Return the live nodes once there are ``num_nodes``. Raises ``DeadlineExceeded`` with the number that has joined."""
+    """Wait for at least ``num_nodes`` live nodes and return all live nodes.
+
+    Raises ``DeadlineExceeded`` after ``seconds``, with the number of nodes that have joined.
+    """
     deadline, nodes = Deadline("scripts/submit.py", "nodes", seconds), ()
     while True:
         with suppress(ProcessLost, WorkerError):  # the head is starting
@@ -64,7 +67,7 @@ async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> t
 
 
 async def _patient[T](call: Callable[[], Awaitable[T]], waits_for: str) -> T:
-    """Return the result of ``call``; repeat the call while the connection is lost."""
+    """Return the result of ``call``; repeat it while the connection is lost. Raises ``DeadlineExceeded`` after ``LOST_S``."""
     deadline = Deadline("scripts/submit.py", "follow", LOST_S)
     while True:
         try:

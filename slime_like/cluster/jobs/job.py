@@ -1,4 +1,4 @@
-"""A job of Ray's job API, and the metadata by which jobs of this project are recognised."""
+"""A job of Ray's job API, and the metadata that marks jobs submitted by this project."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class ClusterJob:
 
     @property
     def has_ended(self) -> bool:
-        """True if the job will not change any more."""
+        """True if the job is in a final state."""
         return self.state in ENDED
 
     @property
     def code(self) -> int:
-        """Exit code for a command that waited for the job: train.py's, otherwise 1, or 130 for a stopped job."""
+        """Exit code for a command that waited for the job: that of train.py if known, else 0, 130 or 1 by the job's state."""
         if self.exit_code is not None and self.exit_code >= 0:
             return self.exit_code
         return {"SUCCEEDED": 0, "STOPPED": STOPPED_CODE}.get(self.state, 1)
 
     @property
     def outcome(self) -> str:
-        """State for a user. Ray counts a run that has saved and stopped on request as failed, because of its exit code."""
+        """State to show to users. Ray reports a run that saved and stopped on request as FAILED, because of its exit code."""
         return "STOPPED" if self.exit_code == STOPPED_CODE else self.state
 
     @property
@@ -58,7 +58,7 @@ class ClusterJob:
 
 
 def read_job(entry: Any) -> ClusterJob | None:
-    """Return the job that an entry of the job server describes; None for a driver that was not submitted as a job.
+    """Return the job described by an entry from the job server; None for a driver that was not submitted as a job.
 
     Raises ``WorkerError`` if the entry is malformed.
     """
@@ -80,5 +80,5 @@ def read_job(entry: Any) -> ClusterJob | None:
 
 
 def _seconds(milliseconds: Any) -> float | None:
-    """Return a time of the job server in seconds; it writes 0 for none."""
+    """Return a time of the job server in seconds, or None if it is 0 or missing."""
     return float(milliseconds) / 1000 if milliseconds else None

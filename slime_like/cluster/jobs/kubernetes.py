@@ -1,6 +1,6 @@
-"""A ``RayJob`` of KubeRay: a cluster for one run, with a token, keys from a Kubernetes secret, and a shared volume.
+"""A KubeRay ``RayJob``: a cluster for one run, with token authentication, a shared volume and keys from a Kubernetes secret.
 
-Fields as in the reference of ray.io/v1 (docs.ray.io, "KubeRay CRD API reference"); ``authOptions`` needs KubeRay 1.5.1.
+The fields follow the reference of ray.io/v1 (docs.ray.io, "KubeRay CRD API reference"); ``authOptions`` needs KubeRay 1.5.1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RAY_VERSION = "2.60.0"
 
 @dataclass(frozen=True, slots=True)
 class KubernetesOptions:
-    """Image, resources of a pod, shared storage and keys."""
+    """Image, resources of each pod, shared storage, secret and time limit of a job."""
 
     image: str
     claim: str  # PersistentVolumeClaim with access mode ReadWriteMany
@@ -39,7 +39,7 @@ class KubernetesOptions:
 
 
 def ray_job(layout: NodeLayout, options: KubernetesOptions) -> dict[str, Any]:
-    """Return the manifest. Raises ``ConfigError`` naming an option that Kubernetes would refuse."""
+    """Return the manifest of the ``RayJob``. Raises ``ConfigError`` naming an option that Kubernetes would reject."""
     _check(options, layout)
     workers = layout.num_nodes - 1
     head = {
@@ -87,7 +87,7 @@ def manifest(layout: NodeLayout, options: KubernetesOptions) -> str:
 
 
 def _pod(name: str, layout: NodeLayout, options: KubernetesOptions) -> dict[str, Any]:
-    """Return the template of a pod that has a whole node's GPUs."""
+    """Return the template of a pod that takes all GPUs of a node."""
     resources = {"cpu": str(options.cpus), "memory": options.memory, "nvidia.com/gpu": str(layout.gpus_per_node)}
     container: dict[str, Any] = {
         "name": name,

@@ -1,4 +1,4 @@
-"""Nodes that a run needs, for the files that start a cluster for it."""
+"""Number of nodes that a run needs, for the Slurm script or Kubernetes manifest that starts its cluster."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class NodeLayout:
 
 
 def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = None) -> NodeLayout:
-    """Return the nodes of ``gpus_per_node`` GPUs that the run of ``arguments`` needs.
+    """Return the layout of the run that ``arguments`` start, on nodes with ``gpus_per_node`` GPUs each.
 
-    With ``gpu``, a name of the planner's table, the memory of the GPUs is checked. Raises ``ConfigError`` if the run does not
-    fit, uses no GPU, or its trainer has another number of GPUs per node.
+    With ``gpu``, the name of a GPU in the planner's table, also check the memory of the GPUs. Raises ``ConfigError`` if
+    ``arguments`` start no run, or the run does not fit, uses no GPU, or needs more trainer GPUs per node.
     """
     command = translate(arguments)
     if command.action != "train":

@@ -1,4 +1,4 @@
-"""Checks of a command line against the nodes of a cluster, before it is submitted."""
+"""Check a command line of ``train.py`` against the nodes of a cluster before submitting it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_GPUS = 16_000
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """The config of a job, and lines about its plan on the cluster."""
+    """Config of a job, and lines that describe the cluster and the plan of the job on it."""
 
     cfg: TrainConfig
     lines: tuple[str, ...]
@@ -34,10 +34,10 @@ class JobPlan:
 def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: bool = False) -> JobPlan:
     """Load the config of ``arguments`` and plan it on ``nodes``.
 
-    Weights, tokenizer and data are on the cluster, where the run checks them when it starts. If there is
+    Weights, tokenizer and data are not checked: they are on the cluster, and the run checks them when it starts. If there is
     no config.json here and the planner's table does not have the model, only the config is checked.
-    Raises ``ConfigError`` if the run does not fit, ``MissingResources`` if the cluster lacks nodes or GPUs. With ``grows``, the
-    latter is a warning: nodes will join, and the run waits for them. GPUs that other jobs use count as free.
+    Raises ``ConfigError`` if the run does not fit, ``MissingResources`` if the cluster lacks nodes or GPUs. With ``grows``,
+    missing resources are only a warning: nodes will join, and the run waits for them. GPUs used by other jobs count as free.
     """
     command = translate(arguments)
     if command.action != "train":
@@ -69,7 +69,7 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
 
 
 def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[str, ...]:
-    """Return a warning if a run on GPUs may have been intended, but selects a CPU before nodes with GPUs join."""
+    """Return a warning if ``placement.device=auto`` selects the CPU, perhaps only because nodes with GPUs have yet to join."""
     if not grows or machine.num_gpus or cfg.placement.device != "auto":
         return ()
     return (
@@ -78,9 +78,9 @@ def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[st
 
 
 def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
-    """Return ``machine`` with more GPUs than a run needs, so that ``assign`` names the missing ones, all of the cluster's largest kind.
+    """Return ``machine`` with more GPUs than any run needs, so that planning succeeds and ``assign`` names the missing GPUs.
 
-    ``plan_on_nodes`` compares the memory of the nodes that the run uses.
+    All are of the cluster's kind with the most memory; ``plan_on_nodes`` checks the memory of the nodes that the run uses.
     """
     if cfg.placement.device == "cpu" or (cfg.placement.device == "auto" and not machine.num_gpus):
         return machine
@@ -91,7 +91,7 @@ def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
 
 
 def _machine(nodes: Sequence[ClusterNode]) -> Machine:
-    """Return the nodes as one described machine, with the CPUs of the smallest node that a rank or engine may run on."""
+    """Return one machine that describes all nodes, with the CPUs of the smallest node on which a rank or engine may run."""
     with_gpus = [node for node in nodes if node.num_gpus]
     used_nodes = with_gpus or list(nodes)
     return Machine(

@@ -19,7 +19,7 @@ from slime_like.errors import ConfigError, DataError, ProcessLost, WorkerError
 from slime_like.util.deadline import Deadline
 
 REQUEST_S = 60.0
-HEARTBEAT_S = 20.0  # between pings on the connection of a log
+HEARTBEAT_S = 20.0  # between pings on the connection that streams a log
 TOKEN_MODE = "token"
 MAX_REPLY_CHARS = 400
 
@@ -37,8 +37,9 @@ class JobRequest:
 class JobServer:
     """Async client of one job server.
 
-    Raises ``ConfigError`` if it does not answer or refuses the token, ``DataError`` for an unknown job, ``ProcessLost`` if the
-    connection breaks later, ``WorkerError`` for any other refusal, and ``DeadlineExceeded``.
+    Its methods raise ``ConfigError`` if the server rejects the token (``check`` also if there is no server), ``DataError`` for
+    an unknown job, ``ProcessLost`` if the connection fails, ``WorkerError`` for any other error status, and
+    ``DeadlineExceeded`` after ``REQUEST_S``.
     """
 
     def __init__(self, address: ServerAddress) -> None:
@@ -118,15 +119,15 @@ class JobServer:
         return job
 
     async def stop(self, job_id: str) -> None:
-        """Let Ray end the job: SIGTERM, then SIGKILL after the job's ``RAY_JOB_STOP_WAIT_TIME_S``, which ``job_request`` sets."""
+        """Ask Ray to end the job: SIGTERM, then SIGKILL after its ``RAY_JOB_STOP_WAIT_TIME_S``, which ``job_request`` sets."""
         await self._request("POST", f"/api/jobs/{_quote(job_id)}/stop")
 
     async def remove(self, job_id: str) -> None:
-        """Remove an ended job from the list."""
+        """Remove an ended job from the server's list."""
         await self._request("DELETE", f"/api/jobs/{_quote(job_id)}")
 
     async def output(self, job_id: str) -> str:
-        """Return the output of a job so far."""
+        """Return the output that a job has written so far."""
         return str((await self._request("GET", f"/api/jobs/{_quote(job_id)}/logs")).get("logs", ""))
 
     async def log(self, job_id: str) -> AsyncGenerator[str]:
@@ -182,7 +183,7 @@ class JobServer:
 
 
 def _quote(job_id: str) -> str:
-    """Return ``job_id`` for a URL. Raises ``DataError`` for characters that no id of Ray has."""
+    """Return ``job_id`` unchanged if it is safe in a URL. Raises ``DataError`` if it has characters that no Ray job id has."""
     if not job_id or not all(char.isalnum() or char in "-_." for char in job_id):
         raise DataError(f"{job_id!r} is not the id of a job: `scripts/submit.py list` lists them")
     return job_id

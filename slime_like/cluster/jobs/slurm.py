@@ -12,10 +12,10 @@ from slime_like.errors import ConfigError
 TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}:\d{2}|\d+-\d{1,2}|\d+(:\d{2})?")  # as in sbatch(1)
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,/-]*")
 GCS_PORT = 6379
-MAX_SAVE_S = 65535  # of sbatch's --signal
+MAX_SAVE_S = 65535  # the maximum of sbatch's --signal
 NODES_S = 600  # for all nodes to join
-# The first IPv4 address of a node that is not loopback, to which some systems map their own name. Some versions of hostname do not
-# list all addresses.
+# First IPv4 address of a node that is not loopback, to which some systems map their own name. Two calls, because some versions
+# of hostname do not list all addresses.
 ADDRESS = (
     "{ hostname --ip-address; hostname --all-ip-addresses; true; } 2>/dev/null"
     ' | awk -v RS="[ \\n]+" "/^[0-9.]+\\$/ && !/^127[.]/ && !n++"'

@@ -17,9 +17,10 @@ HELPER_S = 60.0  # for Ray to start and end a helper job, in addition to the wai
 async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bool = False) -> ClusterJob:
     """Stop a job that this project submitted, and return it once it has ended.
 
-    A helper job on the head, where the run's driver is, sends the request to the run, which ends after its current rollout with
-    a checkpoint. ``at_once``: Ray sends SIGTERM instead, which also stops a run that has not begun, or whose files are gone.
-    Raises ``DataError`` for another program's job, ``WorkerError`` if the run does not accept the request, ``DeadlineExceeded``.
+    A helper job on the head node, where the run's driver is, sends the request; the run then finishes its current rollout,
+    saves a checkpoint and ends. With ``at_once``, Ray sends SIGTERM instead, which also works if the run has not begun or its
+    files are gone. Raises ``DataError`` for another program's job, ``WorkerError`` if the run does not accept the request, and
+    ``DeadlineExceeded`` if the job has not ended ``HELPER_S`` after ``wait_s``.
     """
     job = await server.job(job_id)
     if not job.is_ours:
@@ -37,7 +38,7 @@ async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bo
 
 
 async def _request_stop(server: JobServer, job: ClusterJob, wait_s: float) -> None:
-    """Run the helper job, and remove it. Raises ``WorkerError`` with its output if it fails while the run continues."""
+    """Run the helper job, then remove it. Raises ``WorkerError`` with the end of its output if it fails while ``job`` runs."""
     request = control_request(job.id, job.metadata, "stop", wait_s)
     await server.submit(request)
     try:

@@ -47,9 +47,10 @@ class Submission:
 def make_submission(
     arguments: Sequence[str], cfg: TrainConfig, paths: NodePaths, environment: Mapping[str, str]
 ) -> Submission:
-    """Return the submission of ``arguments``, whose config is ``cfg``.
+    """Return the submission of ``arguments``, whose loaded config is ``cfg``.
 
-    Raises ``ConfigError`` on secrets, and on a relative ``run.dir`` with uploaded code, whose folder is removed with the cluster.
+    Raises ``ConfigError`` if ``arguments`` or ``environment`` contain a secret, or if ``run.dir`` is relative and the code is
+    uploaded: the folder of uploaded code is removed with the cluster.
     """
     check_no_secrets(arguments, environment)
     run_dir = PurePosixPath(cfg.run.dir)
@@ -64,7 +65,10 @@ def make_submission(
 
 
 def check_no_secrets(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` on a secret: every user of the cluster can read entrypoints and environments of jobs."""
+    """Raise ``ConfigError`` on a secret or a malformed variable name.
+
+    Every user of the cluster can read the entrypoints and environments of jobs.
+    """
     for name in environment:
         if not VARIABLE.fullmatch(name):
             raise ConfigError(f"--env {name!r} is not a name of an environment variable: write --env NAME=VALUE")
@@ -82,8 +86,8 @@ def check_no_secrets(arguments: Sequence[str], environment: Mapping[str, str]) -
 
 
 def job_request(submission: Submission) -> JobRequest:
-    """Return the job of ``submission``, under a new id."""
-    # The last value of a key is used, so the address of this cluster takes precedence over a recipe's.
+    """Return the request that submits ``submission`` under a new job id."""
+    # The last value of a key wins, so ``JOINED`` replaces the address in a recipe.
     words = ("train.py", *submission.arguments, JOINED)
     metadata = {RUN_NAME: submission.run_name, RUN_DIR: submission.run_dir}
     variables = {STOP_VARIABLE: str(STOP_S), **submission.environment}
@@ -91,7 +95,10 @@ def job_request(submission: Submission) -> JobRequest:
 
 
 def control_request(job_id: str, metadata: Mapping[str, str], request: str, wait_s: float) -> JobRequest:
-    """Return a job that sends ``request`` to the run of another job through its control files, and waits for the answer."""
+    """Return a helper job that sends ``request`` to the run of job ``job_id`` through its control files and awaits the reply.
+
+    Raises ``DataError`` if ``metadata``, that of the job, lacks the run's folder or code.
+    """
     try:
         paths, run_dir = NodePaths(metadata[CODE], metadata[PYTHON], metadata.get(PACKAGE)), metadata[RUN_DIR]
     except KeyError as error:
@@ -103,7 +110,7 @@ def control_request(job_id: str, metadata: Mapping[str, str], request: str, wait
 def _request(
     name: str, paths: NodePaths, words: Sequence[str], metadata: Mapping[str, str], variables: Mapping[str, str]
 ) -> JobRequest:
-    """Return a job that runs Python with ``words`` in the code's folder. Python replaces the shell, so that signals reach it."""
+    """Return a job that runs Python with ``words`` in the code's folder. Python replaces the shell, so signals reach it."""
     command = f"exec {shlex.join([paths.python, *words])}"
     job_metadata = {
         MARK: FORMAT,
@@ -121,6 +128,6 @@ def _request(
 
 
 def _new_id(name: str) -> str:
-    """Return a new id that begins with ``name``, without characters that an id cannot contain."""
+    """Return a new job id that begins with ``name``, after replacing characters that an id cannot contain."""
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:80].strip("-.") or "run"
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"

@@ -24,7 +24,7 @@ from slime_like.errors import ConfigError
 
 
 def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, decisions: PlanDecisions) -> RankSpec:
-    """Return the spec of the actor's ranks, with every ``auto`` resolved. Raises ``ConfigError``."""
+    """Return the spec of the actor's ranks, with every ``auto`` resolved. Raises ``ConfigError`` on conflicting settings."""
     p, loop = cfg.parallel, cfg.loop
     world = trainer_ranks(cfg)
     if cfg.placement.actor_num_gpus_per_node is None:
@@ -90,7 +90,7 @@ def _add_expert_decision(cfg: TrainConfig, world: int, model: HfConfig | None, d
 
 
 def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, decisions: PlanDecisions) -> OptimConfig:
-    """Resolve the schedule in optimizer steps, and note every option without effect in this run."""
+    """Return the optimizer config with its schedule in optimizer steps; record every option without effect in this run."""
     steps, formula = actor_steps(cfg)
     if cfg.run.mode == "rollout_only":
         return cfg.optim

@@ -1,4 +1,4 @@
-"""Concurrent requests of an engine: the load of a rollout, and the limit ``rollout.max_running_requests``."""
+"""Number of concurrent requests of an engine: the load from a rollout, and the limit ``rollout.max_running_requests``."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def add_admission_decision(
 ) -> None:
     """Record the value of ``rollout.max_running_requests=auto``, if set, for engines with ``predicted`` memory.
 
-    ``dcp`` ranks share the KV cache of a sequence. Raises ``ConfigError`` if a configured KV cache cannot hold one response,
-    because SGLang would cut the response.
+    ``dcp`` ranks share the KV cache of a sequence. Raises ``ConfigError`` if the configured KV cache cannot hold one response,
+    because SGLang would truncate the response.
     """
     if rollout.max_running_requests != AUTO:
         return

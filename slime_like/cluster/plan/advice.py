@@ -13,13 +13,13 @@ from slime_like.data.heldout import eval_sets
 
 
 def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str) -> tuple[str, ...]:
-    """Return one sentence per problem, each with the key to change. The devices of a joined Ray cluster are unknown."""
+    """Return one sentence per problem, with the key to change. The GPUs of a joined Ray cluster are unknown and not checked."""
     check_gpus = device == "cuda" and cfg.placement.ray_address is None
     return (*_nodes(cfg, machine), *(_idle_gpus(cfg, machine, roles) if check_gpus else ()), *_evaluation(cfg))
 
 
 def _nodes(cfg: TrainConfig, machine: Machine) -> Iterator[str]:
-    """Report a plan for several nodes whose run would use only one."""
+    """Report a plan for several nodes if the run would use only one of them."""
     if machine.nodes > 1 and cfg.placement.ray_address is None:
         yield (
             f"placement.ray_address=null starts Ray on one machine, but the plan is for {machine.nodes} nodes: start Ray on "
@@ -45,7 +45,7 @@ def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> I
 
 
 def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str:
-    """Return the settings that put a process on every GPU, if they follow from the layout."""
+    """Return a hint on how to use every GPU: the settings if the layout determines them, else the keys to raise."""
     if not trainers:
         return f"set {_more_engines(cfg, gpus)}"
     if not colocated:
@@ -60,7 +60,7 @@ def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str
 
 
 def _more_engines(cfg: TrainConfig, gpus: int) -> str:
-    """Return settings with which engines use more of ``gpus`` GPUs than now."""
+    """Return settings with which the engines use more of the ``gpus`` GPUs."""
     rollout, max_engines = cfg.rollout, gpus // cfg.rollout.tp
     if max_engines == rollout.num_engines:
         return f"rollout.tp to a divisor of {gpus}"

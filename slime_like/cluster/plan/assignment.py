@@ -1,10 +1,11 @@
 """Assignment of a run's processes to the nodes of a joined Ray cluster.
 
-Trainer ranks fill ``placement.actor_num_nodes`` nodes in the order of the nodes' addresses, the same number on each. An engine
-is on one node if it fits, otherwise in equal parts on several. With ``placement.mode=colocated``, engines are on the trainer's GPUs.
-Otherwise, an engine is on the node with the fewest free GPUs that suffice, and the parts of an engine are on the nodes with the most
-free GPUs; on CPUs, engines take turns on the nodes without ranks. If another role has separate GPUs, each of its tensor parallel groups
-is on one node.
+Trainer ranks fill ``placement.actor_num_nodes`` nodes in order of address, with the same number of ranks on each. An engine is
+on one node if it fits, otherwise in equal parts on several.
+
+With ``placement.mode=colocated``, engines are on the trainer's GPUs. Otherwise, an engine is on the node with the fewest free
+GPUs that suffice, and the parts of an engine are on the nodes with the most free GPUs. On CPUs, engines are assigned
+round-robin to the nodes without ranks. If another role has its own GPUs, each of its tensor parallel groups is on one node.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Assignment:
     nodes_per_engine: int = 1  # with more than 1, ``processes`` has the nodes of engine 0, then those of engine 1, ...
 
     def used(self, nodes: Sequence[ClusterNode]) -> tuple[ClusterNode, ...]:
-        """Return the nodes of the run's GPUs; ``nodes``, the cluster's, if the run has none."""
+        """Return the nodes of the run's GPUs, or all ``nodes`` of the cluster if the run uses no GPUs."""
         return tuple(dict.fromkeys(self.gpus)) or tuple(nodes)
 
     @property
     def summary(self) -> str:
-        """Describe the nodes of each role in one line; empty in a run on one machine."""
+        """Number of GPUs or, on CPUs, of processes of each role on each node, in one line; empty in a run on one machine."""
         if self.processes is None:
             counts = Counter(node.address for node in self.gpus)
             return ", ".join(f"{number} GPUs on {address}" for address, number in counts.items())
@@ -58,12 +59,14 @@ class NodeBlock:
 
     role: str
     indices: tuple[int, ...]
-    engine: int = -1  # first GPU of the engine that has this part; -1: not a part of one
+    engine: int = -1  # first GPU of the engine of which this block is a part; -1 if it is no part of an engine
 
 
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
-    """Return the node of each process. Raises ``MissingResources`` naming the missing nodes or GPUs, ``ConfigError`` if engines
-    cannot have equal parts or run on the kind of GPU.
+    """Return the node of each process.
+
+    Raises ``MissingResources`` naming the missing nodes or GPUs, and ``ConfigError`` if engines cannot be split into equal
+    parts or do not support the kind of GPU.
     """
     ordered = sorted(nodes, key=_order)
     if plan.device == "cpu":
@@ -131,10 +134,10 @@ def _on_gpus(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tupl
 def _with_engine_parts(
     cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], nodes_per_engine: int
 ) -> tuple[ClusterNode, ...]:
-    """Return the node of each GPU, with engines that do not share the trainer's GPUs on ``nodes_per_engine`` nodes each."""
+    """Return the node of each GPU, with each engine that does not share the trainer's GPUs on ``nodes_per_engine`` nodes."""
     free = {node.node_id: node.free_gpus for node in nodes}
     node_of_gpu: dict[int, ClusterNode] = {}
-    used_nodes: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> its nodes, which get no further block of it
+    used_nodes: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> nodes that already have a block of it
     for block in sorted(
         node_blocks(cfg, plan, nodes_per_engine), key=lambda block: (block.role != TRAINER, -len(block.indices))
     ):
@@ -156,7 +159,7 @@ def _with_engine_parts(
 def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode]) -> int:
     """Return the number of nodes of each engine. Raises ``ConfigError`` unless it is the same for all, with equal parts.
 
-    The trainer determines the nodes of engines that share its GPUs.
+    The nodes of engines that share the trainer's GPUs are those of the trainer.
     """
     engines = [devices for role in plan.roles if role.name == ENGINE for devices in role.devices]
     parts = [[len(list(part)) for _, part in groupby(gpus[i].node_id for i in devices)] for devices in engines]
@@ -200,7 +203,7 @@ def _parts(role: str, indices: tuple[int, ...], num_nodes: int) -> Iterator[Node
 
 
 def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
-    """Return groups of a role's GPUs. Each has to be on one node; the group of an engine may be divided into parts."""
+    """Return the groups of a role's GPUs that have to be on one node each; an engine's group may still be split into parts."""
     if role.name == ENGINE:
         return list(role.devices)
     indices = tuple(index for devices in role.devices for index in devices)
@@ -213,7 +216,7 @@ def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
 def _no_node(
     cfg: TrainConfig, block: NodeBlock, nodes: Sequence[ClusterNode], nodes_per_engine: int, max_free: int
 ) -> str:
-    """Return the message for a block that fits no node; ``max_free`` GPUs of a node have not been assigned to other blocks."""
+    """Return the error message for a block that fits on no node. ``max_free``: most GPUs of a node left by other blocks."""
     size = len(block.indices)
     if block.role == TRAINER:
         num_nodes = cfg.placement.actor_num_nodes

@@ -1,4 +1,4 @@
-"""Effect of each change of a config key on a run's memory and KV cache."""
+"""Effect of single changes to the config on a run's memory and KV cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATIC_STEP = 0.05  # between proposed static fractions
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A changed setting, as on the command line, and the predicted memory of a run with it."""
+    """A changed setting, written as on the command line, and the predicted memory of the run with it."""
 
     setting: str
     plan: MemoryPlan

@@ -1,8 +1,9 @@
-"""Kernels of a run, compiled on a machine without a GPU: ``scripts/compile_kernels.py``.
+"""Compile the kernels of a run on a machine without a GPU (``scripts/compile_kernels.py``).
 
-Triton and TileLang compile a kernel when it is launched. Child processes launch the run's kernels on a phantom GPU: a trainer rank
-takes steps of the run's own configuration (``traced_rank``), and SGLang's functions are called with the engine's shapes
-(``slime_like_plugins.compiled_engine``). The compiled kernels stay in a folder, which the run uses as its cache.
+Triton and TileLang compile a kernel when it is launched. Child processes launch the run's kernels on a phantom GPU
+(``slime_like.phantom``): a trainer rank takes steps with the run's own configuration (``traced_rank``), and SGLang's functions
+are called with the engine's shapes (``slime_like_plugins.compiled_engine``). The compiled kernels are kept in a folder, which
+the run uses as its cache.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ SECONDS = 7_200
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """Kernels of the run of ``argv`` on a machine ``description``, for GPUs of one compute capability."""
+    """Request to compile the kernels of the run of ``argv``, for GPUs of one compute capability.
+
+    ``description`` is the machine of the run, as in ``described_machine``; None for this machine.
+    """
 
     argv: tuple[str, ...]
     description: str | None
     capability: tuple[int, int]
     folder: Path
-    first_configs: bool = False  # one configuration of each autotuned kernel
+    first_configs: bool = False  # compile only one configuration of each autotuned kernel
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Sizes of one engine rank that select its kernels."""
+    """Sizes and settings of one engine rank that determine its kernels."""
 
     dtype: str
     num_heads: int
@@ -57,7 +61,10 @@ class EngineShape:
 
 
 def run_capabilities(description: str | None) -> list[tuple[int, int]]:
-    """Return the compute capabilities of a described machine's GPUs, or of this machine's. Raises ``ConfigError`` if one is unknown."""
+    """Return the sorted compute capabilities of the GPUs of a described machine, or of this one if ``description`` is None.
+
+    Raises ``ConfigError`` if this machine has no GPU or if a capability is unknown.
+    """
     if description is None:
         gpus = [(gpu.name, gpu.capability) for gpu in visible_gpus()]
         if not gpus:
@@ -78,7 +85,7 @@ def run_capabilities(description: str | None) -> list[tuple[int, int]]:
 
 
 def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
-    """Compile the kernels of a trainer rank. Raises ``ConfigError`` with the reason if a step fails."""
+    """Compile the kernels of trainer ranks; return their traces. Raises ``ConfigError`` with the reason if a step fails."""
     check_traceable(_plan(job)[1], "the compilation for the trainer")
     request = {"argv": list(job.argv), "machine": job.description}
     choice = {"own_kernels": True, "first_configs": job.first_configs}
@@ -86,13 +93,16 @@ def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
 
 
 def compile_engine(job: CompileJob) -> list[dict[str, Any]]:
-    """Compile the kernels of an engine rank: one result per function called, with its error if it failed."""
+    """Compile the kernels of an engine rank; return one result per called function, with its error if it failed."""
     request = {"shape": asdict(engine_shape(job)), "first_configs": job.first_configs}
     return run_on_phantom("compilation for the engines", ENGINE, request, _environment(job), SECONDS)
 
 
 def engine_shape(job: CompileJob) -> EngineShape:
-    """Return the sizes of the run's first engine. Raises ``ConfigError`` if the run has no engines on GPUs."""
+    """Return the shape of a rank of the run's first engine.
+
+    Raises ``ConfigError`` if the run has no engines on GPUs, or its model no config.json yet.
+    """
     cfg, plan = _plan(job)
     values = config_values(cfg)
     if not plan.engines or plan.engines[0].device != "cuda":
@@ -114,7 +124,7 @@ def _plan(job: CompileJob) -> tuple[TrainConfig, Plan]:
 
 
 def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> EngineShape:
-    """Return the sizes of an engine's rank: heads are split over tensor parallel ranks."""
+    """Return the shape of an engine's rank, with heads split over the tensor parallel ranks."""
     text = values.get("text_config") or values
     tp = max(1, engine.tp // engine.dp_attention)
     gdn = model.gdn
@@ -132,7 +142,7 @@ def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> En
 
 
 def _environment(job: CompileJob) -> dict[str, str]:
-    """Return the variables of a child: its GPU, the cache, and the CUDA compiler of NVIDIA's wheels if there is one."""
-    # A limit above any block of the compilers, which run in the same process and need their values.
+    """Return a child's environment variables: its phantom GPU, the cache, the CUDA compiler of NVIDIA's wheels if installed."""
+    # Above the largest host tensor of the compilers, which run in the same process and need the values of their tensors.
     gpu = replace(TRACED_GPU, capability=job.capability, host_limit=32 << 20)
     return {**gpu.environment(), **cache_variables(job.folder), **NO_RESULTS, **toolkit_environment(os.environ)}

@@ -1,4 +1,4 @@
-"""Plan of decode context parallelism: the size of a group (``rollout.dcp=auto``) and the exchange of partial attention."""
+"""Plan of decode context parallelism (DCP): group size (``rollout.dcp=auto``) and exchange of partial attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DcpPlan:
     largest_tokens: int = 0  # KV capacity of an engine with ``largest``; 0 if it is not predicted
 
     def applied_to(self, engine: EngineSpec, cfg: TrainConfig) -> EngineSpec:
-        """Return the engine with this parallelism."""
+        """Return ``engine`` with the DCP settings of this plan."""
         replicate = cfg.rollout.dcp_replicate_q and self.size > 1
         return replace(engine, dcp=self.size, dcp_comm=self.exchange, dcp_replicate_q=replicate)
 
@@ -43,7 +43,7 @@ def plan_dcp(
 ) -> DcpPlan:
     """Resolve ``rollout.dcp`` and ``rollout.dcp_comm``. ``engine`` is an engine without DCP.
 
-    Before a Ray cluster is joined, auto is 1; ``plan_on_nodes`` decides it.
+    Before a Ray cluster is joined, ``auto`` is taken as 1; ``plan_on_nodes`` decides it later.
     """
     largest, obstacle = _largest(cfg, model, shapes, engine)
     predicted = predict_engine(cfg, machine, shapes, engine)
@@ -60,12 +60,12 @@ def plan_dcp(
 
 
 def is_undecided(cfg: TrainConfig, machine: Machine) -> bool:
-    """Return True while ``rollout.dcp=auto`` waits for the nodes of a joined Ray cluster (``ray_cluster``)."""
+    """Return True if ``rollout.dcp=auto`` can only be decided once the nodes of a joined Ray cluster are known."""
     return cfg.rollout.dcp == AUTO and cfg.placement.ray_address is not None and machine.is_local
 
 
 def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> Iterator[str]:
-    """Yield the ``rollout.dcp`` with the largest KV cache, if another size is set and the cache of ``engine`` limits its load."""
+    """Yield a line that suggests the largest ``rollout.dcp`` if the KV cache of ``engine`` limits its load and would grow."""
     if engine is None or load.limit_on(engine) != KV_CACHE:
         return
     if plan.largest != plan.size and plan.largest_tokens > engine.tokens:
@@ -94,7 +94,7 @@ def _largest(cfg: TrainConfig, model: HfConfig | None, shapes: RoleShapes, engin
 def _choose(
     largest: int, predicted: EngineMemory | str, wider: EngineMemory | str, load: EngineLoad
 ) -> tuple[int, str]:
-    """Return ``largest`` if the KV cache limits the concurrent requests of an engine, otherwise 1; with the reason."""
+    """Return a size and the reason: ``largest`` if the KV cache limits the concurrent requests of an engine, otherwise 1."""
     if isinstance(predicted, str) or isinstance(wider, str):
         return 1, f"the KV cache is not predicted: {predicted}"
     fit, wider_fit = predicted.requests(load.sequence_len), wider.requests(load.sequence_len)
@@ -111,7 +111,7 @@ def _choose(
 
 
 def _exchange(cfg: TrainConfig, device: str, size: int, decisions: PlanDecisions) -> str:
-    """Return the exchange of partial attention between ranks that share a KV cache."""
+    """Return how ranks that share a KV cache exchange partial attention: ``rollout.dcp_comm`` with ``auto`` resolved."""
     if cfg.rollout.dcp_comm != "auto":
         return cfg.rollout.dcp_comm
     exchange, reason = (

@@ -21,7 +21,7 @@ from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Predicted memory of each role on one GPU, and the roles on the busiest GPU, which needs the most memory."""
+    """Predicted memory of one process of each role and, on GPUs, of the busiest GPU, the one that needs the most memory."""
 
     tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its processes on one GPU
     gpu: str = ""
@@ -47,7 +47,7 @@ class MemoryPlan:
 
     @property
     def by_role(self) -> MemoryTable:
-        """Memory by role: on the busiest GPU, or on a CPU of all processes."""
+        """Memory by role: on the busiest GPU or, in a run on a CPU, of all processes of the role."""
         if self.gpu:
             shares = [(role, table.total, "") for role, table in self.peak.tables]
         else:
@@ -63,7 +63,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Inputs of a prediction; a proposed change replaces some of them."""
+    """Inputs of a memory prediction; a proposed change to the config replaces some of them."""
 
     cfg: TrainConfig
     shapes: RoleShapes
@@ -78,7 +78,7 @@ class Demand:
     offloads: Offloads | None = None
 
     def plan(self) -> MemoryPlan:
-        """Return the predicted memory, on GPUs with the roles of the busiest one."""
+        """Return the predicted memory; on GPUs, with the roles and phases of the busiest one."""
         tables, engine = dict(self._tables()), self._engine()
         if engine is not None:
             tables["engine"] = engine.table
@@ -106,7 +106,7 @@ class Demand:
 
     @property
     def offload_settings(self) -> Offloads:
-        """Sides that release their memory."""
+        """Sides (trainer, engines) that release their memory for each other, with a proposed change applied."""
         placement = self.cfg.placement
         if self.offloads is not None:
             return self.offloads
@@ -114,11 +114,14 @@ class Demand:
 
     @property
     def settings(self) -> TrainerSettings:
-        """Settings of the actor's ranks."""
+        """Planner settings of the actor's ranks, with a proposed change applied."""
         return self.trainer or trainer_settings(self.cfg, self.actor)
 
     def role_settings(self, rank: RankSpec, task: str) -> TrainerSettings:
-        """Return the settings of a critic's or teacher's ranks, which inherit a proposed change unless their value already differed from the actor's."""
+        """Return the planner settings of a critic's or teacher's ranks.
+
+        They inherit a proposed change of an actor's setting unless their value already differed from the actor's.
+        """
         settings, actor = trainer_settings(self.cfg, rank, task), trainer_settings(self.cfg, self.actor)
         changes = {
             field.name: getattr(self.settings, field.name)
@@ -139,7 +142,7 @@ class Demand:
             yield "teacher", rank_memory(self.shapes.teacher, self.role_settings(teacher.rank, SCORING))
 
     def _scoring(self) -> MemoryTable | None:
-        """Return the memory of a trainer rank that has its weights only and computes log-probabilities."""
+        """Return the memory of a trainer rank with only its weights, computing log-probabilities; None without offloading."""
         if self.shapes.actor is None or not self.offload_settings.train:
             return None
         return trainer_memory(self.shapes.actor, replace(self.settings, task=SCORING))
@@ -154,7 +157,7 @@ class Demand:
 
 
 def trainer_settings(cfg: TrainConfig, spec: RankSpec, task: str = POLICY) -> TrainerSettings:
-    """Return the planner's settings of a Megatron rank, with one sample per micro-batch, as this gives the most micro-batches."""
+    """Return the planner's settings of a Megatron rank, with the largest number of micro-batches: one sample in each."""
     layout, model = spec.layout, spec.model
     return TrainerSettings(
         tp=layout.tp,

@@ -13,9 +13,9 @@ from slime_like.errors import ConfigError
 
 
 def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, decisions: PlanDecisions) -> str:
-    """Return the device of trainer and engines. Checks device-specific settings.
+    """Return the device of trainer and engines, after checking device-specific settings.
 
-    ``model`` is None while it is unknown. Raises ``ConfigError``.
+    ``model`` is None while it is unknown. Raises ``ConfigError`` if no GPU is visible or a setting does not support the device.
     """
     device = cfg.placement.device
     if device == "auto":

@@ -50,7 +50,7 @@ def known_hardware(cfg: TrainConfig, machine: Machine, shapes: RoleShapes) -> Ha
 
 
 def _smallest_gpu(machine: Machine) -> GpuKind | str:
-    """Return the GPU with the least memory by the driver or else by the planner's table, or the reason why it is unknown."""
+    """Return the GPU with the least memory, reported by the driver or listed in the planner's table, or why it is unknown."""
     names = machine.gpu_names or ("",)
     if any(name.endswith(f" {MIG}") for name in names):
         return f"the memory of a MIG slice is not known ({names[0]})"
@@ -84,7 +84,7 @@ def host_engine_memory(
 
 
 def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSettings:
-    """Return the planner's settings of an engine; fields of ``rollout.sglang`` that it does not know are ignored."""
+    """Return the planner's settings of an engine; fields of ``rollout.sglang`` that the planner does not know are ignored."""
     options = spec.sglang
     sizes = options.get("cuda_graph_bs_decode")
     wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)
@@ -120,20 +120,20 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
 
 
 def _workspaces(spec: EngineSpec) -> int:
-    """Return the size of FlashInfer's workspace in units of ``constants.FLASHINFER_WORKSPACE``; 0 without its attention.
+    """Return the size of FlashInfer's workspace in units of ``constants.FLASHINFER_WORKSPACE``; 0 without FlashInfer attention.
 
-    Backends that SGLang chooses by itself for a GPU are not known here.
+    Backends that SGLang selects by default for a GPU are not known here.
     """
     names = {str(spec.sglang[field]) for field in BACKEND_FIELDS if spec.sglang.get(field)}
     if spec.dcp > 1 and not spec.sglang.get(BACKEND_FIELDS[0]):
         names.add(default_backend(spec.device, latent=spec.latent))
     if spec.device != "cuda" or not any(name.startswith(("flashinfer", "trtllm", "cutedsl")) for name in names):
         return 0
-    return (4 if spec.deterministic else 1) + ("trtllm_mha" in names)  # which allocates another one
+    return (4 if spec.deterministic else 1) + ("trtllm_mha" in names)  # trtllm_mha allocates another workspace
 
 
 def _captures(spec: EngineSpec, phase: str) -> bool:
-    """Return True if SGLang captures CUDA graphs of ``phase``; a backend takes precedence over the flags."""
+    """Return True if SGLang captures CUDA graphs for ``phase``; a graph backend setting overrides the ``disable_*`` flags."""
     options = spec.sglang
     backend = options.get(f"cuda_graph_backend_{phase}")
     if backend is not None:
@@ -144,7 +144,7 @@ def _captures(spec: EngineSpec, phase: str) -> bool:
 
 
 def _prefill_graphs(spec: EngineSpec) -> int | None:
-    """Return the number of CUDA graphs of prefill; None if SGLang chooses it."""
+    """Return the number of CUDA graphs captured for prefill; None if SGLang chooses it."""
     options = spec.sglang
     if not _captures(spec, "prefill"):
         return 0
@@ -158,7 +158,7 @@ def _prefill_graphs(spec: EngineSpec) -> int | None:
 
 
 def _states_per_request(spec: EngineSpec) -> int:
-    """Return the number of recurrent states that SGLang counts per request: three plus those that its radix cache tracks."""
+    """Return how many recurrent states SGLang counts per request: 3 plus those its radix cache tracks; 1 without the cache."""
     options = spec.sglang
     on_host = spec.device == "cpu"
     if options.get("disable_radix_cache"):

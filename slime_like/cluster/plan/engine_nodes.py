@@ -14,10 +14,10 @@ from slime_like.errors import ConfigError
 
 
 def engine_nodes(cfg: TrainConfig, machine: Machine, device: str, decisions: PlanDecisions) -> int:
-    """Return the number of nodes of each engine on ``machine``. On the GPUs of a joined Ray cluster, ``assignment`` decides it later.
+    """Return the number of nodes of each engine on ``machine``; for GPUs of a joined Ray cluster, ``assign`` decides it later.
 
-    Raises ``ConfigError`` if the nodes of a described machine have too few GPUs for equal parts of an engine, or other keys exclude
-    engines over several nodes.
+    Raises ``ConfigError`` if the nodes of a described machine do not have the GPUs for equal parts of an engine, or if other
+    keys rule out engines on several nodes.
     """
     tp, num_nodes, per_node = cfg.rollout.tp, cfg.rollout.engine_num_nodes, machine.num_gpus // machine.nodes
     if device != "cuda" or machine.is_local:

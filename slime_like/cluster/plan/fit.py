@@ -26,7 +26,11 @@ def rank_roles(
     colocated: bool,
     device: str,
 ) -> tuple[Role, ...]:
-    """Assign GPUs 0, 1, ... to trainer ranks; to engines the same GPUs if colocated, the following ones if split."""
+    """Return the roles trainer and engine, as far as they have processes, with their GPUs.
+
+    Ranks have GPUs 0, 1, ...; engines have the same GPUs if colocated, the following ones if split. On CPUs, they have none.
+    Raises ``ConfigError`` if colocated engines need more GPUs than the trainer has.
+    """
     world = actor.layout.world_size if needs_trainer else 0
     ranks = tuple((rank,) for rank in range(world))
     first = 0 if colocated else world
@@ -56,7 +60,7 @@ def add_roles(
     teacher: TeacherSpec | None,
     device: str,
 ) -> tuple[Role, ...]:
-    """Add a critic and a teacher to ``roles``, if there are any; on separate devices, their GPUs follow the others."""
+    """Return ``roles`` with the critic and the teacher added, if any. GPUs of their own follow those of the other roles."""
     trainers = len(roles[0].devices)
     for name, spec, placement in (
         ("critic", critic, cfg.critic.placement),
@@ -79,7 +83,7 @@ def check_fits(
     device: str,
     role_bytes: int,
 ) -> None:
-    """Raise ``ConfigError`` if the machine is too small; a joined Ray cluster is checked once it responds (``ray_cluster``)."""
+    """Raise ``ConfigError`` if the machine is too small. A joined Ray cluster is only checked in ``plan_on_nodes``."""
     if cfg.placement.ray_address is not None and machine.is_local:
         return
     if device == "cuda":
@@ -108,7 +112,7 @@ def check_fits(
 
 
 def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
-    """Return a lower bound of the run's memory on a CPU: processes, trainer state in float32, engine weights."""
+    """Return a lower bound on the run's memory on a CPU in bytes: processes, trainer state in float32, engine weights."""
     is_written = model is not None and Path(model.folder).exists()
     params = check_weights("model.hf_checkpoint", cfg.model.hf_checkpoint) if is_written else 0
     p = cfg.parallel

@@ -1,4 +1,4 @@
-"""Plan of Gated DeltaNet layers: select kernels and check that they run on this machine."""
+"""Plan of Gated DeltaNet layers: select their kernels and check that these run on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_like.config.schema.root import TrainConfig
 def resolve_gdn(
     cfg: TrainConfig, actor: RankSpec, model: HfConfig | None, machine: Machine, decisions: PlanDecisions
 ) -> RankSpec:
-    """Resolve every open value of ``model.gdn``. Raises ``ConfigError`` if its kernels cannot run here."""
+    """Return ``actor`` with ``model.gdn`` fully resolved. Raises ``ConfigError`` if the kernels cannot run on this machine."""
     config = cfg.model.gdn
     backend = gdn_backend(config.backend, actor.device)
     auto_cp, auto_cp_reason = _auto_cp(config.auto_cp, backend, actor)
@@ -43,7 +43,10 @@ def resolve_gdn(
 
 
 def _auto_cp(setting: bool | None, backend: str, actor: RankSpec) -> tuple[bool, str]:
-    """Decide whether FlashQLA may split sequences automatically; a no-grad pass then differs bitwise from the update."""
+    """Return whether FlashQLA may split sequences automatically, and why.
+
+    If it does, a no-grad pass differs bitwise from the update.
+    """
     if setting is not None or backend != "flashqla":
         return bool(setting), ""
     if actor.deterministic:

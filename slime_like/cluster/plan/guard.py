@@ -1,4 +1,4 @@
-"""Plan of the wrapper around collectives."""
+"""Plan of the guard, the wrapper around collectives."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
 
 
 def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
-    """Decide whether the trainer's communicators are destroyed during rollouts; ``note`` records the decision on an open key.
+    """Return True if the trainer's communicators are destroyed during rollouts; ``note`` records the decision on an unset key.
 
     Off by default: releasing gloo's small buffers gains nothing, and releasing NCCL's large ones has not been tested.
     """
@@ -67,21 +67,21 @@ def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str
 
 
 def ring_folder(run_dir: str) -> Path:
-    """Return the shared memory folder of the ranks' last collectives, one per run and node.
+    """Return the folder in shared memory, one per run and node, in which ranks record their last collectives.
 
-    The name is unpredictable, so another user can neither create it nor plant a link. The supervisor, the driver's
-    parent process, derives the same name.
+    Its name is unpredictable, so that another user can neither create it nor plant a link. The supervisor, the driver's parent
+    process, derives the same name.
     """
     return SHARED / f"{PREFIX}{hashlib.sha256(_SECRET + str(Path(run_dir).resolve()).encode()).hexdigest()[:16]}"
 
 
 def profile_folder(run_dir: str) -> Path:
-    """Return the folder of memory profiles of ops, under ``guard.profile``."""
+    """Return the folder to which ``guard.profile`` writes the memory profiles of collective ops."""
     return Path(run_dir).resolve() / "collectives"
 
 
 def guard_lines(spec: GuardSpec) -> Iterator[str]:
-    """Describe the policy of every op, then the overrides of groups."""
+    """Yield lines that describe the policy of every op, then the overrides for process groups."""
     if not spec.wrap:
         yield "guard      none: torch's collectives are used directly"
         return

@@ -39,7 +39,7 @@ def check_node_memory(demand: Demand, machine: Machine, table: MemoryTable) -> N
 
 
 def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
-    """Return the largest offloaded fraction that fits node and GPU; otherwise a change that reduces the largest items."""
+    """Return a hint: the largest offloaded fraction that fits node and GPU, otherwise a change that reduces a large item."""
     for percent in range(int(100 * demand.settings.offload) - 5, -1, -5):
         changed_demand = replace(demand, trainer=replace(demand.settings, offload=percent / 100))
         plan = changed_demand.plan()
@@ -51,7 +51,7 @@ def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
 
 
 def actor_host_memory(demand: Demand, shape: ModelShape, stage: int | None = None) -> MemoryTable:
-    """Return the host memory of one rank of the policy in a pipeline stage; None: the mean over all stages."""
+    """Return the host memory of one rank of the policy in pipeline stage ``stage``; None: the mean over all stages."""
     return _rank(shape, demand.settings, demand.actor, demand.offload_settings.train, stage)
 
 

@@ -32,7 +32,7 @@ class Machine:
 
 
 def probe_machine() -> Machine:
-    """Probe this machine, within ``CUDA_VISIBLE_DEVICES``, CPU affinity and cgroup limits."""
+    """Return the resources of this machine within ``CUDA_VISIBLE_DEVICES``, CPU affinity and cgroup limits."""
     gpus = visible_gpus()
     kernels = runtime("cuda" if gpus else "cpu", gpus[0].capability if gpus else None)
     sizes = tuple(gpu.num_bytes for gpu in gpus if gpu.num_bytes is not None)
@@ -48,9 +48,9 @@ def probe_machine() -> Machine:
 
 
 def described_machine(text: str) -> Machine:
-    """Return the machines described by ``GPUS``, ``GPUSxNAME`` or ``NODESxGPUSxNAME``.
+    """Return the machine described by ``GPUS``, ``GPUSxNAME`` or ``NODESxGPUSxNAME``.
 
-    Each has 8 cores per GPU and unlimited main memory. Raises ``ConfigError`` if the text is malformed.
+    Each node has 8 cores per GPU and unlimited main memory. Raises ``ConfigError`` if the text is malformed.
     """
     match = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,4})(?:x([^\dx].*))?", text)
     if match is None or (match[1] and len(match[2]) > 3):  # 8x3090 names a GPU, not 3090 GPUs per node

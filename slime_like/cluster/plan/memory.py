@@ -1,4 +1,4 @@
-"""Plan of a run's memory on GPUs or on a CPU; refuses a run that cannot fit."""
+"""Plan of a run's memory on GPUs or on a CPU; rejects a run that cannot fit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan_memory(
 
 
 def _host_warning(plan: MemoryPlan) -> str:
-    """Return a warning if the processes on a CPU may need more than main memory. Shared pages count in each process."""
+    """Return a warning if the processes on a CPU may need more than main memory. Shared pages are counted in each process."""
     total = plan.by_role.total
     if total <= plan.available:
         return ""

@@ -14,7 +14,7 @@ from slime_like.planner.view import columns
 
 
 def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
-    """Describe the memory of each role on a GPU and of a node, and the sequences that fit the cache."""
+    """Yield lines that describe the memory of each role on a GPU and of a node, and the sequences that fit the KV cache."""
     if plan.unknown:
         yield f"memory     not predicted: {plan.unknown}"
         return
@@ -40,7 +40,7 @@ def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
 
 
 def plot_lines(plan: MemoryPlan) -> Iterator[str]:
-    """Plot the memory of each role and of all roles together, scaled to the memory of a GPU, or on a CPU of the machine."""
+    """Yield a plot of the memory of each role and of all together, scaled to the memory of a GPU or, on a CPU, the machine."""
     if not plan.tables:
         return
     bars = [Bar(role, table) for role, table in plan.tables]

@@ -1,6 +1,6 @@
 """Predicted memory of a GPU by phase of the loop, with ``placement.offload_train`` and ``placement.offload_rollout``.
 
-Phase push is predicted at its end: the probe needs the whole engine, then the trainer's weights and a forward pass.
+Phase push is predicted for its end, when the probe needs the whole engine and, on the trainer, the weights and a forward pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def phase_memory(
 ) -> tuple[PhaseMemory, ...]:
     """Return the memory of a GPU with ``roles`` in each phase. ``scoring`` is the memory of a trainer rank with weights only.
 
-    A GPU without an engine, or only with one, has one phase.
+    Without offloading, and on a GPU without an engine or with only an engine, there is one phase.
     """
     shared = ENGINE in roles and len(roles) > 1
     if not shared or not (offloads.train or offloads.rollout):
@@ -70,13 +70,13 @@ def _tables(
 
 
 def _engine(table: MemoryTable, phase: str) -> MemoryTable:
-    """Return the part of an engine that has memory in a phase; at the end of a push, everything."""
+    """Return the items of an engine that take memory in a phase: all of them during rollouts and at the end of a push."""
     if phase in (COLLECT, PUSH):
         return table
     return _part(table, WEIGHT_ITEMS if phase == SAVE else ())
 
 
 def _part(table: MemoryTable, names: Collection[str], *, communicators: bool = True) -> MemoryTable:
-    """Return the items with these names, and those that a process never releases."""
+    """Return the items with these names and those that a process never releases; communicators only if ``communicators``."""
     item_names = {*names, *FIXED} - ({COMMUNICATORS} if not communicators else set())
     return MemoryTable(tuple(item for item in table.items if item.name in item_names), table.place)

@@ -1,4 +1,4 @@
-"""Plan of a run from config and machine: resolve every ``auto`` and count processes, without side effects."""
+"""Plan a run for a machine: resolve every ``auto`` in the config and count processes, without side effects."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """Describe the started processes in one line."""
+        """Processes that the run starts, in one line."""
         counts = {role.name: len(role.devices) for role in self.roles}
         parts = [f"{n} {name if name == 'engine' else f'{name} rank'}{'s' * (n > 1)}" for name, n in counts.items()]
         return f"starting {' and '.join(parts)} on {self.device}"
@@ -164,7 +164,7 @@ def _context(cfg: TrainConfig, model: HfConfig | None, decisions: PlanDecisions)
 
 
 def _engines(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, context: int) -> tuple[EngineSpec, ...]:
-    """Return the engines before decode context parallelism is planned from their memory."""
+    """Return the specs of the engines, before decode context parallelism is planned from their memory."""
     rollout, logs = cfg.rollout, Path(cfg.run.dir).resolve() / "logs"
     max_running = fixed_limit(rollout)
     return tuple(
@@ -197,7 +197,7 @@ def _engines(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, 
 
 
 def _flow_mla(settings: FlowMlaConfig) -> str:
-    """Return the settings of an engine as text; empty if FlowMLA is off."""
+    """Return the FlowMLA settings of an engine as JSON; empty if FlowMLA is off."""
     if not settings.enabled:
         return ""
     distance, transport, max_ctas = settings.prefetch_distance, settings.transport, settings.max_ctas
@@ -205,7 +205,7 @@ def _flow_mla(settings: FlowMlaConfig) -> str:
 
 
 def _remote_experts(remote: RemoteExpertsConfig) -> str:
-    """Return the settings of an engine as text; empty if it has all experts."""
+    """Return the remote expert settings of an engine as JSON; empty if the engine has all experts itself."""
     options = RemoteOptions(
         experts=tuple(remote.experts),
         workers=tuple(remote.workers),

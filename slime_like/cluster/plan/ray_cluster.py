@@ -45,7 +45,7 @@ class ClusterNode:
 def cluster_nodes(
     entries: Sequence[Mapping[str, Any]], available: Mapping[str, Mapping[str, float]] | None = None
 ) -> tuple[ClusterNode, ...]:
-    """Return the live nodes of the result of ``ray.nodes()``; ``available`` has each node's free resources by Ray's id."""
+    """Return the live nodes in ``entries``, a result of ``ray.nodes()``; ``available``: free resources by Ray's node id."""
     nodes: list[ClusterNode] = []
     for entry in entries:
         resources: Mapping[str, float] = entry["Resources"] if entry["Alive"] else {}
@@ -71,9 +71,9 @@ class ClusterPlan:
 
 
 def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> ClusterPlan:
-    """Compare a plan with the GPUs, CPUs and memory of the ``nodes`` that it uses, and decide ``rollout.dcp=auto`` on them.
+    """Check that ``plan`` fits the GPUs, CPUs and memory of its ``nodes``; return it with ``rollout.dcp=auto`` decided.
 
-    Raises ``ConfigError`` naming the key to change.
+    Raises ``ConfigError`` naming the key to change if it does not fit.
     """
     cluster = f"the Ray cluster at placement.ray_address={cfg.placement.ray_address!r}"
     gpus = sum(node.num_gpus for node in nodes)
@@ -104,7 +104,7 @@ def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) ->
 def _with_dcp(
     cfg: TrainConfig, plan: Plan, machine: Machine, model: HfConfig | None, shapes: RoleShapes
 ) -> ClusterPlan:
-    """Return the plan with ``rollout.dcp=auto`` decided on ``machine``."""
+    """Return the plan with ``rollout.dcp=auto`` decided for ``machine``."""
     if cfg.rollout.dcp != AUTO or not plan.engines:
         return ClusterPlan(plan)
     decisions = PlanDecisions([])
@@ -127,7 +127,11 @@ def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], cluster: str) -> None:
 
 
 def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
-    """Return as few of ``nodes`` as have the plan's GPUs as one machine, with the smallest node's memory."""
+    """Return one machine that describes the fewest ``nodes`` with enough GPUs for the plan.
+
+    Its cores and memory per node are those of the smallest node with GPUs. On CPUs, it describes all nodes, with the cores of
+    the smallest one and the memory of all.
+    """
     if plan.device == "cpu":
         cpus, memory = min((node.num_cpus for node in nodes), default=0), sum(node.memory_bytes for node in nodes)
         return Machine(0, cpus, memory, (), is_local=False)

@@ -1,4 +1,4 @@
-"""Refusal of a run whose predicted memory does not fit, with each single change that makes it fit."""
+"""Error messages for a run whose predicted memory does not fit, with single changes that make it fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALLEST_STATIC, LARGEST_STATIC = 0.1, 0.95
 
 
 def refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the error message for a run that does not fit: its memory, and each single change that makes it fit."""
+    """Return the error message for a run that does not fit: its memory, and up to three single changes that make it fit."""
     parts = ", ".join(
         f"{role} {gib(table.total)}{f' on {table.place}' * bool(table.place)}" for role, table in plan.peak.tables
     )
@@ -51,7 +51,7 @@ def _starts(demand: Demand) -> bool:
 
 
 def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the error message for an engine that cannot hold one sequence, with the changes after which it can."""
+    """Return the error message for an engine that cannot hold one sequence, with the changes that make it fit."""
     assert plan.engine is not None, "serves accepts a plan without engines"
     spec = demand.engines[0]
     if serves(without_limit := _without_limit(demand), without_limit.plan()):
@@ -70,14 +70,14 @@ def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
 
 
 def _without_limit(demand: Demand) -> Demand:
-    """Return the demand whose engine has no ``max_total_tokens``."""
+    """Return ``demand`` without ``max_total_tokens`` in its engine's settings."""
     spec = demand.engines[0]
     options = {field: value for field, value in spec.sglang.items() if field != "max_total_tokens"}
     return replace(demand, engines=(replace(spec, sglang=options), *demand.engines[1:]))
 
 
 def _limit_refusal(spec: EngineSpec) -> str:
-    """Return the error message for an engine whose memory holds a sequence, but whose ``max_total_tokens`` does not."""
+    """Return the error message for an engine with enough memory for a sequence, but too small a ``max_total_tokens``."""
     ranks = f" on each of {spec.dcp} ranks (rollout.dcp)" * (spec.dcp > 1)
     return (
         f"rollout.sglang.max_total_tokens={spec.sglang['max_total_tokens']} limits the KV cache to that many tokens{ranks}, "
@@ -87,9 +87,9 @@ def _limit_refusal(spec: EngineSpec) -> str:
 
 
 def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the error message for an engine on a CPU whose static fraction holds no sequence; empty if it holds one.
+    """Return the error message for an engine on a CPU whose static fraction is too small for a sequence; empty if it is not.
 
-    A cache that ``max_total_tokens`` makes shorter than a sequence is not refused.
+    A KV cache that is too small only because of ``max_total_tokens`` is accepted.
     """
     larger_plan = replace(demand, static=LARGEST_STATIC).plan()
     if (
@@ -113,7 +113,7 @@ def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
 
 
 def _engine_remedies(demand: Demand) -> Iterator[tuple[str, Demand]]:
-    """Yield the changes that leave an engine more memory: the smallest sufficient static fraction and tensor parallel size."""
+    """Yield changes that give an engine enough memory: the smallest sufficient static fraction and tensor parallel size."""
     statics = (percent / 100 for percent in range(10, 95, 5))
     changes = ((f"rollout.sglang.mem_fraction_static={share:g}", replace(demand, static=share)) for share in statics)
     yield from next(([change] for change in changes if _starts(change[1])), [])

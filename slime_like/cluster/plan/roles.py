@@ -21,7 +21,7 @@ Note = Callable[[str, object, str], None]  # key, value, reason
 
 
 def critic_spec(cfg: TrainConfig, actor: RankSpec, note: Note) -> CriticSpec | None:
-    """Return the critic of algo=ppo; None for other algorithms."""
+    """Return the spec of the critic of algo=ppo; None for other algorithms."""
     if not isinstance(cfg.algo, PpoConfig):
         return None
     critic, loop = cfg.critic, cfg.loop
@@ -53,7 +53,7 @@ def critic_spec(cfg: TrainConfig, actor: RankSpec, note: Note) -> CriticSpec | N
 
 
 def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
-    """Return the teacher's checkpoint if it is scored by swapping weights on the actor's ranks."""
+    """Return the teacher's checkpoint if the actor's ranks score with the teacher by swapping in its weights, else None."""
     teacher = cfg.teacher
     if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None:
         return None
@@ -75,7 +75,7 @@ def teacher_swap(cfg: TrainConfig, note: Note) -> str | None:
 
 
 def teacher_spec(cfg: TrainConfig, actor: RankSpec) -> TeacherSpec | None:
-    """Return the teacher of algo=distill if it has separate ranks, else None."""
+    """Return the spec of the teacher of algo=distill if it has ranks of its own, else None."""
     teacher = cfg.teacher
     if not isinstance(cfg.algo, DistillConfig) or teacher.hf_checkpoint is None or actor.swaps_teacher:
         return None
@@ -95,7 +95,7 @@ def _rank(actor: RankSpec, role: str, folder: str | None, layout: Layout) -> Ran
 
 
 def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, key: str, folder: str) -> Layout:
-    """Return the actor's layout with the role's sizes, and an even pipeline without virtual stages.
+    """Return the actor's layout with the role's sizes, and an evenly split pipeline without virtual stages.
 
     ``folder`` is the value of ``key``. The experts of the role's model are distributed like the actor's if their number
     and the ranks allow it.
@@ -118,7 +118,10 @@ def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Lay
 def role_devices(
     name: str, placement: str, layout: Layout, *, device: str, trainers: int, first_free: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each rank of a role: the trainer's, or those from index ``first_free`` on; none on CPU."""
+    """Return the GPUs of each rank of a role: the trainer's or, if split, those from index ``first_free`` on; none on CPUs.
+
+    Raises ``ConfigError`` if a role that shares the trainer's GPUs has more ranks than there are.
+    """
     world = layout.world_size
     if device == "cpu":
         return tuple(() for _ in range(world))
@@ -133,7 +136,7 @@ def role_devices(
 
 
 def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
-    """Return a lower bound of the roles' memory on a CPU, computed like the actor's."""
+    """Return a lower bound on the memory of critic and teacher on a CPU in bytes: their processes and their parameters."""
     total = 0
     for spec, per_parameter in ((critic, 16), (teacher, 4)):
         if spec is not None:

@@ -1,4 +1,4 @@
-"""Shape of each model of a run: of its folder, of the model that a default job's ``run.prepare`` writes, or of the planner's table."""
+"""Shapes of a run's models, from their folders, from the default job that will write them, or from the planner's table."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
     """Return config.json of ``model.hf_checkpoint``.
 
     If the folder is missing, return the config that ``run.prepare`` of a default job will write (None for another function) or,
-    for a described machine, the config in the planner's table of public models. Raises ``CheckpointError`` without any of
-    these, and ``ConfigError`` if a public model of this name is not supported.
+    for a described machine, the config in the planner's table of public models. Raises ``CheckpointError`` if none of these
+    exists, and ``ConfigError`` if a public model of this name is not supported.
     """
     folder = cfg.model.hf_checkpoint
     if Path(folder).exists():
@@ -64,7 +64,7 @@ def config_values(cfg: TrainConfig) -> dict[str, Any] | None:
 
 
 def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpec | None) -> RoleShapes:
-    """Return the shapes of the actor's, the critic's and the teacher's model, as far as they are known."""
+    """Return the shapes of the models of actor, critic and teacher, as far as they are known."""
     try:
         return RoleShapes(
             actor=_shape(KEY, cfg.model.hf_checkpoint, cfg.run.prepare),
@@ -73,7 +73,7 @@ def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpe
             else _shape(critic.rank.model_key, critic.rank.model.hf_checkpoint, cfg.run.prepare),
             teacher=None if teacher is None else _shape(teacher.rank.model_key, teacher.rank.model.hf_checkpoint, None),
         )
-    except CheckpointError as error:  # transformers has defaults for sizes that the planner reads
+    except CheckpointError as error:  # a valid config.json may lack sizes for which transformers has defaults
         return RoleShapes(actor=None, unknown=str(error))
 
 

@@ -26,9 +26,9 @@ class LogprobTolerances:
 
 
 def logprob_tolerances(cfg: TrainConfig, device: str, dtype: str, decisions: PlanDecisions) -> LogprobTolerances:
-    """Return the tolerances of ``weights.*``, or the defaults of device and dtype.
+    """Return the tolerances set in ``weights.*``, or the defaults for device and dtype.
 
-    With ``run.deterministic`` on a CPU they are 0; loading the config refuses any other value.
+    With ``run.deterministic`` on a CPU they are 0; loading the config rejects any other value.
     """
     reason = samples_reason = f"rounding of {dtype} on {device}"
     samples: float | None

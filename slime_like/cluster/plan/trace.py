@@ -44,7 +44,7 @@ def trace_lines(plan: Plan, argv: Sequence[str], description: str | None) -> Ite
 
 
 def check_traceable(plan: Plan, subject: str) -> None:
-    """Refuse a traced step of a plan without a trainer on GPUs."""
+    """Raise ``ConfigError``, whose message begins with ``subject``, if the plan has no trainer on GPUs."""
     if not plan.needs_trainer or plan.actor.device != "cuda":
         raise ConfigError(
             f"{subject} runs a step of a trainer rank on a phantom GPU, and this plan has no trainer on GPUs: set "
@@ -61,9 +61,9 @@ def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, An
 def run_on_phantom(
     subject: str, module: str, request: Mapping[str, Any], variables: Mapping[str, str], seconds: float
 ) -> list[dict[str, Any]]:
-    """Run ``python -m module REQUEST RESULT`` in a child with the variables of a phantom GPU, and return its result.
+    """Run ``python -m module REQUEST RESULT`` in a child with a phantom GPU's ``variables``; return the contents of RESULT.
 
-    Raises ``ConfigError`` with the child's message.
+    Raises ``ConfigError`` with the child's message if it fails, or if it takes more than ``seconds`` (scaled).
     """
     limit = Deadline("driver", subject, seconds).remaining(module)
     environment = {**os.environ, **variables}
@@ -87,7 +87,7 @@ def run_on_phantom(
 
 
 def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
-    """Describe one traced rank."""
+    """Yield lines that describe one traced rank."""
     stages = plan.actor.layout.pp
     place = f"pipeline stage {trace['stage'] + 1} of {stages}, " if stages > 1 else ""
     yield ""
@@ -121,21 +121,22 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
 
 
 def _comparison_row(name: str, traced: float, planned: float | None) -> tuple[str, str, str, str]:
-    """Return the row of a traced number with the planner's."""
+    """Return the table row that compares a traced number of bytes with the planner's."""
     if planned is None:
         return name, gib(traced), "-", ""
     return name, gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}"
 
 
 def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
-    """Return the memory of a trainer's GPU by traced phase: the memory that torch reserves for this rank, and the planned rest.
+    """Return the bytes on a trainer's GPU by traced phase: the memory that torch reserves for the rank, plus the planned rest.
 
-    The planned rest is the rank's CUDA context and communicators, and the other roles of the GPU. During the transfer of weights,
-    an engine has the memory that it also has during a save: its weights. The name of the phase is empty if all have the same memory.
+    The planned rest is the rank's CUDA context and communicators, and the other roles on the GPU. During the transfer of
+    weights, an engine has only its weights in memory, as in phase save. If all phases need the same memory, there is one phase,
+    with an empty name.
     """
     reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
     reserved[""] = max(reserved.values())
-    reserved[STEP] = max(reserved[STEP], reserved[BUILD])  # a rank is built in the place of a step
+    reserved[STEP] = max(reserved[STEP], reserved[BUILD])  # other roles have the same memory in both
     sums: dict[str, float] = {}
     for phase in plan.memory.phases:
         roles = dict(phase.tables)
@@ -147,7 +148,7 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
 
 
 def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return the row of a push, which has the weights only, if the trainer's state is offloaded."""
+    """Return the row for the end of a push, when the trainer has only its weights; none unless its state is offloaded."""
     traced = next((phase["allocated"] for phase in trace["phases"] if phase["name"] == PUSH), None)
     table = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)
     if traced is None or table is None or plan.actor.layout.pp > 1:
@@ -156,7 +157,7 @@ def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
 
 
 def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return the row of a rank's tensors in main memory, if there are any."""
+    """Return the row for a rank's tensors in main memory; none if they take less than ``SMALL``."""
     traced, planned = trace["pinned"] + trace["pageable"], planned_host_bytes(plan, trace["stage"])
     if traced < SMALL or planned is None:
         return []
@@ -164,7 +165,7 @@ def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
 
 
 def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
-    """Return the planner's estimate of the memory that torch allocates on this stage; None if it has none."""
+    """Return the planner's estimate of the tensors of a rank of this stage; None if there is no estimate."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None
@@ -172,7 +173,7 @@ def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
 
 
 def planned_build_bytes(plan: Plan, stage: int) -> float | None:
-    """Return the planner's estimate of the memory that torch allocates on this stage while it is built; None if it has none."""
+    """Return the planner's estimate of the bytes that torch allocates while this stage is built; None if there is none."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None
@@ -180,7 +181,7 @@ def planned_build_bytes(plan: Plan, stage: int) -> float | None:
 
 
 def planned_host_bytes(plan: Plan, stage: int) -> float | None:
-    """Return the planner's estimate of a rank's tensors in main memory after a step; None if it has none."""
+    """Return the planner's estimate of the bytes of a rank's tensors in main memory after a step; None if there is none."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None

@@ -1,6 +1,7 @@
-"""Child process of ``train.py --plan --trace``: ``python -m slime_like.cluster.plan.traced_rank REQUEST RESULT`` on a phantom GPU.
+"""Child process of ``train.py --plan --trace``, which traces trainer ranks on a phantom GPU.
 
-REQUEST has the command line, the described machine and the choice of kernels; the traces are written to RESULT. Both are JSON.
+In ``python -m slime_like.cluster.plan.traced_rank REQUEST RESULT``, REQUEST has the command line, the described machine and the
+choice of kernels; the traces are written to RESULT. Both are JSON files.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(request: Path, result: Path) -> int:
 
 
 def traces(argv: list[str], description: str | None, *, own_kernels: bool = False) -> list[dict[str, Any]]:
-    """Return a trace of the first rank of the first and of the last pipeline stage.
+    """Return a trace of the first rank of the first pipeline stage and, if there are several stages, of the last.
 
     With ``own_kernels``, Gated DeltaNet runs on the run's kernels, which Triton or TileLang compiles, instead of torch's.
     """
@@ -58,7 +59,7 @@ def traces(argv: list[str], description: str | None, *, own_kernels: bool = Fals
 
 
 def traceable(spec: RankSpec, folder: str, *, own_kernels: bool = False) -> tuple[RankSpec, str]:
-    """Return the spec with the model of ``folder`` and with kernels that a phantom GPU accepts, and a note on the latter."""
+    """Return the spec with the model of ``folder`` and with kernels that a phantom GPU accepts, and a note on these kernels."""
     model = replace(spec.model, hf_checkpoint=folder, megatron_checkpoint=None, ref_checkpoint=None)
     spec = replace(spec, model=model, teacher_checkpoint=spec.teacher_checkpoint and folder)
     if (

@@ -19,9 +19,10 @@ IPC, HOST = "ipc", "tensor"  # colocated: through GPU memory, through host memor
 def plan_transport(
     cfg: TrainConfig, machine: Machine, device: str, engine_num_nodes: int, decisions: PlanDecisions
 ) -> TransportSpec:
-    """Resolve ``weights.transport``.
+    """Return the transport spec, with ``weights.transport`` resolved.
 
-    Raises ``ConfigError`` if it is ``ipc``, and the device, the allocator's settings or engines over several nodes rule out CUDA IPC.
+    Raises ``ConfigError`` if the key is set to ``ipc`` but the device, the allocator's settings or engines on several nodes
+    rule out CUDA IPC.
     """
     kind = cfg.weights.transport
     setting = unshareable_memory(os.environ) if machine.is_local else ""
@@ -43,7 +44,7 @@ def plan_transport(
 
 
 def transport_on_nodes(cfg: TrainConfig, transport: TransportSpec, engine_num_nodes: int) -> TransportSpec:
-    """Return the transport to engines on ``engine_num_nodes`` nodes each. Raises ``ConfigError`` like ``plan_transport``."""
+    """Return ``transport`` adapted to engines on ``engine_num_nodes`` nodes each. Errors as in ``plan_transport``."""
     if transport.kind != IPC or engine_num_nodes == 1:
         return transport
     if cfg.weights.transport != "auto":

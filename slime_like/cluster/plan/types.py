@@ -10,7 +10,7 @@ from slime_like.planner.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The resolved value of an open config key, with the reason."""
+    """The resolved value of a config key that the user left open, with the reason."""
 
     key: str
     value: str

@@ -16,7 +16,7 @@ SMALL_BYTES = 1 << 26
 
 
 def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
-    """Compare the files of a checkpoint with their hashes; warn if it has none.
+    """Compare the files of a checkpoint with their recorded hashes, or warn if none are recorded.
 
     With several trainer nodes, the ranks hash the large files in parallel, each file once; this process hashes the rest.
     Raises ``CheckpointError`` naming each changed file.
@@ -47,7 +47,7 @@ def on_ranks(cfg: TrainConfig) -> bool:
 
 
 def verify_initial_checkpoints(cfg: TrainConfig) -> None:
-    """Verify every checkpoint of this trainer that the run uses for initial weights."""
+    """Verify every checkpoint written by this trainer from which the run takes initial weights."""
     paths = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
     sources = [megatron_folder(Path(path)) for path in paths if path is not None]
     if isinstance(cfg.algo, PpoConfig) and cfg.critic.load is not None:

@@ -22,7 +22,7 @@ from slime_like_compat.flags.translate import Command
 
 
 def describe(command: Command, argv: Sequence[str]) -> str:
-    """Return the output of --help, --cfg job and --plan."""
+    """Return the output of ``--help``, ``--cfg job`` or ``--plan``."""
     match command.action:
         case "help":
             return render_help(command.topic)
@@ -35,9 +35,9 @@ def describe(command: Command, argv: Sequence[str]) -> str:
 def show_plan(argv: Sequence[str], description: str | None = None, *, trace: bool = False) -> str:
     """Return the plan of a command line for this machine, or for the one described by ``description`` (``8xH200``).
 
-    On this machine, files are checked unless ``run.prepare`` will create them; then only the model that a default job creates is
-    checked. For another machine, only config.json is read, or the planner's table of public models: weights, tokenizer and data
-    may be missing. With ``trace``, a step of the trainer is run on a phantom GPU, and its memory is appended.
+    On this machine, files are checked unless ``run.prepare`` will create them; then only the model that a default job will
+    create is checked. For another machine, only config.json or the planner's table of public models is read; weights,
+    tokenizer and data may be missing. With ``trace``, run a step of the trainer on a phantom GPU and append its memory.
     """
     cfg = load_config(argv, files=False, machine=description is None)
     machine = probe_machine() if description is None else described_machine(description)
@@ -119,7 +119,7 @@ def _experts(layout: Layout) -> str:
 
 
 def _sharded_cache(plan: Plan) -> str:
-    """Return the groups of ranks that share an engine's KV cache, if there are any."""
+    """Return a note on the ranks that share the KV cache of a sequence; empty if a sequence has the cache of one rank."""
     return f" (KV cache of a sequence over {plan.dcp.size} ranks)" if plan.dcp.size > 1 else ""
 
 

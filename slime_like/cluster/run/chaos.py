@@ -34,7 +34,7 @@ SIGNALS = {
     "terminate": "SIGTERM",
     "hangup": "SIGHUP",
 }
-VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # prefix of the other kinds, as in kill_rank -> signal
+VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # signals of the other kinds, by prefix, such as kill in kill_rank
 # Kinds that affect one process of an engine; the others affect all of them.
 ENGINE_PARTS = {
     "kill_http_server": "http server",
@@ -45,7 +45,7 @@ NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # name prefixes 
 
 
 def planned_faults(config: ChaosConfig, num_rollout: int) -> list[Fault]:
-    """Return the faults of ``config`` in a run of ``num_rollout`` rollouts. Deterministic."""
+    """Return the faults of a run of ``num_rollout`` rollouts: the configured ones, then those drawn with ``config.seed``."""
     rng = Random(f"chaos {config.seed}")
     drawn_faults = [
         Fault(
@@ -63,7 +63,7 @@ def planned_faults(config: ChaosConfig, num_rollout: int) -> list[Fault]:
 class Chaos:
     """Injector of faults in named phases of the loop. Faults injected before a resume are not repeated.
 
-    Ranks, managers and driver must be on the driver's node; engines can be anywhere.
+    Ranks, managers, reward workers and Ray's processes are signalled only on the driver's node; engines can be on any node.
     """
 
     config: ChaosConfig
@@ -83,7 +83,7 @@ class Chaos:
 
     @contextmanager
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
-        """Run a phase of the loop; inject its faults after their delay, or at the end of the phase if that is earlier."""
+        """Inject the faults of a phase of the loop while it runs: each after its delay, or at the phase's end if earlier."""
         phase_faults = [fault for fault in self.pending if (fault.phase, fault.rollout_id) == (phase, rollout_id)]
         timers = [threading.Timer(fault.seconds, self._inject, (fault,)) for fault in phase_faults]
         for timer in timers:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: consistent snapshots, written during training and named the latest once complete."""
+"""Checkpoints of a run: consistent snapshots, written during training and marked as the latest once complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NONE = -1
 
 @dataclass(slots=True)
 class Checkpoints:
-    """Checkpoints of a run. ``save`` begins one, and ``poll`` names it the latest once it is complete."""
+    """Checkpoints of a run. ``save`` begins one, and ``poll`` marks it as the latest once it is complete."""
 
     folder: Path
     trainer: Trainer
@@ -35,7 +35,7 @@ class Checkpoints:
     _pending: int | None = field(default=None)
 
     def save(self, num_trained: int, *, final: bool = False, wait: bool = False) -> bool:
-        """Save a checkpoint after ``num_trained`` rollouts: rollout files first, the latest file last.
+        """Save a checkpoint after ``num_trained`` rollouts: rollout files first, the file that names the latest one last.
 
         Waits for completion if ``wait`` or ``final``. Returns True if the checkpoint is complete. Raises
         ``CheckpointError`` if this or the previous save failed, unless ``run.on_failed_save=continue`` is set and this
@@ -62,7 +62,7 @@ class Checkpoints:
         return self.last == num_trained and self._pending is None
 
     def poll(self) -> None:
-        """Name the pending checkpoint the latest if it is complete. Errors as ``save``."""
+        """Mark the pending checkpoint as the latest if it is complete. Raises the same errors as ``save``."""
         if self._pending is None:
             return
         try:
@@ -74,7 +74,7 @@ class Checkpoints:
         iteration = self._pending
         if iteration is None:
             return
-        self._pending = None  # also on failure: it is not retried
+        self._pending = None  # even if finishing fails: it is not retried
         if not self.trainer.finish_save(wait=wait):
             self._pending = iteration
             return
@@ -94,7 +94,10 @@ class Checkpoints:
 
 
 def name_latest_checked(folder: Path, iteration: int, run: Mapping[str, Any]) -> None:
-    """Record the ``run`` that wrote the checkpoint, then call ``name_latest``. Raises ``CheckpointError`` on a full disk."""
+    """Add ``run`` to the checkpoint's record, then mark the checkpoint as the latest.
+
+    Raises ``CheckpointError`` if a file cannot be written, as on a full disk.
+    """
     with _named_disk_errors(f"the checkpoint of iteration {iteration} is complete but not marked as the latest"):
         if run:
             add_run(iteration_folder(folder, iteration), run)

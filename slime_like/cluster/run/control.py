@@ -57,7 +57,7 @@ class RequestText:
 
 
 def parse_request(name: str) -> RequestText | None:
-    """Return the request with this file name; None if no request has it."""
+    """Return the request that the file name ``name`` stands for; None if it stands for none."""
     kind, _, number = name.partition("=")
     if kind == Request.ENGINES:
         is_number = number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS and number[0] != "0"
@@ -67,7 +67,7 @@ def parse_request(name: str) -> RequestText | None:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One entry of the folder."""
+    """One entry of the folder of requests."""
 
     name: str
     mtime: float
@@ -78,7 +78,7 @@ class _File:
 
 @dataclass(slots=True)
 class Control:
-    """The run's side of control. A problem with a request is reported once and never ends the run."""
+    """The run's side of run control: it reads requests and reports results. A bad request is reported once and ends no run."""
 
     run_dir: Path
     say: Callable[[str], None]  # prints a line
@@ -104,7 +104,7 @@ class Control:
         self._write()
 
     def read(self, num_trained: int) -> tuple[Request, ...]:
-        """Return each request since the last call once; ``num_trained`` is the number of trained rollouts."""
+        """Read new requests; return all unanswered ones, each once, in order of execution, after ``num_trained`` rollouts."""
         self._status = replace(self._status, step=num_trained)
         for text, time_s, by in sorted(self._take(), key=lambda entry: entry[1]):
             if text.request == Request.ENGINES and (older := self._open.get(Request.ENGINES)) is not None:
@@ -146,7 +146,7 @@ class Control:
             self._report(ControlReply(str(text), time_s, DROPPED, self._status.step, detail, by))
 
     def _take(self) -> Iterator[tuple[RequestText, float, str]]:
-        """Remove the files of the folder; yield (request, time, user if not ours) of each file and of the signal."""
+        """Remove the folder's files; yield (request, time, user) for each and for SIGUSR2. The run's own user is empty."""
         if self._signalled is not None:
             yield RequestText(Request.SAVE), self._signalled, ""
             self._signalled = None
@@ -178,7 +178,7 @@ class Control:
             return []
 
     def _remove(self, file: _File) -> bool:
-        """Remove the file; return False if its writer has withdrawn it. A file that cannot be removed is read only once."""
+        """Remove the file; return False if its writer has withdrawn it. A file that cannot be removed is handled only once."""
         path = self.folder / file.name
         try:
             path.rmdir() if file.is_folder else path.unlink()
@@ -202,7 +202,7 @@ class Control:
 
 
 def _read_entry(path: Path) -> Iterator[_File]:
-    """Yield the entry with its lstat, but nothing for hidden files (editors, NFS) and files removed in the meantime."""
+    """Yield the entry at ``path``, or nothing if it is hidden (from editors, NFS) or was removed in the meantime."""
     if path.name.startswith("."):
         return
     try:

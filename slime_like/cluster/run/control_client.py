@@ -15,7 +15,7 @@ POLL_S = 0.2
 
 
 def read_live_status(run_dir: Path) -> RunStatus:
-    """Return the status of a live run. Raises ``DataError`` if the folder is not a run's or the run has ended."""
+    """Return the status of a live run. Raises ``DataError`` if ``run_dir`` is not the folder of a run or the run has ended."""
     status = read_status(run_dir)
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
@@ -25,9 +25,9 @@ def read_live_status(run_dir: Path) -> RunStatus:
 
 
 def send_request(run_dir: Path, request: Request | RequestText) -> float:
-    """Send ``request``; return its time in seconds since the epoch, by which the reply identifies it.
+    """Send ``request``; return its time in seconds since the epoch, with which ``wait_for_answer`` finds the reply.
 
-    An identical unread request is reused, with its time. Raises ``DataError`` naming the file that cannot be written.
+    An identical unread request is reused and keeps its time. Raises ``DataError`` naming the file that cannot be written.
     """
     path = run_dir / FOLDER / str(request)
     try:

@@ -1,4 +1,4 @@
-"""Tolerance of a full disk for files other than checkpoints."""
+"""Tolerate a full disk when writing files other than checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from slime_like.printable import visible
 
 @contextmanager
 def tolerate_full_disk(path: Path, config: RunConfig) -> Generator[None]:
-    """Warn about a failure to write ``path`` under ``run.on_failed_save=continue``; raise ``SlimeLikeError`` under ``stop``."""
+    """If ``path`` cannot be written, remove the partial file, and warn under ``run.on_failed_save=continue``.
+
+    Raises ``SlimeLikeError`` under ``stop``.
+    """
     try:
         yield
     except (OSError, CheckpointError) as error:

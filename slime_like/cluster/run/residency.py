@@ -1,4 +1,4 @@
-"""Memory by phase: before each phase of the loop, trainer and engines move to the GPUs only the state that the phase needs.
+"""Memory by phase: before each phase of the loop, trainer and engines keep only the state that the phase needs on the GPUs.
 
 The side that releases memory does so before the other side allocates it.
 """
@@ -25,7 +25,7 @@ from slime_like.util.deadline import Deadline
 
 
 class RankStates(Protocol):
-    """Ranks of one role, whose state can leave their devices."""
+    """Ranks of one role, whose state can be moved off their devices."""
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
         """Keep only ``parts`` on the device of every rank."""
@@ -34,7 +34,7 @@ class RankStates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineStates:
-    """Engines of the rollout managers, whose memory can leave their devices."""
+    """Engines of the rollout managers, whose state can be moved off their devices."""
 
     managers: ManagerGroup
     deadline_s: float
@@ -47,7 +47,7 @@ class EngineStates:
 
 @dataclass(slots=True)
 class Residency:
-    """Parts of trainer and engines that are on their devices. A phase that needs the same parts as the last one moves none."""
+    """Record of which parts of trainer and engines are on their devices. A phase moves only what differs from the last one."""
 
     actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
     other_roles: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
@@ -57,9 +57,9 @@ class Residency:
     _seconds: float = field(default=0.0)  # spent moving since ``drain_metrics``
 
     def enter(self, phase: str) -> None:
-        """Move the parts that ``phase`` does not need off the devices, then those that it needs onto them.
+        """Move the parts that ``phase`` does not need off the devices, then move the parts that it needs onto them.
 
-        In phase push, the push itself moves the engines' parts; at its end all of them are on the devices.
+        In phase push, the push itself moves the engines' parts; when it ends, all parts of the engines are on the devices.
         """
         start = time.perf_counter()
         if phase in (STEP, SAVE):
@@ -73,7 +73,7 @@ class Residency:
         self._seconds += time.perf_counter() - start
 
     def drain_metrics(self) -> tuple[Metric, ...]:
-        """Return the time spent moving since the last call; no metric if no part is ever moved."""
+        """Return the seconds spent on moves since the last call as a metric; no metric if the run never moves any part."""
         seconds, self._seconds = self._seconds, 0.0
         return (Last("perf/offload_time", seconds),) if self.actor or self.engines else ()
 
@@ -98,7 +98,7 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTrainer:
-    """A trainer that moves the state needed by each call to the devices of its ranks."""
+    """Wrapper of a trainer that first moves the state needed by each call to the devices of the ranks."""
 
     trainer: Trainer
     residency: Residency
@@ -115,16 +115,16 @@ class ResidentTrainer:
         return StepStats(stats.version, (*stats.metrics, *self.residency.drain_metrics()))
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
-        """Return [T] log-probabilities. The step of the same rollout follows."""
+        """Return [T] log-probabilities. Enters phase step, because the step of the same rollout follows."""
         self.residency.enter(STEP)
         return self.trainer.score(batch, float64_kind)
 
     def kernels(self) -> tuple[str, ...]:
-        """Describe the kernels of the actor."""
+        """Return descriptions of the kernels that the actor used."""
         return self.trainer.kernels()
 
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
-        """Return per-token advantages of the actor, which are in host memory."""
+        """Return sample id -> per-token advantages of the actor. No state is moved: they are in host memory."""
         return self.trainer.token_advantages(sample_ids)
 
     def release_communicators(self) -> None:
@@ -132,16 +132,16 @@ class ResidentTrainer:
         self.trainer.release_communicators()
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Begin a checkpoint, which is written from a copy in host memory."""
+        """Begin a checkpoint. It is written from a copy in host memory."""
         self.residency.enter(SAVE)
         self.trainer.begin_save(folder, iteration)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Return True if the checkpoint is complete."""
+        """Return True if the checkpoint is complete; with ``wait``, block until it is."""
         return self.trainer.finish_save(wait=wait)
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Load an iteration."""
+        """Load the checkpoint ``iteration`` of ``folder``."""
         self.residency.enter(STEP)
         self.trainer.load(folder, iteration)
 
@@ -153,7 +153,7 @@ class ResidentTrainer:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRollout:
-    """A source of rollouts that gives the devices' memory to the engines while they sample."""
+    """Wrapper of a source of rollouts that gives the devices' memory to the engines while they sample."""
 
     rollout: RolloutSource
     residency: Residency
@@ -164,16 +164,16 @@ class ResidentRollout:
         return self.rollout.collect(rollout_id)
 
     def evaluate(self) -> EvalResult:
-        """Return metrics and answers of held-out prompts."""
+        """Evaluate on the held-out prompts; return metrics and responses."""
         self.residency.enter(COLLECT)
         return self.rollout.evaluate()
 
     def resize(self, num_engines: int) -> str:
-        """Add or remove engines."""
+        """Add or remove engines; return a description of the change."""
         return self.rollout.resize(num_engines)
 
     def save(self, folder: Path, next_rollout: int) -> None:
-        """Save the state of the rollout, which is in host memory."""
+        """Save the state of the rollout source, which is in host memory."""
         self.rollout.save(folder, next_rollout)
 
     def load(self, folder: Path, next_rollout: int) -> None:
@@ -182,7 +182,7 @@ class ResidentRollout:
 
 
 def pushes_within(push: Callable[[], object], residency: Residency) -> Callable[[], object]:
-    """Return a function that pushes to restarted engines during a rollout, and then returns the memory to the rollout."""
+    """Return a function that pushes to engines restarted during a rollout, then gives the memory back to the engines."""
 
     def push_and_continue() -> None:
         push()

@@ -1,6 +1,6 @@
-"""Rollout state of a checkpoint: the data cursors of the rollout managers, and files of their groups.
+"""Rollout state of a checkpoint: the data cursors of the rollout managers, and the files with their groups.
 
-``rollout/state_<N>.json`` has the state of a single manager, or ``managers``, the states of several.
+``rollout/state_<N>.json`` has the state of a single manager, or a list ``managers`` with the states of several.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIX = "resume from another checkpoint, or start over with another run.dir"
 
 @dataclass(frozen=True, slots=True)
 class _SavedRollout:
-    """A rollout that was generated ahead of training, without its groups."""
+    """A rollout that was generated ahead of training. Its groups are in a file of their own."""
 
     rollout_id: Count
     groups: tuple[()]
@@ -52,23 +52,23 @@ class _SavedStates:
 
 
 def leftover_path(folder: Path, next_rollout: int) -> Path:
-    """Return the path of the groups carried over to rollout ``next_rollout``."""
+    """Return the path of the file with the groups carried over to rollout ``next_rollout``."""
     return folder / "rollout" / f"leftover_{next_rollout}.npz"
 
 
 def manager_base(folder: Path, next_rollout: int, share: ManagerShare) -> Path:
-    """Return the path with which the names of a manager's own files begin."""
+    """Return the path from which the paths of a manager's own files are derived."""
     path = leftover_path(folder, next_rollout)
     return path if share.num_shares == 1 else path.with_name(f"{path.stem}_manager_{share.index}.npz")
 
 
 def state_path(folder: Path, next_rollout: int) -> Path:
-    """Return the path of the state before rollout ``next_rollout``."""
+    """Return the path of the file with the state before rollout ``next_rollout``."""
     return folder / "rollout" / f"state_{next_rollout}.json"
 
 
 def write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None:
-    """Write the state of a run. Raises ``CheckpointError``."""
+    """Write the rollout state of a run. Raises ``CheckpointError`` if the file cannot be written."""
     path = state_path(folder, next_rollout)
     try:
         write_text(path, json.dumps(state))
@@ -77,22 +77,22 @@ def write_state(folder: Path, next_rollout: int, state: dict[str, Any]) -> None:
 
 
 def write_manager_states(folder: Path, next_rollout: int, states: Sequence[dict[str, Any]]) -> None:
-    """Write the states of all managers. Raises ``CheckpointError``."""
+    """Write the states of all managers to one file. Raises ``CheckpointError`` if it cannot be written."""
     write_state(folder, next_rollout, states[0] if len(states) == 1 else {"managers": list(states)})
 
 
 def manager_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of each manager."""
+    """Return the state of each manager in the rollout state of a checkpoint."""
     return state.get("managers", [state])
 
 
 def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
-    """Return the rollout state of a checkpoint. Raises ``CheckpointError`` if it is missing or damaged; does not read groups."""
+    """Return the rollout state of a checkpoint without its groups. Raises ``CheckpointError`` if it is missing or damaged."""
     return _read(folder, next_rollout)[1]
 
 
 def check_state(folder: Path, next_rollout: int) -> None:
-    """Raise ``CheckpointError`` if the rollout state of a checkpoint or one of its files of groups is missing or damaged."""
+    """Raise ``CheckpointError`` if the rollout state of a checkpoint or one of its group files is missing or damaged."""
     file, _, saved_states = _read(folder, next_rollout)
     if not saved_states:  # from a run without engines, which has no groups
         return
@@ -102,7 +102,10 @@ def check_state(folder: Path, next_rollout: int) -> None:
 
 
 def _read(folder: Path, next_rollout: int) -> tuple[InputFile, dict[str, Any], tuple[_SavedState, ...]]:
-    """Return the file of a state, its object and the states of its managers. Raises ``CheckpointError``."""
+    """Return the state file of a checkpoint, its JSON object and the states of its managers.
+
+    Raises ``CheckpointError`` if the file is missing, damaged or for another rollout.
+    """
     file = InputFile(state_path(folder, next_rollout), CheckpointError, FIX)
     state = file.json_object()
     saved_states: tuple[_SavedState, ...] = ()
@@ -122,7 +125,7 @@ def _read(folder: Path, next_rollout: int) -> tuple[InputFile, dict[str, Any], t
 
 
 def check_num_managers(folder: Path, next_rollout: int, num_managers: int) -> None:
-    """Raise ``CheckpointError`` unless ``num_managers`` managers can continue from a checkpoint: each has a cursor."""
+    """Raise ``CheckpointError`` unless a checkpoint has the cursors of exactly ``num_managers`` managers."""
     num_saved = len(manager_states(read_state(folder, next_rollout)))
     if num_saved != num_managers:
         raise CheckpointError(
@@ -132,7 +135,7 @@ def check_num_managers(folder: Path, next_rollout: int, num_managers: int) -> No
 
 
 def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
-    """Raise ``CheckpointError`` unless ``source`` can continue at the cursors of a checkpoint."""
+    """Raise ``CheckpointError`` unless ``source`` can continue at every cursor of a checkpoint; leave it at the first one."""
     for state in reversed(manager_states(read_state(folder, next_rollout))):
         try:
             source.load_state(state["cursor"])
@@ -143,7 +146,7 @@ def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
 
 
 def _check_groups(file: InputFile, state: _SavedState, base: Path) -> None:
-    """Raise ``CheckpointError`` if one of a manager's files of groups, whose names begin with ``base``, is unusable."""
+    """Raise ``CheckpointError`` if one of a manager's group files, whose paths derive from ``base``, is missing or damaged."""
     for rollout in state.made:
         _saved_groups(generated_path(base, rollout.rollout_id))
     if state.in_flight:
@@ -155,7 +158,7 @@ def _check_groups(file: InputFile, state: _SavedState, base: Path) -> None:
 
 
 def _saved_groups(path: Path) -> tuple[SampleGroup, ...]:
-    """Load groups of a checkpoint. Raises ``CheckpointError``."""
+    """Return the groups in a file of a checkpoint. Raises ``CheckpointError`` if it is missing or damaged."""
     try:
         return load_groups(path)
     except DataError as error:

@@ -44,7 +44,7 @@ NO_ENGINES = "engines={}: this run has no engines"
 
 @dataclass(slots=True)
 class EngineRollout:
-    """Engines behind rollout managers.
+    """Source of rollouts that engines generate under the control of rollout managers.
 
     If a manager has no serving engine while a call is awaited, ``push_weights`` pushes weights to restarted engines.
     """
@@ -63,11 +63,14 @@ class EngineRollout:
         return self.selection.select(rollout_id, parts)
 
     def evaluate(self) -> EvalResult:
-        """Return metrics ``eval/<dataset>`` and answers under the engines' weights."""
+        """Return metrics ``eval/<dataset>`` and responses, sampled with the engines' current weights."""
         return merge_evaluations(self._wait("evaluate", self.managers.start(RolloutActor.evaluate)))
 
     def resize(self, num_engines: int) -> str:
-        """Add or remove engines; return a description of the change."""
+        """Add or remove engines; return a description of the change.
+
+        Raises ``ConfigError`` unless ``num_engines`` is a multiple of the number of managers.
+        """
         count = len(self.managers.actors)
         if num_engines % count:
             lower = num_engines // count * count
@@ -139,7 +142,7 @@ class ReplayRollout:
     dumps: Path
 
     def collect(self, rollout_id: int) -> CollectedRollout:
-        """Return the dumped rollout of this id."""
+        """Return the dumped rollout ``rollout_id``."""
         start = time.time()
         return CollectedRollout(load_groups(rollout_path(self.dumps, rollout_id)), start, time.time(), ())
 
@@ -160,13 +163,13 @@ class ReplayRollout:
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationRollout:
-    """Rows whose label is the response, for supervised fine-tuning."""
+    """Source of rollouts for supervised fine-tuning: rows of data whose label is the response."""
 
     demonstrations: Demonstrations
     rows_per_rollout: int
 
     def collect(self, rollout_id: int) -> CollectedRollout:
-        """Return the next rows as groups of one sample."""
+        """Return the next rows as groups of one sample each."""
         start = time.time()
         groups = self.demonstrations.next(self.rows_per_rollout, first_group_id=rollout_id * self.rows_per_rollout)
         return CollectedRollout(tuple(groups), start, time.time(), ())

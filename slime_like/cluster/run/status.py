@@ -52,7 +52,7 @@ class RunStatus:
 
     @property
     def alive(self) -> bool:
-        """True if the run is alive; for a run on another machine, its last reported state."""
+        """True if the run is alive. For a run on another machine, this is the last state that it reported."""
         return self.running and (not self.here or start_time(self.pid) == self.started)
 
     def with_answer(self, answer: ControlReply) -> RunStatus:

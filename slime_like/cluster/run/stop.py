@@ -24,7 +24,7 @@ class StopRequest:
 
     def install(self) -> None:
         """Install the signal handlers of the main thread."""
-        # nohup ignores SIGHUP.
+        # An ignored signal stays ignored, such as SIGHUP under nohup.
         handled_signals = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled_signals}
 
@@ -42,7 +42,7 @@ class StopRequest:
         if self._closing:
             _say(b"\nstopping the processes of this run, please wait\n")
         elif self.requested:
-            # The exception propagates to the teardown; Ray's waits drop its message.
+            # The exception propagates to the teardown. It loses its message if it interrupts a wait in Ray.
             self._closing = True
             _say(f"\nsecond {signal.Signals(number).name}: stopping immediately, without a checkpoint\n".encode())
             raise KeyboardInterrupt("stopped")

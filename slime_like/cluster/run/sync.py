@@ -38,7 +38,7 @@ class NoSync:
     """Sync of a run without engines or without a trainer."""
 
     def push(self, version: int) -> tuple[Metric, ...]:
-        """Return no metrics."""
+        """Do nothing and return no metrics."""
         del version
         return ()
 
@@ -54,7 +54,7 @@ class EngineSync:
     config: WeightsConfig
     tolerance: float
     max_score_tokens: int  # per row scored by the trainer's ranks
-    max_losses: int  # number of times that one push may lose each engine
+    max_losses: int  # engine losses allowed in one push, per engine
     residency: Residency
 
     def push(self, version: int) -> tuple[Metric, ...]:
@@ -64,7 +64,8 @@ class EngineSync:
         weights stay paused.
         """
         num_losses = num_engines = 0
-        self.residency.enter(PUSH)  # if it fails, no update is open, and the engines must not take memory
+        # Outside ``try``: if it fails, there is no update to abort, and the engines must not take memory.
+        self.residency.enter(PUSH)
         try:
             while True:
                 try:
@@ -113,7 +114,7 @@ class EngineSync:
         return tuple(metrics)
 
     def _without_replay(self, probe_scores: Sequence[ProbeScores]) -> list[Metric]:
-        """Return the differences that remain if the trainer chooses its own experts."""
+        """Return the probe's metrics if the trainer chooses its own experts instead of replaying those of the engines."""
         trainer = TrainerScores(probe_scores, self.max_score_tokens)
         trainer.set_columns([self.trainer.score(rows) for rows in trainer.rows])
         return [metric for scores in probe_scores for metric in probe.layer_metrics(scores, trainer, OWN_EXPERTS)]
@@ -121,7 +122,7 @@ class EngineSync:
     def _call[**P, R](
         self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Return the results of all managers; an error is raised once none of them works on the call any more."""
+        """Return the results of all managers; raise an error only once no manager works on the call (``wait_settled``)."""
         deadline = Deadline("driver", f"push/{method.__name__}", self.config.push_deadline_s)
         return self.managers.call(deadline, method, *args, **kwargs)
 

@@ -71,7 +71,10 @@ class Run:
             self.spans.drain()
 
     def rollout_ids(self) -> Iterator[int]:
-        """Yield the remaining rollout ids; save a checkpoint after the last one, even if a stop request ends the loop."""
+        """Yield the remaining rollout ids, then save a checkpoint and, if all rollouts are trained, export as configured.
+
+        A stop request ends the loop after the current rollout: raises ``KeyboardInterrupt`` after the save.
+        """
         num_trained = self.first_rollout
         for rollout_id in range(self.first_rollout, self.cfg.loop.num_rollout):
             if self.stop.requested:
@@ -101,7 +104,7 @@ class Run:
             yield
 
     def assemble(self, rollout_id: int, collected: CollectedRollout) -> TrainBatch:
-        """Assemble the train batch of a rollout. With ``run.dump_rollouts``, score some samples first."""
+        """Assemble the train batch of a rollout. With ``run.dump_rollouts``, also score some samples before the step."""
         self.chaos.record_recoveries(collected.recoveries)  # before this rollout's step or push, which may end the run
         batch = assemble(collected.groups, self.assembly, rollout_id)
         self.token_table = None
@@ -115,7 +118,7 @@ class Run:
     def finish_rollout(
         self, rollout_id: int, collected: CollectedRollout, stats: StepStats, probe_metrics: tuple[Metric, ...]
     ) -> None:
-        """Dump, evaluate, log and save if due or requested."""
+        """Finish a rollout after its push: dump, evaluate, log and save as due, and handle control requests."""
         if rollout_id == self.first_rollout:
             self._print_kernels()
         self.spans.add("rollout", collected.started, collected.stopped)
@@ -200,7 +203,7 @@ class Run:
         self.control.answer(Request.ENGINES, change)
 
     def _handle_stop(self, num_trained: int) -> None:
-        """Stop after this rollout. The checkpoint is written before the reply, so the caller can safely shut the machine down."""
+        """Stop after this rollout. Save the checkpoint before replying, so that the caller can safely shut the machine down."""
         self.stop.requested = True
         with self.timer("save"):
             complete = self.checkpoints.save(num_trained, wait=True)
@@ -213,7 +216,7 @@ class Run:
         )
 
     def _save_if_due(self, num_trained: int) -> None:
-        """Save and export if due; name a pending checkpoint the latest once it is complete."""
+        """Save and export if due; mark a pending checkpoint as the latest if it is complete."""
         run = self.cfg.run
         with self.timer("save"):
             if run.save_interval is not None and num_trained % run.save_interval == 0:
@@ -229,7 +232,7 @@ class Run:
         return num_trained == self.cfg.loop.num_rollout or (interval is not None and num_trained % interval == 0)
 
     def _evaluate(self, num_trained: int) -> tuple[Metric, ...]:
-        """Evaluate after ``num_trained`` rollouts and write the answers to a file."""
+        """Evaluate after ``num_trained`` rollouts, write the responses to a file and return the metrics."""
         self.trainer.release_communicators()
         with self.timer("eval"):
             eval_result = self.rollout.evaluate()
@@ -246,7 +249,7 @@ class Run:
     def _log(self, num_trained: int, metrics: list[Metric]) -> None:
         spans = self.spans.drain()
         metrics += [Last(f"perf/{name}_time", stop - start) for name, (start, stop) in spans.items()]
-        # Not the rollout's span: its generation may have begun in an earlier step.
+        # The rollout's span is left out, because its generation may have begun in an earlier step.
         loop_spans = [span for name, span in spans.items() if name != "rollout"]
         if loop_spans:
             metrics.append(

@@ -1,7 +1,7 @@
 """Stand-ins for the two agents of Ray's raylet, which a run does not use. Each ends with the raylet.
 
-The dashboard agent's publishes that none of its services exist. The runtime-env agent's holds the agent's port and becomes the
-agent at the first request, since only user code may give an actor a ``runtime_env``.
+The stand-in for the dashboard agent publishes that none of the agent's services exist. The stand-in for the runtime-env agent
+holds the agent's port and becomes the agent on the first request, because only user code may give an actor a ``runtime_env``.
 
 The raylet starts this file as a script without site packages, with the agent's own script and options as arguments.
 """
@@ -35,7 +35,7 @@ def publish(options: Mapping[str, str], ports: Mapping[str, int]) -> None:
 
 
 def listen(options: Mapping[str, str]) -> socket.socket:
-    """Return a socket at the runtime-env agent's address."""
+    """Return a socket that listens on the runtime-env agent's address."""
     address = options["--node-ip-address"], int(options[PORT_OPTION])
     family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -46,7 +46,7 @@ def listen(options: Mapping[str, str]) -> socket.socket:
 
 
 def main() -> None:
-    """Publish the ports and wait for the end of the raylet, or for a request."""
+    """Publish the ports and wait for the raylet to end. In place of the runtime-env agent, become the agent on a request."""
     arguments = sys.argv[1:]
     options = named_options(arguments)
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
@@ -58,7 +58,7 @@ def main() -> None:
         port = listener.getsockname()[1]
         publish(options, {PORT: port})
         ready, _, _ = select.select([raylet, listener], [], [])
-    if raylet not in ready:  # the raylet repeats the request, which ends with this socket
+    if raylet not in ready:  # the raylet repeats the request, which fails when this socket closes
         others = [argument for argument in arguments if not argument.startswith(f"{PORT_OPTION}=")]
         os.execv(sys.executable, [sys.executable, "-u", *others, f"{PORT_OPTION}={port}"])
 

@@ -1,4 +1,4 @@
-"""``train.py --doctor``, which checks machine and environment. Every finding names its fix. This module imports no torch."""
+"""Check machine and environment (``train.py --doctor``). Every problem is reported with its fix. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
 
 
 def doctor(out: TextIO) -> int:
-    """Write the report to ``out``. Return 1 if something required is missing, else 0."""
+    """Write the report to ``out``. Return exit code 1 if something required is missing, else 0."""
     missing = 0
     for check in CHECKS:
         for finding in check():

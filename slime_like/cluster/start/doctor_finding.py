@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """Severity of a finding; ``MISSING`` makes the doctor exit with 1."""
+    """Severity of a finding. A ``MISSING`` finding makes the doctor exit with 1."""
 
     OK = "ok"
     WARNING = "warning"

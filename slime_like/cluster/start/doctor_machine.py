@@ -22,7 +22,7 @@ MIN_GLIBC = (2, 34)
 
 
 def check_system() -> Iterator[DoctorFinding]:
-    """Check Python, kernel, libc, compiler."""
+    """Check Python, platform, libc and C++ compiler."""
     version = platform.python_version()
     is_ok = sys.version_info[:2] == (3, 12)
     yield DoctorFinding(

@@ -71,7 +71,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def check_plugins() -> Iterator[DoctorFinding]:
-    """Check the entry points by which SGLang finds our platform and plugins."""
+    """Check the entry points through which SGLang finds this project's platform and plugins."""
     for group, names in ENTRY_POINTS.items():
         missing = missing_entry_points(group)
         yield DoctorFinding(
@@ -83,7 +83,7 @@ def check_plugins() -> Iterator[DoctorFinding]:
 
 
 def check_cpu_kernels() -> Iterator[DoctorFinding]:
-    """Report the decode kernels of an engine on this CPU; compile the C kernels if not cached."""
+    """Report which decode kernels an engine uses on this CPU, compiling the C kernels if they are not cached."""
     if installed_gpus():
         return
     command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]
@@ -135,7 +135,7 @@ def check_collective() -> Iterator[DoctorFinding]:
 
 
 def _collective_fix(problem: str) -> str:
-    """Return the fix of an all-reduce that failed with ``problem``, the last line of a traceback."""
+    """Return a fix for an all-reduce that failed with ``problem``, the last line of a traceback."""
     if "ModuleNotFoundError" in problem or "ImportError" in problem:
         return "bash scripts/setup.sh"
     return "unset GLOO_SOCKET_IFNAME, or set it to the interface of the network that ranks share (lo on one machine)"

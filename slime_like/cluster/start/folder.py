@@ -35,9 +35,9 @@ def check_folder(cfg: TrainConfig) -> None:
 
 @contextmanager
 def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
-    """Lock ``run_dir`` for this run; the kernel releases the lock when the process ends.
+    """Lock ``run_dir`` for this run and write ``config.yaml``; the kernel releases the lock when the process ends.
 
-    Raises ``ConfigError`` if it cannot be written or is locked by a live run.
+    Raises ``ConfigError`` if the folder cannot be written or is locked by a live run.
     """
     _check_owner(cfg, run_dir)
     try:

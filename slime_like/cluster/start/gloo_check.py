@@ -9,7 +9,7 @@ RANK_SECONDS = 45
 
 
 def main(store: str, rank: int, world: int) -> int:
-    """All-reduce rank + 1 over gloo; exit code 0 when the sum is right."""
+    """All-reduce ``rank + 1`` over gloo; return exit code 0 if the sum is right, else 1."""
     import torch
     import torch.distributed as dist
 

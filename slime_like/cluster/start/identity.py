@@ -31,7 +31,7 @@ VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "us
 
 
 def run_record(cfg: TrainConfig) -> dict[str, Any]:
-    """Return settings, config.json, and the SHA-256 of tokenizer and training data files, as JSON.
+    """Return settings, config.json, and the SHA-256 of tokenizer and training data files, as a JSON object.
 
     ``data.train`` is omitted if the run does not read it.
     """
@@ -54,7 +54,7 @@ def _files(cfg: TrainConfig) -> Iterator[tuple[str, Path]]:
 
 
 def changed_inputs(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return changed inputs: files by key or name, fields of config.json with both values."""
+    """Return a description of each changed input: files by key and name, fields of config.json with both values."""
     old, new = recorded["inputs"], current["inputs"]
     files = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
     old_model, new_model = _model(recorded["model"]), _model(current["model"])

@@ -97,14 +97,14 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
 
 
 def routing_shape(cfg: TrainConfig, model: HfConfig) -> RoutingShape | None:
-    """Return the shape of the routed experts that engines return and the trainer replays; None without them."""
+    """Return the shape of the routed experts that engines return and the trainer replays; None if it replays none."""
     if not isinstance(cfg.algo, PolicyConfig) or cfg.algo.routing_replay != "rollout":
         return None
     return RoutingShape(model.num_layers, model.experts_per_token, model.num_experts, model.sparse_layers)
 
 
 def _heldout(cfg: TrainConfig, dataset: EvalSet, context: SourceContext) -> tuple[Prompt, ...]:
-    """Read all prompts of a held-out set; its column names default to those of the training data."""
+    """Return all prompts of a held-out set; its column names default to those of the training data."""
     return FileSource(dataset.columns(cfg.data), replace(context, rm_type=dataset.rm_type)).prompts
 
 

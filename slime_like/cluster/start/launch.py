@@ -45,7 +45,7 @@ SINK_S = 180.0  # for wandb to respond and to accept the remaining data
 
 
 def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> RunInputs:
-    """Load inputs, and check files of an earlier part of the run that would otherwise only be read after the start.
+    """Load the inputs, and check files of an earlier part of the run that are otherwise read only after processes have started.
 
     Raises ``CheckpointError`` or ``DataError`` naming the file.
     """
@@ -63,7 +63,7 @@ def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> Run
 def launch(cfg: TrainConfig) -> Generator[Run]:
     """Check all inputs, start the processes of ``cfg``, yield the run, tear everything down.
 
-    An error writes a crash bundle to ``run.dir`` and is re-raised with the bundle's path in its message.
+    On an error, writes a crash bundle to ``run.dir`` and re-raises the error with the bundle's path in its message.
     """
     plan = _plan_run(cfg)
     run_dir = Path(cfg.run.dir).resolve()
@@ -135,7 +135,7 @@ def _close(sink: SinkGroup) -> None:
 
 
 def _check_checkpoints(cfg: TrainConfig, run_dir: Path) -> tuple[int, dict[str, Any]]:
-    """Check every checkpoint that the run reads; return the first rollout and the record for the run's checkpoints."""
+    """Check every checkpoint that the run reads; return the first rollout, and the ``run_record`` for new checkpoints."""
     record = run_record(cfg)
     first = first_rollout(cfg, run_dir, record)
     verify_initial_checkpoints(cfg)
@@ -166,7 +166,7 @@ def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path |
 
 
 def _with_context(error: Exception, deaths: list[str], waiting_ranks: str, bundle: str) -> SlimeLikeError:
-    """Return the error with dead engines, ranks waiting in collectives, and the bundle's path in its message."""
+    """Return an error whose message adds dead engines, ranks waiting in collectives, and the bundle's path to ``error``."""
     kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
     text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)
     if deaths and isinstance(error, (EngineError, DeadlineExceeded, WorkerError)):

@@ -14,7 +14,7 @@ SHARED = Path("/dev/shm")
 MIN_FILES = 1024  # raylet and an engine open a few hundred each
 WANTED_FILES = 65_536
 MIN_ADDRESSES = 16 * 2**30  # the driver of a run on a CPU maps 8 GB: Ray's object store, thread stacks
-# Rings of the ranks, SGLang's segments; Ray moves its object store if there is too little space.
+# For the ranks' rings and SGLang's segments. Ray moves its object store to a disk if there is too little space.
 MIN_SHARED = 16 * 2**20
 
 

@@ -1,6 +1,6 @@
 """Start Ray for one run on this machine, on loopback, with retries on a busy machine, or join a cluster.
 
-In both cases Ray does not take over SIGTERM, and every wait for it has a deadline.
+In both cases Ray does not take over SIGTERM, and every wait for Ray has a deadline.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECONDS = 90
 TRY_S = 60  # per try; the last try may begin just before SECONDS have passed
 CONNECT_S = 10.0
 JOIN_S = 60.0
-ESSENTIAL = ("raylet", "gcs_server")  # Ray ends without these, or without the agents of the raylet
+ESSENTIAL = ("raylet", "gcs_server")  # Ray stops working if one of these ends, or an agent of the raylet
 PREFIX = "slime_like-"
 SHORT_FOLDER = "/tmp"  # for Ray's files if TMPDIR is too long for a unix socket
 SOCKET_BYTES = 107
@@ -57,14 +57,14 @@ _folders: list[Path] = []  # private folders of the Ray that this process has st
 def start(namespace: str) -> None:
     """Start Ray's processes, with files and sockets in a private folder.
 
-    Raises ``DeadlineExceeded`` if every try to start Ray's node within the deadline failed.
+    Raises ``DeadlineExceeded`` if every try to start Ray's node within the deadline timed out.
     """
     _stay_on_loopback()
     folder = _private_folder()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default 15 lets other processes starve the run
-    # Otherwise an exiting actor kills its children before they remove their shared memory (rollout.engine.main does).
+    # Otherwise an exiting actor kills its children before they can remove their shared memory, as rollout.engine.main does.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
-    # In the environment, which only this user can read: Ray would write it world-readable to ~/.ray/auth_token.
+    # Set the token in the environment, which only this user can read: Ray would write it world-readable to ~/.ray/auth_token.
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     deadline = Deadline("driver", "placement", SECONDS)
@@ -104,7 +104,7 @@ def start(namespace: str) -> None:
 
 
 def reach(address: str) -> str:
-    """Return the host and port at which the cluster of ``placement.ray_address`` answers. Raises ``ConfigError`` if none does."""
+    """Return host:port of the cluster at ``placement.ray_address``. Raises ``ConfigError`` if none accepts a connection."""
     at = address
     try:
         at = services.canonicalize_bootstrap_address(address.removeprefix("ray://")) or address
@@ -153,8 +153,8 @@ def nodes() -> tuple[ClusterNode, ...]:
 def keep_sigterm() -> Generator[None]:
     """Preserve the SIGTERM handler across ``ray.init``.
 
-    Ray 2.60 replaces it by ``sys.exit`` and by a handler in C that prints a stack: the run would end within a rollout,
-    without a checkpoint. Remove when ``ray.init`` leaves signals alone.
+    Ray 2.60 replaces it with ``sys.exit`` and with a handler in C that prints a stack: the run would end in the middle of a
+    rollout, without a checkpoint. Remove when ``ray.init`` leaves signals alone.
     """
     assert hasattr(ray_utils, "set_sigterm_handler"), "ray moved set_sigterm_handler: find its new name"
     handler, original = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
@@ -168,12 +168,12 @@ def keep_sigterm() -> Generator[None]:
 
 @contextmanager
 def without_unused_processes() -> Generator[None]:
-    """Start Ray's node without autoscaler, log monitor, API server and agents: no run uses them.
+    """Make Ray start its node without autoscaler, log monitor, API server and agents, which no run uses.
 
     They take 6 s of CPU time, and ``ray.init`` waits for the API server and the agents. It starts the API server even with
     ``include_dashboard=False``, and has no option for the others. Remove when it has such options.
 
-    The raylet ends if one of its agents does, so stand-ins take their places. The driver does not import the dashboard's
+    The raylet ends if one of its agents ends, so stand-ins replace the agents. The driver does not import the dashboard's
     dependencies.
     """
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
@@ -194,7 +194,7 @@ def without_unused_processes() -> Generator[None]:
 
 
 def _agent_command(original: Any) -> Callable[..., list[str]]:
-    """Wrap Ray's function that returns the first words of a process's command; for an agent, return its stand-in's."""
+    """Wrap Ray's function that returns the first words of a process's command line, to return a stand-in's for an agent."""
 
     def command(component: str, *arguments: Any, **options: Any) -> list[str]:
         if component in (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT):
@@ -213,7 +213,7 @@ def log_dir() -> Path | None:
 
 
 def shutdown() -> None:
-    """Shut Ray down, and remove its folder if it was started here."""
+    """Shut Ray down, and remove the folder of the Ray that this process started, if any."""
     _end()
     end = time.monotonic() + REMOVE_S
     while _folders:
@@ -243,9 +243,9 @@ def _private_folder() -> Path:
 def _end() -> None:
     """Call ``ray.shutdown`` and preserve the SIGTERM handler.
 
-    When its core stops, Ray 2.60 restores the default action, and only then ends its processes, which takes a second or
-    more. Another SIGTERM would kill the driver before that. The gap until the handler is restored is about a millisecond.
-    Remove when ``ray.shutdown`` leaves signals alone.
+    When its core stops, Ray 2.60 restores the default action of SIGTERM, and only then ends its processes, which takes a second
+    or more; another SIGTERM in that time would kill the driver. Here, the handler is restored after about a millisecond. Remove
+    when ``ray.shutdown`` leaves signals alone.
     """
     assert hasattr(ray_worker, "_global_node"), "ray moved _global_node: find what it calls once its core is gone"
     handler, node = signal.getsignal(signal.SIGTERM), ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
@@ -274,9 +274,9 @@ def _end_before_retry(_: RetryCallState) -> None:
 def _stay_on_loopback() -> None:
     """Make Ray's servers bind to 127.0.0.1.
 
-    Ray 2.60 replaces a loopback address given to ``ray.init`` by the machine's external one and listens on every
-    interface. Its constant for machines without clusters keeps it on loopback; the environment variable does the same
-    for Ray's daemons. Remove when ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
+    Ray 2.60 replaces a loopback address given to ``ray.init`` with the machine's external one and listens on every interface.
+    The constant that Ray has for platforms without clusters keeps it on loopback; the environment variable does the same for
+    Ray's daemons. Remove when ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
     """
     assert hasattr(ray_constants, "ENABLE_RAY_CLUSTER"), (
         "ray moved ENABLE_RAY_CLUSTER: find how it binds to loopback now"

@@ -1,4 +1,4 @@
-"""Request for the nodes that a run lacks. Ray's autoscaler adds nodes for placement groups that it cannot place."""
+"""Request the nodes that a run lacks: Ray's autoscaler adds nodes for placement groups that cannot be placed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.config.schema.root import TrainConfig
 
-# Seconds for the answer to the question if a group is placed. Ray takes whole ones; with 0, its call ends before the answer.
+# Seconds to wait for Ray to say whether a group is placed. Ray takes whole seconds; with 0, its call ends before the answer.
 PLACED_S = 1
 
 
 def request_bundles(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> list[dict[str, float]]:
-    """Return a bundle for the GPUs that have to be on one node: of a trainer node, of an engine or its part on a node, of a tensor
-    parallel group of another role. On CPUs one for each node that the run needs at least.
+    """Return one bundle for each set of GPUs that have to be on one node.
+
+    Such a set has the GPUs of a trainer node, of an engine or its part on a node, or of a tensor parallel group of another
+    role. On CPUs, return one bundle for each of the nodes that the run needs at least.
     """
     if plan.device == "cpu":
         num_nodes = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
@@ -28,8 +30,10 @@ def request_bundles(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) 
 
 
 def _nodes_per_engine(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> int:
-    """Return the number of nodes of an engine, so that a part fits the largest node that is known: a part that is larger than
-    every node could never be placed. Without such a node, single GPUs are requested.
+    """Return the smallest number of nodes of an engine with which each part fits on the largest known node.
+
+    A part that is larger than every node could never be placed. Nodes are assumed to have at least as many GPUs as there are
+    trainer ranks on a node, or one GPU in a run without a trainer. ``rollout.engine_num_nodes`` takes precedence.
     """
     tp = cfg.rollout.tp
     if cfg.rollout.engine_num_nodes:
@@ -40,20 +44,26 @@ def _nodes_per_engine(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]
 
 
 def request_strategy(plan: Plan) -> str:
-    """Return Ray's strategy for the bundles: each on another node if all are trainer nodes, which ``assign`` never puts on one."""
+    """Return Ray's placement strategy for the bundles: on different nodes, or packed if several may share a node.
+
+    They may not share one on CPUs, or if all are for trainer nodes, because ``assign`` never puts two of these on one node.
+    """
     only_trainers = plan.needs_trainer and plan.num_gpus == plan.actor.layout.world_size
     return "STRICT_SPREAD" if plan.device == "cpu" or only_trainers else "PACK"
 
 
 class NodeRequest:
-    """Pending placement group of a run's size. It reserves nothing while the cluster lacks nodes; Ray removes it with the driver."""
+    """Pending placement group with the bundles of a run. It reserves nothing while the cluster lacks nodes.
+
+    Ray removes it when the driver ends.
+    """
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._group: Any = None
 
     def renew(self, bundles: list[dict[str, float]]) -> None:
-        """Create the group unless it is pending. Remove it once it has reserved its resources, which the run itself needs."""
+        """Create the group unless it exists. Remove it once it has reserved its resources, which the run itself needs."""
         if self._group is None:
             self._group = placement_group(bundles, strategy=self._strategy)
         elif self._group.wait(PLACED_S):

@@ -39,11 +39,11 @@ from slime_like.errors import ConfigError, MissingResources
 from slime_like.util.deadline import Deadline
 
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
-# Set by the actors: a Ray runtime_env would wait for Ray's agent and ignore workers that are already started.
+# Set by the actors: a Ray runtime_env would wait for Ray's agent and would not reach workers that have already started.
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 STOP_S = 20.0  # for actors to stop their child processes
 CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is stopped
-PIN = 0.001  # amount of a node's resource node:ADDRESS, in each bundle that has to be on the node
+PIN = 0.001  # amount of the resource node:ADDRESS that ties a bundle to that node
 REQUEST_S = 30.0  # for Ray to answer a request for nodes
 POLL_S = 1.0  # between two checks of a cluster that lacks nodes or GPUs
 SAY_S = 10.0  # between two log lines about such a cluster
@@ -52,10 +52,10 @@ DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the bundle of each GPU of the plan. Ray assigns the GPUs of a node to bundles in arbitrary order.
+    """Return the index of the bundle for each GPU of the plan. Ray assigns the GPUs of a node to bundles in arbitrary order.
 
-    ``locations`` are node id and GPU id of each bundle. The bundles of a node are sorted by GPU and keep the positions of that
-    node, so that adjacent ranks are on adjacent GPUs.
+    ``locations`` has the node id and GPU id of each bundle. The bundles of a node are sorted by GPU and keep the node's
+    positions in the plan, so that adjacent ranks are on adjacent GPUs.
     """
     order = list(range(len(locations)))
     for node in {node for node, _ in locations}:
@@ -67,10 +67,10 @@ def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
 
 
 class Placement:
-    """Owner of Ray and the actors of a run, which stops only processes that it started."""
+    """Owner of Ray and the actors of a run. It stops only processes that it started."""
 
     def __init__(self, cfg: TrainConfig, plan: Plan, stacks_dir: str, say: Callable[[str], None]) -> None:
-        """``say`` prints a line."""
+        """Store the arguments; ``open`` starts Ray. ``say`` prints a line."""
         self._plan = plan
         self._say = say
         self._assignment = Assignment()
@@ -119,7 +119,10 @@ class Placement:
         return plan_on_nodes(cfg, plan, assignment.used(nodes)), assignment
 
     def _assign_nodes(self, request: NodeRequest) -> tuple[Assignment, tuple[ClusterNode, ...]]:
-        """Assign the processes to the cluster's nodes. Request missing nodes; wait for them until ``placement.wait_deadline_s``."""
+        """Assign the processes to the cluster's nodes; return the assignment and all nodes.
+
+        Requests missing nodes and waits for them. Raises ``MissingResources`` after ``placement.wait_deadline_s``.
+        """
         cfg = self._cfg
         deadline, said_at = Deadline("driver", "placement", cfg.placement.wait_deadline_s), -SAY_S
         while True:
@@ -138,11 +141,11 @@ class Placement:
 
     @property
     def log_dir(self) -> Path | None:
-        """Return Ray's log folder on this node; None before Ray is up."""
+        """Return Ray's log folder on this node, even after a failed start; None if there is none."""
         return local_ray.log_dir()
 
     def _reserve_gpus(self) -> None:
-        """Reserve one bundle per GPU of the plan, in a joined cluster on the node that it is assigned to."""
+        """Reserve one bundle per GPU of the plan; in a joined cluster, on the node to which the GPU is assigned."""
         num_needed, nodes = self._plan.num_gpus, self._assignment.gpus
         bundle = {"GPU": 1.0, "CPU": 1.0}
         bundles = [bundle | {f"node:{node.address}": PIN} for node in nodes] or [bundle] * num_needed
@@ -173,7 +176,7 @@ class Placement:
             ray.kill(probe)
 
     def start_trainers(self) -> list[ActorHandle[TrainerWorker]]:
-        """Start one worker per rank, which sees one GPU at most."""
+        """Start one worker per rank of the actor. Each sees at most one GPU."""
         world = self._plan.actor.layout.world_size
         env = self._env(self._plan.trainer_threads)
         workers = [
@@ -184,7 +187,7 @@ class Placement:
         return workers
 
     def start_role(self, name: str) -> list[ActorHandle[RoleWorker]]:
-        """Start one worker per rank of a critic or teacher; its GPUs may be shared with the actor."""
+        """Start one worker per rank of a critic or teacher. They may share GPUs with the actor."""
         devices = next(role.devices for role in self._plan.roles if role.name == name)
         workers: list[ActorHandle[RoleWorker]] = []
         for rank, bundles in enumerate(devices):
@@ -210,7 +213,7 @@ class Placement:
         )
 
     def _engine_slots(self) -> tuple[tuple[NodeSlot, ...], ...]:
-        """Return the slots of each engine: the nodes of its parts, and the GPUs of each part."""
+        """Return the slots of each engine: the node and the GPUs of each of its parts."""
         num_nodes, assigned = self._assignment.nodes_per_engine, self._assignment
         if assigned.processes is not None:
             slots = [NodeSlot(node.node_id, node.address) for node in assigned.processes["engine"]]
@@ -242,8 +245,8 @@ class Placement:
         return actors
 
     def start_managers(self) -> ManagerGroup:
-        """Start the rollout managers."""
-        local_node = on_node(ray.get_runtime_context().get_node_id())  # reads the driver's files
+        """Start the rollout managers on the driver's node."""
+        local_node = on_node(ray.get_runtime_context().get_node_id())  # managers read the driver's files
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": local_node}
         count = self._cfg.rollout.num_managers
         for file_name in (ManagerShare(index, count).file_name for index in range(count)):
@@ -258,14 +261,17 @@ class Placement:
         return options
 
     def _on_node(self, role: str, index: int) -> dict[str, Any]:
-        """Return Ray options of process ``index`` of a role, with its node in a run on CPUs of several nodes."""
+        """Return Ray options of process ``index`` of a role; on the CPUs of a joined cluster, they tie it to its node."""
         options: dict[str, Any] = {"num_cpus": 0}
         if self._assignment.processes is not None:
             options["scheduling_strategy"] = on_node(self._assignment.processes[role][index].node_id)
         return options
 
     def _shared_options(self, bundles: tuple[int, ...], role: str, index: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return Ray options and environment of an actor on reserved GPUs that it may share, so it requests none from Ray."""
+        """Return Ray options and environment of an actor on reserved GPUs that it may share, so that it requests none from Ray.
+
+        Raises ``ConfigError`` if the GPUs are on several nodes.
+        """
         env: dict[str, str] = {}
         options = self._on_node(role, index)
         if self._plan.device == "cuda":

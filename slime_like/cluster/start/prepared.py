@@ -1,4 +1,4 @@
-"""Config of a run, loaded before and checked after ``run.prepare``, which may create data and model."""
+"""Load the config of a run, call ``run.prepare``, which may create data and model, and check the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime_like.util.user_code import name_user_errors
 
 
 def load_prepared(argv: Sequence[str]) -> TrainConfig:
-    """Load a config, calling ``run.prepare`` after ``run.dir`` and before files are checked.
+    """Load a config and check ``run.dir``, call ``run.prepare``, then check the files; return the config.
 
     Raises ``UserCodeError`` if ``run.prepare`` raises.
     """
@@ -43,7 +43,7 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
 def _check_unwritten(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if the model that ``run.prepare`` will write, or the engines' device, does not fit the config.
 
-    A folder that exists is not read, because ``run.prepare`` may write it again; if not, it returns quickly.
+    An existing folder is not read: ``run.prepare`` may write it again, and otherwise returns quickly.
     """
     machine = probe_machine()
     if cfg.run.prepare in PREPARED:

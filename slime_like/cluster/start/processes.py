@@ -60,7 +60,7 @@ POST_MORTEM_S = 20.0  # longer than EngineServer.cause_of_death waits for a dyin
 
 @dataclass(slots=True)
 class Cluster:
-    """The processes of one run that have been started so far."""
+    """Owner of the processes that one run has started so far."""
 
     cfg: TrainConfig
     plan: Plan
@@ -84,10 +84,10 @@ class Cluster:
         control: Control,
         record: Mapping[str, Any],
     ) -> Run:
-        """Start every process that the mode needs. ``record`` is stored in each checkpoint.
+        """Start every process that the mode needs and return the run. ``record`` is stored in each checkpoint.
 
-        Trainer and engines start concurrently unless they share GPUs: an engine then comes first, because SGLang derives the size
-        of its KV cache from the memory that is free before and after it loads the model.
+        Trainer and engines start concurrently unless they share GPUs. In that case the engines start first, because SGLang
+        derives the size of its KV cache from the memory that is free before and after it loads the model.
         """
         self._open_placement()
         if self.plan.needs_engines:
@@ -135,7 +135,7 @@ class Cluster:
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
 
     def _start_engines(self) -> None:
-        """Start the engines and the rollout managers. Waits for engines that share GPUs with the trainer."""
+        """Start the engines and the rollout managers. If engines share GPUs with the trainer, wait for them."""
         assert self.placement is not None, "start comes first"
         self.template = self.placement.engine_template(secrets.token_urlsafe(32))
         self.engines = tuple(self.placement.start_engines(self.template))
@@ -144,7 +144,7 @@ class Cluster:
             self._wait_for_engines()
 
     def _start_released(self, inputs: RunInputs, first: int) -> tuple[tuple[EngineAddress, ...], RolloutSource]:
-        """Wait for the engines, start the rollout, and release the engines' memory, so that the trainer can start."""
+        """Wait for the engines, connect the rollout managers, and release the engines' memory so that the trainer can start."""
         addresses = self._wait_for_engines()
         rollout = self._start_rollout(inputs, addresses, first)
         assert self.managers is not None, "placement.offload_rollout needs engines"
@@ -200,7 +200,7 @@ class Cluster:
         return trainer
 
     def _combine_roles(self, actor: TrainerGroup, critic: RoleGroup | None, teacher: RoleGroup | None) -> Trainer:
-        """Return the actor, combined with a critic or a teacher if there is one."""
+        """Return a trainer of the actor, combined with the critic or the teacher if there is one."""
         if critic is None and teacher is None:
             return actor
         return MultiRoleTrainer(actor, critic, teacher, self.cfg.critic)

@@ -11,9 +11,9 @@ QUIET_S = 10.0
 
 @dataclass(slots=True)
 class Progress:
-    """Printer of lines with the seconds since the start: one per ready component, and one after every 10 s without a line.
+    """Printer of progress lines with the seconds since the start: for each ready component, and after every 10 s without one.
 
-    Example: ``run: trainer ready after 6 s; waiting for engine 0``.
+    Example: ``run: trainer is up after 6 s; waiting for engines``.
     """
 
     say: Callable[[str], None]
@@ -25,11 +25,11 @@ class Progress:
         self._started = self._last_message = self.clock()
 
     def ready(self, component: str, waits_for: str = "") -> None:
-        """Report that ``component`` is ready and ``waits_for`` is next."""
+        """Report ``component``, such as "trainer is up", and that ``waits_for`` is next."""
         self._say(f"{component} after {self._seconds()} s" + (f"; waiting for {waits_for}" if waits_for else ""))
 
     def waiting(self, waits_for: str) -> None:
-        """Report a long wait; called about every second."""
+        """Report a long wait. Callers call this about every second."""
         if self.clock() - self._last_message >= QUIET_S:
             self._say(f"still waiting for {waits_for} after {self._seconds()} s")
 

@@ -22,7 +22,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from slime_like.printable import visible
 
-# Keys that may change at a resume without making it another experiment.
+# Keys that may change at a resume without making the run a different experiment.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
 FIXED_KEYS = ("run.seed", "run.deterministic")
 REMOTE_EXPERTS = tuple(item.name for item in fields(RemoteOptions))
@@ -108,7 +108,7 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
 
 
 def check_saved(cfg: TrainConfig, source: Path) -> CheckpointRecord:
-    """Return the record of ``source``. Raises ``CheckpointError`` unless it has the model that the run trains."""
+    """Return the record of ``source``. Raises ``CheckpointError`` if its model or optimizer layout is not that of the run."""
     record = read_record(source)
     manifest = record.manifest
     check_saved_model(manifest, source, "model.hf_checkpoint", cfg.model.hf_checkpoint, cfg.parallel.tp)
@@ -141,8 +141,8 @@ def _check_same_run(
 ) -> None:
     """Check that settings and inputs match the checkpoint, except for keys that may change.
 
-    ``run.resume=auto`` rejects other changes. A checkpoint's path may start a new run with new settings: a changed
-    tokenizer or config.json only causes a warning.
+    With ``run.resume=auto``, raises ``ConfigError`` on any other change. With the path of checkpoints, a new run may have new
+    settings, and a changed tokenizer or config.json only causes a warning.
     """
     auto = cfg.run.resume == "auto"
     saved_config = record.run["config"] if record.run is not None else _settings_of(run_dir / "config.yaml")

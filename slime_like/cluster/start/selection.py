@@ -1,4 +1,4 @@
-"""Selection of the groups of a rollout, and the penalty of long responses, from a run's config."""
+"""Selection of the groups of a rollout, and penalty for long responses, from a run's config."""
 
 from __future__ import annotations
 

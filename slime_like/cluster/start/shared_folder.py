@@ -22,10 +22,11 @@ def find_separate_nodes(
     deadline: Deadline,
     waiting: Callable[[str], None] | None = None,
 ) -> list[str]:
-    """Return the addresses of nodes whose ranks do not see a file that the driver writes to ``run_dir``, and inform the ranks.
+    """Return the addresses of nodes whose ranks do not see a file that the driver writes to ``run_dir``.
 
-    Such a rank writes its part of a checkpoint to a folder of its own node and sends it to rank 0, which completes the checkpoint.
-    Raises ``ConfigError`` if rank 0 of a group does not see the file. ``waiting`` as in ``wait_all``.
+    All ranks of a group with such a node are told the addresses: a rank that does not see the file writes its part of a
+    checkpoint to a folder on its own node and sends it to rank 0, which completes the checkpoint. Raises ``ConfigError`` if
+    rank 0 of a group does not see the file, or if ``run_dir`` cannot be written. ``waiting`` as in ``wait_all``.
     """
     marker = run_dir / f".shared_{secrets.token_hex(8)}"
     try:

@@ -23,7 +23,11 @@ STACKS_WAIT_S = 2.0
 
 
 def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (), ray_logs: Path | None = None) -> Path:
-    """Write ``run_dir/crash-<time>``: cause, traceback, stacks, ranks in collectives, log tails, config, versions."""
+    """Write a crash bundle to ``run_dir/crash-<time>`` and return its path.
+
+    It contains the cause, followed by the lines of ``extra``, and traceback, stacks, ranks in collectives, log tails, config
+    and versions. ``ray_logs`` is Ray's log folder.
+    """
     bundle = run_dir / f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
     bundle.mkdir(parents=True, exist_ok=True)
     (bundle / "cause.txt").write_text(visible("\n".join([one_line(error), *extra]) + "\n"))
@@ -46,9 +50,9 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
 
 
 def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
-    """Return (name, path) of the logs of Ray's processes and of the run's actors, matched to stacks by process id.
+    """Return (name, path) of the logs of Ray's processes and of the run's actors, which are found by the pids in ``stacks``.
 
-    Ray's folder is removed at the end of the run.
+    The bundle needs a copy of these logs, because Ray's folder is removed at the end of the run.
     """
     if ray_logs is None:
         return []
@@ -60,7 +64,7 @@ def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
 
 
 def _tail(path: Path) -> str:
-    """Return the last lines of a log, safe for a terminal."""
+    """Return the last ``TAIL_LINES`` lines of a log, safe to print on a terminal."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
@@ -68,7 +72,7 @@ def _tail(path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error on one line, without traceback."""
+    """Return the type of the error and the first line of its message."""
     text = str(error).strip().splitlines()
     return visible(f"{type(error).__name__}: {text[0] if text else '(no message)'}")
 

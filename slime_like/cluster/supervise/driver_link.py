@@ -1,4 +1,4 @@
-"""The driver's side of the supervisor (``cluster/supervise/supervisor.py``).
+"""The driver's side of its connection to the supervisor (``cluster/supervise/supervisor.py``).
 
 A socket connects the two processes; EOF on it means that the other process has ended.
 
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 
 def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
-    """Run the driver in this process, the child of a supervisor at the other end of ``line``, and exit with its code."""
+    """Run the driver ``run`` in this process, a child of the supervisor at the other end of ``line``; exit with its code."""
     os.setpgid(0, 0)
     _leave_terminal()
     connect(line)
@@ -72,13 +72,13 @@ def _send(**message: Any) -> None:
 
 
 def report_run_dir(run_dir: Path, rings: Path) -> None:
-    """Report the folder of crash bundles, and the shared memory to remove at the end."""
+    """Report the folder for crash bundles, and ``rings``, a folder in shared memory to remove at the end of the run."""
     _send(kind="run_dir", run_dir=str(run_dir))
     report_folder(rings)
 
 
 def report_folder(folder: Path) -> None:
-    """Report a folder to remove at the end: shared memory, Ray's files and sockets."""
+    """Report a folder to remove at the end of the run, such as shared memory or Ray's files and sockets."""
     _folders.append(folder)
     _send(kind="folder", folder=str(folder))
 
@@ -106,9 +106,9 @@ def report_teardown(code: int) -> None:
 
 @contextmanager
 def bounded_call(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Generator[None]:
-    """Bound a library call without a timeout: the supervisor ends the run when ``deadline`` passes.
+    """Bound a library call that has no timeout of its own: the supervisor ends the run when ``deadline`` passes.
 
-    ``at_once``: a signal during the call ends the run immediately, as there is nothing to save yet.
+    With ``at_once``, a signal during the call ends the run immediately, because there is nothing to save yet.
     """
     number = next(_numbers)
     _send(
@@ -127,7 +127,7 @@ def bounded_call(deadline: Deadline, waits_for: str, *, at_once: bool = False) -
 
 
 def _leave_terminal() -> None:
-    """Replace a terminal stdin by /dev/null: a background group that reads from a terminal is stopped."""
+    """Replace stdin with /dev/null if it is a terminal: the kernel stops a background process group that reads from one."""
     if os.isatty(0):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

@@ -13,7 +13,7 @@ from slime_like.util.deadline import Deadline
 
 @dataclass(frozen=True, slots=True)
 class BoundedCall:
-    """A call of the driver into a library that has no timeout of its own."""
+    """A library call by the driver that has no timeout of its own."""
 
     deadline: Deadline
     waits_for: str
@@ -33,7 +33,7 @@ class DriverState:
     is_done: bool = False
 
     def update(self, message: Mapping[str, Any]) -> Mapping[str, int]:
-        """Apply a message. Return Ray's processes in it, name -> process id, which must be watched from now on."""
+        """Apply a message. Return the Ray processes that it reports (name -> pid), which the caller must watch from now on."""
         match message["kind"]:
             case "run_dir":
                 self.run_dir = Path(message["run_dir"])

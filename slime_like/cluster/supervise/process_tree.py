@@ -67,7 +67,7 @@ def find_marked(mark: str) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Send SIGKILL to each, and remove shared memory and scratch folders of killed engines."""
+    """Send SIGKILL to each process, and remove the shared memory and scratch folders of the engines among them."""
     targets = list(processes)
     pids = [process.pid for process in targets]
     names, folders = segments_of(pids), scratch_folders_of(pids)
@@ -80,14 +80,14 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def ray_processes() -> dict[str, int]:
-    """Return essential processes of the Ray started by this process: name -> process id."""
+    """Return name -> pid of the essential processes of the Ray instance that this process started."""
     child_names = {_name(child): child for child in children()}
     pids = {name: child_names[name].pid for name in ("raylet", "gcs_server") if name in child_names}
     return pids | (ray_agents(child_names["raylet"]) if "raylet" in pids else {})
 
 
 def ray_agents(raylet: psutil.Process) -> dict[str, int]:
-    """Return the agents of a raylet, which it starts with a delay: name -> process id."""
+    """Return name -> pid of the agents that a raylet has started so far; it starts them with a delay."""
     pids: dict[str, int] = {}
     with suppress(psutil.Error):
         for child in raylet.children():
@@ -98,7 +98,7 @@ def ray_agents(raylet: psutil.Process) -> dict[str, int]:
 
 
 def reward_workers() -> list[int]:
-    """Return the process ids of reward workers among the descendants."""
+    """Return the pids of the reward workers among the descendants of this process."""
     return [process.pid for process in descendants() if "slime_like.reward.worker" in command(process)]
 
 
@@ -109,7 +109,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Return True if a process is stopped, as by SIGSTOP."""
+    """Return True if a process is stopped, for example by SIGSTOP."""
     try:
         return process.status() == psutil.STATUS_STOPPED
     except psutil.Error:

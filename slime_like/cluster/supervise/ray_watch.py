@@ -12,7 +12,7 @@ import psutil
 from slime_like.cluster.supervise import process_tree
 
 PAUSED_S = 5.0  # a longer gap between checks means that this process was stopped, perhaps with all others
-STOPPED_S = 10.0  # allowed stop of a Ray process; shorter than the time after which Ray declares its node dead
+STOPPED_S = 10.0  # for which a Ray process may be stopped; less than the time after which Ray declares its node dead
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class _RayProcess:
 
 
 class RayWatch:
-    """Watcher of Ray processes by pidfds in ``selector``, whose keys have a callback as data."""
+    """Watcher of Ray processes. It registers a pidfd of each in ``selector``, with a callback as the key's data."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self.dead: list[str] = []  # a message per process
@@ -44,7 +44,7 @@ class RayWatch:
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._died(name, fd))
 
     def problems(self) -> list[str]:
-        """Return a message for each process that died or, if none did, that has been stopped for too long."""
+        """Return a message for each process that died or, if none died, for each that has been stopped for too long."""
         self._look_for_agents()
         return self.dead or self._stopped_processes()
 

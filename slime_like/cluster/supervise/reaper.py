@@ -1,7 +1,7 @@
-"""Kill processes started by user code on a node whose Ray the run has joined: no supervisor adopts them there.
+"""Kill processes started by user code on the nodes of a joined Ray cluster, where no supervisor adopts them.
 
-``python -m slime_like.cluster.supervise.reaper MARK`` detaches from its parent, which Ray kills with its direct children.
-It reads the parent's pipe until EOF, then kills every process with ``MARK`` in its environment.
+``python -m slime_like.cluster.supervise.reaper MARK`` detaches from its parent, because Ray kills the parent's direct children
+along with it. It reads the parent's pipe until EOF, then kills every process with ``MARK`` in its environment.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ EXIT_S = 5.0
 
 
 class Reaper:
-    """Mark of the children that this process starts from now on. They are killed when it ends, or at ``close``."""
+    """Handle of a reaper process. It kills all descendants that this process starts from now on, once this process ends.
+
+    ``close`` kills them earlier.
+    """
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(8)
         command = [sys.executable, "-m", __name__, self._mark]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # Ray changed it
-        # It detaches before it prints its id; a separate session protects it from signals to the process group.
+        # The child detaches, then prints its pid; a separate session protects it from signals to the process group.
         self._starter = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -39,7 +42,7 @@ class Reaper:
         os.environ[process_tree.MARK] = self._mark
 
     def _started_pid(self) -> int:
-        """Return the id of the detached process. Raises ``SlimeLikeError`` if it does not start."""
+        """Return the pid of the detached process. Raises ``SlimeLikeError`` if it does not start."""
         assert self._starter.stdout is not None
         with self._starter.stdout as output:
             if not wait([output.fileno()], START_S * scale()):
@@ -66,12 +69,12 @@ class Reaper:
 
 
 def reaper() -> Reaper | None:
-    """Return a reaper, or None if a supervisor has marked this process."""
+    """Return a reaper, or None if this process is already marked, by a supervisor that will kill its descendants."""
     return None if process_tree.MARK in os.environ else Reaper()
 
 
 def main(mark: str) -> None:
-    """Wait for EOF on stdin, then kill every process with ``mark``."""
+    """Detach, print the pid, wait for EOF on stdin, then kill every process with ``mark``."""
     if pid := os.fork():
         os.write(1, f"{pid}\n".encode())
         os._exit(0)

@@ -15,32 +15,36 @@ POLL_S = 0.1
 
 
 def dump_stacks_on_signal(folder: Path, name: str) -> None:
-    """Install a SIGUSR1 handler that writes the stacks of all threads of this process to ``folder/<name>.<pid>.<start time>.txt``."""
+    """Install a SIGUSR1 handler that writes the stacks of all threads of this process to a file in ``folder``.
+
+    The file is named ``<name>.<pid>.<start time>.txt``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / f"{name}.{os.getpid()}.{start_time(os.getpid())}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
 
 def live_processes(folder: Path) -> dict[str, int]:
-    """Return name -> process id of every live process of this node registered in ``folder``.
+    """Return name -> pid of every live process on this node that is registered in ``folder``.
 
-    Start times guard against reused process ids.
+    Start times guard against reused pids.
     """
     parts = (path.stem.rsplit(".", 2) for path in _files_of_live_processes(folder))
     return {name: int(pid) for name, pid, _ in parts}
 
 
 def request_stacks(folder: Path) -> None:
-    """Request stacks of every live process of this node registered in ``folder``."""
+    """Ask every live process on this node that is registered in ``folder`` to write its stacks."""
     for pid in live_processes(folder).values():
         with suppress(ProcessLookupError):  # it has ended in the meantime
             os.kill(pid, signal.SIGUSR1)
 
 
 def gather_stacks(folder: Path, seconds: float) -> None:
-    """Request stacks and wait until all are written, at most ``seconds``, scaled: a stopped process writes none.
+    """Request stacks and wait until all are written, at most ``seconds`` (scaled), because a stopped process writes none.
 
-    faulthandler writes from a signal handler without notification: a file is complete once it has grown and its size no longer changes.
+    faulthandler writes from a signal handler and gives no notice: a file counts as complete once it has grown and its size no
+    longer changes.
     """
     initial = _sizes(folder)
     request_stacks(folder)
@@ -56,7 +60,7 @@ def gather_stacks(folder: Path, seconds: float) -> None:
 
 
 def _files_of_live_processes(folder: Path) -> list[Path]:
-    """Return the files of live processes."""
+    """Return the stack files in ``folder`` whose processes are still alive."""
     name_parts = ((path, path.stem.rsplit(".", 2)) for path in folder.glob("*.txt"))
     return [path for path, (_, pid, start) in name_parts if start_time(int(pid)) == start]
 

@@ -15,7 +15,7 @@ FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def tolerate_write_errors() -> None:
-    """Make stdout and stderr tolerate write errors, unless the program has replaced them. Opens /dev/null for closed streams."""
+    """Make stdout and stderr tolerate write errors unless the program has replaced them. Open /dev/null for closed streams."""
     _open_closed_streams()
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _tolerant(sys.stdout)
@@ -24,9 +24,9 @@ def tolerate_write_errors() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null as each standard stream that the caller of the program has closed, such as stdout by ``>&-``.
+    """Open /dev/null in place of each standard stream that the caller of the program has closed, such as stdout by ``>&-``.
 
-    Otherwise the next file or socket would get the number of the stream, and children would print into it.
+    Otherwise the next file or socket would get the stream's file descriptor, and children would print into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -46,7 +46,7 @@ def _tolerant(stream: TextIO) -> TextIO:
 
 
 class _TolerantFile(io.FileIO):
-    """Stream that drops output that cannot be written, and warns once on stderr."""
+    """Stream that drops output that cannot be written. For stdout, it warns once on stderr."""
 
     _warned = False
 
@@ -57,7 +57,7 @@ class _TolerantFile(io.FileIO):
             if error.errno not in (*GONE, *FULL):
                 raise
             self._warn(error)
-            if error.errno in GONE:  # for the writes of libraries and children
+            if error.errno in GONE:  # so that writes by libraries and children do not fail either
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.fileno())
                 os.close(null)

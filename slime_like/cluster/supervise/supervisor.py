@@ -37,14 +37,14 @@ TICK_S = 0.25
 TOGETHER_S = 0.5  # maximum time between the death of a process and the deaths that it causes
 TEARDOWN_S = 300.0  # in total: single processes have shorter limits
 UNWIND_S = 15.0  # from a second signal until the driver begins its teardown
-ALONE_S = 15.0  # for the driver, once all processes it may wait for are killed
+ALONE_S = 15.0  # for the driver to end once all processes that it may wait for have been killed
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 STOPPED_CODE = 130
 
 
 def supervise(run: Callable[[], int]) -> int:
-    """Run the driver ``run`` in a child process; return its exit code, or the one for an abnormal end."""
+    """Run the driver ``run`` in a child process; return its exit code, or after an abnormal end 1, or 130 if it was stopped."""
     parent_end, driver_end = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -82,7 +82,7 @@ class Supervisor:
         self._ray = RayWatch(self._selector)
 
     def watch(self, mask: Collection[int]) -> int:
-        """Watch the run to its end and return its exit code. ``mask``: the signal mask from before the fork."""
+        """Watch the run to its end and return its exit code. ``mask`` is the signal mask from before the fork."""
         reader, writer = socket.socketpair()
         for end in (reader, writer, self._line):
             end.setblocking(False)
@@ -130,7 +130,7 @@ class Supervisor:
         return None
 
     def _check_faults(self) -> int | None:
-        """Return the exit code if a signal, a dead Ray process or an expired deadline ends the run, else None."""
+        """End the run on a signal, a dead or stopped Ray process or an expired deadline; return its exit code, else None."""
         if self._signals and any(call.at_once for call in self._state.calls.values()):
             _say(f"stopped while it waited for {next(iter(self._state.calls.values())).waits_for}")
             return self._kill_all(STOPPED_CODE)
@@ -138,7 +138,7 @@ class Supervisor:
             _say("stopped: the driver did not react; all processes of this run are killed")
             return self._kill_all(STOPPED_CODE)
         if (ray_problems := self._ray.problems()) and self._state.run_dir is not None:
-            # Otherwise the driver would write its own crash bundle, which blames the next dying process.
+            # Otherwise the driver would write its own crash bundle and blame the next process that dies.
             self._to_driver(signal.SIGSTOP)
             if self._await_related_deaths():
                 return self._driver_ended(self._driver_status or 0)
@@ -152,7 +152,7 @@ class Supervisor:
         return None
 
     def _confirm_ray(self) -> None:
-        """Tell a driver that has lost an actor that Ray is alive, once a dead process of Ray would have been detected."""
+        """Confirm to a driver that has lost an actor that Ray is alive, once a dead Ray process would have been detected."""
         requested_at = self._state.ray_check_requested_at
         if requested_at is not None and time.monotonic() - requested_at > TOGETHER_S:
             self._state.ray_check_requested_at = None
@@ -178,7 +178,7 @@ class Supervisor:
         self._await_related_deaths()  # deaths of Ray processes are detected with a delay
         for key, _ in self._selector.select(0):
             key.data()
-        # A killed driver takes Ray along (PR_SET_PDEATHSIG); a driver ended by Ray exits or aborts.
+        # If the driver is killed, Ray dies with it (PR_SET_PDEATHSIG); if Ray ends the driver, the driver exits or aborts.
         cause = f"{', '.join(self._ray.dead)}: " if self._ray.dead and status != -signal.SIGKILL else ""
         return self._fail(
             ProcessLost(
@@ -187,7 +187,7 @@ class Supervisor:
         )
 
     def _await_related_deaths(self) -> bool:
-        """Reap children for ``TOGETHER_S``. Return True if the driver has ended, as it does when Ray ends it."""
+        """Reap children for ``TOGETHER_S``. Return True if the driver has ended, for example because Ray ended it."""
         end = time.monotonic() + TOGETHER_S
         while time.monotonic() < end:
             self._reap()
@@ -195,7 +195,7 @@ class Supervisor:
         return self._driver_status is not None
 
     def _fail(self, error: SlimeLikeError) -> int:
-        """Print the cause, write the crash bundle, then kill everything."""
+        """Write the crash bundle, print the cause, kill all processes of the run and return exit code 1."""
         run_dir = self._state.run_dir
         text = f"{type(error).__name__}: {error}"
         if run_dir is not None:
@@ -207,7 +207,10 @@ class Supervisor:
         return self._kill_all(1)
 
     def _kill_all(self, code: int) -> int:
-        """Kill all processes of the run; return ``code``."""
+        """Kill all processes of the run, remove its reported folders and return ``code``.
+
+        Also write the report if the driver did not finish.
+        """
         deadline = Deadline("supervisor", "teardown", process_tree.END_S)
         self._end_driver(deadline)
         while remaining := process_tree.descendants(self._excluded):

@@ -1,7 +1,7 @@
 """Typed calls of Ray actors, and ``ray.get`` with deadlines.
 
-``call(actor, EngineActor.inject_fault, "SIGKILL")`` is ``actor.inject_fault.remote("SIGKILL")``, except that a type checker knows the method,
-its arguments and its result, and an editor finds its definition.
+``call(actor, EngineActor.inject_fault, "SIGKILL")`` is equivalent to ``actor.inject_fault.remote("SIGKILL")``, except that a
+type checker knows the method, its arguments and its result, and an editor finds its definition.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def call(actor: ActorHandle[Any], method: Callable[..., Any], *args: Any, **kwar
 
 
 def put[T](value: T) -> T:
-    """Store an argument of several calls once. Typed as the value, because Ray passes the value to the methods.
+    """Store an argument of several calls in Ray's object store once.
 
+    The returned reference is typed as ``value``, because Ray passes the value itself to the called methods.
     The supervisor ends the run if this takes longer than ``STORE_S``.
     """
     with driver_link.bounded_call(Deadline("driver", "put", STORE_S), "Ray's object store"):
@@ -68,9 +69,10 @@ def wait_all[R](
 ) -> dict[str, R]:
     """Return the results of all ``refs`` by name; call ``waiting`` with the pending names after each wait without a result.
 
-    Raises the error of a remote call with its type; ``WorkerError`` naming a process that died; ``DeadlineExceeded`` naming
-    the processes that have not responded. An error is raised within ``POLL_S``, also while other calls are pending. A wait
-    collects all available results, and waits become longer, so that their number does not depend on the number of ``refs``.
+    Raises the ``SlimeLikeError`` of a remote call with its type; ``WorkerError`` for any other error, and naming a process that
+    died; ``DeadlineExceeded`` naming the processes that have not responded. An error is noticed within ``POLL_S``, even while
+    other calls are pending, but raised only after ``_root_cause`` has waited for a more specific one. Each wait collects all
+    available results, and waits become longer, so that their number does not depend on the number of ``refs``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}
@@ -108,15 +110,16 @@ def _remaining(deadline: Deadline, pending: Mapping[ObjectRef[Any], str]) -> flo
 def _root_cause(
     errors: Sequence[SlimeLikeError], pending: Mapping[ObjectRef[Any], str], deadline: Deadline
 ) -> SlimeLikeError:
-    """Return the root cause: a death, or else a specific error, since one rank's failure breaks its peers' connections.
+    """Return the root cause: a process death, else a specific error, because one rank's failure breaks its peers' connections.
 
-    Ray reports a dead process immediately, but those of a lost node only once it has declared the node dead.
+    If there is neither yet, wait for a death. Ray reports a dead process immediately, but the processes of a lost node only
+    once it has declared the node dead.
     """
     if not any(_died(error) or _is_specific(error) for error in errors):
         waiting_refs, waited_s = dict(pending), 0.0
         is_collective = any(isinstance(error, CollectiveError) for error in errors)
         limit = DECLARED_S if waiting_refs and is_collective and _has_several_nodes() else GRACE_S
-        # The deadline may pass during this wait, and is not the cause.
+        # The deadline may pass during this wait, but is not the cause then.
         extended_deadline = replace(deadline, seconds=deadline.seconds + DECLARED_S)
         while waiting_refs and waited_s < limit and not any(map(_died, errors)):
             ready, _ = ray.wait(list(waiting_refs), num_returns=len(waiting_refs), timeout=POLL_S)
@@ -153,9 +156,10 @@ def _errors(
 def wait_first[R](
     refs: Mapping[str, ObjectRef[R]], optional_refs: Mapping[str, ObjectRef[R]], deadline: Deadline
 ) -> tuple[str, R]:
-    """Return name and result of the first ready ref, ties in the order of ``refs``, then ``optional_refs``; errors as ``wait_all``.
+    """Return the name and result of the first ready ref. If several are ready, ``refs`` come before ``optional_refs``.
 
-    ``optional_refs`` may be pending until the end of the run: ``DeadlineExceeded`` does not name them.
+    Errors as in ``wait_all``, without a search for the root cause. ``optional_refs`` may stay pending until the end of the run:
+    ``DeadlineExceeded`` does not name them.
     """
     pending = {ref: name for name, ref in refs.items()}
     names = pending | {ref: name for name, ref in optional_refs.items()}
@@ -169,9 +173,9 @@ def wait_first[R](
 def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dict[str, R]:
     """Return the results of all ``refs`` by name; raise an error only once the other calls have ended, unless a process died.
 
-    ``EngineLost`` is raised only if no call is pending any more, so that the calls can be repeated: a call that is still pending
-    at the deadline is a ``DeadlineExceeded``. After any other error the pending calls have ``SETTLE_S`` to end. Errors have the
-    types of ``wait_all``.
+    ``EngineLost`` is raised only when no call is pending any more, so that the calls can be repeated; if a call is still
+    pending at the deadline, raises ``DeadlineExceeded`` instead. After any other error, the pending calls have ``SETTLE_S`` to
+    end. Errors have the same types as in ``wait_all``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}
@@ -205,7 +209,7 @@ def is_ready(ref: ObjectRef[Any]) -> bool:
 
 
 def wait_one[R](name: str, ref: ObjectRef[R], deadline: Deadline) -> R:
-    """Return the result of one call; errors as ``wait_all``."""
+    """Return the result of one call. Errors as in ``wait_all``."""
     return wait_all({name: ref}, deadline)[name]
 
 

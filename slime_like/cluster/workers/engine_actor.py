@@ -1,6 +1,7 @@
-"""One SGLang engine as a Ray actor, which owns the server process, reports why it died, and restarts it.
+"""One SGLang engine as a Ray actor, which owns the server process, reports why the server died, and restarts it.
 
-The actor of an engine on several nodes is on the first one; it starts and ends the actors on the other nodes (``EngineParts``).
+The actor of an engine on several nodes runs on the first of them; it starts and ends the actors on the other nodes
+(``EngineParts``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class EngineActor:
         other_nodes: Sequence[NodeSlot] = (),
         gpus: tuple[int, ...] = (),
     ) -> None:
-        """Start the server at Ray's address: loopback in a single-machine cluster, else the node's address.
+        """Start the server on the address that Ray uses: loopback in a single-machine cluster, else the node's address.
 
         ``gpus``: see ``EngineAddress``.
         """
@@ -51,7 +52,7 @@ class EngineActor:
         self._closing = False
         self._server_lock = threading.Lock()  # guards _server: a stop may arrive during a restart
         self._parts: EngineParts | None = None
-        self._first_free_gib: float | None = None  # of the GPUs of an engine on one node
+        self._first_free_gib: float | None = None  # on a GPU before the first start; None on several nodes
         self._server = self._start()
         self._exit_summary: str | None = None  # summary of a server that ``stop_server`` has stopped
 
@@ -96,7 +97,7 @@ class EngineActor:
         return EngineAddress(self._name, self._server.url, self._admin_key, spec.tp, spec.num_nodes, self._gpus)
 
     def _describe_exit(self) -> str:
-        """Return one line about the end of the engine: of its server here, and of the part on another node that ended first."""
+        """Return one line on how the engine ended: its server here, and any part on another node that ended first."""
         cause = "" if self._parts is None else self._parts.cause_of_loss
         summary = self._server.exit_summary()
         return f"{summary or 'ended'}; {cause.splitlines()[0]}" if cause else summary
@@ -122,13 +123,13 @@ class EngineActor:
         return self.ready(), exit_summary
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the processes of the engine that are stopped, as by SIGSTOP."""
+        """Return the pids of the engine's processes, on all of its nodes, that are stopped, for example by SIGSTOP."""
         if not self._server.alive():
             return ()
         return processes.stopped_pids(self._server.pid) + (() if self._parts is None else self._parts.stopped_pids())
 
     def inject_fault(self, signal_name: str, part: str = "") -> None:
-        """Inject a fault of ``chaos.*``: signal one ``part`` of the server, or all of it, if it is running."""
+        """Inject a fault of ``chaos.*``: send a signal to one ``part`` of the server, or to all of it, if it is running."""
         number = signal.Signals[signal_name]
         with contextlib.suppress(ProcessLookupError):  # restarting after an earlier fault
             if not part:
@@ -137,7 +138,10 @@ class EngineActor:
                 os.kill(pid, number)
 
     def cause_of_death(self, suspected: bool) -> str:
-        """Return exit code and last log lines of a dead server, empty if alive; if ``suspected``, wait for it to die."""
+        """Return the exit code and last log lines of a dead server; empty if it is alive.
+
+        If its death is ``suspected``, wait a few seconds for it.
+        """
         cause = self._server.cause_of_death() if suspected or not self._server.alive() else ""
         if self._server.alive():
             return ""

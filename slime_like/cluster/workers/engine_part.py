@@ -1,4 +1,4 @@
-"""Part of an engine on a node other than its first, as a Ray actor that the first node's actor starts."""
+"""Ray actor for the part of an engine on a node other than its first; the first node's actor starts it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ POLL_S = 0.1
 
 
 class EnginePart:
-    """Actor that starts the server of its node at construction. Ray ends it when the actor that started it ends.
+    """Actor that starts the server of its node at construction. Ray ends it when the first node's actor ends.
 
-    Its server then reads end-of-file and ends too: no process of the engine outlives the first node's actor.
+    Its server then reads end-of-file and ends too, so that no process of the engine outlives the first node's actor.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class EnginePart:
     ) -> None:
         prepare_process(name, spec, stacks_dir, env)
         self._closing = threading.Event()
-        self._rank_pids: tuple[int, ...] = ()  # since ``ready``
+        self._rank_pids: tuple[int, ...] = ()  # set by ``ready``
         self._server = EngineServer(spec, admin_key=admin_key, host=str(get_node_ip_address()), node=node)
         self._server.start()
 
@@ -39,8 +39,8 @@ class EnginePart:
     def wait_for_end(self) -> str:
         """Wait until the server or a rank ends; return how it ended, or an empty text once ``stop`` is called.
 
-        Needed until SGLang's watchdog of subprocesses covers nodes other than the first without data-parallel attention, too: a
-        rank that a signal ends leaves their servers alive.
+        Needed until SGLang's watchdog of subprocesses also covers nodes other than the first without data-parallel attention:
+        their servers stay alive when a signal ends one of their ranks.
         """
         ended_pids: tuple[int, ...] = ()
         while self._server.alive() and not (ended_pids := processes.ended_pids(self._rank_pids)):
@@ -54,7 +54,7 @@ class EnginePart:
         return rank + self._server.cause_of_death()
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the processes of the server that are stopped, as by SIGSTOP."""
+        """Return the pids of the server's processes that are stopped, for example by SIGSTOP."""
         return processes.stopped_pids(self._server.pid) if self._server.alive() else ()
 
     def stop(self) -> None:

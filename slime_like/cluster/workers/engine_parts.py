@@ -1,4 +1,4 @@
-"""Start, loss and end of the parts of an engine on the nodes other than its first."""
+"""Start, watch and stop the parts of an engine on nodes other than its first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slime_like.errors import EngineError, EngineNodeLost, WorkerError
 from slime_like.rollout.engine.node import EngineNode
 from slime_like.util.deadline import Deadline, scale
 
-PART_CALLS = 4  # concurrent: a call waits for the end of the server
+PART_CALLS = 4  # concurrent calls of one part: one of them waits for its server to end
 POLL_S = 0.5
 STOP_S = 10.0  # for the actors of other nodes to stop their servers
 ANSWER_S = 10.0
@@ -50,12 +50,12 @@ class PartSettings:
 
 
 class EngineParts:
-    """Owner of an engine's actors on the other nodes, from one start of the engine to its end. Ends the engine if one is lost."""
+    """Owner of an engine's actors on other nodes, from one start of the engine to its stop. Ends the engine if one is lost."""
 
     def __init__(
         self, settings: PartSettings, slots: Sequence[NodeSlot], node: EngineNode, end_engine: Callable[[], None]
     ) -> None:
-        """Start an actor per slot. ``end_engine`` stops the server on the first node; a thread calls it after a loss."""
+        """Start an actor per slot, and a thread that calls ``end_engine`` after a loss, to stop the first node's server."""
         self.cause_of_loss = ""  # names the node and the cause
         self._node_lost = False  # the actor has ended, not only the server
         self._end_engine = end_engine
@@ -79,15 +79,16 @@ class EngineParts:
             raise (EngineNodeLost if is_lost else EngineError)(str(error)) from error
 
     def raise_loss(self, error: EngineError) -> None:
-        """Raise ``EngineNodeLost`` or ``EngineError`` if a part is lost. The message includes ``error``, that of the first node:
-        either of them may be the consequence of the other.
+        """Raise ``EngineNodeLost`` or ``EngineError`` if a part is lost.
+
+        The message includes ``error``, the error of the first node, because either may have caused the other.
         """
         if self.cause_of_loss:
             text = f"{self.cause_of_loss}\nfirst node: {error}"
             raise (EngineNodeLost if self._node_lost else EngineError)(text) from error
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the stopped processes of all parts that answer within ``ANSWER_S``."""
+        """Return the pids of the stopped processes of all parts that answer within ``ANSWER_S``."""
         refs = [call(actor, EnginePart.stopped_pids) for actor in self._actors.values()]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S * scale()) if refs else ([], [])
         try:
@@ -96,8 +97,9 @@ class EngineParts:
             return ()
 
     def stop(self, stop_first: Callable[[], None]) -> None:
-        """Stop the servers, and that of the first node by ``stop_first`` at the same time. Then end the actors, even those that have
-        not answered, as on a lost node.
+        """Stop the servers of all parts and, at the same time, the first node's server with ``stop_first``.
+
+        Then kill the actors, including those that did not answer, for example on a lost node.
         """
         self._closing.set()  # the end of a part is no loss from here
         refs: list[ObjectRef[None]] = [call(actor, EnginePart.stop) for actor in self._actors.values()]
@@ -108,7 +110,7 @@ class EngineParts:
             ray.kill(actor)
 
     def _watch(self) -> None:
-        """Wait for the end of any part, then end the engine: its other ranks would wait in a collective for the missing ones."""
+        """Wait for any part to end, then end the engine: its other ranks would wait in a collective for the missing ones."""
         while self._ends and not self._closing.is_set():
             ended_refs, _ = ray.wait(list(self._ends), num_returns=1, timeout=POLL_S)
             if ended_refs and not self._closing.is_set():

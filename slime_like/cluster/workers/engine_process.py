@@ -1,4 +1,4 @@
-"""Preparation of the process of a Ray actor that owns a server of an engine."""
+"""Prepare the process of a Ray actor that owns an engine's server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prepare_process(name: str, spec: EngineSpec, stacks_dir: str, env: Mapping[s
     """Set the environment that the server inherits, and make this process write its stacks on a signal."""
     os.environ.update(env)
     if spec.feeds_training:
-        for variable in changing_variables(os.environ):  # set on this node: the driver has rejected its own
+        for variable in changing_variables(os.environ):  # set on this node; the driver has already rejected its own
             del os.environ[variable]
     keep_caches_private()
     dump_stacks_on_signal(Path(stacks_dir), name.replace(" ", "_"))

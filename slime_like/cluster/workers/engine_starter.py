@@ -1,7 +1,7 @@
-"""Start of engine actors, by the driver at the start of a run and by the rollout manager during it.
+"""Start engine actors: the driver does so at the start of a run, a rollout manager during the run.
 
-The manager starts an engine after the loss of its node, or for a larger pool. It selects a node by the Ray cluster's current
-nodes and free GPUs, and waits for GPUs until ``placement.wait_deadline_s``.
+The manager starts an engine after the loss of the engine's node, or to enlarge the pool. It selects among the Ray cluster's
+current nodes and free GPUs, and waits for GPUs for at most ``placement.wait_deadline_s``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EngineTemplate:
     wait_s: float  # for free GPUs
     trainer_nodes: frozenset[str] = (
         frozenset()
-    )  # addresses; on CPUs, an engine starts there only if there is no other node
+    )  # addresses; on CPUs, an engine starts there only if there are too few other nodes
     reserved: tuple[tuple[NodeSlot, ...], ...] = ()
     """Nodes of each engine at the start of the run, whose GPUs stay reserved for the run; empty for engines on one node."""
 
@@ -70,7 +70,7 @@ class EngineTemplate:
         other_nodes: Sequence[NodeSlot] = (),
         gpus: tuple[int, ...] = (),
     ) -> ActorHandle[EngineActor]:
-        """Start the actor of an engine with Ray's ``options``; its server sees ``gpu_ids``, a list of GPU ids of the node.
+        """Start the actor of an engine with Ray's ``options``; its server sees only ``gpu_ids``, comma-separated ids, if given.
 
         ``other_nodes``: slots of the engine on nodes other than the first. ``gpus``: see ``EngineAddress``.
         """
@@ -84,13 +84,13 @@ class EngineTemplate:
         return start(f"engine {index}", spec, self.admin_key, self.stacks_dir, env, tuple(other_nodes), gpus)
 
     def start_on(self, index: int, slots: Sequence[NodeSlot]) -> ActorHandle[EngineActor]:
-        """Start the actor of an engine on its nodes; the engine's first rank is on the first one."""
+        """Start an engine on the nodes of ``slots``; its actor and its first rank are on the first one."""
         options = {"scheduling_strategy": on_node(slots[0].node_id)}
         return self.start(index, options, slots[0].gpus, slots[1:])
 
 
 class EngineStarter:
-    """Starter of engines in the rollout manager's process, which also stops the engines that it has started."""
+    """Starter of engines in the rollout manager's process. It also stops the engines that it has started."""
 
     def __init__(
         self,
@@ -99,9 +99,11 @@ class EngineStarter:
         hosts: Mapping[int, str],
         share: ManagerShare = SINGLE,
     ) -> None:
-        """``actors``: actor of each engine of this manager that runs already. ``hosts``: node address of every engine of the run,
-        to spread further engines; engines that other managers move later keep their first address here. The index of ``share``
-        selects among nodes with equally few engines, so that managers that add engines at the same time use different ones.
+        """Take over ``actors``, this manager's engines that are already running, by engine index.
+
+        ``hosts`` has the node address of every engine of the run, for spreading further engines; it is not updated when other
+        managers move engines. The index of ``share`` breaks ties between nodes with equally few engines, so that managers that
+        add engines at the same time use different nodes.
         """
         self._template, self._share = template, share
         self._hosts = {index: (host,) for index, host in hosts.items()}
@@ -125,12 +127,12 @@ class EngineStarter:
         return actor
 
     def _remaining_slots(self, index: int) -> list[NodeSlot]:
-        """Return the slots on live nodes that have been reserved for the engine since the start of the run."""
+        """Return those slots reserved for the engine since the start of the run whose nodes are still alive."""
         live = {node.node_id for node in cluster_nodes(ray.nodes())} if index < len(self._template.reserved) else set()
         return [slot for slot in self._template.reserved[index] if slot.node_id in live] if live else []
 
     async def end(self, index: int) -> None:
-        """Stop an engine, and free GPUs that this process has reserved for it."""
+        """Stop an engine, and free any GPUs that this process has reserved for it."""
         self._hosts.pop(index, None)
         if (actor := self._actors.pop(index, None)) is not None:
             await end_engine(actor)
@@ -143,8 +145,10 @@ class EngineStarter:
         await asyncio.gather(*(self.end(index) for index in indices))
 
     def _least_loaded(self, index: int, num_nodes: int, excluded: Set[str]) -> list[NodeSlot]:
-        """Return the ``num_nodes`` live nodes with the fewest engines, without ``excluded``; with trainer ranks only if other nodes are
-        too few."""
+        """Return slots on the ``num_nodes`` live nodes with the fewest engines, leaving out the addresses in ``excluded``.
+
+        Nodes with trainer ranks are used only if there are too few others. Raises ``EngineError`` if there are too few nodes.
+        """
         nodes = [node for node in cluster_nodes(ray.nodes()) if node.num_cpus and node.address not in excluded]
         preferred = [node for node in nodes if node.address not in self._template.trainer_nodes]
         if len(preferred) >= num_nodes:
@@ -166,7 +170,7 @@ class EngineStarter:
     async def _reserve(self, index: int, num_nodes: int, kept: Sequence[NodeSlot]) -> list[NodeSlot]:
         """Reserve the engine's GPUs on ``num_nodes`` nodes other than those of its ``kept`` parts.
 
-        Raises ``EngineError`` if there are none, or if a node is lost.
+        Raises ``EngineError`` if the GPUs are not free within ``placement.wait_deadline_s``, or if a node is lost.
         """
         spec, limit = self._template.spec, self._template.wait_s * scale()
         size = spec.tp // spec.num_nodes  # GPUs on each node
@@ -221,7 +225,7 @@ def gpu_order(gpu: str) -> tuple[int, str]:
 
 
 async def end_engine(actor: ActorHandle[EngineActor]) -> None:
-    """Stop an engine's processes and kill its actor. An actor that does not answer is killed without a stop."""
+    """Stop an engine's processes, then kill its actor, even if it has not answered within ``STOP_S``."""
     try:
         async with asyncio.timeout(STOP_S * scale()):
             await call(actor, EngineActor.stop)

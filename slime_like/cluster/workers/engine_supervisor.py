@@ -25,7 +25,7 @@ STOP_S = 30.0  # to stop the old server, or to start the process of an actor
 
 
 class _ActorLost(EngineError):
-    """An engine's actor that Ray does not start again."""
+    """Loss of an engine's actor that Ray does not start again."""
 
 
 class RayEngineFactory:
@@ -34,7 +34,7 @@ class RayEngineFactory:
     def __init__(
         self, starter: EngineStarter, config: RolloutConfig, routing: RoutingShape | None, peer_timeout_s: float
     ) -> None:
-        """``routing`` and ``peer_timeout_s`` are those of ``EngineClient``."""
+        """Store the arguments. ``routing`` and ``peer_timeout_s`` are passed on to each ``EngineClient``."""
         self._starter, self._config, self._routing, self._peer_timeout_s = starter, config, routing, peer_timeout_s
 
     async def create(self, index: int) -> RayEngineSupervisor:
@@ -65,7 +65,7 @@ class RayEngineFactory:
 
 
 class RayEngineSupervisor:
-    """One engine across restarts."""
+    """Supervisor of one engine across restarts."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class RayEngineSupervisor:
         connect: Callable[[EngineAddress], EngineClient],
         start: Callable[[], Awaitable[ActorHandle[EngineActor]]] | None = None,
     ) -> None:
-        """``connect`` returns a client of the engine at an address.
+        """Connect to the engine at ``address`` with ``connect``, which returns a client.
 
-        ``start`` starts another actor for the engine, on a live node; None if a lost node cannot be replaced.
+        ``start`` starts another actor for the engine on live nodes; None if a lost node cannot be replaced.
         """
         self._start = start
         self._actor = actor
@@ -89,8 +89,8 @@ class RayEngineSupervisor:
     async def restart(self) -> tuple[EngineClient, str]:
         """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended.
 
-        If its actor cannot be started again, as after the loss of its node, or another node of the engine is lost, another actor is
-        started on live nodes.
+        If Ray cannot start the actor again, for example after the loss of its node, or if another node of the engine is lost,
+        start another actor on live nodes.
         """
         deadline = Deadline("rollout manager", "engine restart", self._config.start_deadline_s + STOP_S)
         try:
@@ -112,7 +112,7 @@ class RayEngineSupervisor:
         await self._ask(EngineActor.stop_server, Deadline("rollout manager", "engine stop", STOP_S))
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return the ids of the server's processes that are stopped, as by SIGSTOP."""
+        """Return the pids of the engine's processes that are stopped, for example by SIGSTOP."""
         return await self._ask(EngineActor.stopped_pids, Deadline("rollout manager", "health", ANSWER_S))
 
     async def _ask[R](self, method: Callable[[EngineActor], R], deadline: Deadline) -> R:

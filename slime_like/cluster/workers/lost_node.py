@@ -1,4 +1,4 @@
-"""Description of the node with which an actor was lost, for an error message."""
+"""Describe the node that was lost together with an actor, for an error message."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ POLL_S = 0.5
 def describe_node(error: Exception) -> str:
     """Return " with its node ADDRESS" if the actor was lost with its node, else an empty string.
 
-    Ray has the address of a node that it has declared dead only in the text of the error. If the connection was reset before, the
-    error says only that the actor is unavailable: wait, at most ``DECLARED_S``, until Ray declares the actor or its node dead.
+    After Ray has declared a node dead, the node's address is only in the text of ``error``. If the connection was reset before
+    that, ``error`` only says that the actor is unavailable: wait, at most ``DECLARED_S``, until Ray declares the actor or its
+    node dead.
     """
     if isinstance(error, ActorUnavailableError):
         return _wait_for_decision(error)

@@ -1,4 +1,4 @@
-"""The rollout managers of a run, as the driver calls them: one, or ``rollout.num_managers`` with a share each."""
+"""The driver's handle of the ``rollout.num_managers`` rollout managers of a run, each with a share of prompts and engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ManagerGroup:
     def start_each[R](
         self, start: Callable[[ActorHandle[RolloutActor], ManagerShare], ObjectRef[R]]
     ) -> dict[str, ObjectRef[R]]:
-        """Return the pending result of ``start`` for every manager by name."""
+        """Call ``start`` with every manager and its share; return the pending results by the managers' names."""
         return {share.name: start(actor, share) for actor, share in zip(self.actors, self.shares, strict=True)}
 
     def call[**P, R](
@@ -45,5 +45,5 @@ class ManagerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """Return the results of a method of every manager; errors as ``wait_settled``."""
+        """Call a method of every manager and return the results. Errors as in ``wait_settled``."""
         return list(wait_settled(self.start(method, *args, **kwargs), deadline).values())

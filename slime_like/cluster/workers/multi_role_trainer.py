@@ -22,7 +22,7 @@ from slime_like.types import F32, StepStats
 class MultiRoleTrainer:
     """Trainer of several roles. ``step`` has three parts; within each, the roles run concurrently:
 
-    score       critic and teacher score the rows, the actor its old and reference policy
+    score       critic and teacher score the rows, the actor scores them with its old and reference policy
     advantages  the actor computes advantages from these columns, and the targets of the critic
     update      actor and critic take their optimizer steps
     """
@@ -56,7 +56,7 @@ class MultiRoleTrainer:
         return StepStats(self.version, (*metrics, *(metric for report in reports.values() for metric in report)))
 
     def _score(self, batch: TrainBatch) -> tuple[list[dict[str, Columns]], list[Metric]]:
-        """Return the columns of other roles for each data-parallel rank of the actor, and metrics."""
+        """Return the columns of the other roles for each data-parallel rank of the actor, and their metrics."""
         refs: Refs[Any] = {**self.actor.start_open(batch)}
         for _, group in self._scorers:
             refs |= group.start_score(batch)
@@ -76,11 +76,11 @@ class MultiRoleTrainer:
         return self.actor.score(batch, float64_kind)
 
     def kernels(self) -> tuple[str, ...]:
-        """Describe the kernels of the actor."""
+        """Return descriptions of the kernels that the actor used."""
         return self.actor.kernels()
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return per-token advantages of the actor."""
+        """Return sample id -> per-token advantages of the actor."""
         return self.actor.token_advantages(sample_ids)
 
     def release_communicators(self) -> None:
@@ -90,7 +90,7 @@ class MultiRoleTrainer:
                 group.release_communicators()
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Begin a checkpoint of actor and critic, both of the current state."""
+        """Begin a checkpoint of the current state of actor and critic."""
         if self.critic is not None:
             self.critic.begin_save(folder / CRITIC, iteration)
         try:
@@ -101,7 +101,7 @@ class MultiRoleTrainer:
             raise
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Return True if both checkpoints are complete."""
+        """Return True if the checkpoints of actor and critic are complete; with ``wait``, block until they are."""
         try:
             critic_done = self.critic is None or self.critic.finish_save(wait=wait)
         except CheckpointError:
@@ -115,7 +115,7 @@ class MultiRoleTrainer:
             raise
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Load an iteration of actor and critic."""
+        """Load the checkpoint ``iteration`` of actor and critic."""
         self.actor.load(folder, iteration)
         if self.critic is not None:
             self.critic.load(folder / CRITIC, iteration)

@@ -1,4 +1,4 @@
-"""Scheduling of actors on a given node."""
+"""Schedule actors on a given node."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Return the strategy of an actor that runs on this node only."""
+    """Return the scheduling strategy for an actor that may run only on the node with Ray's id ``node_id``."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)

@@ -14,7 +14,7 @@ HIGH_WATER = "5"  # written to clear_refs: resets the high-water mark of residen
 
 
 class MemoryPeaks:
-    """Recorded peaks by phase since the last drain; the phases of a rank are consecutive.
+    """Memory peaks by phase since the last drain. Phases must not overlap, because each one resets the process's peak.
 
     Example: ``with peaks("step"): ...`` then ``peaks.drain()`` gives ``(Max("memory/step", bytes),)``.
     """
@@ -52,7 +52,7 @@ def _device_peak() -> float:
 
 
 def _reset_host() -> None:
-    with suppress(OSError):  # without permission, the peak is that since the start of the process
+    with suppress(OSError):  # without permission, the peak counts from the start of the process
         (PROC / "clear_refs").write_text(HIGH_WATER)
 
 

@@ -71,7 +71,7 @@ class RoleWorker(RankWorker):
         return self._role
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> ShardScores:
-        """Return values or log-probabilities of this shard's rows."""
+        """Return the values (critic) or log-probabilities (teacher) of this shard's rows, and metrics."""
         assert self._role is not None, "connect comes first"
         return self._role.score(steps)
 
@@ -101,11 +101,11 @@ class RoleGroup(RankGroup[RoleWorker]):
         self._dp = spec.rank.layout.dp
 
     def start_connect(self, master: tuple[str, int]) -> Refs[int]:
-        """Start to join the ranks and build the model on each."""
+        """Start joining the ranks and building the model on each."""
         return self.start(RoleWorker.connect, self._spec, master)
 
     def start_score(self, batch: TrainBatch) -> Refs[ShardScores]:
-        """Ship each shard once; the caller passes the results to ``collect_scores``."""
+        """Ship each shard once and start scoring it; the caller passes the results to ``collect_scores``."""
         return self.start_sharded(RoleWorker.score, [put(shard) for shard in shards(batch, self._dp)])
 
     def collect_scores(
@@ -117,7 +117,7 @@ class RoleGroup(RankGroup[RoleWorker]):
         return redistribute(columns, batch, ranks), tuple(m for answer in results.values() for m in answer[1])
 
     def start_update(self, returns: Sequence[Columns], batch: TrainBatch) -> Refs[tuple[Metric, ...]]:
-        """Start a critic's optimizer steps on ``returns``, which are sharded as the actor's."""
+        """Start a critic's optimizer steps on ``returns``, which are sharded like the actor's batches."""
         tokens = [step.num_tokens for step in batch.steps]
         return self.start_sharded(RoleWorker.update, redistribute(returns, batch, self._dp), tokens)
 
@@ -130,5 +130,5 @@ class RoleGroup(RankGroup[RoleWorker]):
         return all(self.on_all(RoleWorker.finish_save, wait).values())
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Load an iteration of ``folder``."""
+        """Load ``folder/iter_<iteration>``."""
         self.on_all(RoleWorker.load, str(folder), iteration)

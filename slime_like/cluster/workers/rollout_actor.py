@@ -1,4 +1,4 @@
-"""The rollout manager as an async Ray actor: collecting and pushing interleave in one event loop."""
+"""The rollout manager as an async Ray actor, whose event loop interleaves collecting and pushing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RolloutActor(RolloutManager):
         engines: Sequence[tuple[ActorHandle[EngineActor], EngineAddress]],
         template: EngineTemplate,
     ) -> None:
-        """Initialize the manager for its share of ``engines``: (actor, address) of every engine of the run.
+        """Initialize the manager for its share of ``engines``, the (actor, address) pairs of all engines of the run.
 
         Further engines are started with ``template``.
         """

@@ -22,13 +22,13 @@ from slime_like.metrics.types import Metric
 from slime_like.types import F32, StepStats
 from slime_like.util.deadline import Deadline
 
-# Collective deadlines allowed for releasing communicators, which is one collective without computation.
+# Time allowed for releasing communicators, in multiples of a collective's deadline: it is one collective without computation.
 RELEASE_DEADLINES = 2
 type Refs[R] = dict[str, ObjectRef[R]]  # rank name -> pending result
 
 
 class RankGroup[W: RankWorker](ABC):
-    """The workers of one role. ``start`` calls them; ``wait_all`` collects the results, also of several roles together."""
+    """The workers of one role. ``start`` calls them; ``wait_all`` collects the results, even of several roles at once."""
 
     def __init__(self, role: str, workers: Sequence[ActorHandle[W]], rank: RankSpec) -> None:
         self.role = role
@@ -40,37 +40,37 @@ class RankGroup[W: RankWorker](ABC):
         self._dp_ranks: dict[str, int] = {}
 
     def rendezvous(self) -> Refs[tuple[str, int]]:
-        """Request the rendezvous address from the first rank."""
+        """Request the rendezvous address from rank 0."""
         name, first = next(iter(self._workers.items()))
         return {name: call(first, RankWorker.rendezvous)}
 
     @abstractmethod
     def start_connect(self, master: tuple[str, int]) -> Refs[int]:
-        """Start to join the ranks and build the model on each; the caller passes the results to ``set_dp_ranks``."""
+        """Start joining the ranks and building the model on each; the caller passes the results to ``set_dp_ranks``."""
 
     def set_dp_ranks(self, dp_ranks: Mapping[str, int]) -> None:
         """Store the data-parallel rank of each worker."""
         self._dp_ranks = {name: dp_ranks[name] for name in self._workers}
 
     def start[**P, R](self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Refs[R]:
-        """Start the same call on every rank."""
+        """Start the same call on every rank; return the pending results by rank name."""
         return {name: call(worker, method, *args, **kwargs) for name, worker in self._workers.items()}
 
     def start_sharded[S, **P, R](
         self, method: Callable[Concatenate[W, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Refs[R]:
-        """Start a call on every rank with the shard of its data-parallel rank."""
+        """Start a call on every rank with the shard of its data-parallel rank; return the pending results by rank name."""
         return {
             name: call(worker, method, shards[self._dp_ranks[name]], *args, **kwargs)
             for name, worker in self._workers.items()
         }
 
     def on_all[**P, R](self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> dict[str, R]:
-        """Make the same call on every rank and wait for the results."""
+        """Make the same call on every rank and return the results by rank name."""
         return wait_all(self.start(method, *args, **kwargs), self.deadline(method.__name__))
 
     def release_communicators(self) -> None:
-        """Release communicators until the next call, under ``guard.release``. Idempotent."""
+        """Release communicators if ``guard.release`` is set; the next call creates them again. Idempotent."""
         if self._releases:
             wait_all(self.start(RankWorker.release_communicators), self.deadline("release", self._release_s))
 
@@ -85,12 +85,12 @@ class RankGroup[W: RankWorker](ABC):
         return [results[rank] for rank in sorted(results)]
 
     def deadline(self, phase: str, seconds: float | None = None) -> Deadline:
-        """Return the deadline of the driver for this role."""
+        """Return a deadline for the driver's wait in ``phase``: in ``seconds``, by default the role's limit."""
         return Deadline("driver", phase, seconds or self._deadline_s)
 
 
 def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Callable[[str], None] | None = None) -> None:
-    """Join the ranks of every group concurrently, one world per group; ``waiting`` as in ``wait_all``."""
+    """Join the ranks of each group into a world of their own, all groups concurrently; ``waiting`` as in ``wait_all``."""
     addresses: Refs[tuple[str, int]] = {}
     for group in groups:
         addresses |= group.rendezvous()
@@ -112,11 +112,11 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         self.version = 0
 
     def start_connect(self, master: tuple[str, int]) -> Refs[int]:
-        """Start to join the ranks and build the model on each."""
+        """Start joining the ranks and building the model on each."""
         return self.start(TrainerWorker.connect, self._spec, master)
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """Ship each dp shard once, take every optimizer step, return the metrics of all ranks."""
+        """Ship each data-parallel shard once, take every optimizer step, and return the metrics of all ranks."""
         tokens = [step.num_tokens for step in batch.steps]
         results = wait_all(
             self.start_sharded(TrainerWorker.train_rollout, self._ship(batch), tokens), self.deadline("step")
@@ -128,11 +128,11 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return [put(shard) for shard in shards(batch, self._spec.layout.dp)]
 
     def start_open(self, batch: TrainBatch) -> Refs[None]:
-        """Start the first part of ``step`` with other roles: ship each shard once and score it."""
+        """Start the first part of a step with other roles: ship each shard once and score it."""
         return self.start_sharded(TrainerWorker.open_rollout, self._ship(batch))
 
     def start_advantages(self, columns: Sequence[Mapping[str, Columns]]) -> Refs[Columns | None]:
-        """Start the second part: compute advantages from the ``columns`` of other roles; the results are the critic's targets."""
+        """Start the second part: compute advantages from the ``columns`` of other roles. Results are the critic's targets."""
         return self.start_sharded(TrainerWorker.compute_advantages, [put(column) for column in columns])
 
     def start_update(self, batch: TrainBatch, *, frozen: bool) -> Refs[tuple[Metric, ...]]:
@@ -149,7 +149,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return np.asarray(score_results[0], dtype=np.float32)
 
     def routing_difference(self) -> RoutingDifference:
-        """Return how often the replayed experts of the batches scored since the last call differ from the trainer's choice."""
+        """Return how the replayed experts differ from the trainer's own choice, in the batches scored since the last call."""
         (difference,) = (x for x in self.on_all(TrainerWorker.routing_difference).values() if x is not None)
         return difference
 
@@ -190,7 +190,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         self.on_all(TrainerWorker.export_hf, str(folder))
 
     def manifests(self) -> list[tuple[TensorMeta, ...]]:
-        """Return the tensors that each sender will send in a push."""
+        """Return the metadata of the tensors that each sender sends in a push."""
         return [manifest for manifest in self.on_all(TrainerWorker.manifest).values() if manifest]
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:

@@ -41,7 +41,7 @@ class RankWorker:
     """Base of the Ray actors that hold Megatron ranks."""
 
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
-        """Set ``env``, which torch reads at import."""
+        """Set the environment variables ``env``, which torch reads at import."""
         os.environ.update(env)
         keep_caches_private()
         dump_stacks_on_signal(Path(stacks_dir), f"{name}_rank{rank}")
@@ -51,16 +51,16 @@ class RankWorker:
         self.separate_nodes: tuple[str, ...] = ()
 
     def set_separate_nodes(self, addresses: tuple[str, ...]) -> None:
-        """Store ``RankInfo.separate_nodes``, before ``connect``."""
+        """Store the value of ``RankInfo.separate_nodes``. Call this before ``connect``."""
         self.separate_nodes = addresses
 
     def rendezvous(self) -> tuple[str, int]:
-        """Return the address of this node and a port on which rank 0 now listens, at that address only."""
+        """Listen on a free port of this node's address only, as rank 0; return the address and the port."""
         self._rendezvous = open_rendezvous(_own_address())
         return self._rendezvous.host, self._rendezvous.port
 
     def node_without_file(self, path: str) -> str:
-        """Return the address of this node if ``path`` does not appear on it; empty if it does."""
+        """Return the address of this node if ``path`` does not appear on it within ``APPEAR_S``; empty if it does."""
         deadline = Deadline("trainer", "connect", APPEAR_S)
         while not Path(path).exists():
             if deadline.elapsed() > deadline.limit:
@@ -69,17 +69,17 @@ class RankWorker:
         return ""
 
     def rendezvous_address(self, master: tuple[str, int]) -> RendezvousAddress:
-        """Return the rendezvous address, on rank 0 with its socket."""
+        """Return the rendezvous address; on rank 0, it has the open socket."""
         return self._rendezvous or RendezvousAddress(*master)
 
     def release_communicators(self) -> None:
-        """Destroy communicators until the next collective call."""
+        """Destroy communicators if ``guard.release`` is set; the next phase with collectives creates them again."""
         from slime_like.distributed.wrapper import install
 
         install.release()
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
-        """Keep only ``parts`` of this rank's state on its device (``config.schema.residency``), the others in host memory."""
+        """Keep only ``parts`` (``config.schema.residency``) of this rank's state on its device, the others in host memory."""
         self.device_state.keep(parts)
 
     @property
@@ -127,20 +127,20 @@ class TrainerWorker(RankWorker):
         return self.trainer.device_state
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
-        """Move parts as ``RankWorker`` does. If no part stays, record the remaining memory as the peak of phase collect."""
+        """Keep only ``parts`` on the device. If there are none, record the remaining memory as the peak of phase collect."""
         super().keep_on_device(parts)
         if not parts:
             with self._peaks(COLLECT):
                 pass
 
     def train_rollout(self, steps: Sequence[Sequence[PackedBatch]], num_tokens: Sequence[int]) -> tuple[Metric, ...]:
-        """Train on this rank's batches of every optimizer step of a rollout."""
+        """Train on this rank's batches of every optimizer step of a rollout; return metrics."""
         with self._peaks("step"):
             metrics = self.trainer.train_rollout(steps, num_tokens)
         return self._with_peaks(metrics)
 
     def _with_peaks(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
-        """Add the memory peaks since the previous call, on the reporter."""
+        """Return ``metrics`` and, on the reporter (the rank that reports global metrics), memory peaks since the last call."""
         return (*metrics, *self._peaks.drain()) if self.trainer.rank_info.is_reporter else metrics
 
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
@@ -149,26 +149,29 @@ class TrainerWorker(RankWorker):
             self.trainer.open_rollout(steps)
 
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
-        """Run the second part: compute advantages and return the targets of a critic."""
+        """Run the second part: compute advantages; return the critic's targets on a shard's reporter, None without a critic."""
         return self.trainer.compute_advantages(columns)
 
     def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
-        """Run the last part: the optimizer steps."""
+        """Run the last part: the optimizer steps, none if ``frozen``; return metrics."""
         with self._peaks("step"):
             metrics = self.trainer.update(num_tokens, frozen=frozen)
         return self._with_peaks(metrics)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return per-token advantages of the previous rollout, for samples that this rank reports."""
+        """Return sample id -> per-token advantages in the last trained rollout, for samples that this rank reports."""
         return self.trainer.token_advantages(sample_ids)
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
-        """Return [T] log-probabilities, on the reporter."""
+        """Return [T] log-probabilities on the reporter, else None."""
         with self._peaks("score"):
             return self.trainer.score(batch, float64_kind)
 
     def routing_difference(self) -> RoutingDifference | None:
-        """Return the comparison of replayed experts in the batches scored since the last call, on the reporter."""
+        """Return how replayed experts differ from this model's choice in the batches scored since the last call.
+
+        None except on the reporter.
+        """
         return self.trainer.routing_difference()
 
     def layer_kinds(self) -> tuple[str, ...]:
@@ -176,7 +179,7 @@ class TrainerWorker(RankWorker):
         return self.trainer.layer_kinds()
 
     def kernels(self) -> tuple[str, ...]:
-        """Describe the kernels that this rank's layers used."""
+        """Return descriptions of the kernels that this rank's layers used."""
         return self.trainer.kernels()
 
     def begin_save(self, folder: str, iteration: int) -> None:
@@ -198,7 +201,7 @@ class TrainerWorker(RankWorker):
         self.trainer.export_hf(Path(folder))
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """Return the tensors that this rank sends in a push: those of its pipeline stage on a sender, else none."""
+        """Return the metadata of the tensors that this rank sends in a push: those of its stage on a sender, else none."""
         source = self.trainer.hf_export
         return source.manifest() if source.is_sender else ()
 
@@ -212,7 +215,7 @@ class TrainerWorker(RankWorker):
 
 
 class RankSender:
-    """This rank's weight sender to the engines. Separate from the actor, which must not have coroutines."""
+    """Weight sender of one rank. Separate from ``TrainerWorker``, which must not have coroutines."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -223,7 +226,10 @@ class RankSender:
     async def send(
         self, source: WeightSource, engines: tuple[EngineAddress, ...], transport: TransportSpec
     ) -> list[TensorMeta]:
-        """Send to ``engines``. The sender is reused only for the same engines; a restarted engine has a new address."""
+        """Send all weights of ``source`` to ``engines``; return the metadata of the sent tensors.
+
+        The connections are reused only for the same engines; a restarted engine has a new address.
+        """
         if self._sender is not None and self._engines != engines:
             await self._drop()
         if self._sender is None:
@@ -235,7 +241,7 @@ class RankSender:
             raise
 
     async def _drop(self) -> None:
-        """Close the sender, including groups in which engines may be waiting."""
+        """Close the sender and its process groups, in which engines may be waiting."""
         sender, self._sender = self._sender, None
         assert sender is not None
         await sender.close()
@@ -257,5 +263,5 @@ def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, gr
 
 
 def _own_address() -> str:
-    """Return the loopback address in a single-node run, else the address at which other nodes reach this one."""
+    """Return the loopback address in a single-machine cluster, else the address at which other nodes reach this one."""
     return str(get_node_ip_address())
