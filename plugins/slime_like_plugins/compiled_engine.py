@@ -1,8 +1,8 @@
-"""Calls of SGLang's Triton functions with an engine's shapes: ``python -m slime_like_plugins.compiled_engine REQUEST RESULT``.
+"""Call SGLang's Triton functions with an engine's shapes: ``python -m slime_like_plugins.compiled_engine REQUEST RESULT``.
 
-Runs on a phantom GPU, where a call compiles its kernels and computes nothing. Functions that need packages of another machine are
-listed with their error. SGLang's other kernels are precompiled (``sgl-kernel``) or compiled by nvcc at their first use: of these, the
-activation is compiled if nvcc is installed.
+This runs on a phantom GPU, where a call compiles its kernels and computes nothing. Functions whose packages this machine
+lacks are listed with their error. SGLang's other kernels are precompiled (``sgl-kernel``) or compiled by nvcc at their
+first use; of these, the activation is compiled if nvcc is installed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ type Sizes = Mapping[str, Any]
 
 
 def main(request: Path, result: Path) -> int:
-    """Call the functions of the request's engine, and write one entry per function."""
+    """Call the functions of the requested engine, and write one entry per function. Returns the exit code."""
     arguments: dict[str, Any] = json.loads(request.read_text(encoding="utf-8"))
     if arguments.get("first_configs"):
         use_first_configs()
-    with contextlib.suppress(ImportError), sglang_imports():  # ``call`` names the functions that need it
+    with contextlib.suppress(ImportError), sglang_imports():  # ``call`` reports the functions that need it
         importlib.import_module("sglang")
     result.write_text(
         json.dumps([call(f, arguments["shape"]) for f in functions(arguments["shape"])]), encoding="utf-8"
@@ -43,7 +43,7 @@ def main(request: Path, result: Path) -> int:
 
 
 def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
-    """Return the functions to call: of the request pool, of attention by Triton, of Gated DeltaNet if the model has it.
+    """Return the functions to call: request pool, Triton attention, Gated DeltaNet if the model has it, activation with nvcc.
 
     Latent attention is not compiled.
     """
@@ -56,13 +56,13 @@ def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
 
 
 def activation(sizes: Sizes) -> None:
-    """Compile the activation of an MLP by nvcc, which takes minutes. SGLang keeps it in ~/.cache/sglang."""
+    """Compile the activation of an MLP with nvcc, which takes minutes. SGLang keeps it in ~/.cache/sglang."""
     ops: Any = importlib.import_module(f"{OPS}.activation.activation")
     ops.activation_module(getattr(torch, sizes["dtype"]))
 
 
 def call(function: Callable[[Sizes], None], sizes: Sizes) -> dict[str, Any]:
-    """Return the name of a function, its seconds, and its error or ""."""
+    """Call ``function``. Returns its name, the seconds it took, and its error or ""."""
     start, error = time.monotonic(), ""
     try:
         function(sizes)
@@ -72,7 +72,7 @@ def call(function: Callable[[Sizes], None], sizes: Sizes) -> dict[str, Any]:
 
 
 def request_pool(sizes: Sizes) -> None:
-    """Write a batch's locations to the table of requests, and read each request's last one."""
+    """Write a batch's slots to the request table, and read the last slot of each request."""
     del sizes
     ops: Any = importlib.import_module(f"{OPS}.memory.common")
     table, rows = _integers(REQUESTS, SLOTS, dtype=torch.int32), _integers(REQUESTS)
@@ -84,7 +84,7 @@ def request_pool(sizes: Sizes) -> None:
 
 
 def attention_prefill(sizes: Sizes) -> None:
-    """Attend from new tokens to a prefix and to each other."""
+    """Compute attention of new tokens to a prefix and to each other."""
     ops: Any = importlib.import_module(f"{OPS}.attention.extend_attention")
     q, k, v, cached = _attention_tensors(sizes, TOKENS)
     bounds, indices = _integers(REQUESTS + 1, dtype=torch.int32), _integers(SLOTS)
@@ -94,7 +94,7 @@ def attention_prefill(sizes: Sizes) -> None:
 
 
 def attention_decode(sizes: Sizes) -> None:
-    """Attend from one token of each request to its cached tokens."""
+    """Compute attention of one token per request to the request's cached tokens."""
     ops: Any = importlib.import_module(f"{OPS}.attention.decode_attention")
     q, _, _, cached = _attention_tensors(sizes, REQUESTS)
     heads, dim = sizes["num_heads"], sizes["head_dim"]
@@ -111,7 +111,7 @@ def attention_decode(sizes: Sizes) -> None:
 
 
 def convolution(sizes: Sizes) -> None:
-    """Convolve new tokens of several requests, and one token of each."""
+    """Convolve new tokens of several requests, then one token per request."""
     ops: Any = importlib.import_module(f"{OPS}.mamba.causal_conv1d_triton")
     channels, width = _channels(sizes), sizes["gdn"][4]
     weight, states = _half(sizes, channels, width), _half(sizes, SLOTS, width - 1, channels).transpose(1, 2)
@@ -184,7 +184,7 @@ def _channels(sizes: Sizes) -> int:
 
 
 def _half(sizes: Sizes, *shape: int) -> Tensor:
-    """Return a tensor of the engine's dtype."""
+    """Return a zero tensor on the GPU in the engine's dtype."""
     dtype: torch.dtype = getattr(torch, sizes["dtype"])
     return torch.zeros(shape, dtype=dtype, device="cuda")
 

@@ -1,4 +1,4 @@
-"""Runtime hooks into SGLang that are verified to be in place, or stop the engine.
+"""Runtime hooks into SGLang, which are verified to be in place; a missing hook stops the engine.
 
 SGLang's ``HookRegistry`` logs and swallows every error, so a hook whose target was renamed upstream would silently do
 nothing. ``install`` registers hooks, applies them and then checks the targets.
@@ -33,7 +33,7 @@ def _enabled_names() -> list[str]:
 
 
 def record_loaded(name: str) -> None:
-    """Record that plugin ``name`` is in place in this process. The last call of an entry point."""
+    """Record that plugin ``name`` is in place in this process. Entry points call this last."""
     _loaded.add(name)
 
 
@@ -94,7 +94,7 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     registry: Any = HookRegistry
-    # SGLang applies the hooks of a target once. Later hooks, of another plugin, are applied to the result.
+    # SGLang applies the hooks of a target only once. Hooks of a later plugin are applied on top of them.
     earlier = {hook.target: registry._hooks.pop(hook.target) for hook in hooks if hook.target in registry._patched}
     registry._patched.difference_update(earlier)
     for hook in hooks:
@@ -108,9 +108,9 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
 
 @contextmanager
 def _search_for_functions(owner: str) -> Generator[None]:
-    """Skip SGLang's search of every module for other names of a hooked method: only functions are imported by name.
+    """Skip SGLang's search of all modules for other names of a hooked method: only functions are imported by name.
 
-    The searches for the methods of an engine's hooks take half a second. Needed until SGLang skips them.
+    For the hooked methods of an engine, these searches take half a second. Remove when SGLang skips them.
     """
     from sglang.srt.plugins import hook_registry
 
@@ -128,7 +128,10 @@ def _search_for_functions(owner: str) -> Generator[None]:
 
 
 def through_loaders(reason: str) -> Callable[..., Any]:
-    """Return a hook around ``WeightUpdater.update_weights_from_tensor`` that refuses formats without the model's loaders, for ``reason``."""
+    """Return a hook around ``WeightUpdater.update_weights_from_tensor`` that refuses formats which bypass the model's loaders.
+
+    ``reason`` completes the error message, after the format.
+    """
 
     def load_tensors(
         original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None
@@ -150,7 +153,7 @@ def stop_on(owner: str, problems: Sequence[str]) -> None:
 
 
 def replace_attribute(owner: str, module: Any, name: str, value: Any) -> None:
-    """Set ``module.name``, which must exist: replacing a name that upstream renamed would have no effect."""
+    """Set ``module.name``. Stops the engine if it does not exist: setting a name that upstream renamed would have no effect."""
     if not hasattr(module, name):
         stop_on(owner, [f"{module.__name__}.{name} does not exist"])
     setattr(module, name, value)

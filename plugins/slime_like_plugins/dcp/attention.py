@@ -1,10 +1,11 @@
 """Attention on a CPU over a KV cache that is spread over the ranks of a DCP group.
 
 Each rank of a group has the same KV head and stores every ``dcp``-th token of a sequence. In a decode step, each rank
-attends the query heads of the whole group to its tokens, and the ranks exchange outputs and log-sum-exp. In a prefill, new
-tokens attend to each other on each rank, without communication; only attention to cached prefixes is exchanged.
+computes attention of the whole group's query heads over its own tokens, and the ranks exchange outputs and log-sum-exps. In a
+prefill, each rank computes attention among the new tokens without communication; only attention to cached prefixes is
+exchanged.
 
-Axes as in ``sglang_cpu.attention``; A query heads of all ranks of the group.
+Axes as in ``sglang_cpu.attention``, and A: query heads of all ranks of the group.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class ShardedBatch:
     table: Tensor  # int32 [B, L]: rows of the pool that hold this rank's tokens of each request
     lens_B: Tensor  # number of these rows; prefill: of the cached prefix only
     buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # requests over this rank's rows
-    new_buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # prefill: new tokens over each other
+    new_buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # prefill: among new tokens
     prefixed_T: Tensor | None = None  # prefill: tokens of requests with a cached prefix; None without such requests
 
 
 class ShardedAttention(BatchedAttention):
-    """The batched backend for a rank of a DCP group."""
+    """Batched attention backend for one rank of a DCP group."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
         super().__init__(runner, kernels)
@@ -72,7 +73,7 @@ class ShardedAttention(BatchedAttention):
         rows = forward_batch.req_pool_indices[:size].long()
         if mode.is_decode():
             seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
-            cached_B = seq_lens[:size].long()  # with the token of this step, which is stored before attention
+            cached_B = seq_lens[:size].long()  # includes this step's token, which is stored before attention
         else:
             cached_B = torch.tensor(list(forward_batch.extend_prefix_lens_cpu)[:size])
         lens_B = local_lens(cached_B, self._size, self._rank)
@@ -97,7 +98,7 @@ class ShardedAttention(BatchedAttention):
 
     @staticmethod
     def _decode_buckets(table: Tensor, lens_B: Tensor) -> list[LengthBucket]:
-        """Return buckets of the requests of which this rank has tokens."""
+        """Return buckets of the requests that have tokens on this rank."""
         rows = torch.nonzero(lens_B)[:, 0]
         if not len(rows):
             return []
@@ -107,7 +108,7 @@ class ShardedAttention(BatchedAttention):
         return buckets
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """q [T, H * D], k and v [T, K * D] -> [T, H * D]."""
+        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D]."""
         assert self._batch is not None
         k_TKD = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v_TKD = v.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
@@ -129,7 +130,7 @@ class ShardedAttention(BatchedAttention):
     def _prefill(
         self, q_THD: Tensor, new_TKD: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor], scale: float
     ) -> Tensor:
-        """Attend new tokens to each other, and to the cached prefixes over all ranks."""
+        """Return attention [T, H, D] of new tokens to each other and to the cached prefixes on all ranks."""
         assert self._batch is not None
         prefixed_T = self._batch.prefixed_T
         if prefixed_T is None:
@@ -160,7 +161,10 @@ class ShardedAttention(BatchedAttention):
     def _attend_partially(
         self, buckets: list[LengthBucket], q_THD: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend bucket by bucket in float32. Returns [T, H, D] and log-sum-exp [T, H]: 0 and -inf for other tokens."""
+        """Compute attention bucket by bucket in float32. Returns [T, H, D] and log-sum-exp [T, H].
+
+        Tokens in no bucket get 0 and -inf.
+        """
         out_THD = torch.zeros(q_THD.shape)
         lse_TH = torch.full(q_THD.shape[:2], -math.inf)
         for bucket in buckets:

@@ -1,7 +1,7 @@
-"""Time of the exchanges within a DCP group, measured on each rank without waiting for a GPU.
+"""Time spent in exchanges within a DCP group, measured on each rank without synchronising with a GPU.
 
-On a CPU an exchange ends when its call returns, so a host clock measures all of them. On a GPU, events are recorded before
-and after every ``STRIDE``-th exchange and read when the time is reported. Events within a CUDA graph hold the times of its last
+On a CPU, an exchange ends when its call returns, so a host clock measures every one. On a GPU, events are recorded before and
+after every ``STRIDE``-th exchange and read when the time is reported. Events within a CUDA graph hold the times of its last
 replay, which are multiplied by the number of replays since the last report.
 """
 
@@ -23,16 +23,16 @@ class ExchangeClock(Protocol):
     """Clock of the exchanges on this rank."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Measure the exchange within this context."""
+        """Return a context manager that measures the exchange within it."""
         ...
 
     def take(self, num_replays: int) -> float:
-        """Return the seconds spent in exchanges since the last call. Since then, graphs were replayed ``num_replays`` times."""
+        """Return the seconds in exchanges since the last call, during which graphs were replayed ``num_replays`` times."""
         ...
 
 
 class HostClock:
-    """Clock of the host."""
+    """Exchange clock that reads the host's clock."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -52,14 +52,14 @@ class HostClock:
 
 @dataclass(slots=True)
 class CapturedExchanges:
-    """Events in one CUDA graph."""
+    """Events captured in one CUDA graph."""
 
     pairs: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
     replayed_at: float = -1.0  # time of the last replay that was read, in milliseconds after the clock's origin
 
 
 class DeviceClock:
-    """Clock of a GPU. ``device`` is ``torch.cuda``."""
+    """Exchange clock that records events on a GPU. ``device`` is ``torch.cuda``."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -98,10 +98,9 @@ class DeviceClock:
         return 1e-3 * STRIDE * (milliseconds + num_replays * per_replay)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
-        """Return the list for the next pair of events: the list of the graph being captured, or the list of other
-        exchanges.
+        """Return the list for the next pair of events: that of the graph being captured, or ``_eager`` outside a capture.
 
-        SGLang runs a batch before it captures it, so exchanges outside a capture separate two graphs.
+        SGLang runs each batch once before capturing it, so exchanges outside a capture always separate two graphs.
         """
         was_capturing, self._is_capturing = self._is_capturing, bool(self._device.is_current_stream_capturing())
         if not self._is_capturing:
@@ -142,8 +141,8 @@ def measure(group: Any, clock: ExchangeClock) -> None:
 
 
 def unmeasured(group: Any, name: str) -> Callable[..., Any]:
-    """Return the method ``name`` of ``group`` without a clock, for a collective that is not an exchange of attention."""
-    return functools.partial(getattr(type(group), name), group)  # ``measure`` sets attributes of the object
+    """Return the method ``name`` of ``group`` without the clock, for a collective that is not part of attention."""
+    return functools.partial(getattr(type(group), name), group)  # ``measure`` sets attributes of the instance only
 
 
 def _timed(exchange: Callable[..., Any], clock: ExchangeClock) -> Callable[..., Any]:

@@ -1,13 +1,14 @@
 """FlashInfer attention on a GPU over a KV cache that is spread over the ranks of a DCP group.
 
-SGLang's FlashInfer backend ignores DCP. This subclass changes four things of it; wrappers, plans, workspaces and CUDA graphs
-remain SGLang's:
+SGLang's FlashInfer backend ignores DCP. This subclass changes four things; wrappers, plans, workspaces and CUDA graphs remain
+SGLang's:
 
 - A rank stores the tokens of its own slots, in the rows of its pool.
-- A plan has the rows of this rank's tokens, and the query heads of the whole group.
-- In a decode step, a rank attends the gathered queries to its own tokens, and the ranks exchange outputs and log-sum-exp.
-- In a prefill, new tokens attend to each other with this rank's heads and the new keys and values, without communication. The
-  cached prefix is attended as in a decode step, without a mask, and both parts are merged by log-sum-exp.
+- A plan covers the rows of this rank's tokens, and the query heads of the whole group.
+- In a decode step, a rank computes attention of the gathered queries to its own tokens, and the ranks exchange outputs and
+  log-sum-exps.
+- In a prefill, new tokens attend to each other with this rank's heads and the new keys and values, without communication.
+  Attention to the cached prefix is computed as in a decode step, without a mask, and both parts are merged by log-sum-exp.
 
 The design follows SGLang's pull request 14982, with the communication of ``sglang.srt.layers.dcp``. Axes as in
 ``dcp.attention``: T tokens, H query heads of this rank, A query heads of all ranks of the group, K KV heads, D head dimension.
@@ -35,7 +36,7 @@ LN_2 = math.log(2)
 
 
 def runner_obstacles(runner: Any) -> list[str]:
-    """Return features of the model or the arguments of ``runner`` that this backend does not support."""
+    """Return the features of ``runner``'s model and arguments that this backend does not support."""
     reads_new_tokens = "which would read new tokens from the cache, where a rank has only its part"
     reasons = {
         "multi-head latent attention": runner.use_mla_backend,
@@ -63,7 +64,7 @@ def layer_obstacle(layer: Any) -> str | None:
 
 
 class ShardedFlashInfer(upstream.FlashInferAttnBackend):
-    """SGLang's FlashInfer backend for a rank of a DCP group."""
+    """SGLang's FlashInfer backend for one rank of a DCP group."""
 
     def __init__(self, runner: Any) -> None:
         if reasons := runner_obstacles(runner):
@@ -114,7 +115,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
-        """Attend one token per request: q [T, H * D], k and v [T, K * D] -> [T, H * D]."""
+        """Compute attention of one token per request: q [T, H * D], k and v [T, K * D] -> [T, H * D]."""
         q_THD, k_TKD, v_TKD = self._by_heads(q, k, v, layer)
         if save_kv_cache:
             self._store(k_TKD, v_TKD, layer, forward_batch)
@@ -132,7 +133,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
-        """Attend new tokens to each other and to cached prefixes: q [T, H * D], k and v [T, K * D] -> [T, H * D]."""
+        """Compute attention of new tokens to each other and cached prefixes: q [T, H * D], k, v [T, K * D] -> [T, H * D]."""
         q_THD, k_TKD, v_TKD = self._by_heads(q, k, v, layer)
         options = {"causal": True, "sm_scale": layer.scaling, "logits_soft_cap": layer.logit_cap}
         if self.forward_metadata.extend_no_prefix:
@@ -160,10 +161,10 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     def _attend_rows(
         self, wrapper: Any, q_THD: Tensor, layer: Any, empty_T: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Attend the queries of the group to this rank's rows. Returns [T, A, D] and natural log-sum-exp [T, A].
+        """Compute attention of the group's queries to this rank's rows. Returns [T, A, D] and natural log-sum-exp [T, A].
 
-        FlashInfer leaves its outputs undefined for the tokens ``empty_T``, whose requests have no row on this rank: they
-        get 0 and -inf.
+        FlashInfer leaves its outputs undefined for tokens whose requests have no row on this rank (``empty_T``); here they
+        are 0 and -inf.
         """
         q_TAD = self.group.all_gather(q_THD, dim=1).contiguous()
         out_TAD, lse_TA = wrapper.forward_return_lse(
@@ -179,12 +180,12 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         return out_TAD.masked_fill_(empty_T[:, None, None], 0), lse_TA
 
     def _wide(self, out_TAD: Tensor) -> Tensor:
-        """Return outputs in float32, which the ranks sum, in symmetric memory if it is used."""
+        """Return the outputs in float32, because the ranks sum them, and in symmetric memory if it is in use."""
         with use_symmetric_memory(self.group):
             return out_TAD.float()
 
     def _store(self, k_TKD: Tensor, v_TKD: Tensor, layer: Any, forward_batch: Any) -> None:
-        """Store the tokens of this rank's slots."""
+        """Write the keys and values of this rank's slots to its pool."""
         slots_T = forward_batch.out_cache_loc
         location = KVWriteLoc(slots_T // self.size, physical=forward_batch.out_cache_loc_is_physical)
         stored_T = slots_T % self.size == self.rank

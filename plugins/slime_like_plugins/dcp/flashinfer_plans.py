@@ -1,4 +1,4 @@
-"""Plans of FlashInfer's kernels over the rows of one DCP rank's tokens, for ``flashinfer_attention``."""
+"""Plans for FlashInfer's kernels over the rows of one DCP rank's tokens, for ``flashinfer_attention``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_like.config.schema.dcp import SHARDED_FLASHINFER
 
-upstream: Any = flashinfer_backend  # its names that come from flashinfer exist only where that is installed
+upstream: Any = flashinfer_backend  # names that it imports from flashinfer exist only if flashinfer is installed
 
 
 class GroupRank(Protocol):
@@ -21,7 +21,7 @@ class GroupRank(Protocol):
 
 
 class ShardedReads:
-    """SGLang's reader of the page table, for the rows of one rank's tokens."""
+    """Wrapper of SGLang's page table reader that reads the rows of one rank's tokens."""
 
     def __init__(self, translator: Any, table: Tensor, size: int, rank: int) -> None:
         """``table``: slots of all tokens, [requests, context]."""
@@ -44,7 +44,7 @@ class ShardedReads:
     ) -> bool:
         """Write the rows of request i to ``out[indptr[i] : indptr[i + 1]]``; ``seq_lens`` counts this rank's tokens only.
 
-        Returns True: the rows need no translation.
+        Returns True, because the rows need no translation.
         """
         if kv_start_idx is not None:
             raise NotImplementedError(
@@ -67,7 +67,7 @@ class ShardedReads:
 
 
 class ShardedDecodePlans(upstream.FlashInferIndicesUpdaterDecode):
-    """Plans of decode steps over this rank's tokens, with the query heads of the whole group."""
+    """Plans for decode steps over this rank's tokens, with the query heads of the whole group."""
 
     def __init__(self, runner: Any, backend: GroupRank) -> None:
         super().__init__(runner, backend)
@@ -85,7 +85,7 @@ class ShardedDecodePlans(upstream.FlashInferIndicesUpdaterDecode):
         seq_lens_cpu: Tensor | None,
         **options: Any,
     ) -> None:
-        """Plan one wrapper for sequences of ``paged_kernel_lens`` tokens, of which this rank has a part."""
+        """Plan one wrapper for sequences of ``paged_kernel_lens`` tokens, of which this rank holds a part."""
         lens = get_dcp_lens(paged_kernel_lens, self._size, self._rank)
         if seq_lens_cpu is not None:
             seq_lens_cpu = get_dcp_lens(seq_lens_cpu, self._size, self._rank)
@@ -96,7 +96,7 @@ class ShardedDecodePlans(upstream.FlashInferIndicesUpdaterDecode):
 
 
 class ShardedPrefillPlans(upstream.FlashInferIndicesUpdaterPrefill):
-    """Plans of prefills: this rank's tokens of the prefixes with the heads of the group, new tokens with the rank's heads."""
+    """Plans for prefills: this rank's tokens of the prefixes with the group's heads, and new tokens with this rank's heads."""
 
     def __init__(self, runner: Any, backend: GroupRank) -> None:
         super().__init__(runner, backend)

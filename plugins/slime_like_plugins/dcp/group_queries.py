@@ -3,7 +3,7 @@
 In a decode step, a rank computes attention for the query heads of all ranks of its group. The hidden states are the same on
 all ranks, so a rank with copies of the other ranks' query projections computes these queries itself, instead of gathering them.
 The design follows SGLang's ``dcp_replicate_q_proj``, which exists only for models with multi-head latent attention.
-SGLang makes the copies once; here they are renewed after each push.
+SGLang makes the copies once; here they are refreshed after each push.
 
 Axes: T tokens, A query heads of all ranks of the group, D head dimension, C hidden.
 """
@@ -24,14 +24,14 @@ class GroupQueries:
 
     def __init__(self, attention: Any, group: Any) -> None:
         self._attention, self._group = attention, group
-        self._hidden_TC: Tensor | None = None  # input of the module's projection, from there to its attention
+        self._hidden_TC: Tensor | None = None  # input of the module's projection, kept until its attention runs
         self._weight, self._bias = torch.empty(0), None
         self._source: Tensor | None = None  # the module's own weight at the last gather, with its version
         self._source_version = -1
         attention.qkv_proj.register_forward_pre_hook(self._remember)
 
     def __call__(self, positions_T: Tensor) -> Tensor:
-        """Return the queries [T, A, D] of the last input of the module's projection, and release that input."""
+        """Return the queries [T, A, D] for the last input of the module's projection, and release that input."""
         self._renew()
         attention, hidden_TC = self._attention, self._hidden_TC
         assert hidden_TC is not None, "the module's projection runs before its attention"
@@ -44,14 +44,17 @@ class GroupQueries:
         return q.view(tokens, -1, dim)
 
     def release(self) -> None:
-        """Release the hidden states, which in all layers of a prefill would take as much memory as its KV cache."""
+        """Release the hidden states: kept for all layers of a prefill, they would take as much memory as its KV cache."""
         self._hidden_TC = None
 
     def _remember(self, projection: Any, inputs: tuple[Tensor, ...]) -> None:
         self._hidden_TC = inputs[0]
 
     def _renew(self) -> None:
-        """Gather the projections after a push, which overwrites every parameter on all ranks before any of them decodes."""
+        """Gather the query projections again after a push.
+
+        All ranks gather together, because a push overwrites every parameter on all ranks before any of them decodes.
+        """
         projection, size = self._attention.qkv_proj, self._attention.q_size
         source = projection.weight
         if source is self._source and source._version == self._source_version:
@@ -64,6 +67,6 @@ class GroupQueries:
 
 
 def group_queries(model: Any, group: Any) -> dict[int, GroupQueries]:
-    """Return the queries of each attention layer of ``model`` by its id."""
+    """Return the query projections of each attention layer of ``model``, by layer id."""
     modules = [module for module in model.modules() if hasattr(module, "qkv_proj") and hasattr(module, "attn")]
     return {module.attn.layer_id: GroupQueries(module, group) for module in modules}

@@ -24,8 +24,8 @@ from slime_like_plugins.sglang_hooks import install as install_hooks
 def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Hook around ``initialize_model_parallel``: allow DCP groups on a CPU.
 
-    The function refuses platforms other than those on which SGLang's own attention supports DCP, and reads ``is_cuda`` for
-    nothing else. Remove when SGLang's platforms declare whether they support DCP.
+    The function refuses platforms on which SGLang's own attention does not support DCP, and uses ``is_cuda`` for nothing
+    else. Remove when SGLang's platforms declare whether they support DCP.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -122,7 +122,7 @@ def install() -> None:
 
 
 def register_flashinfer() -> None:
-    """Register ``flashinfer_dcp``. Its module is imported when an engine uses it, after SGLang has chosen its device."""
+    """Register the backend ``flashinfer_dcp``. Its module is imported only when used, after SGLang has chosen its device."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention import attention_registry
 

@@ -1,7 +1,7 @@
 """Attention on a CPU over latents (``sglang_cpu.latent_attention``) that are spread over the ranks of a DCP group.
 
-Every rank of an engine has the latents of all tokens, so a group may have all ranks. SGLang's model exchanges queries and
-latents itself, for attention backends on GPUs. Here the model computes as if there were no DCP, and the backend exchanges.
+Every rank of an engine computes the latents of all tokens, so a group may include all ranks. For attention backends on GPUs,
+SGLang's model itself exchanges queries and latents. Here the model computes as without DCP, and the backend does the exchange.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESOLVED = "write_loc_is_dcp_resolved"
 
 
 class ShardedLatentAttention(KeysAsValues, ShardedAttention):
-    """The batched backend for absorbed queries, for a rank of a DCP group."""
+    """Batched attention backend with absorbed queries for one rank of a DCP group."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
         super().__init__(runner, kernels)
@@ -31,15 +31,16 @@ class ShardedLatentAttention(KeysAsValues, ShardedAttention):
         leave_exchange_to_backend(runner.model, self.token_to_kv_pool)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * latent] of q [T, H, D] with new keys k [T, 1, D]."""
+        """Return attention [T, H * latent] for q [T, H, D] and new keys k [T, 1, D]."""
         out = super()._forward(q, k, k, layer, forward_batch, save_kv_cache)
         return out.view(len(out), -1, layer.qk_head_dim)[..., : layer.v_head_dim].reshape(len(out), -1)
 
 
 def leave_exchange_to_backend(model: Any, pool: Any) -> None:
-    """Let ``model`` attend without exchanges of its own, and ``pool`` take rows instead of slots of all ranks.
+    """Disable the exchanges in ``model``, and make ``pool`` accept rows instead of slots of all ranks.
 
-    Stop the engine if SGLang's attributes do not exist. Remove when an attention backend of SGLang can declare that it exchanges.
+    Stops the engine if SGLang's attributes do not exist. Remove when an attention backend of SGLang can declare that it does
+    the exchange.
     """
     layers = [module for module in model.modules() if hasattr(module, "attn_mqa")]
     missing = [] if layers else [f"{type(model).__name__} has no layer with attn_mqa"]

@@ -1,4 +1,4 @@
-"""Positions of a rank of a DCP group, and buckets of requests for its part of the KV cache. Torch only.
+"""Token positions of one rank of a DCP group, and buckets of requests for its part of the KV cache. Torch only.
 
 Axes as in ``sglang_cpu.attention``.
 """
@@ -14,12 +14,12 @@ from slime_like_plugins.sglang_cpu.attention import MASK_ELEMENTS, LengthBucket,
 
 
 def local_lens(lens_B: Tensor, size: int, rank: int) -> Tensor:
-    """Return the number of positions below ``lens_B`` that belong to ``rank``: those with position % size == rank."""
+    """Return how many positions below ``lens_B`` belong to ``rank``, i.e. have position % size == rank."""
     return torch.div(lens_B + (size - 1 - rank), size, rounding_mode="floor")
 
 
 def token_table(new: Sequence[int]) -> Tensor:
-    """Return a page table [B, longest] whose slots are the rows of the packed batch with ``new[i]`` tokens of request i."""
+    """Return a page table [B, longest] whose slots are rows of a packed batch that has ``new[i]`` tokens of request i."""
     starts = torch.tensor([0, *new[:-1]]).cumsum(0)
     return starts[:, None] + torch.arange(max(new))[None]
 

@@ -1,4 +1,4 @@
-"""Merge of attention over parts of a sequence by their log-sum-exp, and its exchange within a DCP group.
+"""Merge of attention over parts of a sequence by their log-sum-exps, and the exchange within a DCP group.
 
 A part of the keys gives output ``o_r`` (softmax over that part) and ``lse_r``, the logarithm of the sum of exp(scores).
 Over all parts: ``lse = logsumexp_r(lse_r)`` and ``o = sum_r exp(lse_r - lse) o_r``. A part without keys has ``lse_r = -inf``
@@ -30,7 +30,7 @@ def merge(outs_RTHD: Tensor, lses_RTH: Tensor, *, base: float = math.e) -> tuple
 
 
 def reduce_scattered(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Merge over the ranks of a DCP group (``ag_rs``): all-gather of log-sum-exp, then a sum of scaled outputs.
+    """Merge over the ranks of a DCP group (``ag_rs``): all-gather log-sum-exps, then reduce-scatter scaled outputs.
 
     Returns this rank's heads: [T, H, D] and [T, H]. ``out_TAD`` is overwritten.
     """
@@ -41,7 +41,7 @@ def reduce_scattered(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tenso
 
 
 def all_to_all(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Merge over the ranks of a DCP group (``a2a``): one exchange of outputs and log-sum-exp by heads, merged locally.
+    """Merge over the ranks of a DCP group (``a2a``): exchange outputs and log-sum-exps by heads at once, then merge locally.
 
     Returns this rank's heads: [T, H, D] and [T, H].
     """

@@ -14,7 +14,7 @@ SOURCE = "kv_b_proj"
 
 
 def absorbed_weights(attention: Any, module: Any) -> Iterator[tuple[str, Matrix]]:
-    """Yield the attributes that SGLang will compute from ``module`` of ``attention``, with SGLang's strides."""
+    """Yield name and layout of the weights that SGLang will compute from ``module``; none unless it is ``kv_b_proj``."""
     if getattr(attention, SOURCE, None) is not module:
         return
     weight = module.weight
@@ -30,7 +30,10 @@ def compute_by_layer(
     model: Any,
     names: Iterable[str],
 ) -> None:
-    """Call ``compute``, which derives weights of the layers with given names in SGLang, once per layer, within ``update``."""
+    """Call ``compute`` once per layer, within ``update``.
+
+    ``compute`` is SGLang's function that computes the absorbed weights from the source weights ``names``.
+    """
     layers = {int(name.split(".")[2]) for name in names if SOURCE in name}
     for index in sorted(layers):
         if model.start_layer <= index < model.end_layer:
@@ -38,5 +41,5 @@ def compute_by_layer(
 
 
 def source_name(layer: int) -> str:
-    """Return the name in a checkpoint of the weight from which those of ``layer`` are computed."""
+    """Return the checkpoint name of the weight from which the absorbed weights of ``layer`` are computed."""
     return f"model.layers.{layer}.self_attn.{SOURCE}.weight"

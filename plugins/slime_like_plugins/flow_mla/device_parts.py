@@ -1,4 +1,4 @@
-"""Parts in the memory of GPUs that other processes map by CUDA IPC, and copies of them on a stream for each slot."""
+"""Parts in GPU memory that other processes map by CUDA IPC, and copies of them on one stream per slot."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from slime_like.util import cuda_ipc
 
 
 class StreamCopy:
-    """A copy on another stream."""
+    """Copy that runs on another stream."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
-        """Let the current stream wait for the copy, also while a CUDA graph is captured."""
+        """Make the current stream wait for the copy, also while a CUDA graph is captured."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
 class DeviceParts:
-    """Memory of torch's allocator. A part of another GPU is mapped into this GPU's address space, and read over the link between the GPUs."""
+    """Parts in memory of torch's allocator.
+
+    A part on another GPU is mapped into this GPU's address space, and read over the link between the GPUs.
+    """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
-        """``device``: with an index."""
+        """``device`` must have an index."""
         self._device = device
         self._streams = [torch.cuda.Stream(self._device) for _ in range(num_slots)]
 
@@ -37,7 +40,10 @@ class DeviceParts:
         return cuda_ipc.share(part)
 
     def open(self, address: Mapping[str, Any]) -> Tensor:
-        """Map a part. The mapping belongs to this rank's GPU, so that its streams and CUDA graphs can copy from it."""
+        """Map a part into this rank's GPU, whose streams and CUDA graphs can then copy from it.
+
+        Raises ``ValueError`` if this GPU cannot read the memory of the part's GPU.
+        """
         if int(address["device"]) != self._device.index and not torch.cuda.can_device_access_peer(
             self._device, int(address["device"])
         ):

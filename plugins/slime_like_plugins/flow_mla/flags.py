@@ -1,4 +1,4 @@
-"""Flags of SGLang's command line that turn FlowMLA on in a server that is started without slime_like."""
+"""Command-line flags that turn FlowMLA on in an SGLang server that is started without slime_like."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def enable(argv: Sequence[str], name: str) -> None:
-    """Enable plugin ``name`` in this process and its children with the settings of the command line.
+    """Enable plugin ``name`` in this process and its children, with the settings in ``argv``.
 
-    Raises ``SystemExit`` if a setting has no effect with another one.
+    Raises ``SystemExit`` if one setting has no effect in combination with another.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(None, parser)
@@ -53,5 +53,5 @@ def enable(argv: Sequence[str], name: str) -> None:
 
 
 def install(name: str) -> None:
-    """Let SGLang's parser accept the flags."""
+    """Make SGLang's parser accept the flags."""
     install_hooks(name, (Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", add_flags),))

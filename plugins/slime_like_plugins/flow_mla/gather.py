@@ -1,4 +1,4 @@
-"""Exchange of the ranks' parts of a layer, which runs while other layers compute: the interface, and collectives."""
+"""Gathers of a layer's parts from all ranks while other layers compute: the interface, and gathers by collectives."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class Pending(Protocol):
     """A gather in progress."""
 
     def wait(self) -> object:
-        """Wait for the gather: the host on a CPU, the current stream on a GPU."""
+        """Wait for the gather: on a CPU the host waits, on a GPU the current stream."""
         ...
 
 
 class Gather(Protocol):
-    """Exchange of the parts of layers between ranks."""
+    """Gathers of layers whose parts are spread over the ranks."""
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Return bytes for this rank's part of a layer."""
+        """Return uint8 memory for this rank's part of a layer."""
         ...
 
     def share(self, parts: Sequence[Tensor]) -> None:
-        """Let the other ranks read this rank's part of each layer. All ranks call it once, after all parts were allocated."""
+        """Let the other ranks read this rank's part of each layer. All ranks call it once, after allocating all parts."""
         ...
 
     def meet(self) -> None:
-        """Wait until the other ranks have finished their earlier gathers and writes to their parts. All ranks call it."""
+        """Wait until all ranks have finished earlier gathers and earlier writes to their parts. All ranks call it."""
         ...
 
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
-        """Start filling ``buffer`` of ``slot`` with the parts of ``layer``, in rank order, after earlier work on the buffer."""
+        """Start filling ``buffer`` of ``slot`` with the parts of ``layer`` in rank order, after earlier work on the buffer."""
         ...
 
 
@@ -55,12 +55,13 @@ class PendingAll:
 
 
 class GroupGather:
-    """Gathers over one process group per slot, in which all ranks take part.
+    """Gathers by collectives, over one process group per slot.
 
-    With NCCL they are all-gathers, with gloo a broadcast by each rank: gloo's all-gather receives into a second buffer of the
-    whole layer. A group of NCCL has a stream, so gathers of the slots do not wait for each other or for the engine's collectives.
-    Torch records an event before a gather and another one after it: the gather waits for kernels that read the slot, and ``wait``
-    makes the current stream wait for the gather, also while a CUDA graph is captured. A group of gloo has its threads.
+    With NCCL, a gather is an all-gather; with gloo, a broadcast by each rank, because gloo's all-gather receives into a second
+    buffer of the whole layer. Each NCCL group has its own stream, and each gloo group its own threads, so gathers into
+    different slots do not wait for each other or for the engine's collectives. With NCCL, torch records an event before and
+    after each gather: the gather waits for kernels that read the slot, and ``wait`` makes the current stream wait for the
+    gather, also while a CUDA graph is captured.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -76,8 +77,8 @@ class GroupGather:
     def meet(self) -> None:
         """Wait for the work of all streams of this GPU; on a CPU, return at once.
 
-        The other ranks need no wait: a gather itself waits for them, and they start it after their writes. But a gather waits for
-        the current stream only, and SGLang's loaders write in threads, not on the scheduler's stream.
+        There is no need to wait for other ranks here: a gather waits for them, and each rank starts it after its own writes.
+        But a gather waits only for the current stream, and SGLang's loaders write in threads, not on the scheduler's stream.
         """
         if self._parts and self._parts[0].is_cuda:
             torch.cuda.synchronize(self._parts[0].device)
@@ -102,9 +103,9 @@ class GroupGather:
 def create_groups(
     members: Sequence[Sequence[int]], num_groups: int, backend: str, max_ctas: int | None = None
 ) -> list[dist.ProcessGroup]:
-    """Return ``num_groups`` process groups with this rank. All ranks call it with the global ranks of all groups.
+    """Return ``num_groups`` process groups that contain this rank. All ranks call it with the global ranks of all groups.
 
-    ``max_ctas``: thread blocks, and so at most as many multiprocessors, that a collective of NCCL takes from the computation.
+    ``max_ctas`` limits the thread blocks of an NCCL collective, and so the multiprocessors that it takes from the computation.
     """
     options: Any = None
     if max_ctas is not None and backend == "nccl":

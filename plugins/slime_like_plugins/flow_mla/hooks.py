@@ -39,7 +39,7 @@ def options() -> FlowOptions:
 def check_arguments(original: Callable[..., None], server_args: Any) -> None:
     """Hook around ``ServerArgs.resolve_once``: stop the engine if FlowMLA does not support its arguments.
 
-    SGLang only asserts that ``attn_dp_size`` divides ``tp_size``, without a message.
+    Divisibility is checked first, because SGLang asserts without a message that ``attn_dp_size`` divides ``tp_size``.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
@@ -70,7 +70,7 @@ def obstacle(view: Any) -> str | None:
     for field, (required, _) in required_fields(transport).items():
         value = getattr(view, field)
         if (field, value) == ("quantization", "fp8"):
-            continue  # a checkpoint's type, in which sharding checks each weight
+            continue  # the checkpoint's type; sharding checks each of its weights
         if reason := field_obstacle(field, value, transport):
             fix = f"set it to {required!r}" if required else "remove it"
             return (
@@ -81,7 +81,7 @@ def obstacle(view: Any) -> str | None:
 
 
 def model_obstacle(quantization: str | None, config: Any) -> str | None:
-    """Return the reason why the attention weights of a model cannot be sharded, from SGLang's ``ModelConfig``, or None."""
+    """Return the reason why a model's attention weights cannot be sharded, or None. ``config`` is SGLang's ``ModelConfig``."""
     if missing := missing_weights(options().weights, latent=config.attention_arch.name == "MLA"):
         return f"rollout.flow_mla.weights (--flow-mla-weights) {missing}"
     if quantization == "fp8" and not config.hf_quant_config:
@@ -111,9 +111,9 @@ def shard_layers(
 
 
 def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook after ``DefaultModelLoader.load_model``: allocate the slots of forwards, and compare the bytes with the formula.
+    """Hook after ``DefaultModelLoader.load_model``: allocate the slots for forwards, and check the bytes held by this rank.
 
-    SGLang calls it within the region of its memory saver that releases weights.
+    SGLang calls it within its memory saver's region for weights, so that the slots are released with the weights.
     """
     for weights in _models:
         stop_on(NAME, weights.moved())  # before the views are set again
@@ -138,7 +138,10 @@ def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def create_weights() -> ShardedWeights:
-    """Return the sharded weights of this process's model, without layers, and its process groups."""
+    """Create the process groups, and return the sharded weights of this process's model, still without layers.
+
+    Raises ``SystemExit`` if the process already has a model.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     if _models:
@@ -161,7 +164,7 @@ def create_weights() -> ShardedWeights:
 
 
 def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, weight_names: Any = None) -> None:
-    """Hook around ``post_load_weights`` of models with latent attention, which computes weights from those just loaded."""
+    """Hook around ``post_load_weights`` of models with latent attention: compute the absorbed weights layer by layer."""
     if "kv_b_proj" not in options().weights:
         original(model, is_nextn, weight_names)
         return
@@ -172,7 +175,7 @@ def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, wei
 
 
 def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -> None:
-    """Hook around ``Fp8LinearMethod.process_weights_after_loading``, which reads and writes full matrices after each load."""
+    """Hook around ``Fp8LinearMethod.process_weights_after_loading``: gather the layer, whose whole matrices it needs."""
     for weights in _models:
         if (layer := weights.layer_of(module)) is not None:
             weights.update(layer, lambda: original(method, module))
@@ -186,7 +189,7 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
 
 
 def check_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: stop the engine if no weight is sharded, or if a weight has moved out of its slot."""
+    """Hook after ``ModelRunner.load_model``: stop the engine if no weight is sharded, or if one has moved out of its slot."""
     if not _models:
         raise SystemExit(
             f"slime_like plugin {NAME!r}: no weight of {type(runner.model).__name__} is sharded, because this model of SGLang builds its "
@@ -208,14 +211,14 @@ def run_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs:
 
 
 def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``release_memory_occupation``: end the gathers and mark the slots as empty, since their memory may be lost."""
+    """Hook around ``release_memory_occupation``: finish the gathers and mark the slots as empty: their memory may be lost."""
     for weights in _models:
         weights.pipeline.drain()
     return original(manager, request)
 
 
 def open_update(original: Callable[..., Any], updater: Any) -> Any:
-    """Hook around ``WeightUpdater.begin_weight_update``: end the gathers of all ranks before one of them writes to its parts."""
+    """Hook around ``WeightUpdater.begin_weight_update``: finish the gathers of all ranks before any rank writes its parts."""
     for weights in _models:
         weights.pipeline.drain()
     return original(updater)
@@ -227,7 +230,7 @@ load_tensors = through_loaders(
 
 
 def refuse_checks(runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``ModelRunner.check_weights``: its checksums would be those of the slots."""
+    """Raise ``NotImplementedError`` for ``ModelRunner.check_weights``, whose checksums would be those of the slots."""
     raise NotImplementedError(UNREADABLE)
 
 

@@ -1,4 +1,4 @@
-"""Parts in host memory that other processes map. A thread for each slot copies them."""
+"""Parts in host memory that other processes map. One thread per slot copies them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from slime_like_plugins.flow_mla.gather import DEADLINE
 
 
 class ThreadCopy:
-    """A copy by a thread."""
+    """Copy that runs in a thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def wait(self) -> None:
-        """Wait for the copy, or raise its error; ``TimeoutError`` after ``DEADLINE``."""
+        """Wait for the copy. Raises the copy's error, or ``TimeoutError`` after ``DEADLINE``."""
         seconds = DEADLINE.total_seconds()
         if not wait((self._future,), seconds).done:
             raise TimeoutError(
@@ -35,7 +35,7 @@ class ThreadCopy:
 
 
 class HostParts:
-    """Sealed memory without a file name. Peers map it read-only."""
+    """Parts in sealed memory without a file name, which other processes map read-only."""
 
     def __init__(self, num_slots: int) -> None:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"flow-mla-{slot}") for slot in range(num_slots)]
@@ -58,7 +58,7 @@ class HostParts:
             return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
     def settle(self) -> None:
-        """Return at once: writes on the host are synchronous, and all copies have already been waited for."""
+        """Do nothing: writes on the host are synchronous, and all copies have already been waited for."""
 
     def copy(self, slot: int, buffer: Tensor, parts: Sequence[Tensor]) -> ThreadCopy:
         return ThreadCopy(self._threads[slot].submit(_copy, buffer, parts))
@@ -71,7 +71,7 @@ def _close(fds: Mapping[int, int]) -> None:
 
 
 def _copy(buffer: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy by NumPy, which releases the interpreter's lock and starts no threads."""
+    """Copy ``parts`` one after another with NumPy, which releases the GIL and starts no threads."""
     begin = 0
     for part in parts:
         np.copyto(buffer[begin : begin + len(part)].numpy(), part.numpy())

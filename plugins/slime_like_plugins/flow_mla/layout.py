@@ -1,7 +1,7 @@
 """Layout of the sharded matrices of one layer in a buffer of bytes, and the part of each rank. Torch only.
 
-Matrices follow each other at aligned offsets, and the buffer is padded to a multiple of the ranks. Rank ``r`` of ``dp`` holds
-bytes ``[r * n / dp, (r + 1) * n / dp)``, so one all-gather of the parts restores the layer.
+Matrices follow each other at aligned offsets, and the buffer is padded so that all parts are equal and aligned. Rank ``r`` of
+``dp`` holds bytes ``[r * n / dp, (r + 1) * n / dp)`` of the ``n`` bytes, so one all-gather of the parts restores the layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Matrix:
 
 
 def matrix(tensor: Tensor) -> Matrix:
-    """Return the description of ``tensor``."""
+    """Return shape, strides and dtype of ``tensor`` as a ``Matrix``."""
     return Matrix(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
@@ -51,7 +51,7 @@ class LayerLayout:
         return self.num_bytes // self.num_ranks
 
     def view(self, buffer: Tensor, index: int) -> Tensor:
-        """Return matrix ``index`` in ``buffer``, a buffer of bytes for whole layers."""
+        """Return matrix ``index`` as a view of ``buffer``, the bytes of the whole layer."""
         item, offset = self.matrices[index], self.offsets[index]
         flat = buffer[offset : offset + item.num_bytes].view(item.dtype)
         return flat.as_strided(item.shape, item.stride)
@@ -76,12 +76,12 @@ def layer_layout(matrices: Sequence[Matrix], num_ranks: int) -> LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class FlowBytes:
-    """Bytes of a rank's sharded weights."""
+    """Bytes of a rank's sharded weights, which are W bytes in L layers before sharding."""
 
     full: int  # W, without sharding
-    private: int  # W / dp, and padding
-    slots: int  # 2 W / L with two slots for equal layers, and padding
-    loading: int  # W / dp and one layer, the largest one
+    private: int  # W / dp, plus padding
+    slots: int  # 2 W / L for two slots and equal layers, plus padding
+    loading: int  # private, plus the largest layer
 
 
 def slot_sizes(layers: Sequence[LayerLayout], num_slots: int) -> list[int]:
@@ -91,7 +91,7 @@ def slot_sizes(layers: Sequence[LayerLayout], num_slots: int) -> list[int]:
 
 
 def flow_bytes(layers: Sequence[LayerLayout], num_slots: int) -> FlowBytes:
-    """Return the bytes of ``layers`` that take turns in ``num_slots`` slots."""
+    """Return the bytes of a rank if ``layers`` take turns in ``num_slots`` slots."""
     private = sum(layer.part_bytes for layer in layers)
     return FlowBytes(
         full=sum(item.num_bytes for layer in layers for item in layer.matrices),

@@ -26,22 +26,22 @@ class Slot:
 
 
 class GatherPipeline:
-    """Order of the gathers.
+    """Slots of a model and the gathers into them, in the order of its layers.
 
-    Layer ``i`` is in slot ``i % slots``. When a layer ends, the next layer of its slot is gathered; the last layer of a slot is
-    followed by the first one. A slot therefore gathers only its own layers, even if their number is odd. At the
-    end of a forward, the slots hold the first layers.
+    Layer ``i`` uses slot ``i % slots``. When a layer ends, the next layer of its slot is gathered; a slot's last layer is
+    followed by its first one. A slot therefore gathers only its own layers, for any number of layers. At the end of a forward,
+    the slots hold the first layers.
     """
 
     def __init__(
         self, layouts: Sequence[LayerLayout], num_slots: int, gather: Gather, device: torch.device | None = None
     ) -> None:
-        """``gather`` has this rank's part of each layer. The slots are on ``device``, by default the CPU."""
+        """``gather`` has this rank's part of each layer. The slots are on ``device`` (default: CPU)."""
         self._layouts, self._gather, self._device = layouts, gather, device or torch.device("cpu")
         self.slots = [Slot(size, self._device) for size in slot_sizes(layouts, num_slots)]
 
     def grow(self, num_slots: int) -> None:
-        """Replace the single slot of a model that loads by ``num_slots``, one of which has its buffer. All ranks call it."""
+        """Replace the single slot used for loading with ``num_slots`` slots, reusing it as one of them. All ranks call it."""
         (loading_slot,) = self.slots
         self.drain()
         sizes = slot_sizes(self._layouts, num_slots)
@@ -55,7 +55,8 @@ class GatherPipeline:
     def begin(self) -> None:
         """Gather the first layers unless the slots hold them. All ranks call it before each forward.
 
-        On a GPU, the current stream then waits for these gathers: a CUDA graph of the model waits only for the gathers that it contains.
+        On a GPU, the current stream waits for these gathers, because a CUDA graph of the model waits only for gathers that it
+        contains.
         """
         missing = [layer for layer, slot in enumerate(self.slots) if slot.layer != layer]
         if missing:
@@ -89,7 +90,7 @@ class GatherPipeline:
                 slot.wait()
 
     def drain(self) -> None:
-        """Wait for all gathers and forget what the slots hold. All ranks call it before the slots or the parts are written."""
+        """Wait for all gathers and mark the slots as empty. All ranks call it before the slots or the parts are written."""
         filled = any(slot.layer is not None for slot in self.slots)
         for slot in self.slots:
             slot.wait()
@@ -98,7 +99,7 @@ class GatherPipeline:
             self._gather.meet()  # another rank may still read this rank's parts
 
     def fetch(self, layer: int) -> None:
-        """Gather ``layer`` into its slot now. All ranks call it, after ``drain``, and may then write their parts."""
+        """Gather ``layer`` into its slot and wait for it. All ranks call it after ``drain``, and may then write their parts."""
         self._gather.meet()
         self._start(layer)
         self.slot(layer).wait()

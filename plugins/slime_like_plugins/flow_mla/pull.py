@@ -1,6 +1,6 @@
-"""Gathers by copies from the memory of the other ranks, which take no part in them: CUDA IPC on a GPU, shared memory on a CPU.
+"""Gathers by one-sided copies from the memory of the other ranks: CUDA IPC on a GPU, shared memory on a CPU.
 
-The ranks meet only before and after a weight update, so that no rank copies a part while it is written.
+The ranks synchronise only before and after a weight update, so that no rank copies a part while it is being written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RankExchange(Protocol):
     """Messages between the ranks that hold the parts of a layer."""
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in order of ranks."""
+        """Return the messages of all ranks, in rank order."""
         ...
 
     def barrier(self) -> None:
@@ -39,11 +39,11 @@ class PartMemory(Protocol):
     """Memory for parts that other processes read."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return bytes for a part."""
+        """Return uint8 memory for a part."""
         ...
 
     def address(self, part: Tensor) -> Address:
-        """Return the address of a part for one other process."""
+        """Return an address of a part that one other process can open."""
         ...
 
     def open(self, address: Address) -> Tensor:
@@ -51,16 +51,16 @@ class PartMemory(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until earlier writes to parts, and copies of them, have ended."""
+        """Wait until earlier writes to parts, and earlier copies of parts, have finished."""
         ...
 
     def copy(self, slot: int, buffer: Tensor, parts: Sequence[Tensor]) -> Pending:
-        """Start to copy ``parts`` into ``buffer``, one after another, after earlier work on the slot."""
+        """Start copying ``parts`` into ``buffer``, one after another, after earlier work on the slot."""
         ...
 
 
 class GroupExchange:
-    """Messages over a process group of gloo."""
+    """Messages over a gloo process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -78,11 +78,11 @@ class GroupExchange:
 
 
 class PullGather:
-    """Copies of the parts from the memory of each rank into a slot."""
+    """Gathers that copy the parts from the memory of each rank into a slot."""
 
     def __init__(self, rank: int, num_ranks: int, exchange: RankExchange, memory: PartMemory) -> None:
         self._rank, self._num_ranks, self._exchange, self._memory = rank, num_ranks, exchange, memory
-        self._parts: list[list[Tensor]] = []  # parts of each layer, in order of ranks
+        self._parts: list[list[Tensor]] = []  # parts of each layer, in rank order
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         return self._memory.allocate(num_bytes)
@@ -118,7 +118,7 @@ class PullGather:
         return self._memory.copy(slot, buffer, self._parts[layer])
 
     def _open(self, message: Mapping[str, Any], other: Mapping[str, Any]) -> list[Tensor]:
-        """Return the parts of another rank. Raises ``ValueError`` if it is on another machine or has other layers."""
+        """Return the parts of another rank. Raises ``ValueError`` if the rank is on another machine or has other layers."""
         if other["machine"] != message["machine"]:
             raise ValueError("it runs on another machine or in another container")
         if other["sizes"] != message["sizes"]:
@@ -130,7 +130,7 @@ class PullGather:
 
 
 def machine() -> str:
-    """Return a string that is equal in processes that can open each other's memory: kernel and pid namespace."""
+    """Return a string that is equal in processes that can open each other's memory: boot id and pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 

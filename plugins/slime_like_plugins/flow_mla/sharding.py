@@ -1,9 +1,9 @@
 """Sharded weights of a model's decoder layers, and writes of pushes to this rank's part.
 
 A layer is sharded as soon as it has been built, so a rank never holds the full weights. While the model loads, each weight is a
-view of a single slot; the slots of forwards are allocated afterwards. SGLang's loaders write through this view: before a write,
-this rank's part of the old values is copied into the slot, and after the write it is copied back. Elements that a loader does not
-write, such as other parts of a fused projection, therefore keep their values.
+view of a single slot; the slots for forwards are allocated afterwards. SGLang's loaders write through these views: before a
+write, this rank's part of the old values is copied into the slot, and after the write it is copied back. Elements that a loader
+does not write, such as other parts of a fused projection, therefore keep their values.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class ShardedWeights:
     """The sharded weights of a model on one rank."""
 
     def __init__(self, settings: FlowOptions, rank: int, num_ranks: int, gather: Gather) -> None:
-        """``rank`` of ``num_ranks``: among the ranks that hold the parts of a matrix."""
+        """``rank`` is this rank's index among the ``num_ranks`` ranks that hold the parts of a matrix."""
         self._settings, self._rank, self.num_ranks, self._gather = settings, rank, num_ranks, gather
         self._names = tuple(name for key in settings.weights for name in MODULES[key])
         self.layers: list[ShardedLayer] = []
-        self.peak_bytes = 0  # largest size of sharded weights so far, and of the layer that is being built
+        self.peak_bytes = 0  # largest size so far of the sharded weights and a layer being built
         self.is_loaded = False
         self._pipeline: GatherPipeline | None = None
         self._lock = threading.Lock()  # SGLang's loaders write from several threads
@@ -80,7 +80,7 @@ class ShardedWeights:
         return self._pipeline
 
     def add(self, layer: torch.nn.Module) -> None:
-        """Shard the weights of a decoder layer before they are loaded. A layer without such weights is unchanged."""
+        """Shard the selected weights of a decoder layer before they are loaded. A layer without any is unchanged."""
         selected = list(self._selected(layer))
         if not selected:
             return
@@ -95,7 +95,7 @@ class ShardedWeights:
         device = parameters[0].device
         index = len(self.layers)
         for position, parameter in parameters.items():
-            # SGLang's parameter types of quantised weights have a property.
+            # In SGLang's parameter types for quantised weights, weight_loader is a property.
             name = "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader"
             setattr(parameter, name, self._writing(index, position, parameter.weight_loader))
             parameter.data = torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
@@ -103,7 +103,7 @@ class ShardedWeights:
         self.layers.append(ShardedLayer(layer, layout, tuple(weights), part))
         vars(layer)["_weight_export_error"] = UNREADABLE  # SGLang then refuses to read or save weights
         layer.register_forward_pre_hook(lambda module, arguments: self._before(index))
-        # The layer's hook, not its attention's: a rank without tokens may skip the attention, and would not gather.
+        # A hook of the layer, not of its attention: a rank without tokens may skip the attention, and would not gather.
         layer.register_forward_hook(lambda module, arguments, output: self.pipeline.advance(index))
 
     def bind(self) -> None:
@@ -115,9 +115,9 @@ class ShardedWeights:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes())
 
     def finish_loading(self) -> FlowBytes:
-        """Allocate the slots of forwards, after all weights have been loaded. All ranks call it. Returns the bytes of this rank.
+        """Allocate the slots for forwards, after all weights have been loaded. Returns the expected bytes of this rank.
 
-        Slots never move afterwards, so that CUDA graphs may be captured.
+        All ranks call it. Slots never move afterwards, so that CUDA graphs may be captured.
         """
         self.pipeline.grow(self._settings.prefetch_distance)
         self._set_views()
@@ -125,7 +125,10 @@ class ShardedWeights:
         return flow_bytes([layer.layout for layer in self.layers], self._settings.prefetch_distance)
 
     def update(self, layer: torch.nn.Module, compute: Callable[[], None]) -> None:
-        """Call ``compute``, which reads and writes weights of a decoder layer, on the whole layer. All ranks call it."""
+        """Call ``compute``, which reads and writes weights of ``layer``, while its slot holds the whole layer.
+
+        This rank's part is updated afterwards. All ranks call it.
+        """
         index = next(index for index, sharded in enumerate(self.layers) if sharded.module is layer)
         with self._lock:
             self.pipeline.drain()
@@ -139,7 +142,7 @@ class ShardedWeights:
         return next(owners, None)
 
     def missing(self) -> list[str]:
-        """Return messages on settings of ``rollout.flow_mla.weights`` that name no weight of the model."""
+        """Return an error message for each entry of ``rollout.flow_mla.weights`` that names no weight of the model."""
         names = {name for layer in self.layers for weight in layer.weights for name in weight.name.split(".")}
         missing = [key for key in self._settings.weights if not names.intersection(MODULES[key])]
         return [
@@ -148,7 +151,7 @@ class ShardedWeights:
         ]
 
     def moved(self) -> list[str]:
-        """Return messages on weights that are no longer views of their slots, because SGLang replaced their memory."""
+        """Return an error message for each weight that is not a view of its slot, because SGLang replaced its memory."""
         problems: list[str] = []
         for index, layer in enumerate(self.layers):
             buffer = self.pipeline.slot(index).buffer
@@ -159,7 +162,7 @@ class ShardedWeights:
         return problems
 
     def aliases(self) -> list[str]:
-        """Return a message for each tensor that SGLang created as a view of a weight before the weight's layer got another slot."""
+        """Return an error message for each tensor that is still a view of the slot that its layer had while loading."""
         slots = self.pipeline.slots
         return [
             f"sharded layer {index}: {name} of {type(module).__name__} is in the slot of another layer"
@@ -177,7 +180,7 @@ class ShardedWeights:
         ]
 
     def held_bytes(self) -> int:
-        """Return the size of this rank's parts and slots in memory."""
+        """Return the bytes of this rank's parts and slots in memory."""
         buffers = [layer.part for layer in self.layers] + [slot.buffer for slot in self.pipeline.slots]
         return sum(buffer.untyped_storage().nbytes() for buffer in buffers)
 
@@ -195,14 +198,14 @@ class ShardedWeights:
                 yield ModuleWeight(f"{name}.{attribute}", owner, attribute), item
 
     def _set_views(self) -> None:
-        """Let every weight be a view of its slot."""
+        """Make every weight a view of its slot."""
         for index, layer in enumerate(self.layers):
             buffer = self.pipeline.slot(index).buffer
             for position, weight in enumerate(layer.weights):
                 weight.set(layer.layout.view(buffer, position), layer.layout.part_of(layer.part, self._rank, position))
 
     def _record_peak(self, selected: Sequence[tuple[ModuleWeight, Matrix]]) -> None:
-        """Record the bytes of the parts and of a layer that has been built."""
+        """Update ``peak_bytes`` with the parts so far and a layer that has just been built."""
         weights = (getattr(weight.module, weight.attribute) for weight, _ in selected)
         tensors = [*(layer.part for layer in self.layers), *(weight for weight in weights if weight is not None)]
         self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in tensors))
@@ -213,7 +216,7 @@ class ShardedWeights:
         self.pipeline.wait(layer)
 
     def _writing(self, layer: int, position: int, load: Loader) -> Loader:
-        """Return ``load``, a parameter's loader, which then writes to this rank's part."""
+        """Wrap ``load``, a parameter's loader, so that it also writes to this rank's part."""
 
         def write(parameter: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
             sharded = self.layers[layer]
@@ -229,7 +232,7 @@ class ShardedWeights:
         return write
 
     def _slot_part(self, layer: int) -> Tensor:
-        """Return this rank's part of a layer in its slot."""
+        """Return the section of a layer's slot that holds this rank's part."""
         size = self.layers[layer].layout.part_bytes
         return self.pipeline.slot(layer).buffer[self._rank * size : (self._rank + 1) * size]
 

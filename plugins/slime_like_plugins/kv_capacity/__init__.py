@@ -1,8 +1,8 @@
-"""KV cache of an engine: counters of its use, and admission of requests by its free part.
+"""KV cache of an engine: counters of its use, and admission of requests by its free capacity.
 
-``kv_usage`` counts peak use and retractions in the scheduler, which ``/server_info`` returns. ``kv_admission``
-(``rollout.max_running_requests=auto``) replaces SGLang's guess of the tokens that running requests will still need. ``kv_size`` gives
-an engine on a GPU the cache of its first start when it restarts next to a trainer.
+``kv_usage`` counts peak use and retractions in the scheduler; ``/server_info`` returns the counts. ``kv_admission``
+(``rollout.max_running_requests=auto``) replaces SGLang's guess of how many tokens running requests will still need. ``kv_size``
+gives an engine that restarts on a GPU next to a trainer a cache of the same size as at its first start.
 """
 
 from __future__ import annotations

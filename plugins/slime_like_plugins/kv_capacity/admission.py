@@ -1,9 +1,9 @@
 """Admission of requests by the expected length of responses, which is estimated from earlier responses.
 
 SGLang keeps ``ratio * (max_new_tokens - generated)`` tokens free for each running request, at most 4096. The ratio starts at
-0.7 whenever the engine was idle and falls to 0.1 within 600 steps, independent of the length of the responses. If responses are
-long, the cache overflows, and SGLang retracts requests and recomputes their keys and values. Here the engine reserves the
-number of tokens that ``ResponseLengths`` expects.
+0.7 whenever the engine has been idle, and falls to 0.1 within 600 steps, regardless of the length of the responses. If
+responses are long, the cache overflows, and SGLang retracts requests and recomputes their keys and values. Here the engine
+reserves the number of tokens that ``ResponseLengths`` expects.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ RESERVED = "_slime_like_reserved"
 
 
 class Admission:
-    """Response lengths of this process's scheduler."""
+    """Response lengths in this process's scheduler, and the reservations that follow from them."""
 
     def __init__(self) -> None:
         self._running: dict[str, Any] = {}  # request id -> request
-        self._finished: deque[tuple[int, bool]] = deque(maxlen=WINDOW)  # (tokens, whether the response ended by itself)
+        self._finished: deque[tuple[int, bool]] = deque(maxlen=WINDOW)  # (tokens, True unless cut off or aborted)
         self._lengths = ResponseLengths.estimate(np.zeros(0, np.int64), np.zeros(0, np.bool_))
 
     def track(self, request: Any) -> None:
@@ -39,7 +39,7 @@ class Admission:
             self._record(self._running.pop(next(iter(self._running))))
 
     def observe(self, running: Sequence[Any]) -> None:
-        """Update the estimate with observed requests that have finished, and with the current lengths of running ones."""
+        """Update the estimate with the requests that have finished, and with the current lengths of those still running."""
         for request in running:
             self.track(request)
         for rid, request in list(self._running.items()):
@@ -71,7 +71,7 @@ admission = Admission()
 
 
 def open_pass(result: None, adder: Any, *_: Any, **__: Any) -> None:
-    """Hook after ``PrefillAdder.__init__``: replace the tokens that SGLang reserves for running requests by the estimate."""
+    """Hook after ``PrefillAdder.__init__``: reserve the estimate for running requests instead of SGLang's guess."""
     pending_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
     admission.observe(pending_requests)
     reserved = admission.reservation(pending_requests)

@@ -22,13 +22,16 @@ DEVIATIONS = 3.0  # standard deviations above the mean that a reservation covers
 
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
-    """Distribution of response lengths: ``share_K[k]`` is the share of responses longer than k tokens; the last entry applies to all greater k."""
+    """Distribution of response lengths: ``share_K[k]`` is the share of responses that are longer than k tokens.
+
+    The last entry also applies to all greater k.
+    """
 
     share_K: F64  # descending, above 0
 
     @classmethod
     def estimate(cls, lengths_N: I64, ended_N: NDArray[np.bool_]) -> ResponseLengths:
-        """Return the estimate from ``lengths_N``; a response is at least that long if ``ended_N`` is False.
+        """Return the estimate from observed ``lengths_N``, which are lower bounds where ``ended_N`` is False.
 
         ``NUM_ENDLESS`` responses without an end are added. Without observations, and beyond the longest one, responses are
         therefore expected to reach their maximum length, and a few short responses have little weight.
@@ -43,7 +46,7 @@ class ResponseLengths:
 
         This is the peak number of tokens over all future steps, minus the tokens generated so far. The number at a step is the
         mean plus ``DEVIATIONS`` standard deviations, and at most the maximum. Responses decode one token per step and end at
-        ``maximum_S``. In each interval of steps, responses that are unfinished at its start count with their tokens at its end.
+        ``maximum_S``. In each interval of steps, a response that is unfinished at the start counts with its tokens at the end.
         """
         remaining_S = np.maximum(0, maximum_S - generated_S)
         horizon = int(remaining_S.max(initial=0))

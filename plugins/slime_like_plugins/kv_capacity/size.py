@@ -1,7 +1,7 @@
-"""Hook that gives an engine which restarts next to a trainer the KV cache of its first start.
+"""Hook that keeps an engine's KV cache at the size of its first start when the engine restarts next to a trainer.
 
-SGLang leaves ``(1 - mem_fraction_static)`` of the memory that is free before its load to others, and fills the rest. Memory that a
-trainer has taken since the first start counts as taken from that share here, not from the KV cache.
+SGLang leaves to others ``(1 - mem_fraction_static)`` of the memory that is free before it loads, and fills the rest. Here,
+memory that a trainer has taken since the first start is deducted from the others' share, not from the KV cache.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from slime_like.rollout.engine.free_memory import FIRST_FREE, FREE_LINE
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
-MIN_SHARE = 0.02  # of the GPU's free memory at the first start, left to others at least
+MIN_SHARE = 0.02  # minimum share left to others of the GPU memory that was free at the first start
 
 
 def baseline_of_first_start(free: float, first_free: float, static: float) -> float:
-    """Return the free GiB of which SGLang leaves ``1 - static`` to others, so that it fills as much as at the first start.
+    """Return the free GiB to report to SGLang, so that it fills as much memory as at the first start.
 
-    At the first start ``first_free`` GiB were free, now ``free``.
+    SGLang leaves ``1 - static`` of the result to others. ``first_free`` GiB were free at the first start, and ``free`` are now.
     """
     others = (1 - static) * first_free - max(0.0, first_free - free)
     return max(others, MIN_SHARE * first_free) / (1 - static)
 
 
 def measure(original: Callable[..., float], *args: Any, **kwargs: Any) -> float:
-    """Hook around ``measure_pre_model_load_memory``. A draft model, which loads later, has no cache of its own size."""
+    """Hook around ``measure_pre_model_load_memory``: log the free GiB, and after a restart return the adjusted ones.
+
+    A draft model, which loads later, does not determine the size of a cache: its result is unchanged.
+    """
     free = original(*args, **kwargs)
     if kwargs.get("is_draft_worker"):
         return free

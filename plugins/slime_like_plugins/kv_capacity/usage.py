@@ -1,6 +1,6 @@
-"""Hooks that count the use of the KV cache in SGLang's scheduler and report it with ``/server_info``.
+"""Hooks that record the use of the KV cache in SGLang's scheduler and report it through ``/server_info``.
 
-SGLang's load reports (``/v1/loads``) are snapshots, and its count of retractions per request includes retractions by a weight push.
+SGLang's load reports (``/v1/loads``) are snapshots, and its count of retractions per request includes those by weight pushes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ counts = Counts()
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``Scheduler.run_batch``: record the use of the cache, which is highest when ``batch`` has its tokens."""
+    """Hook around ``Scheduler.run_batch``: record the use of the cache, which peaks once ``batch`` has its slots."""
     stats = scheduler.pool_stats_observer.get_pool_stats()
     used_tokens, _ = stats.get_kv_token_stats()
     counts.capacity_tokens = stats.full_capacity

@@ -1,6 +1,6 @@
-"""Layers of Megatron on a plain CPU: attention, norms, rotation, SwiGLU and log-probabilities in C, compiled on the machine.
+"""Megatron layers on a plain CPU: attention, norms, rotation, SwiGLU and log-probabilities in C, compiled on the machine.
 
-Each kernel is one pass over memory, for which torch needs five to ten. With matrix products in bfloat16, these passes take
+Each kernel makes one pass over memory, where torch makes five to ten. With bfloat16 matrix multiplications, torch's passes take
 half of a small model's training step. ``layer`` has the parts that ``model.cpu_kernels`` puts into the layer specs; with
-other settings this package is not imported.
+other settings, this package is not imported.
 """

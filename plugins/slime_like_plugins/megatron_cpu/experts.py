@@ -1,7 +1,6 @@
-"""Products of the rows of all experts of a rank by the C kernels (``csrc/experts.h``), as an autograd function.
+"""Matrix multiplications of all experts of a rank by the C kernels (``csrc/experts.h``), as an autograd function.
 
-On CPUs with AVX-512 only: elsewhere torch's products are faster. Arguments that could make C read outside its memory are
-checked here.
+Used only on CPUs with AVX-512: elsewhere torch is faster. Arguments that could make C read out of bounds are checked here.
 
 Axes: R rows (tokens, ordered by expert), E experts, I inputs, O outputs.
 """
@@ -30,7 +29,7 @@ _SIGNATURES = {
 
 
 class ExpertKernels:
-    """Bindings to the products of experts in the shared object at ``path``."""
+    """Bindings to the experts' matrix multiplications in the shared object at ``path``."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -43,12 +42,12 @@ class ExpertKernels:
                 self._functions[name, dtype] = function
 
     def multiplies(self, rows_RI: Tensor, weight_OI: Tensor) -> bool:
-        """Return True if these kernels multiply rows with weights of this shape and dtype faster than torch."""
+        """Return True if these kernels support this shape and dtype and are faster than torch on this CPU."""
         is_even = rows_RI.dtype is torch.float32 or not any(n % 2 for n in weight_OI.shape)  # bf16 is summed in pairs
         return rows_RI.dtype in self._dtypes and weight_OI.dtype is rows_RI.dtype and is_even
 
     def products(self, rows: Tensor, counts: Sequence[int], weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
-        """Return the rows of each expert times its weight, or times the weight's transpose."""
+        """Return each expert's rows times its weight, or times the weight's transpose."""
         shape = tuple(weights[0].shape)
         inputs, outputs = reversed(shape) if transpose else shape
         _check(rows.dtype, (rows, (sum(counts), inputs)), *((weight, shape) for weight in weights))
@@ -62,7 +61,7 @@ class ExpertKernels:
         return out
 
     def gradients(self, grad_RO: Tensor, rows_RI: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the gradients [E, O, I] of the weights; zeros for an expert without rows."""
+        """Return the gradients [E, O, I] of the weights, which are zero for an expert without rows."""
         r, o, i = sum(counts), grad_RO.shape[1], rows_RI.shape[1]
         _check(rows_RI.dtype, (grad_RO, (r, o)), (rows_RI, (r, i)))
         out = rows_RI.new_empty((len(counts), o, i))
@@ -84,7 +83,7 @@ def expert_kernels() -> ExpertKernels:
 
 
 class ExpertLinearFunction(torch.autograd.Function):
-    """Products of each expert's rows and weight: (rows [R, I], number of rows of each expert, kernels, weights [O, I]) -> [R, O]."""
+    """Linear layer of each expert: (rows [R, I], number of rows per expert, kernels, weights [O, I]) -> [R, O]."""
 
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, counts: tuple[int, ...], kernels: ExpertKernels, *weights: Tensor) -> Tensor:

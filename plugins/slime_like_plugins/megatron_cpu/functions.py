@@ -30,7 +30,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """SwiGLU, scaled by row: (gate and up [..., 2 F], scale F32 [N] of the N rows or None, kernels) -> [..., F]."""
+    """SwiGLU, scaled by row: (gate and up [..., 2 F], scale F32 [N] for the N rows or None, kernels) -> [..., F]."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, scale_N: Tensor | None, kernels: TrainKernels) -> Tensor:
@@ -38,7 +38,7 @@ class SwiGLUFunction(torch.autograd.Function):
         scale_N = None if scale_N is None else scale_N.contiguous()
         ctx.save_for_backward(rows, scale_N)
         ctx.kernels, ctx.shape = kernels, gate_up.shape
-        return kernels.swiglu(rows, scale_N).view(*gate_up.shape[:-1], rows.shape[1] // 2)  # also works without rows
+        return kernels.swiglu(rows, scale_N).view(*gate_up.shape[:-1], rows.shape[1] // 2)  # also valid for 0 rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -49,7 +49,7 @@ class SwiGLUFunction(torch.autograd.Function):
 
 
 class SplitRotateFunction(torch.autograd.Function):
-    """Split, norms and rotation of projected queries, keys and values.
+    """Split of projected queries, keys and values, with norms and rotation of queries and keys.
 
     (qkv [N, G (R + 2) D], weights of query and key norm [D] or None, cos_sin [N, D], heads, eps, kernels) ->
     F32 queries [N, G R, D], keys and values [N, G, D].

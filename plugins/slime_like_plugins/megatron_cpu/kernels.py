@@ -1,5 +1,5 @@
-"""C leaf kernels of training (``csrc``) for contiguous host tensors. Arguments that could make C read outside its memory
-are checked here.
+"""C leaf kernels for training (``csrc``) on contiguous host tensors. Arguments that could make C read out of bounds are
+checked here.
 
 Axes: N tokens, H hidden, F output features of SwiGLU, G groups (KV heads), R query heads per group, D head dimension,
 V vocabulary.
@@ -38,7 +38,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True, slots=True)
 class QkvHeads:
-    """Layout of the output of the query, key and value projection: G groups of R queries, a key and a value."""
+    """Layout of the QKV projection's output: G groups of R queries, a key and a value."""
 
     groups: int
     queries: int
@@ -46,7 +46,7 @@ class QkvHeads:
 
     @property
     def width(self) -> int:
-        """Elements per token."""
+        """Number of elements per token."""
         return self.groups * (self.queries + 2) * self.dim
 
 
@@ -63,7 +63,7 @@ class TrainKernels:
                 self._functions[name, dtype] = function
 
     def rms_norm(self, x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the norm [N, H], and one over the root mean square F32 [N]."""
+        """Return the normalised rows [N, H], and one over their root mean square F32 [N]."""
         n, h = x_NH.shape
         _check(x_NH.dtype, (x_NH, (n, h)), (weight_H, (h,)))
         out_NH, inverse_N = torch.empty_like(x_NH), x_NH.new_empty(n, dtype=torch.float32)
@@ -82,7 +82,7 @@ class TrainKernels:
         return grad_x_NH, shares.sum(0).to(weight_H.dtype)
 
     def swiglu(self, gate_up: Tensor, scale_N: Tensor | None = None) -> Tensor:
-        """Return silu(gate) * up [N, F], times the scale F32 [N], of [N, 2 F] with gate, then up."""
+        """Return silu(gate) * up [N, F], times ``scale_N`` F32 if given; ``gate_up`` [N, 2 F] holds gate, then up."""
         n, f = gate_up.shape[0], gate_up.shape[1] // 2
         _check(gate_up.dtype, (gate_up, (n, 2 * f)))
         _check_scale(scale_N, n)
@@ -93,7 +93,7 @@ class TrainKernels:
     def swiglu_back(
         self, gate_up: Tensor, grad_NF: Tensor, scale_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of ``gate_up`` [N, 2 F] and of the scale F32 [N]."""
+        """Return the gradients of ``gate_up`` [N, 2 F] and of the scale F32 [N] (None without a scale)."""
         n, f = grad_NF.shape
         _check(gate_up.dtype, (gate_up, (n, 2 * f)), (grad_NF, (n, f)))
         _check_scale(scale_N, n)
@@ -107,8 +107,8 @@ class TrainKernels:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Split ``qkv`` [N, G (R + 2) D]. Returns F32 queries [N, G R, D], keys and values [N, G, D], and the norms' scales.
 
-        Queries and keys are normed (optional weights [D] each) and rotated by halves; ``cos_sin`` has D / 2 cosines, then
-        sines. The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
+        Queries and keys are normalised (with weights [D] each, if given) and rotated by halves; ``cos_sin`` has D / 2 cosines,
+        then sines. The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
         """
         n, g, r, d = len(qkv), heads.groups, heads.queries, heads.dim
         _check_qkv(qkv, norms, cos_sin_ND, heads)
@@ -209,7 +209,7 @@ class TrainKernels:
 
 
 def make_kernels() -> TrainKernels:
-    """Compile the kernels unless they are cached. Raises ``BuildError`` or OSError."""
+    """Return the kernels, compiled unless they are cached. Raises ``BuildError`` or OSError."""
     return TrainKernels(build(SOURCE).path)
 
 
@@ -250,7 +250,7 @@ def _check_logits(logits_NV: Tensor, target_N: Tensor) -> tuple[int, int]:
 
 
 def _check_attention(qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return the number of sequences, the longest length rounded up, KV heads, query heads per KV head and head dimension."""
+    """Return the number of sequences, the rounded-up longest length, KV heads, query heads per KV head and head dimension."""
     (n, h, d), g = qkv[0].shape, qkv[1].shape[1]
     assert d % LANES == 0 and h % g == 0, f"{h} query heads of dimension {d} with {g} KV heads"
     _check(torch.float32, *zip(qkv, ((n, h, d), (n, g, d), (n, g, d)), strict=True))
@@ -263,6 +263,6 @@ def _check_attention(qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> 
 
 
 def _scratch(like: Tensor, sizes: tuple[int, ...], copies: int) -> Tensor:
-    """Return scratch memory of each thread of attention: a KV head's keys, and rows of weights and results."""
+    """Return the scratch memory of attention; each thread has a KV head's keys, and rows of weights and results."""
     _, capacity, _, _, d = sizes
     return like.new_empty((_num_threads(), copies * (d * capacity + QUERIES * (capacity + d))))

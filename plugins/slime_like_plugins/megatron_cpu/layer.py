@@ -1,4 +1,4 @@
-"""Layer parts over the C kernels, with the parameters and checkpoint keys of the torch parts."""
+"""Layer parts that run on the C kernels, with the parameters and checkpoint keys of the torch parts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MAX_LENGTH = 1024  # maximum tokens per sequence; up to this length the kernels 
 
 
 class FusedRMSNorm(RMSNorm):
-    """RMS norm with one pass for forward and one for backward; zero-centred norms run on torch."""
+    """RMS norm in one pass each for forward and backward; zero-centred norms and mixed dtypes run on torch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm: [..., hidden] -> [..., hidden]."""
+        """Return the normalised ``x``: [..., hidden] -> [..., hidden]."""
         if self.zero_centered or x.dtype not in SUFFIX or self.weight.dtype is not x.dtype:
             return super().forward(x)
         return RMSNormFunction.apply(x, self.weight, self.eps, kernels())  # pyright: ignore[reportReturnType]
@@ -56,7 +56,7 @@ class FusedMLP(MLP):
         assert config.gated_linear_unit and config.activation_func is F.silu and is_plain, "the MLP is not SwiGLU"
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
-        """Return the output of [L, 1, H], with the same shape, and its bias."""
+        """Return the output [L, 1, H] for ``hidden_states`` [L, 1, H], and the bias of the second linear layer."""
         assert per_token_scale is None, "a dense MLP has no scale per token"
         first: Any = self.linear_fc1
         second: Any = self.linear_fc2
@@ -69,7 +69,7 @@ class FusedMLP(MLP):
 
 
 class FusedGroupedMLP(GroupedMLP):
-    """Grouped experts with weighted SwiGLU in one pass, and products in C on CPUs with AVX-512."""
+    """Grouped experts with weighted SwiGLU in one pass, and matrix multiplications in C on CPUs with AVX-512."""
 
     def product(self, rows_RI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
         if not expert_kernels().multiplies(rows_RI, weights[0]):
@@ -163,7 +163,7 @@ def _weight(norm: Any) -> Tensor | None:
 
 
 def with_c_kernels(parts: LayerParts) -> LayerParts:
-    """Return ``parts`` over the C kernels, compiled unless cached. Raises ``ConfigError`` if they cannot be compiled."""
+    """Return ``parts`` on the C kernels, which are compiled unless cached. Raises ``ConfigError`` if that fails."""
     try:
         kernels()
     except (BuildError, OSError) as error:

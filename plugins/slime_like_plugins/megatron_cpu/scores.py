@@ -1,7 +1,7 @@
-"""Log-probability and entropy from hidden states over the C kernels, with one pass over a chunk's logits per direction.
+"""Log-probability and entropy from hidden states by the C kernels, with one pass over a chunk's logits per direction.
 
-If a single chunk has all tokens, its logits are saved for backward, in the model's dtype. Otherwise backward computes the
-logits again, as ``slime_like.train.megatron.model.vocab`` does, which also covers the cases that these kernels do not.
+If a single chunk holds all tokens, its logits are saved for backward in the model's dtype. Otherwise backward recomputes the
+logits, as ``slime_like.train.megatron.model.vocab`` does. That module also handles the cases that these kernels do not support.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ScoresFunction(torch.autograd.Function):
 
 
 def _padded(share_VH: Tensor, size: int) -> Tensor:
-    """Append zeros for the vocabulary's padding."""
+    """Append zero rows for the vocabulary's padding."""
     return share_VH if len(share_VH) == size else torch.nn.functional.pad(share_VH, (0, 0, 0, size - len(share_VH)))
 
 
@@ -83,7 +83,7 @@ def fused_vocab_scores(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of ``vocab_scores``. Calls it if ranks share the vocabulary, without tokens, and for other dtypes."""
+    """Return the results of ``vocab_scores``. Calls it if ranks split the vocabulary, without tokens, and for other dtypes."""
     is_unshared = part.group is None or part.group.size() == 1
     fits = hidden_NH.dtype in SUFFIX and weight_VH.dtype is hidden_NH.dtype
     if not (is_unshared and part.num_real and len(hidden_NH) and fits):

@@ -11,12 +11,12 @@ NORM_EPS = 1e-6
 
 
 class RangeRule(Protocol):
-    """Gated delta rule over a stream of packed sequences. Each rank of a group has consecutive tokens of the stream."""
+    """Gated delta rule over a stream of packed sequences, of which each rank of a group holds consecutive tokens."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return [1, L, HV, V] of this rank's L tokens; same arguments as ``GDNBackend.chunk_rule``.
+        """Return the output [1, L, HV, V] for this rank's L tokens. Arguments as in ``GDNBackend.chunk_rule``.
 
-        States and their gradients are exchanged by collectives of the group, one in forward and one in backward.
+        The ranks exchange states in one collective in forward, and their gradients in one collective in backward.
         """
         ...
 
@@ -24,9 +24,9 @@ class RangeRule(Protocol):
 class GatedDeltaRule(Protocol):
     """Gated delta rule over packed sequences. Axes: T packed tokens, N sequences, H key heads, HV value heads, K, V head sizes.
 
-    ``cu_seqlens`` [N+1] are the starts of the sequences and the end of the last one, on the device of the data, and
-    ``cu_seqlens_cpu`` the same numbers on the host, so that no call waits for the device. Sequences may be empty. Rows
-    from ``cu_seqlens[-1]`` on are padding, whose outputs and gradients are 0 for any content.
+    ``cu_seqlens`` [N+1] holds the starts of the sequences and the end of the last one, on the device of the data;
+    ``cu_seqlens_cpu`` holds the same numbers on the host, so that no call waits for the device. Sequences may be empty. Rows
+    from ``cu_seqlens[-1]`` on are padding: their outputs and gradients are 0, whatever they contain.
     """
 
     name: str
@@ -48,16 +48,17 @@ class GatedDeltaRule(Protocol):
 
             S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,   o_t = S_t^T q_t / sqrt(K)
 
-        ``q``, ``k`` [1, T, H, K] are normalised to length 1 inside; ``v`` [1, T, HV, V] with HV a multiple of H: value
+        ``q``, ``k`` [1, T, H, K] are normalised to length 1 here; ``v`` is [1, T, HV, V] with HV a multiple of H, and value
         head i reads key head i // (HV / H). ``g`` [1, T, HV] is the logarithm of the decay (<= 0, float32), ``beta``
-        [1, T, HV]. ``initial_state`` [N, HV, K, V]; None: zero. Returns the output [1, T, HV, V] in ``v``'s dtype
-        and with ``output_final_state`` the states after each sequence [N, HV, K, V], in float32 (float64 if the inputs are); the
-        final state of an empty sequence is its initial state. Differentiable in every tensor, through both results.
+        [1, T, HV] the write strength. ``initial_state`` [N, HV, K, V] is zero by default. Returns the output [1, T, HV, V] in
+        ``v``'s dtype, and with ``output_final_state`` the states after each sequence [N, HV, K, V] in float32 (float64 if the
+        inputs are); the final state of an empty sequence is its initial state. Both results are differentiable with respect to
+        every tensor.
         """
         ...
 
     def kernels(self) -> str:
-        """Return the kernels that run, with their versions, for the log."""
+        """Return the names and versions of the kernels, for the log."""
         ...
 
 
@@ -76,15 +77,15 @@ class GDNBackend(GatedDeltaRule, Protocol):
     ) -> Tensor:
         """Apply a depthwise causal convolution over time to each sequence, then ``activation`` (silu or None).
 
-        ``x`` [1, T, D]; ``weight`` [D, W], whose last column is multiplied with the current token. ``halo`` [N, W-1, D]
-        are the inputs before each sequence, oldest first; None: zero. Returns [1, T, D]. Differentiable in all three.
+        ``x`` is [1, T, D]; the last column of ``weight`` [D, W] multiplies the current token. ``halo`` [N, W-1, D] holds the
+        inputs before each sequence, oldest first (zero by default). Returns [1, T, D]; all three arguments get gradients.
         """
         ...
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """Return the backend's own rule that passes states over the ranks of ``group``; None to use ``state_passing``.
+        """Return the backend's own rule for a stream that is split over the ranks of ``group``; None selects ``state_passing``.
 
-        The bounds are those of the entire stream, whose P tokens are split evenly over the ranks. Called once per
+        ``cu_seqlens`` are the bounds of the entire stream, whose P tokens are split evenly over the ranks. Called once per
         micro-batch.
         """
         ...

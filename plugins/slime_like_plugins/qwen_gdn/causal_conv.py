@@ -16,11 +16,11 @@ from slime_like_plugins.qwen_gdn.packing import lengths
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Row positions: each sequence follows W-1 rows of its own, so that no window overlaps the previous sequence."""
+    """Row positions of packed sequences, with W-1 extra rows before each, so that no window reaches into the previous one."""
 
-    num_positions: int  # R, of tokens and rows before sequences
+    num_positions: int  # R: tokens and extra rows
     token: Tensor  # I64 [tokens] position of each token
-    halo: Tensor  # I64 [N * (W - 1)] positions of the rows before the sequences
+    halo: Tensor  # I64 [N * (W - 1)] positions of the extra rows
 
 
 def causal_conv(
@@ -31,7 +31,7 @@ def causal_conv(
     activation: str | None = "silu",
     halo: Tensor | None = None,
 ) -> Tensor:
-    """Convolve as ``backend.GDNBackend.causal_conv`` describes. 16-bit inputs are summed in float32."""
+    """Convolve as ``backend.GDNBackend.causal_conv`` describes. 16-bit inputs are accumulated in float32."""
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r} is not silu or None")
     if x.dim() != 3 or x.shape[0] != 1 or weight.shape[0] != x.shape[2]:
@@ -53,7 +53,7 @@ def _grid(lengths_N: tuple[int, ...], width: int, device: torch.device) -> _Grid
 
 
 class _CausalConv(torch.autograd.Function):
-    """``W`` shifted multiply-adds over the grid. Saves the sums before the activation."""
+    """Convolution as ``W`` shifted multiply-adds over the grid. Saves the sums before the activation for backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, halo: Tensor | None, grid: _Grid, silu: bool) -> Tensor:

@@ -22,9 +22,9 @@ from slime_like_plugins.qwen_gdn.packing import ChunkOrder
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients of the chunks' inputs."""
+    """Gradients of ``ChunkInputs`` and of the initial states."""
 
-    keys: Tensor  # [M, H, 2C, K] of the keys of length 1 and the scaled queries
+    keys: Tensor  # [M, H, 2C, K] of the keys of norm 1 and the scaled queries
     v: Tensor  # [M, HV, C, V]
     beta: Tensor  # [M, HV, C]
     gamma: Tensor  # [M, HV, C]
@@ -61,11 +61,11 @@ def backward(
 
 
 def project(keys: Tensor, dkeys: Tensor, rstd: Tensor, scale: float) -> Tensor:
-    """Return the gradient before the normalisation; overwrites ``dkeys`` [M, H, 2C, K]."""
+    """Return the gradient of the unnormalised keys and queries; overwrites ``dkeys`` [M, H, 2C, K]."""
     chunk = keys.shape[2] // 2
     dkeys[:, :, chunk:] *= scale
     dots = torch.linalg.vecdot(dkeys, keys)
-    dots[:, :, chunk:] /= scale * scale  # both factors have queries of length scale
+    dots[:, :, chunk:] /= scale * scale  # both factors carry the queries' ``scale``
     dkeys -= keys * dots.unsqueeze(-1)
     dkeys *= rstd.unsqueeze(-1)
     return dkeys
@@ -74,7 +74,7 @@ def project(keys: Tensor, dkeys: Tensor, rstd: Tensor, scale: float) -> Tensor:
 def _reverse_scan(
     x: ChunkInputs, block: ChunkBlock, dout: Tensor, dstate: Tensor, steps: range, order: ChunkOrder
 ) -> _Scan:
-    """Run the recurrence of dS through a block; updates ``dstate`` [N, HV, K, V] from the block's end to its start."""
+    """Run the recurrence of dS backwards over a block, updating ``dstate`` [N, HV, K, V] in place."""
     m, heads, chunk, size = dout.shape
     chunks = order.chunks_of(steps)
     decay, write_back = x.decay[chunks], (x.beta[chunks] * x.decay[chunks]).neg_()
@@ -125,7 +125,7 @@ def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, gra
     lower, scores = products[:, :, :chunk], products[:, :, chunk:]
     dlower = lower.sum(-1)
     dbeta += dlower
-    # The diagonal of the scores cancels in rows minus columns; without it there is no rounding error.
+    # The diagonal of the scores cancels in rows minus columns; zeroing it avoids the rounding error.
     scores.diagonal(dim1=-2, dim2=-1).zero_()
     dgamma += dlower * beta
     dgamma -= torch.matmul(beta.unsqueeze(-2), lower).squeeze(-2)

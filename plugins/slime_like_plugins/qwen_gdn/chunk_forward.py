@@ -1,7 +1,7 @@
-"""Forward of the gated delta rule chunk by chunk. ``backend.GDNBackend.chunk_rule`` has the recurrence.
+"""Chunked forward of the gated delta rule; ``backend.GDNBackend.chunk_rule`` states the recurrence.
 
 Within a chunk of C tokens, with gamma the running sum of g, L the strict lower part of beta_i exp(gamma_i - gamma_j) k_i.k_j
-and S the state before it (the WY form of Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024)::
+and S the state before the chunk (the WY form of Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024)::
 
     v' = (I + L)^-1 beta (v - exp(gamma) k S)
     o  = exp(gamma) q S + tril(exp(gamma_i - gamma_j) q_i.k_j) v'
@@ -29,7 +29,7 @@ MATRICES = 64  # (chunk, head) pairs per block
 class ChunkInputs:
     """Inputs of a call, split into M chunks and converted to the compute dtype."""
 
-    keys: Tensor  # [M, H, 2C, K] keys with norm 1, below them queries with norm ``scale``
+    keys: Tensor  # [M, H, 2C, K] keys of norm 1, below them queries of norm ``scale``
     rstd: Tensor  # [M, H, 2C] factor that normalised keys and queries
     v: Tensor  # [M, HV, C, V]
     beta: Tensor  # [M, HV, C]
@@ -45,7 +45,7 @@ class ChunkInputs:
 
     @property
     def groups(self) -> int:
-        """Value heads per key head."""
+        """Number of value heads per key head."""
         return self.v.shape[1] // self.keys.shape[1]
 
 
@@ -53,7 +53,7 @@ class ChunkInputs:
 class ChunkBlock:
     """Tensors that backward needs for a block of m chunks."""
 
-    gram: Tensor  # [m, H, 2C, C] keys and queries against keys
+    gram: Tensor  # [m, H, 2C, C] dot products of keys and queries with keys
     pair_decay: Tensor  # [m, HV, C, C] exp(gamma_i - gamma_j) where i >= j, else 0
     solve: Tensor  # [m, HV, C, C] (I + L)^-1
     delta: Tensor  # [m, HV, C, V] v - exp(gamma) k S
@@ -77,7 +77,7 @@ class Result:
 
 
 def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrder, scale: float) -> ChunkInputs:
-    """Return q, k [T, H, K], v [T, HV, V], g and beta [T, HV] in chunks. Gaps neither decay nor write."""
+    """Return q, k [T, H, K], v [T, HV, V], g and beta [T, HV] in chunks. Gaps neither decay the state nor write to it."""
     q, k, v, g, beta = rows
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     count, chunk = order.num_chunks, order.chunk
@@ -100,7 +100,7 @@ def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrd
 
 
 def forward(x: ChunkInputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> Result:
-    """Return the results from initial states ``state`` [N, HV, K, V] in the order of ``order.sequences``.
+    """Run the rule from the initial states ``state`` [N, HV, K, V], which are in the order of ``order.sequences``.
 
     ``keep`` saves the tensors that backward needs.
     """
@@ -134,14 +134,14 @@ def grouped(part: Tensor, x: ChunkInputs) -> Tensor:
 
 
 def scaled(keys: Tensor, factor: Tensor) -> Tensor:
-    """Return ``keys`` [m, H, C, K] of each value head times ``factor`` [m, HV, C]: [m * HV, C, K]."""
+    """Return ``keys`` [m, H, C, K], repeated for each value head, times ``factor`` [m, HV, C]: [m * HV, C, K]."""
     m, heads, chunk, size = keys.shape
     factor = factor.view(m, heads, -1, chunk, 1)
     return (keys.unsqueeze(2) * factor).view(-1, chunk, size)
 
 
 def masked_scores(x: ChunkInputs, block: ChunkBlock) -> Tensor:
-    """Return the decayed products of queries and keys [m * HV, C, C], 0 for later keys."""
+    """Return the decayed dot products of queries and keys [m * HV, C, C], 0 where the key is later than the query."""
     chunk = block.solve.shape[-1]
     return (grouped(block.gram, x)[..., chunk:, :] * grouped(block.pair_decay, x)).view(-1, chunk, chunk)
 
@@ -153,7 +153,7 @@ def _pairs(x: ChunkInputs, chunks: slice) -> tuple[Tensor, Tensor, Tensor]:
     gram = torch.matmul(keys, keys[:, :, :chunk].mT)
     pair_decay = gamma.unsqueeze(-1) - gamma.unsqueeze(-2)
     future = torch.ones(chunk, chunk, dtype=torch.bool, device=gamma.device).triu_(1)
-    # Masked before exp, because the upper half grows with the decay and would overflow.
+    # Mask before exp: above the diagonal the exponents are positive, and exp would overflow.
     pair_decay.masked_fill_(future, float("-inf")).exp_()
     lower = grouped(gram, x)[..., :chunk, :] * grouped(pair_decay, x)
     lower *= grouped(x.beta[chunks], x).unsqueeze(-1)
@@ -161,12 +161,12 @@ def _pairs(x: ChunkInputs, chunks: slice) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scan(x: ChunkInputs, block: ChunkBlock, state: Tensor, steps: range, order: ChunkOrder) -> None:
-    """Run the recurrence of a block: fill ``delta``, ``written`` and ``states``, and update ``state`` [N, HV, K, V]."""
+    """Run the recurrence over a block: fill its ``delta``, ``new_values`` and ``states``; update ``state`` [N, HV, K, V]."""
     chunks = order.chunks_of(steps)
     heads = state.shape[1]
     keys = x.keys[chunks, :, : order.chunk]
     sizes = [order.counts[step] * heads for step in steps]
-    # Operations without the state run once for the entire block, so that a step has few and small operations.
+    # Operations that do not read the state run once for the entire block, so that each step has few and small operations.
     reads = scaled(keys, x.decay[chunks]).split(sizes)
     writes = scaled(keys, x.to_end[chunks]).mT.split(sizes)
     solves = (block.solve * x.beta[chunks].unsqueeze(-2)).flatten(0, 1).split(sizes)
@@ -179,7 +179,7 @@ def _scan(x: ChunkInputs, block: ChunkBlock, state: Tensor, steps: range, order:
         current, next_size = states[i], sizes[i + 1] if i + 1 < len(sizes) else 0
         torch.baddbmm(values[i], reads[i], current, alpha=-1, out=deltas[i])
         torch.bmm(solves[i], deltas[i], out=new_values[i])
-        next_state = states[i + 1] if next_size == size else flat[:size]  # sequences or the block end here
+        next_state = states[i + 1] if next_size == size else flat[:size]  # some sequences, or the block, end here
         torch.mul(current, ends[i], out=next_state).baddbmm_(writes[i], new_values[i])
         if 0 < next_size < size:
             states[i + 1].copy_(flat[:next_size])

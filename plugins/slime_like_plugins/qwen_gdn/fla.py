@@ -1,6 +1,6 @@
 """Backend ``fla``: flash-linear-attention's Triton kernels, the default on a GPU.
 
-Import it after ``select`` has validated the machine: it imports fla-core and triton.
+Create the backend only after ``select`` has validated the machine: it imports fla-core and triton.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FLASH_QLA_SWITCH = "FLA_FLASH_QLA"  # read by fla at every call
 class FlaGDN:
     """``chunk_gated_delta_rule`` and ``causal_conv1d`` of fla-core, without dispatch to FlashQLA.
 
-    fla dispatches each call to an installed package that accepts it. If flash-qla is installed, that is FlashQLA on Hopper
-    and Blackwell unless ``FLASH_QLA_SWITCH`` is off.
+    fla dispatches each call to any installed package that accepts it. With flash-qla installed, it would dispatch to FlashQLA
+    on Hopper and Blackwell, so ``FLASH_QLA_SWITCH`` is set to 0.
     """
 
     name = "fla"
@@ -63,7 +63,7 @@ class FlaGDN:
         out, final = self._rule(
             *(
                 part[:, :tokens].contiguous() for part in (q, k, v, g, beta)
-            ),  # the layer's tensors are sections of wider rows
+            ),  # the layer's tensors are slices of wider rows
             initial_state=initial_state,
             output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=True,
@@ -73,7 +73,7 @@ class FlaGDN:
         return padded(out, rows), final
 
     def _options(self, cu_seqlens_cpu: Tensor) -> dict[str, Any]:
-        """Return the arguments of ``_rule`` in which fla and FlashQLA differ."""
+        """Return the keyword arguments of ``_rule`` that differ between fla and FlashQLA."""
         return {"cu_seqlens_cpu": cu_seqlens_cpu}
 
     def causal_conv(
@@ -103,7 +103,7 @@ class FlaGDN:
         return padded(out, rows)
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """Return the rule over fla's ``cp_context``: one gather of states and decays in forward and one in backward."""
+        """Return fla's rule with a ``cp_context``, which gathers states and decays once in forward and once in backward."""
         context = self._build_cp_context(cu_seqlens, group, cu_seqlens_cpu=cu_seqlens_cpu)
 
         def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -113,14 +113,14 @@ class FlaGDN:
         return rule
 
     def kernels(self) -> str:
-        """Return the kernels with their versions, and the functions whose calls fla has dispatched to other packages so far."""
+        """Return the versions of the kernels, and the functions that fla has dispatched to other packages so far."""
         dispatched = ", ".join(dispatched_functions()) or "none"
         versions = f"fla-core {metadata.version('fla-core')} on triton {metadata.version('triton')}"
         return f"{versions}, dispatched to other packages: {dispatched}"
 
 
 def active_dispatch(operation: str) -> str | None:
-    """Return the backend to which fla dispatches calls of ``operation`` first; None for fla's own Triton kernels."""
+    """Return the name of the backend that fla tries first for ``operation``; None for fla's own Triton kernels."""
     registry = _registries()[operation]
     active = registry.get_active()
     return None if active is None else str(active.backend_type)
@@ -135,7 +135,10 @@ def dispatched_functions() -> list[str]:
 
 
 def _registries() -> dict[str, Any]:
-    """Return fla's dispatch tables. Remove when fla reports which kernels ran."""
+    """Return fla's dispatch tables by operation. Raises ``ConfigError`` if they have moved.
+
+    Remove when fla reports which kernels ran.
+    """
     backends = import_module("fla.backends")
     if not hasattr(backends, "_operation_registries") or not hasattr(backends.BackendRegistry("x"), "_logged"):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Backend ``flashqla``: FlashQLA's fused TileLang kernels for Hopper and Blackwell, called directly.
 
-Import it after ``select`` has validated the machine: at import, the package compiles for the GPU of the machine, and raises
-without a GPU.
+Create the backend only after ``select`` has validated the machine: ``flash_qla`` compiles for the machine's GPU at import, and
+raises without one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slime_like_plugins.qwen_gdn.fla import FlaGDN
 
 
 class FlashQLAGDN(FlaGDN):
-    """FlashQLA for the rule, and fla for the convolution, which FlashQLA lacks.
+    """FlashQLA for the delta rule, and fla for the convolution, which FlashQLA lacks.
 
-    ``model.gdn.auto_cp`` allows it to split long sequences within the GPU. The splits depend on the other sequences of
-    the micro-batch and on whether a backward follows, so the bits of a token may depend on them. With ``auto_cp`` off,
-    they do not.
+    ``model.gdn.auto_cp`` allows FlashQLA to split long sequences within a GPU. The splits depend on the other sequences of
+    the micro-batch and on whether a backward follows, so a token's result may depend on both. With ``auto_cp`` off, it does
+    not.
     """
 
     name = "flashqla"
@@ -35,13 +35,13 @@ class FlashQLAGDN(FlaGDN):
         return {"auto_cp": self._auto_cp}
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """Return None, to use ``state_passing``.
+        """Return None, which selects ``state_passing``.
 
         FlashQLA's own context parallelism is not exported, and its gradients cannot be tested without GPUs.
         """
         return None
 
     def kernels(self) -> str:
-        """Return the kernels and their versions."""
+        """Return the names and versions of the kernels."""
         versions = f"flash-qla {metadata.version('flash-qla')} on tilelang {metadata.version('tilelang')}"
         return f"{versions}, auto_cp={str(self._auto_cp).lower()}; convolution: {super().kernels()}"

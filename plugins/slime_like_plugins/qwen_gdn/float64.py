@@ -20,9 +20,9 @@ FLOAT64_BACKEND = TorchGDN()
 
 
 def delta_net(model: nn.Module, stack: ExitStack) -> int:
-    """Compute convolution, decay and delta rule of every layer with the torch backend in float64 (exact to 1e-12).
+    """Make every layer compute its convolution, decay and delta rule in float64 with the torch backend (exact to 1e-12).
 
-    Projections, norm and gate are unchanged. Returns the number of layers; ``stack`` restores them.
+    Projections, norm and gate are unchanged. Returns the number of layers; closing ``stack`` restores them.
     """
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNetLayer)]
     for layer in layers:
@@ -31,7 +31,7 @@ def delta_net(model: nn.Module, stack: ExitStack) -> int:
 
 
 class Float64Mixing:
-    """``mixing`` with the torch backend and float64 inputs; the result is rounded once."""
+    """A layer's ``mixing`` with the torch backend and float64 inputs; only the result is rounded."""
 
     def __init__(self, mixing: Any) -> None:
         self._mixing = copy.copy(mixing)
@@ -39,6 +39,6 @@ class Float64Mixing:
         self.enter, self.leave = mixing.enter, mixing.leave
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
-        """Return the result of ``mixing.Mixing`` in the dtype of ``inputs.qkv``."""
+        """Return the output of the wrapped ``mixing`` in the dtype of ``inputs.qkv``."""
         inputs_f64 = DeltaInputs(*(cast(getattr(inputs, f.name), torch.float64) for f in fields(inputs)))
         return self._mixing(inputs_f64, packed).to(inputs.qkv.dtype)

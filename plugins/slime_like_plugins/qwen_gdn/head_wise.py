@@ -1,8 +1,8 @@
-"""Context parallelism by heads: while the rule runs, each rank has all tokens of its share of the heads.
+"""Context parallelism by heads: while the rule runs, each rank holds all tokens for its share of the heads.
 
 As in DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509) and megatron-core's GatedDeltaNet, an all-to-all exchanges tokens
 for heads, and another one reverses it. The output gate is not exchanged, because the rule does not read it; megatron exchanges
-it, which increases the data by half.
+it, which increases the traffic by half.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_r
 
 
 class HeadWise:
-    """``Mixing`` for numbers of heads divisible by the size of ``group``; one rank needs no all-to-all."""
+    """``Mixing`` for numbers of heads that are divisible by the size of ``group``; a single rank needs no all-to-all."""
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
         del hidden  # tokens are projected in attention's layout
@@ -33,7 +33,7 @@ class HeadWise:
         self.channels = heads.channels
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
-        """Return [L, HV, V] of this rank's L tokens and all of its heads."""
+        """Return the output [L, HV, V] for this rank's L tokens and all of its heads."""
         cu_seqlens, cu_seqlens_cpu = packed.sequence_cu, packed.cu_seqlens_q
         assert cu_seqlens is not None and cu_seqlens_cpu is not None
         local_heads = self._to_heads(inputs, packed)
@@ -41,11 +41,11 @@ class HeadWise:
         return self._to_tokens(out, packed)
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Return ``hidden``, whose layout is not changed."""
+        """Return ``hidden`` unchanged."""
         return hidden
 
     def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Return ``hidden``, whose layout is not changed."""
+        """Return ``hidden`` unchanged."""
         return hidden
 
     def _to_heads(self, inputs: DeltaInputs, packed: PackedRows) -> DeltaInputs:
@@ -70,19 +70,19 @@ class HeadWise:
         )
 
     def _share(self, parameter: Tensor, sections: Sequence[int]) -> Tensor:
-        """Return this rank's rows of each section.
+        """Return this rank's rows of each section of ``parameter``.
 
-        Other ranks compute the gradient of the other rows; the gradient reduction over data adds them up.
+        Other ranks compute the gradients of the other rows; the data parallel gradient reduction adds them up.
         """
         return torch.cat([s.chunk(self.size)[self.rank] for s in parameter.split(list(sections))])
 
     def _to_tokens(self, out: Tensor, packed: PackedRows) -> Tensor:
-        """Exchange [P, HV / size, V] of all tokens for [L, HV, V] of this rank's tokens."""
+        """Turn [P, HV / size, V], all tokens with a share of the heads, into [L, HV, V], this rank's tokens with all heads."""
         if self.size == 1:
             return out
         assert packed.by_rank is not None
         sent_rows = out.flatten(1)[packed.by_rank].unflatten(0, (self.size, -1))
         received: Tensor = all_to_all(
             self.group, sent_rows
-        )  # [size, L, HV / size * V], heads of one rank after another
+        )  # [size, L, HV / size * V], the heads of one rank after another
         return received.transpose(0, 1).reshape(received.shape[1], -1, self.heads.value_dim)

@@ -1,8 +1,8 @@
 """megatron-core's Gated DeltaNet with the kernels of ``model.gdn.backend``.
 
-Parameters, their tensor parallel shards and their keys in checkpoints are megatron's. The computation between the two
-projections differs: kernels without repeated key heads, sequence bounds that are already on the host, context parallelism by
-``Mixing``, decay parameters in float32, and an output norm whose gradient is complete on each rank.
+Parameters, their tensor parallel sharding and their checkpoint keys are megatron's. The computation between the two projections
+differs: the kernels need no repeated key heads, sequence bounds are already on the host, ``Mixing`` does the context
+parallelism, decay parameters are in float32, and each rank has the complete gradient of the output norm.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ The channels are 0 under sequence parallelism, which splits the tokens of a rank
 class GatedDeltaNetLayer(GatedDeltaNet):
     """Gated DeltaNet over packed rows.
 
-    megatron keeps ``A_log`` and ``dt_bias`` in the compute dtype. The 8 bits of bfloat16 are not enough: the effect of the decay
-    grows with the distance between tokens, and an optimizer step changes less than the last bit. Here these parameters and
-    their gradients, moments and checkpoints are float32.
+    megatron keeps ``A_log`` and ``dt_bias`` in the compute dtype. The 8 bits of bfloat16 are not enough: the effect of the
+    decay grows with the distance between tokens, and an optimizer step is smaller than the last bit. Here these parameters,
+    their gradients, optimizer moments and checkpoints are float32.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class GatedDeltaNetLayer(GatedDeltaNet):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, in the shape of ``hidden_states`` [L, 1, hidden] (L / tp with sequence parallelism), and a bias."""
+        """Return the output and the bias of the output projection.
+
+        The output has the shape of ``hidden_states`` [L, 1, hidden] (L / tp with sequence parallelism).
+        """
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None
         mixer_input = self.mixing.enter(hidden_states, packed_seq_params)
         projection: Tensor = self.in_proj(mixer_input)[0][:, 0]
@@ -81,17 +84,17 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         return self.mixing.leave(result, packed_seq_params), bias
 
     def kernels(self) -> str:
-        """Return a sentence for the log on the kernels of this layer."""
+        """Return a log message that names the kernels of this layer."""
         return f"Gated DeltaNet ran on {self.backend.name}: {self.backend.kernels()}{self.remark}"
 
     def _conv_weight(self) -> Tensor:
-        """Return the convolution's weight [C, W]."""
+        """Wait until the convolution's weight [C, W] has been gathered, and return it."""
         wait_for_weights(self.conv1d)
         return self.conv1d.weight[:, 0]
 
 
 def _heads(config: TransformerConfig, tp: int) -> MixingHeads:
-    """Return the heads of one of ``tp`` ranks."""
+    """Return the heads of each of ``tp`` tensor parallel ranks."""
     sizes: Any = config  # megatron declares them optional
     all_heads = MixingHeads(
         sizes.linear_num_key_heads,
@@ -103,7 +106,7 @@ def _heads(config: TransformerConfig, tp: int) -> MixingHeads:
 
 
 def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return the parameter in float32, with megatron's attributes."""
+    """Return a float32 copy of ``parameter`` with megatron's tensor parallel attributes."""
     wide = torch.nn.Parameter(parameter.detach().float())
     for name in ("tensor_model_parallel", "partition_dim"):
         setattr(wide, name, getattr(parameter, name))
@@ -111,7 +114,7 @@ def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def layer_spec(backend: GDNBackend, make_mixing: MakeMixing = HeadWise, remark: str = "") -> ModuleSpec:
-    """Return a layer of the hybrid stack: norm, Gated DeltaNet, residual. ``remark`` is appended to the text of ``kernels``."""
+    """Return the spec of a hybrid stack's layer: norm, Gated DeltaNet, residual. ``remark`` is appended to ``kernels()``."""
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
     mixer = ModuleSpec(
         GatedDeltaNetLayer,

@@ -1,4 +1,4 @@
-"""Computation of a Gated DeltaNet layer between its two projections, and the interface for context parallelism.
+"""Gated DeltaNet computation between a layer's two projections, and its interface for context parallelism.
 
 ``g = -exp(A_log) * softplus(alpha + dt_bias)``, ``beta = sigmoid(beta)``, a short causal convolution over query, key and
 value channels, then the gated delta rule (https://arxiv.org/abs/2412.06464).
@@ -19,7 +19,7 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend
 
 @dataclass(frozen=True, slots=True)
 class MixingHeads:
-    """Heads of one rank: H key heads with K channels, HV value heads with V channels; HV is a multiple of H."""
+    """Head counts and sizes of one rank: H key heads with K channels, HV value heads with V channels, HV a multiple of H."""
 
     keys: int
     values: int
@@ -28,19 +28,19 @@ class MixingHeads:
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Channels of query, key and value."""
+        """Numbers of query, key and value channels."""
         return self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim
 
     def shared_by(self, ranks: int) -> MixingHeads:
-        """Return the heads of one rank if ``ranks`` ranks split these heads."""
+        """Return the heads of each rank when these heads are split over ``ranks`` ranks."""
         return MixingHeads(self.keys // ranks, self.values // ranks, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """Inputs of T tokens in sequence order, or of the L tokens of a context parallel rank.
+    """Inputs for T tokens in sequence order, or for the L tokens of one context parallel rank.
 
-    ``qkv`` [T, C], ``beta`` and ``alpha`` [T, HV] are outputs of the projection; the other fields are parameters.
+    ``qkv`` [T, C], ``beta`` and ``alpha`` [T, HV] come from the input projection; the other fields are parameters.
     """
 
     qkv: Tensor
@@ -63,9 +63,9 @@ class RuleInputs:
 
 
 class Mixing(Protocol):
-    """Computation between the projections for the tokens of one rank; one instance per layer.
+    """Computation between a layer's projections for the tokens of one rank. One instance per layer.
 
-    ``HeadWise`` without context parallelism and in its head-wise mode, else ``StatePassing``.
+    ``HeadWise`` implements it without context parallelism and for ``cp_mode=head``, ``StatePassing`` for ``cp_mode=state``.
     """
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
@@ -73,7 +73,7 @@ class Mixing(Protocol):
         ...
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Return the hidden states [L, 1, hidden] of the tokens that this rank projects, given those of attention's layout."""
+        """Return the hidden states [L, 1, hidden] of the tokens that this rank projects, from those in attention's layout."""
         ...
 
     def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
@@ -82,7 +82,7 @@ class Mixing(Protocol):
 
 
 def decay_and_strength(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """Return log decay ``g`` <= 0 and write strength ``beta``, both [T, HV], in float32 or float64."""
+    """Return the log decay ``g`` <= 0 and the write strength ``beta``, both [T, HV], in float32 or float64."""
     alpha, beta = at_least_f32(inputs.alpha), at_least_f32(inputs.beta)
     return -inputs.A_log.exp() * F.softplus(alpha + inputs.dt_bias), beta.sigmoid()
 
@@ -93,7 +93,7 @@ def at_least_f32(x: Tensor) -> Tensor:
 
 
 def rule_inputs(convolved_TC: Tensor, inputs: DeltaInputs, heads: MixingHeads) -> RuleInputs:
-    """Return the arguments of the rule from the convolved channels of T tokens."""
+    """Return the arguments of the gated delta rule for T tokens, from their convolved channels [T, C]."""
     q, k, v = convolved_TC.split(heads.channels, -1)
     g, beta = decay_and_strength(inputs)
     return RuleInputs(
@@ -108,7 +108,7 @@ def rule_inputs(convolved_TC: Tensor, inputs: DeltaInputs, heads: MixingHeads) -
 def delta_rule(
     backend: GDNBackend, inputs: DeltaInputs, heads: MixingHeads, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor
 ) -> Tensor:
-    """Return [T, HV, V] of T tokens of complete sequences: convolution, then the rule."""
+    """Return the output [T, HV, V] for T tokens of complete sequences: convolution, then the gated delta rule."""
     convolved = backend.causal_conv(
         inputs.qkv[None],
         inputs.conv_weight,

@@ -1,4 +1,4 @@
-"""Packed sequences in chunks, ordered so that one batched product computes a step of every sequence."""
+"""Packed sequences in chunks, ordered so that one batched GEMM computes a step of every sequence."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrder:
-    """Chunks of C tokens, first by their number within their sequence, then by the sequence, longest first.
+    """M chunks of C tokens, sorted by their index within their sequence, then by sequence, longest first.
 
-    Step t has the t-th chunk of each sequence that is long enough; these are the first ``counts[t]`` of ``sequences``. A
-    scan over the steps is therefore as long as the longest sequence, for any number of sequences. There are M chunks.
+    Step t holds the t-th chunk of each sequence that is long enough: the first ``counts[t]`` of ``sequences``. A scan over
+    the steps is therefore as long as the longest sequence, however many sequences there are.
     """
 
     chunk: int  # C
@@ -52,11 +52,14 @@ class ChunkOrder:
         return unpacked_rows
 
     def chunks_of(self, steps: range) -> slice:
-        """Return the chunks of consecutive steps."""
+        """Return the slice of chunks that belong to consecutive ``steps``."""
         return slice(self.starts[steps.start], self.starts[steps.stop])
 
     def blocks(self, heads: int, max_matrices: int) -> Iterator[range]:
-        """Yield consecutive steps with at most about ``max_matrices`` (chunk, head) matrices, which fit in the cache."""
+        """Yield ranges of steps with at most ``max_matrices`` (chunk, head) matrices, so that they fit in the cache.
+
+        A single step may have more.
+        """
         first, num_matrices = 0, 0
         for step, count in enumerate(self.counts):
             if num_matrices and num_matrices + count * heads > max_matrices:

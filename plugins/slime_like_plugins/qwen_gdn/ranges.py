@@ -1,4 +1,4 @@
-"""Range of the packed stream of one rank, on the device; built once per micro-batch and cached for all layers."""
+"""One rank's range of the packed stream, on the device; built once per micro-batch and cached for all layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bounds:
 
     @classmethod
     def of(cls, edges: Sequence[int], device: torch.device) -> Bounds:
-        """Return bounds with one copy to the device. Kernels cache derived values by the tensor."""
+        """Return bounds, copied to the device only here: kernels cache derived values by the identity of the tensor."""
         host = torch.tensor(edges, dtype=torch.int32)
         return cls(host, host.to(device, non_blocking=True))
 

@@ -1,15 +1,16 @@
 """Context parallelism by passing states: every rank computes all heads over its range of the packed stream.
 
-The gated delta rule is linear in its state, ``S_t = A_t S_{t-1} + B_t`` and ``o_t = q_t S_t``, so a range started from
-any state ``S`` gives ``o_t + (q_t A_t ... A_1) S``. Each rank runs its range from a zero state. It runs the piece that
-continues an earlier rank's sequence a second time, from the identity and with zero values: the outputs are the rows
-``q_t A_t ... A_1``, and the final state is the product ``A``. An all-gather of (S, A) then gives every rank its initial
-state. A kernel only needs ``initial_state`` and the final state. The data exchanged per layer does not grow with the length
-of the sequences: H * K * (K + V) numbers, and the W - 1 previous tokens of a convolution of width W.
+The gated delta rule is linear in its state, ``S_t = A_t S_{t-1} + B_t`` and ``o_t = q_t S_t``. With ``o_t`` the outputs of a
+range that starts from a zero state, the outputs from any state ``S`` are ``o_t + (q_t A_t ... A_1) S``. Each rank runs its
+range from a zero state. If the first piece continues an earlier rank's sequence, the rank runs that piece a second time, from
+the identity and with zero values: the outputs are the rows ``q_t A_t ... A_1``, and the final state is the product ``A``. An
+all-gather of (S, A) then gives every rank its initial state. A kernel only has to take an initial state and return the final
+one. The data exchanged per layer does not grow with the length of the sequences: H * K * (K + V) numbers, and the W - 1
+previous tokens for a convolution of width W.
 
-The exchange of tokens between attention's layout and the range does grow. Hidden states have fewer channels than the
-projected tensors and the output, a third in Qwen3-Next: they are exchanged, before the projections, unless sequence
-parallelism splits them.
+Moving tokens between attention's layout and the ranges does grow with it. Hidden states have fewer channels than the projected
+tensors and the output together (a third in Qwen3-Next), so the hidden states are moved, before the projections, unless
+sequence parallelism splits them.
 
 Linearity of the recurrence: S. Yang, J. Kautz, A. Hatamizadeh, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
 
@@ -31,9 +32,9 @@ from slime_like_plugins.qwen_gdn.ranges import Bounds, Range, range_of
 
 
 class StatePassing:
-    """``Mixing`` for any number of heads: this rank's range of the stream with all of its heads.
+    """``Mixing`` for any number of heads: each rank computes all of its heads over its range of the stream.
 
-    ``hidden``: channels of the layer's input; 0 if sequence parallelism splits it.
+    ``hidden``: number of channels of the layer's input; 0 if sequence parallelism splits it.
     """
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
@@ -42,7 +43,7 @@ class StatePassing:
         self.moves_hidden = 0 < 2 * hidden < num_channels
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:
-        """Return [L, HV, V] of this rank's L tokens and all of its heads."""
+        """Return the output [L, HV, V] for this rank's L tokens and all of its heads."""
         local_range = self._range(packed, inputs.qkv.device)
         if not self.moves_hidden:
             stream = local_range.to_stream(torch.cat((inputs.qkv, inputs.beta, inputs.alpha), -1))
@@ -54,7 +55,7 @@ class StatePassing:
         return out if self.moves_hidden else local_range.to_rows(out)
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Exchange hidden states for those of this rank's range, if ``moves_hidden``."""
+        """Return the hidden states of this rank's range if ``moves_hidden``, else ``hidden`` unchanged."""
         return self._range(packed, hidden.device).to_stream(hidden) if self.moves_hidden else hidden
 
     def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:
@@ -67,12 +68,12 @@ class StatePassing:
 
 
 def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, local_range: Range, activation: str) -> Tensor:
-    """Return the convolution of the entire stream at this rank's range: [L, D] -> [L, D]."""
+    """Return this rank's range of the convolution over the entire stream: [L, D] -> [L, D]."""
     part, history = local_range.part, weight_DW.shape[1] - 1
     if not part.is_cut or history == 0:
         return _convolved(backend, x_LD, weight_DW, local_range.pieces, activation)
     tails = local_range.gather(x_LD[-history:])
-    earlier = tails[: local_range.rank].flatten(0, 1)  # a range shorter than the history is sent completely
+    earlier = tails[: local_range.rank].flatten(0, 1)  # a range shorter than the history is sent whole
     num_earlier = min(history, part.history)
     halo = x_LD.new_zeros(len(part.cu_seqlens) - 1, history, x_LD.shape[1])
     if num_earlier:
@@ -84,7 +85,7 @@ def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, local_rang
 def gated_delta_rule(
     backend: GDNBackend, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, local_range: Range
 ) -> Tensor:
-    """Return the recurrence over the entire stream at this rank's range.
+    """Return this rank's range of the gated delta rule over the entire stream.
 
     q, k [1, L, H, K], v [1, L, Hv, V], g (log of the decay) and beta [1, L, Hv] -> [1, L, Hv, V].
     """
@@ -122,7 +123,7 @@ def gated_delta_rule(
 def _products(
     backend: GDNBackend, columns: tuple[Tensor, ...], bounds: Bounds, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows ``q_t A_t ... A_1`` [1, T, Hv, K] and the product of all A [1, Hv, K, K] of one piece."""
+    """Return the rows ``q_t A_t ... A_1`` [1, T, Hv, K] and the product of all ``A_t`` [1, Hv, K, K] for one piece."""
     q, k, v, g, beta = columns
     size, heads = k.shape[-1], v.shape[2]
     identity = torch.eye(size, dtype=dtype, device=q.device).expand(1, heads, size, size)
@@ -163,7 +164,7 @@ def _convolved(
 
 
 class _KeepInGraph(torch.autograd.Function):
-    """Return ``x`` with ``gathered`` in its graph: the backward of a gather is a sum that every rank has to join."""
+    """Identity on ``x`` that keeps ``gathered`` in the graph: its backward is a collective that every rank has to join."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:

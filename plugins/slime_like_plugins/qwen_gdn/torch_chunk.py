@@ -1,4 +1,4 @@
-"""Backend ``torch``: tensor operations of torch for any device, the default on a CPU."""
+"""Backend ``torch``: plain torch operations for any device, the default on a CPU."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ class TorchGDN:
         return causal_conv.causal_conv(x, weight, cu_seqlens_cpu=cu_seqlens_cpu, activation=activation, halo=halo)
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> None:
-        """Return None, to use ``state_passing``."""
+        """Return None, which selects ``state_passing``."""
 
     def kernels(self) -> str:
-        """Return the kernels and their versions."""
+        """Return the version of torch and a description of the algorithm."""
         return f"torch {torch.__version__}: chunks of at most {CHUNK}, batched matrix products, hand-written backward"
 
 
 def chunk_size(cu_seqlens_cpu: Tensor) -> int:
-    """Return the tokens per chunk for sequences with these bounds."""
+    """Return the number of tokens per chunk for sequences with these bounds."""
     longest = int(cu_seqlens_cpu.diff().max()) if cu_seqlens_cpu.numel() > 1 else 0
     return next((chunk for max_len, chunk in SMALL_CHUNKS if longest <= max_len), CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments of the rule other than tensors. ``keep``: save tensors for backward."""
+    """Non-tensor arguments of the rule. ``keep``: save tensors for backward."""
 
     order: ChunkOrder
     keep: bool

@@ -11,9 +11,9 @@ BASE = 8
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """Return ``(I + strict lower part of lower)^-1`` for ``lower`` [m, C, C], C a power of two or at most ``BASE``.
 
-    Blocks of ``BASE`` are inverted by forward substitution. Then neighbours are merged:
-    [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]. Only inverses of diagonal blocks are multiplied; they stay small for the
-    matrices of the delta rule. The Neumann product of powers of ``lower`` would overflow for similar keys.
+    Diagonal blocks of size ``BASE`` are inverted by forward substitution. Then neighbouring inverses A' and D' are merged:
+    [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]. Only inverses of diagonal blocks are multiplied, which stay small for the
+    matrices of the delta rule. The Neumann series in powers of ``lower`` would overflow for similar keys.
     """
     m, size, _ = lower.shape
     base = min(BASE, size)
@@ -35,7 +35,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """Return the diagonal blocks [m * C / size, size, size] of [m, C, C]."""
+    """Return the diagonal blocks [m * C / size, size, size] of ``matrix`` [m, C, C]."""
     m, width, _ = matrix.shape
     count = width // size
     return matrix.view(m, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)

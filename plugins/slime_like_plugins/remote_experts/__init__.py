@@ -1,9 +1,9 @@
-"""Remote experts: part of the routed experts of each layer is in the memory of a worker process, on this or another machine.
+"""Remote experts: a worker process on this or another machine holds some of the routed experts of each layer in its memory.
 
-An engine sends a worker the hidden states of the tokens that were routed to its experts, computes the other experts meanwhile, and
-adds both sums. After the remote expert compute of Luce-Org/lucebox (pull request 388): tokens are grouped by their number of
-remote experts, and a prefill chunk takes a few large requests instead of many small ones. Inactive unless ``SLIME_LIKE_SGLANG``
-names ``remote_experts`` or the server has a flag ``--remote-experts-...``.
+An engine sends a worker the hidden states of the tokens that are routed to the worker's experts, computes the other experts in
+the meantime, and adds both sums. The design follows the remote expert compute of Luce-Org/lucebox (pull request 388): tokens
+are grouped by their number of remote experts, and a prefill chunk takes a few large requests instead of many small ones.
+Inactive unless ``SLIME_LIKE_SGLANG`` names ``remote_experts`` or the server has a flag ``--remote-experts-...``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "remote_experts"
 
 
 def load() -> None:
-    """Entry point ``sglang.srt.plugins``. A server that is started by hand enables the plugin by a flag."""
+    """Entry point ``sglang.srt.plugins``. A server that is started by hand enables the plugin with a flag."""
     from slime_like_plugins.remote_experts import flags
 
     if flags.is_used(sys.argv[1:]):

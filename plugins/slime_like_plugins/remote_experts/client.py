@@ -1,4 +1,4 @@
-"""Client of one worker: requests in flight, their deadlines, weights, and the memory that both processes share."""
+"""Client of one worker: requests in flight and their deadlines, weights, and the memory that both processes share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slime_like_plugins.remote_experts.payload import as_bytes, decode_rows, enc
 from slime_like_plugins.remote_experts.region import Region, region_bytes
 from slime_like_plugins.remote_experts.shapes import WRITE_BYTES, ExpertShapes, reply_bytes, request_bytes
 
-IN_FLIGHT = 4  # requests that a worker has received and not answered; the slots of a shared region
+IN_FLIGHT = 4  # maximum number of requests without a reply; number of slots of a shared region
 CLOSE_S = 2.0
 UPDATE_S = 120.0  # deadline of requests about weights
 
@@ -44,11 +44,11 @@ FAILURES = (PeerLost, FrameError, DeadlineExceeded, WorkerRefusal)
 class ClientSettings:
     """Settings of the connection to a worker."""
 
-    name: str = "the worker of remote experts"  # in errors
+    name: str = "the worker of remote experts"  # in error messages
     transport: str = "auto"  # auto, shared or socket
     row_type: RowType = RowType.float32
     deadline_s: float = 30.0  # limit for a request
-    shared_bytes: int = 0  # size of the shared region; 0: as many bytes as requests need
+    shared_bytes: int = 0  # size of the shared region; 0: as large as requests need
 
 
 @dataclass(slots=True)
@@ -76,16 +76,16 @@ class ExpertRequest:
     reply: Frame | None = None
     rows: Tensor | None = None  # rows in a RESULT
     error: str = ""
-    buffers: list[memoryview] = field(default_factory=list)  # in use until the request has left
+    buffers: list[memoryview] = field(default_factory=list)  # kept until the reply, because the socket sends from them
 
     @property
     def is_done(self) -> bool:
-        """True if the worker has answered."""
+        """True if the worker has replied."""
         return self.reply is not None
 
 
 class WorkerClient:
-    """Connection of an engine's rank to its worker. Any of ``FAILURES`` ends its use; call ``close`` then."""
+    """Connection of an engine's rank to its worker. After any of ``FAILURES``, only close it."""
 
     def __init__(self, connection: Connection, settings: ClientSettings) -> None:
         connection.keep_for(settings.deadline_s)  # a busy worker does not read
@@ -100,7 +100,7 @@ class WorkerClient:
 
     # ---- start -------------------------------------------------------------------------------------------------------
     def open(self, shapes: ExpertShapes, start_s: float = UPDATE_S) -> None:
-        """Let the worker allocate the experts, and share memory if the transport allows it.
+        """Make the worker allocate the experts, and share memory with it if the transport allows that.
 
         Raises ``ConfigError`` if ``transport=shared`` is not possible.
         """
@@ -143,12 +143,15 @@ class WorkerClient:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Let the worker forget its weights."""
+        """Make the worker invalidate its weights."""
         self.version = 0
         self._control(FrameKind.BEGIN)
 
     def write(self, layer: int, name: str, expert: int, start: int, rows: Tensor) -> None:
-        """Send rows of a matrix of a remote expert. Errors are raised by a later call."""
+        """Send rows of a remote expert's matrix without waiting for the reply.
+
+        A later call raises an error of the connection; ``unwritten`` reports rows that the worker refused.
+        """
         size = self.shapes.row_bytes[name]
         limit = min(WRITE_BYTES, self._region.slot_bytes if self._region else WRITE_BYTES)
         step = max(1, limit // size)
@@ -159,11 +162,11 @@ class WorkerClient:
             header = Header(FrameKind.WRITE, layer=layer, num_rows=len(part), payload_bytes=len(part) * size)
             in_slot = self._region is not None and header.payload_bytes <= self._region.slot_bytes
             data = as_bytes(part)
-            # The socket keeps a view of the bytes; the caller may overwrite them as soon as this function returns.
+            # The queue of the socket keeps views, and the caller may overwrite the rows as soon as this function returns.
             self._submit(header, json, [data if in_slot else memoryview(bytes(data))], UPDATE_S, in_slot=in_slot)
 
     def unwritten(self) -> list[tuple[str, int, int]]:
-        """Return name, number of missing elements and number of elements of each incomplete matrix."""
+        """Return (name, number of missing elements, number of elements) of each incomplete matrix."""
         fields = read_json(
             self._control(FrameKind.CHECK).json or dump_json({"names": [], "counts": [], "totals": []}),
             {"names": (list, str), "counts": (list, int), "totals": (list, int)},
@@ -171,13 +174,13 @@ class WorkerClient:
         return list(zip(fields["names"], fields["counts"], fields["totals"], strict=True))
 
     def commit(self, version: int) -> None:
-        """Let the worker serve its weights as ``version``. Raises ``WorkerRefusal`` if they are not complete."""
+        """Make the worker serve its weights as ``version``. Raises ``WorkerRefusal`` if they are not complete."""
         self._control(FrameKind.COMMIT, version=version)
         self.version = version
 
     # ---- compute -----------------------------------------------------------------------------------------------------
     def submit(self, layer: int, rows: Tensor, ids: Ids, weights: Weights) -> ExpertRequest:
-        """Send a request for the weighted sums of remote experts ``ids`` [N, K] of ``rows`` [N, H]."""
+        """Send a request for the weighted sums of remote experts ``ids`` [N, K] for ``rows`` [N, H]."""
         start = time.monotonic()
         row_type = self.settings.row_type
         if row_type is RowType.float16 or self._region is None:
@@ -219,7 +222,7 @@ class WorkerClient:
         return self._connection.is_sending
 
     def result(self, request: ExpertRequest) -> Tensor:
-        """Return the float32 sums [N, H] of a request. Waits until its deadline."""
+        """Return the float32 sums [N, H] of a request. Waits for them at most until the request's deadline."""
         start = time.monotonic()
         self._wait(request)
         assert request.rows is not None
@@ -231,7 +234,7 @@ class WorkerClient:
         try:
             self._control(FrameKind.CLOSE, seconds=CLOSE_S)
         except FAILURES:
-            pass  # it has ended, or is stopped
+            pass  # the worker has ended, or is stopped
         finally:
             self.drop()
 
@@ -244,7 +247,7 @@ class WorkerClient:
 
     # ---- requests in flight ------------------------------------------------------------------------------------------
     def _control(self, kind: FrameKind, *, json: bytes = b"", version: int = 0, seconds: float = UPDATE_S) -> Frame:
-        """Send a request without payload, and return the reply."""
+        """Send a request without payload, and wait for its reply. Returns the reply."""
         request = self._submit(Header(kind, version=version), json, [], seconds)
         self._wait(request)
         assert request.reply is not None
@@ -308,7 +311,7 @@ class WorkerClient:
         self._free.append(request.slot)
 
     def _rows(self, frame: Frame, request_header: Header) -> Tensor:
-        """Return the rows of a result as float32, in memory of their own."""
+        """Return the rows of a result as float32, in memory that is not reused for other replies."""
         h = frame.header
         expected = (
             request_header.version,
@@ -338,7 +341,7 @@ def _message(frame: Frame) -> str:
 
 
 def _fill(memory: memoryview, header: Header, parts: list[memoryview | Tensor]) -> None:
-    """Write the parts of a payload to a slot; a tensor of rows is converted on the way."""
+    """Write the parts of a payload to a slot, converting a tensor of rows to the row type of the header."""
     start = 0
     for part in parts:
         if isinstance(part, Tensor):

@@ -1,4 +1,4 @@
-"""Weighted sums of SwiGLU experts, added in float32. Engine and worker compute their experts with this code.
+"""Weighted sums of SwiGLU experts, accumulated in float32. Engine and worker compute their experts with this code.
 
 Axes: N rows (tokens), K selected experts of a row, H hidden, I intermediate, E experts in this memory.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 type Ids = NDArray[np.int32]  # [N, K]; -1: no expert
 type Weights = NDArray[np.float32]  # [N, K]
-GROUPED_ROWS = 32  # maximum rows of a batch whose experts are computed by two grouped products
-GROUPED_ALIGNMENT = 16  # bytes; torch requires it of rows of grouped products
+GROUPED_ROWS = 32  # maximum rows of a batch whose experts are computed by two grouped GEMMs
+GROUPED_ALIGNMENT = 16  # bytes; torch's grouped GEMMs require it of rows
 
 
 def nothing() -> None:
@@ -29,14 +29,14 @@ def expert_sums(
 ) -> Tensor:
     """Return the float32 sums [N, H] of ``weights * expert(x)`` over the experts ``ids``, in the order of the columns.
 
-    ``w13`` [E, 2I, H] has the gate over the up projection of each expert, ``w2`` [E, H, I] the down projection. ``between`` is
-    called after each expert if there are more than ``GROUPED_ROWS`` rows.
+    ``w13`` [E, 2I, H] has each expert's gate projection followed by its up projection, ``w2`` [E, H, I] its down projection.
+    ``between`` is called after each expert, unless all experts are computed at once by grouped GEMMs.
     """
     num_rows, num_selected = ids.shape
     hidden, device = w2.shape[1], w2.device
     flat = ids.reshape(-1)
     order = flat.argsort(kind="stable")
-    # Where the pairs without an expert end in ``order``, then the pairs of each expert.
+    # Ends in ``order`` of the pairs without an expert, then of the pairs of each expert.
     ends = np.bincount(flat + 1, minlength=len(w13) + 1).cumsum()
     start = int(ends[0])
     pairs, tokens = (_index(indices[start:], device) for indices in (order, order // num_selected))
@@ -58,15 +58,15 @@ def expert_sums(
 
 
 def _supports_groups(w13: Tensor, w2: Tensor) -> bool:
-    """Return True if torch has grouped products of these matrices."""
+    """Return True if torch has grouped GEMMs for these matrices."""
     is_aligned = not any(matrix.shape[2] * matrix.itemsize % GROUPED_ALIGNMENT for matrix in (w13, w2))
     return is_aligned and len(w13) > 0 and w13.device.type == "cpu" and hasattr(F, "grouped_mm")
 
 
 def _grouped_products(x: Tensor, ends: NDArray[np.int64], w13: Tensor, w2: Tensor) -> Tensor:
-    """Return the outputs of the experts of rows that are sorted by expert; ``ends`` [E]: the row after the last one of each.
+    """Return the experts' outputs for rows ``x`` that are sorted by expert; ``ends`` [E] is the end of each expert's rows.
 
-    Products of a few rows take less time than their calls from Python. The results have the bits of one product per expert.
+    GEMMs of a few rows take less time than their calls from Python. The results are bitwise those of one GEMM per expert.
     """
     offsets = torch.from_numpy(ends.astype(np.int32))
     gate, up = F.grouped_mm(x, w13.transpose(1, 2), offs=offsets).chunk(2, -1)

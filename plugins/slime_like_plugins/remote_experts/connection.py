@@ -1,4 +1,4 @@
-"""A socket that carries frames in both directions without blocking: large requests leave while replies arrive."""
+"""A socket that carries frames in both directions without blocking: large requests are sent while replies arrive."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slime_like.util.peers import end_with_lost_peer
 from slime_like_plugins.remote_experts.frames import HEADER_BYTES, Frame, Header, pack, unpack
 
 PEER_TIMEOUT_S = 60.0  # a peer on another machine that acknowledges nothing for this long is lost
-BUFFER_BYTES = 4 << 20  # size of the kernel's buffer for each direction; it may grant less
-SPIN_S = 0.0005  # time for which a wait polls before it blocks, if the wait before it was shorter
+BUFFER_BYTES = 4 << 20  # size of the kernel's buffer for each direction; the kernel may grant less
+SPIN_S = 0.0005  # time for which a wait polls before it blocks, if the previous wait was shorter than that
 type Buffer = bytes | bytearray | memoryview
 
 
@@ -49,12 +49,12 @@ class Connection:
         self.bytes_sent = self.bytes_received = 0
 
     def keep_for(self, seconds: float) -> None:
-        """Keep the connection to a peer that reads nothing for ``seconds``, if they are more than ``PEER_TIMEOUT_S``."""
+        """Extend the timeout for a peer that reads nothing to ``seconds``, if that is more than ``PEER_TIMEOUT_S``."""
         if self._socket.family != socket.AF_UNIX and seconds > PEER_TIMEOUT_S:
             end_with_lost_peer(self._socket, seconds * scale())
 
     def queue(self, header: Header, json: bytes = b"", buffers: Sequence[Buffer] = ()) -> None:
-        """Append a frame to those that wait to be sent, and send as much as the kernel accepts. Buffers are not copied."""
+        """Queue a frame, and send as much of the queue as the kernel accepts. Buffers are not copied."""
         for buffer in (pack(header), json, *buffers):
             if (view := memoryview(buffer)).nbytes:
                 self._outgoing.append(view.cast("B"))
@@ -73,14 +73,14 @@ class Connection:
                 self._receive()
             if events & select.POLLOUT:
                 self._send()
-        if self._end and not self._incoming:  # frames that arrived before the end may tell its reason
+        if self._end and not self._incoming:  # frames that arrived before the end may explain it
             raise PeerLost(self._end)
 
     def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Return the events of the socket, of which there are none after ``timeout_s``.
+        """Return the next events of the socket, or none after ``timeout_s``.
 
-        A blocked process continues tens of microseconds after its peer has sent, and a decode step waits twice per layer. A
-        wait therefore polls for ``SPIN_S`` first, as long as waits are that short; other processes get the core meanwhile.
+        A blocked process resumes tens of microseconds after its peer has sent, and a decode step waits twice per layer. A wait
+        therefore polls for ``SPIN_S`` first, as long as waits are that short, and yields the core to other processes meanwhile.
         """
         events = self._poll.poll(0)
         if events or timeout_s <= 0:
@@ -106,7 +106,7 @@ class Connection:
 
     @property
     def is_inside_frame(self) -> bool:
-        """True while a part of a frame has been received."""
+        """True while a frame has been received only in part."""
         return self._header is not None or self._filled > 0
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Connection:
             except BlockingIOError:
                 return
             except OSError:
-                self._outgoing.clear()  # the next receive finds the end
+                self._outgoing.clear()  # the next receive detects the end
                 return
             self.bytes_sent += count
             while self._outgoing and count >= len(self._outgoing[0]):
@@ -130,7 +130,7 @@ class Connection:
                 self._outgoing[0] = self._outgoing[0][count:]
 
     def _receive(self) -> None:
-        """Read until a frame is complete or nothing has arrived; ``poll`` tells whether more has."""
+        """Read until a frame is complete or no more bytes have arrived; ``poll`` tells whether bytes remain after a frame."""
         num_frames = len(self._incoming)
         while len(self._incoming) == num_frames:
             try:

@@ -17,7 +17,7 @@ class Exchange:
     def __init__(
         self, client: WorkerClient, layer: int, x_TH: Tensor, buckets: Sequence[TokenBucket], max_rows: int
     ) -> None:
-        """``max_rows``: largest request."""
+        """``max_rows`` limits the rows of a request."""
         self._client, self._layer, self._x = client, layer, x_TH
         self._waiting: Iterator[TokenBucket] = (part for bucket in buckets for part in bucket.chunks(max_rows))
         self._next: TokenBucket | None = next(self._waiting, None)

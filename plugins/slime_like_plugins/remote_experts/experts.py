@@ -1,4 +1,4 @@
-"""Remote experts of an engine's rank: their sums, their weights, and the policy if the worker fails."""
+"""Remote experts of an engine's rank: their sums, their weights, and the policy for a worker that fails."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from slime_like_plugins.remote_experts.routing import TokenBucket
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
 
 logger = logging.getLogger(__name__)
-MAX_RESTARTS = 3  # workers in a row that failed before they answered a request
-RECONNECT_S = 30.0  # time for each of them, if another program starts workers, to accept the connection
+MAX_RESTARTS = 3  # maximum number of new workers in a row that fail before they answer a request
+RECONNECT_S = 30.0  # time for each new worker to accept the connection, if another program starts workers
 REPLACED = "slime_like remote experts: %s; a new worker replaces it"
 FIX = "see the worker's error above, or set rollout.remote_experts.policy=fallback or respawn"
 
@@ -31,7 +31,7 @@ type LocalSums = Callable[[Callable[[], None]], Tensor]
 
 
 class RemoteExpertsLost(SlimeLikeError, RuntimeError):
-    """Failure of a worker of remote experts under policy ``required``."""
+    """Failure of a worker of remote experts that the policy does not cover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class WorkerFault:
     """State of the worker for reports."""
 
     num_restarts: int
-    is_replaced: bool  # by computation in the engine
+    is_replaced: bool  # True if the engine computes the worker's experts
 
 
 class RemoteExperts:
@@ -60,11 +60,11 @@ class RemoteExperts:
 
     # ---- start -------------------------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Start the worker's process."""
+        """Start the worker's process, unless another program starts workers."""
         self._link.start()
 
     def open(self, shapes: ExpertShapes) -> None:
-        """Connect to the worker and let it allocate the experts. Raises one of ``FAILURES``, or ``ConfigError``."""
+        """Connect to the worker and make it allocate the experts. Raises one of ``FAILURES``, or ``ConfigError``."""
         self._shapes = shapes
         if self._options.policy != "required":
             self._copy = ExpertMemory(shapes, torch.device("cpu"))
@@ -88,7 +88,7 @@ class RemoteExperts:
 
     @property
     def state(self) -> WorkerFault:
-        """Restarts of the worker, and whether the engine computes its experts."""
+        """State of the worker: number of restarts, and whether the engine computes its experts."""
         return WorkerFault(self._restarts, self._is_replaced)
 
     def close(self) -> None:
@@ -96,9 +96,9 @@ class RemoteExperts:
         self._link.close()
 
     # ---- weights -----------------------------------------------------------------------------------------------------
-    # No method of an update raises an error of the worker: another rank would wait for this one in SGLang's barriers.
+    # No method of an update raises an error of the worker: other ranks would wait for this one in SGLang's barriers.
     def begin(self) -> None:
-        """Forget the weights: every element has to be written before the commit."""
+        """Invalidate the weights: every element has to be written before the commit."""
         self._version, self._failure = 0, ""
         if self._copy is not None:
             self._copy.begin()
@@ -112,7 +112,7 @@ class RemoteExperts:
         self._try(lambda: self._link.client.write(layer, name, expert, start, rows))
 
     def unwritten(self) -> tuple[list[tuple[str, int, int]], str]:
-        """Return the incomplete matrices (name, missing elements, elements), and the failure of the worker, if any."""
+        """Return the incomplete matrices (name, missing elements, elements), and the worker's failure or ""."""
         report: list[tuple[str, int, int]] = []
         self._restore()
         self._try(lambda: report.extend(self._link.client.unwritten()))
@@ -124,7 +124,7 @@ class RemoteExperts:
         return report, self._failure
 
     def commit(self) -> str:
-        """Serve the written weights as the next version. Returns the failure of the worker, or an empty text."""
+        """Serve the written weights as the next version. Returns the worker's failure, or "" on success."""
         self._commits += 1
         if not self._is_replaced:
             self._try(lambda: self._link.client.commit(self._commits))
@@ -135,7 +135,10 @@ class RemoteExperts:
         return self._failure
 
     def _try(self, call: Callable[[], None]) -> None:
-        """Call a method of the client. A failure ends the worker and is kept for the end of the update."""
+        """Call a method of the client. After a failure, the worker is abandoned.
+
+        Under policy ``fallback`` the engine then replaces the worker; otherwise the failure is kept for the end of the update.
+        """
         if self._is_replaced or self._failure:
             return
         try:
@@ -161,8 +164,8 @@ class RemoteExperts:
     def add_sums(self, layer: int, x_TH: Tensor, buckets: Sequence[TokenBucket], compute_local: LocalSums) -> Tensor:
         """Return the float32 sums [T, H] of local and remote experts.
 
-        Each token's remote sum is one term, which is added to its local sum: the result does not depend on the order of replies.
-        Raises ``RemoteExpertsLost``.
+        Each token's remote sum is a single term, which is added to its local sum, so the result does not depend on the order of
+        replies. Raises ``RemoteExpertsLost`` if the worker failed and the policy does not allow a replacement.
         """
         sums: Tensor | None = None
         while not self._is_replaced:
@@ -197,7 +200,7 @@ class RemoteExperts:
 
     # ---- failures ----------------------------------------------------------------------------------------------------
     def _fail(self, error: Exception) -> None:
-        """Apply the policy after a failed request. Raises ``RemoteExpertsLost`` if the worker is required."""
+        """Apply the policy after a failed request. Raises ``RemoteExpertsLost`` if it does not allow a replacement."""
         self._keep_counters()
         self._link.abandon()
         if self._options.policy == "fallback":
@@ -217,7 +220,7 @@ class RemoteExperts:
         )
 
     def _respawn(self) -> None:
-        """Start a worker with the copy of the weights, and the committed version if no update is open."""
+        """Open a new worker and send it the copy of the weights. Commits their version, unless an update is open."""
         assert self._shapes is not None and self._copy is not None
         self._link.abandon()
         self._restarts += 1

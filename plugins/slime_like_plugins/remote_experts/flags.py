@@ -1,4 +1,4 @@
-"""Flags of SGLang's command line that give a server without slime_like remote experts: ``--remote-experts-count 64``."""
+"""Command-line flags that give an SGLang server remote experts without slime_like, such as ``--remote-experts-count 64``."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a key."""
+    """Return the flag of a key of ``rollout.remote_experts``."""
     return PREFIX + name.replace("_", "-")
 
 
 def is_used(argv: Sequence[str]) -> bool:
-    """Return whether the command line sets a flag of remote experts."""
+    """Return True if the command line sets a flag of remote experts."""
     return any(argument.startswith(PREFIX) for argument in argv)
 
 
 def enable(argv: Sequence[str], name: str) -> None:
-    """Enable plugin ``name`` in this process and its children with the settings of the command line."""
+    """Enable plugin ``name`` in this process and its children, with the settings in ``argv``.
+
+    Raises ``SystemExit`` if a setting is not valid.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(None, parser)
     arguments, _ = parser.parse_known_args(argv)
@@ -61,5 +64,5 @@ def enable(argv: Sequence[str], name: str) -> None:
 
 
 def install(name: str) -> None:
-    """Let SGLang's parser accept the flags."""
+    """Make SGLang's parser accept the flags."""
     install_hooks(name, (Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", add_flags),))

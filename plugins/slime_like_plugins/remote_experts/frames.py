@@ -36,7 +36,7 @@ class FrameKind(IntEnum):
     HELLO = 1  # shapes of the experts
     REGION = 2  # offer of shared memory
     WRITE = 3  # rows of a matrix of one expert
-    BEGIN = 4  # forget the weights
+    BEGIN = 4  # invalidate the weights
     CHECK = 5  # count elements that were not written
     COMMIT = 6  # serve the weights as the header's version
     COMPUTE = 7
@@ -44,7 +44,7 @@ class FrameKind(IntEnum):
     RESULT = 9
     ERROR = 10
     CLOSE = 11
-    CHALLENGE = 12  # nonce of a worker that listens
+    CHALLENGE = 12  # nonce of a listening worker
     ANSWER = 13  # proof of the key
 
 
@@ -57,7 +57,7 @@ class RowType(IntEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Size of a number in bytes."""
         return 4 if self is RowType.float32 else 2
 
 
@@ -65,7 +65,7 @@ _KINDS, _ROW_TYPES = frozenset(FrameKind), frozenset(RowType)
 
 
 class Header(NamedTuple):
-    """First part of a frame, in the order of its bytes. Fields that a kind does not use are 0."""
+    """Header of a frame; the fields are in the order of their bytes. Fields that a kind does not use keep their defaults."""
 
     kind: FrameKind
     sequence: int = 0
@@ -81,7 +81,7 @@ class Header(NamedTuple):
 
     @property
     def inline_bytes(self) -> int:
-        """Bytes that follow the header in the socket."""
+        """Number of bytes that follow the header in the socket."""
         return self.json_bytes + (self.payload_bytes if self.slot == INLINE else 0)
 
 
@@ -130,9 +130,10 @@ def dump_json(fields: Mapping[str, object]) -> bytes:
 
 
 def read_json(data: bytes, types: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """Return the object in ``data``, which has exactly the keys of ``types``, with values of exactly these types.
+    """Return the object in ``data``, which must have exactly the keys of ``types``, with values of exactly these types.
 
-    A tuple ``(list, item)`` requires a list of items, ``(list, list, item)`` a list of such lists. Raises ``FrameError``.
+    A tuple ``(list, item)`` requires a list of items, ``(list, list, item)`` a list of such lists. Raises ``FrameError`` if
+    the object is different.
     """
     try:
         fields: Any = json.loads(data)
@@ -148,6 +149,6 @@ def read_json(data: bytes, types: Mapping[str, type | tuple[type, ...]]) -> dict
 
 
 def _has_type(value: object, kinds: tuple[type, ...]) -> bool:
-    if type(value) is not kinds[0]:  # not isinstance: True is no number
+    if type(value) is not kinds[0]:  # not isinstance, because True is not a number here
         return False
     return len(kinds) == 1 or all(_has_type(item, kinds[1:]) for item in value)  # pyright: ignore[reportGeneralTypeIssues]

@@ -1,4 +1,4 @@
-"""Hooks that let a worker have part of the experts, follow weight updates, and refuse arguments that do not support it."""
+"""Hooks that move part of the experts to a worker, forward weight updates to it, and refuse unsupported arguments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def create_weights(original: Callable[..., None], method: Any, layer: Any, num_e
 
 
 def _model() -> RemoteModel:
-    """Return the model of this process, which its first layer creates."""
+    """Return the model of this process, created at the first call."""
     if not _models:
         from sglang.srt.runtime_context import get_parallel, process_model_config
 
@@ -84,7 +84,7 @@ def _model() -> RemoteModel:
 
 
 def commit_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: stop the engine if an expert was not loaded; otherwise commit the first version."""
+    """Hook after ``ModelRunner.load_model``: stop the engine if an expert was not loaded, else commit the first version."""
     if not _models:
         raise SystemExit(
             f"slime_like plugin {NAME!r}: the model has no experts, or quantised ones, which a worker cannot compute; serve a "
@@ -108,7 +108,7 @@ def commit_loaded(result: Any, runner: Any) -> Any:
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 def apply(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Hook around ``UnquantizedFusedMoEMethod.apply``: add the sums of local and remote experts."""
+    """Hook around ``UnquantizedFusedMoEMethod.apply``: return the sums over local and remote experts."""
     if not hasattr(layer, ROWS):
         return original(method, layer=layer, dispatch_output=dispatch_output)
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
@@ -126,7 +126,7 @@ def apply(original: Callable[..., Any], method: Any, layer: Any, dispatch_output
 
 # ---- weight updates --------------------------------------------------------------------------------------------------
 def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``begin_weight_update``: let the worker forget its weights."""
+    """Hook around ``begin_weight_update``: make the worker invalidate its weights."""
     output = original(manager, request)
     if output.success and _selects_target(manager, request.selector):
         _models[0].experts.begin()
@@ -136,7 +136,7 @@ def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``end_weight_update``: check the workers of all ranks, then the rest of the model, then commit.
 
-    Every rank takes part in every exchange, whatever happened to its worker, so that none waits for another.
+    Every rank takes part in every exchange, whatever happened to its worker, so that no other rank waits for it forever.
     """
     session = manager._session
     if session is None or not _selects_target(manager, session.selector):
@@ -150,7 +150,7 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around updates that are one call, from a disk or by IPC: commit the weights that the worker received.
+    """Hook around updates in a single call, from disk or by IPC: commit the weights that the worker received.
 
     If the update fails on one rank, it fails on every rank: a single rank that continued to the checks would wait for
     the others forever.
@@ -161,9 +161,9 @@ def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> 
 
 
 def check(manager: Any) -> str:
-    """Return why the weights of the workers of all ranks cannot be committed, or an empty text.
+    """Return an error message if the weights of any rank's worker cannot be committed, else "".
 
-    Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy requires it.
+    Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy is ``required``.
     """
     incomplete, failure = _models[0].experts.unwritten()
     names = ", ".join(f"{name} ({missing} of {total} elements)" for name, missing, total in incomplete[:MAX_NAMED])
@@ -175,16 +175,16 @@ def check(manager: Any) -> str:
 
 
 def commit(manager: Any) -> str:
-    """Commit on every rank. Returns the failures, or an empty text."""
+    """Commit on every rank. Returns the failures of all ranks, or "" on success. Raises like ``check``."""
     failure = _models[0].experts.commit()
     _models[0].record_load()
     return _joined(manager, failure, failure)
 
 
 def _joined(manager: Any, text: str, failure: str = "") -> str:
-    """Return the texts of all ranks, and the failures of their workers, in one line.
+    """Return the text of each rank, or its worker's failure if it has no text, joined in one line.
 
-    Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy requires it.
+    Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy is ``required``.
     """
     per_rank: list[Any] = [None] * dist.get_world_size(manager.tp_cpu_group)
     dist.all_gather_object(per_rank, (text, failure), group=manager.tp_cpu_group)
@@ -210,7 +210,7 @@ load_tensors = through_loaders(
 
 
 def refuse_checks(runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``ModelRunner.check_weights``: its checksums would lack the remote experts."""
+    """Raise ``NotImplementedError`` for ``ModelRunner.check_weights``, whose checksums would lack the remote experts."""
     raise NotImplementedError(UNREADABLE)
 
 

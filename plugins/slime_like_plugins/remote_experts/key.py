@@ -21,7 +21,7 @@ PROOF_S = 10.0
 
 
 def read_key(path: Path) -> bytes:
-    """Return the key in a file. Raises ``ConfigError`` if it cannot be read, is short, or other users can read it."""
+    """Return the key in a file. Raises ``ConfigError`` if it cannot be read, is too short, or other users can read it."""
     try:
         state, text = path.stat(), path.read_bytes().strip()
     except OSError as error:
@@ -47,7 +47,7 @@ def admit(connection: Connection, secret: bytes) -> None:
 
 
 def prove(connection: Connection, secret: bytes, worker: str) -> None:
-    """Answer a worker's challenge, and check that it knows the key too. Raises ``FrameError``."""
+    """Answer a worker's challenge, and challenge the worker in turn. Raises ``FrameError`` if it does not know the key."""
     challenge = bytes(_receive(connection, FrameKind.CHALLENGE, worker).payload)
     nonce = secrets.token_bytes(NONCE_BYTES)
     _send(connection, FrameKind.ANSWER, _sign(secret, b"engine", challenge) + nonce)

@@ -1,4 +1,4 @@
-"""The worker of an engine's rank: its process or address, the client, and its replacement after a failure."""
+"""Link of an engine's rank to its worker: the worker's process or address, its client, and reopening after a failure."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ class WorkerLink:
 
     @property
     def name(self) -> str:
-        """Name of the worker in errors."""
+        """Name of the worker in error messages."""
         address = self._address()
         place = f"at {address}" if address else f"(pid {self._process.pid})" if self._process else "(not started)"
         return f"the worker of remote experts of rank {self._rank} {place}"
 
     @property
     def client(self) -> WorkerClient:
-        """The client of an open worker. Raises ``PeerLost`` if it has failed before."""
+        """Client of the open worker. Raises ``PeerLost`` if the worker has failed before."""
         if self._client is None:
             raise PeerLost(f"{self.name} has failed before")
         return self._client
 
     @property
     def is_open(self) -> bool:
-        """True between ``open`` and ``close``."""
+        """True between ``open`` and ``close`` or ``abandon``."""
         return self._client is not None
 
     def start(self) -> None:
-        """Start the worker's process, which imports torch while the engine builds its model."""
+        """Start the worker's process, unless workers have addresses. It imports torch while the engine builds its model."""
         if not self._address() and self._process is None:
             o = self._options
             self._process = ExpertProcess(WorkerOrigin(threads=o.threads, device=o.device))
 
     def open(self, shapes: ExpertShapes, connect_s: float = START_S) -> WorkerClient:
-        """Connect, and let the worker allocate its experts. Raises one of ``FAILURES``, or ``ConfigError``.
+        """Connect, and make the worker allocate its experts. Raises one of ``FAILURES``, or ``ConfigError``.
 
-        ``connect_s``: seconds in which a worker that another program starts has to accept the connection.
+        ``connect_s``: time limit in seconds for a worker that another program starts to accept the connection.
         """
         self.start()
         o = self._options
@@ -84,7 +84,7 @@ class WorkerLink:
                     self.client.write(layer, name, expert, 0, rows)
 
     def close(self) -> None:
-        """End the connection, and the process if this rank started it. Never hangs. Idempotent."""
+        """Close the connection, and end the process if this rank started it. Never hangs. Idempotent."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -93,7 +93,7 @@ class WorkerLink:
             self._process = None
 
     def abandon(self) -> None:
-        """End a worker that failed, without waiting for it."""
+        """Drop the connection to a failed worker, and kill its process if this rank started it."""
         if self._process is not None:
             self._process.kill()
         if self._client is not None:

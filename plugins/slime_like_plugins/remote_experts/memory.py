@@ -1,4 +1,4 @@
-"""Weights of a worker, with the version that an engine committed."""
+"""Expert weights in a worker's or an engine's memory, with the committed version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_NAMED = 8  # matrices that a report names
 
 
 class ExpertMemory:
-    """Experts of one rank of an engine. New weights are NaN until they are written."""
+    """Remote experts of one rank of an engine. New weights are NaN until they are written."""
 
     def __init__(self, shapes: ExpertShapes, device: torch.device) -> None:
         self.shapes = shapes
@@ -31,25 +31,25 @@ class ExpertMemory:
 
     @property
     def matrices(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """The matrices of each layer."""
+        """Matrices of each layer by name."""
         return self._layers
 
     def begin(self) -> None:
-        """Forget the weights: every element is NaN until it is written, and nothing is computed until a commit."""
+        """Invalidate the weights: every element is NaN until it is written, and the version is 0 until a commit."""
         self.version = 0
         for matrices in self._layers.values():
             for matrix in matrices.values():
                 matrix.fill_(float("nan"))
 
     def rows(self, layer: int, name: str, expert: int, start: int, size: int) -> Tensor:
-        """Return ``size`` rows of a matrix. Raises ``FrameError`` if there are none."""
+        """Return ``size`` rows of a matrix as a view. Raises ``FrameError`` if they do not exist."""
         matrix = self._matrices(layer).get(name)
         if matrix is None or not 0 <= expert < len(matrix) or not 0 <= start <= start + size <= matrix.shape[1]:
             raise FrameError(f"layer {layer} has no rows {start} to {start + size} of {name} of remote expert {expert}")
         return matrix[expert, start : start + size]
 
     def unwritten(self) -> list[tuple[str, int, int]]:
-        """Return name, number of NaN and number of elements of the matrices with NaN."""
+        """Return (name, number of NaNs, number of elements) of each matrix that contains NaN."""
         report: list[tuple[str, int, int]] = []
         for layer, matrices in self._layers.items():
             for name, matrix in matrices.items():
@@ -63,7 +63,7 @@ class ExpertMemory:
         return report
 
     def commit(self, version: int) -> None:
-        """Serve the weights as ``version``. Raises ``FrameError`` if they have NaN."""
+        """Serve the weights as ``version``. Raises ``FrameError`` if they contain NaN or ``version`` is not positive."""
         if incomplete := self.unwritten():
             names = ", ".join(name for name, _, _ in incomplete[:MAX_NAMED])
             raise FrameError(f"{len(incomplete)} matrices are not complete: {names}")
@@ -72,7 +72,7 @@ class ExpertMemory:
         self.version = version
 
     def sums(self, layer: int, rows_NH: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the float32 sums [N, H] of a request. Raises ``FrameError`` if an id is not -1 or that of an expert."""
+        """Return the float32 sums [N, H] of a request. Raises ``FrameError`` if an id is neither -1 nor that of an expert."""
         matrices = self._matrices(layer)
         num_experts = len(matrices["w13"])
         if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= num_experts):

@@ -1,4 +1,4 @@
-"""Choice between large and small requests from measured rates."""
+"""Choice between large and small requests by measured rates."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 logger = logging.getLogger(__name__)
 STREAM_ROWS = 32  # maximum rows of a request in stream mode
 SMOOTHING = 0.25  # weight of a new measurement
-PROBE_LENGTH = 2  # measurements of the other mode in a row; the first one warms up
+PROBE_LENGTH = 2  # consecutive measurements of the other mode; the first one is a warm-up
 PROBE_INTERVAL = 128  # measurements between probes
 FASTER = 1.05  # a mode has to be this much faster to replace the other
-BEHIND = 2  # measurements in a row in which the engine waited longer than it computed
+BEHIND = 2  # consecutive measurements in which the engine waited longer than it computed, before a probe
 
 
 @dataclass(slots=True)
 class ModeChooser:
-    """Mode of the next batch with more than ``STREAM_ROWS`` rows; smaller batches are the same in both modes.
+    """Chooser of the mode of batches with more than ``STREAM_ROWS`` rows; smaller batches are the same in both modes.
 
-    ``auto`` begins with ``batched``. While the engine waits for the worker longer than it computes itself, it measures
-    ``stream`` at intervals, and changes to the mode with more rows per second.
+    ``auto`` begins with ``batched``. While the engine waits for the worker longer than it computes, or the mode is ``stream``,
+    the other mode is measured at intervals; the mode changes if the other one has more rows per second.
     """
 
     setting: str = "auto"
@@ -41,7 +41,7 @@ class ModeChooser:
         return _other(self.mode) if self._probe else self.mode
 
     def record(self, num_rows: int, seconds: float, wait_s: float) -> None:
-        """Take a measurement of ``next_mode``: remote rows, the time of the layer's experts, and the wait for the worker in it."""
+        """Record a measurement of ``next_mode``: remote rows, time of the layer's experts, and wait for the worker in it."""
         if self.setting != "auto" or num_rows <= STREAM_ROWS:
             return
         measured_mode, rate = self.next_mode, num_rows / max(seconds, 1e-9)

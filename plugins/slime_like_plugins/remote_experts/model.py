@@ -1,4 +1,4 @@
-"""The MoE layers of an SGLang model with remote experts: their parameters have the local experts only."""
+"""MoE layers of an SGLang model with remote experts, whose parameters hold only the local experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALVES = {"w1": 0, "w3": 1}
 
 
 class RemoteModel:
-    """Layers of the model of this process."""
+    """MoE layers of this process's model, and their remote experts."""
 
     def __init__(self, options: RemoteOptions, rank: int, top_k: int | None) -> None:
         self.options = options
@@ -38,9 +38,9 @@ class RemoteModel:
         self._lock = threading.Lock()  # SGLang's loaders write from several threads
 
     def add(self, layer: Any, create: Callable[[int], None], sizes: tuple[int, int, torch.dtype]) -> None:
-        """Let ``create`` allocate the local experts of a layer, and its loaders send the others to the worker.
+        """Allocate the local experts of a layer with ``create``, and make its loaders send the other experts to the worker.
 
-        Raises ``ConfigError`` if the placement does not fit the layer, ``ValueError`` if the layer's maths is not supported.
+        Raises ``ConfigError`` if the placement does not fit the layer, ``ValueError`` if the layer is not supported.
         """
         if problem := obstacle(layer):
             raise ValueError(f"layer {layer.layer_id}: {problem}")
@@ -53,8 +53,8 @@ class RemoteModel:
         setattr(layer, ROWS, rows)
         vars(layer)["_weight_export_error"] = UNREADABLE  # SGLang then refuses to read or save weights
         config = layer.moe_runner_config
-        config.num_local_experts = rows.num_local  # so that kernels skip pairs of id -1
-        config.inplace = False  # hidden states are sent while the local experts are computed
+        config.num_local_experts = rows.num_local  # so that kernels skip pairs with id -1
+        config.inplace = False  # hidden states are still being sent while the local experts are computed
         for name in ("w13_weight", "w2_weight"):
             getattr(layer, name).weight_loader = self._loader(layer, rows)
         self._layers.append(layer)
@@ -62,7 +62,7 @@ class RemoteModel:
             self.experts.start()
 
     def open(self) -> None:
-        """Connect to the worker if not connected. Requires that all layers have been added."""
+        """Connect to the worker unless connected. All layers must have been added."""
         with self._lock:
             self._open()
 
@@ -79,14 +79,14 @@ class RemoteModel:
         self.experts.open(shapes)
 
     def _loader(self, layer: Any, rows: ExpertRows) -> Callable[..., None]:
-        """Return the loader of a layer's parameters, with the arguments of SGLang's loader."""
+        """Return a loader for a layer's parameters, with the signature of SGLang's loader."""
 
         def load(parameter: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:
             local = int(rows.local_rows[expert_id])
             if local >= 0:
                 layer._weight_loader_impl(parameter, loaded_weight, weight_name, shard_id, local)
                 return
-            # SGLang's own loader writes this rank's part of the expert to a matrix of one row, in the layout of the parameter.
+            # SGLang's own loader writes this rank's part of the expert to a parameter of one expert, with the same layout.
             matrix = torch.nn.Parameter(
                 torch.empty((1, *parameter.shape[1:]), dtype=parameter.dtype, device="cpu"), requires_grad=False
             )
@@ -104,7 +104,7 @@ class RemoteModel:
         return load
 
     def forward(self, layer: Any, x_TH: Tensor, topk: Any, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the hidden states after the experts. ``compute`` runs SGLang's kernels on a GPU, with local expert ids."""
+        """Return the hidden states after the experts. ``compute`` runs SGLang's GPU kernels on ids of local experts."""
         rows: ExpertRows = getattr(layer, ROWS)
         ids = topk.topk_ids.to("cpu", torch.int32).numpy()
         weights = topk.topk_weights.to("cpu", torch.float32).numpy()
@@ -119,7 +119,7 @@ class RemoteModel:
 
         if (
             x_TH.device.type != "cpu"
-        ):  # SGLang's kernels multiply their sums by this factor, and its CPU code does later
+        ):  # SGLang's GPU kernels multiply their sums by this factor; on a CPU, SGLang multiplies later
             buckets = [_scaled(bucket, layer.moe_runner_config.routed_scaling_factor) for bucket in buckets]
         if buckets:
             sums = self.experts.add_sums(int(layer.layer_id), x_TH, buckets, compute_local)
@@ -128,7 +128,7 @@ class RemoteModel:
         return sums.to(x_TH.dtype)
 
     def record_load(self) -> None:
-        """Write the tokens of each expert so far, if ``record_load`` is set."""
+        """Write the number of tokens per expert so far, if the option ``record_load`` is set."""
         if self._load is not None:
             self._load.write(Path(self.options.record_load))
 

@@ -15,7 +15,7 @@ TORCH_TYPES = {RowType.float32: torch.float32, RowType.float16: torch.float16, R
 
 
 def encode_rows(rows_NH: Tensor, row_type: RowType) -> tuple[Tensor, RowType]:
-    """Return contiguous rows on the CPU in a row type: float32 instead of float16 if a number would become infinite."""
+    """Return contiguous rows on the CPU and their row type: ``row_type``, or float32 if a number would overflow float16."""
     rows = rows_NH.detach().to("cpu", TORCH_TYPES[row_type]).contiguous()
     if row_type is RowType.float16 and bool(torch.isinf(rows).any()):
         return rows_NH.detach().to("cpu", torch.float32).contiguous(), RowType.float32
@@ -29,14 +29,14 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def decode_rows(data: bytes | bytearray | memoryview, num_rows: int, hidden: int, row_type: RowType) -> Tensor:
-    """Return rows [N, H] over the bytes ``data``."""
+    """Return rows [N, H] as a view of the bytes ``data``."""
     if not num_rows:
         return torch.empty((0, hidden), dtype=TORCH_TYPES[row_type])
     return torch.frombuffer(data, dtype=TORCH_TYPES[row_type], count=num_rows * hidden).view(num_rows, hidden)
 
 
 def decode_request(data: memoryview, header: Header) -> tuple[Tensor, Ids, Weights]:
-    """Return rows, ids and weights of a request over its bytes."""
+    """Return rows, ids and weights of a request as views of its bytes."""
     h = header
     shape, num_pairs = (h.num_rows, h.num_selected), h.num_rows * h.num_selected
     end = h.num_rows * h.hidden * h.row_type.itemsize

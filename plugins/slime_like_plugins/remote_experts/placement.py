@@ -1,4 +1,4 @@
-"""Choice of remote experts: by count, by list, or those with the least measured load; and the record of that load."""
+"""Choice of remote experts, by count, by list or by least measured load, and the record of that load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from slime_like_plugins.remote_experts.compute import Ids
 def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[int, ...]:
     """Return the ascending ids of a layer's remote experts among ``num_experts`` routed ones.
 
-    Raises ``ConfigError`` if the layer does not have that many experts, or the load file lacks the layer.
+    Raises ``ConfigError`` if no expert would be left in the engine, if a listed expert does not exist, or if the load file does
+    not fit the layer.
     """
     if options.experts:
         if max(options.experts) >= num_experts:
@@ -42,18 +43,18 @@ def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[in
 
 
 class LoadRecord:
-    """Number of tokens of each expert of each layer."""
+    """Record of the number of tokens per expert and layer."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, NDArray[np.int64]] = {}
 
     def add(self, layer: int, ids: Ids, num_experts: int) -> None:
-        """Count the pairs of a batch with the ``num_experts`` routed experts; shared experts may follow them."""
+        """Count a batch's pairs with the ``num_experts`` routed experts. Higher ids, of shared experts, are ignored."""
         counts = np.bincount(ids[(ids >= 0) & (ids < num_experts)], minlength=num_experts)
         self._tokens[layer] = self._tokens[layer] + counts if layer in self._tokens else counts
 
     def write(self, path: Path) -> None:
-        """Replace the file at ``path``."""
+        """Write the counts as JSON to ``path``, replacing the file atomically."""
         tokens = {str(layer): counts.tolist() for layer, counts in sorted(self._tokens.items())}
         part = path.with_name(f"{path.name}.{os.getpid()}")
         part.write_text(json.dumps({"tokens": tokens}))

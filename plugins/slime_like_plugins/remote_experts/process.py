@@ -1,4 +1,4 @@
-"""Start and end of the worker process of an engine's rank, and connections to workers that others started."""
+"""Start and end of the worker process of an engine's rank, and connections to workers that are already running."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RETRY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrigin:
-    """A worker to start, or the address of one that runs."""
+    """Settings of a worker to start, or the address of a running one."""
 
     address: str = ""  # HOST:PORT; empty: start one
     key_file: Path | None = None  # with an address
@@ -35,7 +35,7 @@ class WorkerOrigin:
 
 
 class ExpertProcess:
-    """A worker that this process started; it ends with this process, since its socket then closes."""
+    """Worker process started by this process. It ends with this process, because its socket then closes."""
 
     def __init__(self, origin: WorkerOrigin) -> None:
         ours, theirs = socket.socketpair()
@@ -66,16 +66,16 @@ class ExpertProcess:
                 return  # in an uninterruptible call of the kernel; nothing can be done
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         self._process.send_signal(signal.SIGKILL)
         self.stop()
 
 
 def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
-    """Connect to a worker that listens, and prove the key.
+    """Connect to a listening worker, and authenticate with the key.
 
-    Retries until ``seconds`` have passed if nothing listens there, or if the worker serves another engine. Raises ``PeerLost``, or
-    ``FrameError`` if the worker has another key.
+    Retries for ``seconds`` while nothing listens at the address, or the worker serves another engine; then raises ``PeerLost``.
+    Raises ``PeerLost`` or ``FrameError`` if the worker has another key, ``ConfigError`` if the key file cannot be used.
     """
     assert origin.key_file is not None, "rules require a key file with an address"
     secret = key.read_key(origin.key_file)
@@ -101,7 +101,7 @@ def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
 
 
 def _admitted(sock: socket.socket, secret: bytes, name: str, key_file: Path) -> Connection:
-    """Return the connection over ``sock`` after both ends have proved the key."""
+    """Return a connection over ``sock`` after both ends have proved that they know the key."""
     connection = Connection(sock, name, key.MAX_PAYLOAD)
     try:
         key.prove(connection, secret, name)

@@ -37,7 +37,7 @@ class Region:
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> Region:
-        """Allocate a region whose size can no longer change; pages take memory when they are first written."""
+        """Allocate a region of fixed size. Pages take up memory only once they are written."""
         slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
         fd, memory = create_sealed("slime_like-experts", region_bytes(num_slots, slot_bytes))
         memory[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
@@ -80,12 +80,12 @@ class Region:
         return self._view[start : start + size]
 
     def close(self) -> None:
-        """Close the file; the mapping ends with its last view. Idempotent."""
+        """Close the file descriptor; the mapping lasts as long as views of it. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def region_bytes(num_slots: int, slot_bytes: int) -> int:
-    """Return the size of a region."""
+    """Return the size of a region in bytes."""
     return FIRST_SLOT + num_slots * slot_bytes

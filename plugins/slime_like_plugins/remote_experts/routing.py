@@ -1,4 +1,4 @@
-"""Division of a batch's routed tokens into local pairs and requests: tokens with the same number of remote experts form a bucket."""
+"""Split of a batch's routed tokens into local pairs and buckets of tokens that have the same number of remote experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ExpertRows:
     """Location of each expert of a layer: a row of the engine's matrices, or of the worker's."""
 
     def __init__(self, num_experts: int, remote: Sequence[int]) -> None:
-        """``num_experts``: routed and shared ones. ``remote``: ids of those in the worker's memory."""
+        """``num_experts`` counts routed and shared experts; ``remote`` has the ids of those in the worker's memory."""
         self.remote = tuple(sorted(remote))
         is_remote = np.zeros(num_experts, bool)
         is_remote[list(self.remote)] = True
@@ -31,7 +31,7 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenBucket:
-    """Tokens of a batch for one or more requests."""
+    """Tokens of a batch that are sent in one or more requests."""
 
     tokens: NDArray[np.int64]  # ascending
     ids: Ids  # [N, K]; -1: no expert
@@ -55,7 +55,7 @@ class TokenBucket:
 
 
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
-    """Return the rows [T, K] of local experts, -1 for other pairs, and the buckets in ascending order of remote experts.
+    """Return the rows of local experts [T, K] (-1 for other pairs), and buckets in ascending order of remote experts per token.
 
     Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. Up to ``STREAM_ROWS`` tokens, such as
     those of a decode step, form a single bucket: the worker then computes each expert once, and a layer takes one request.
@@ -88,7 +88,7 @@ def _padded(tokens: NDArray[np.int64], counts: NDArray[np.int64], remote: Ids, w
 
 
 def _selected(tokens: NDArray[np.int64], is_remote: NDArray[np.bool_], remote: Ids, weights: Weights) -> TokenBucket:
-    """Return the bucket of tokens with equally many remote experts."""
+    """Return the bucket of ``tokens``, which have the same number of remote experts."""
     if len(tokens) < len(is_remote):
         is_remote, remote, weights = is_remote[tokens], remote[tokens], weights[tokens]
     shape = (len(tokens), -1)

@@ -1,4 +1,4 @@
-"""Service of a worker: frames of one engine's rank in, results out, one at a time."""
+"""Worker's side of a connection: it handles the frames of one engine's rank one at a time, and sends the replies."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class WorkerSettings:
     """Settings of a worker process."""
 
     device: str = "cpu"
-    slowdown: float = 1.0  # a computation takes this many times as long; only to measure slow workers
+    slowdown: float = 1.0  # factor on the time of a computation; only to measure slow workers
 
 
 class Service:
-    """State of the connection of one engine's rank."""
+    """Service for one engine's rank, with the state of its connection."""
 
     def __init__(self, connection: Connection, settings: WorkerSettings) -> None:
         self._connection, self._settings = connection, settings
@@ -54,7 +54,7 @@ class Service:
                 self._handle(frame)
             self._acknowledge(frame)
         except FrameError as error:
-            self._refuse(0, error)  # no sequence: the engine learns why the connection ends
+            self._refuse(0, error)  # sequence 0: the error ends the connection and tells the engine why
             raise
         finally:
             if self._region is not None:
@@ -71,7 +71,7 @@ class Service:
         return frame
 
     def _handle(self, frame: Frame) -> None:
-        """Answer a request. An error of one request leaves the connection open."""
+        """Answer a request. An error in one request leaves the connection open."""
         handler = self._handlers.get(frame.header.kind)
         if handler is None:
             raise FrameError(f"a worker received a frame of kind {frame.header.kind.name}")

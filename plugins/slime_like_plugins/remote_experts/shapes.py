@@ -1,4 +1,4 @@
-"""Shapes of the remote experts of an engine's rank, and the size of requests. Sent to a worker as JSON."""
+"""Shapes of the remote experts of an engine's rank, sent to a worker as JSON, and the sizes of requests and replies."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slime_like_plugins.remote_experts.frames import FrameError, RowType, dump_j
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_CAPACITY = 4096
-WRITE_BYTES = 32 << 20  # size of a piece of a matrix
+WRITE_BYTES = 32 << 20  # maximum size of a piece of a matrix
 PAIR_BYTES = 8  # int32 id and float32 weight of a selected expert
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShapes:
-    """Remote experts of one rank."""
+    """Shapes of the remote experts of one rank."""
 
     layers: tuple[int, ...]
     num_experts: tuple[int, ...]  # remote experts of each of these layers
@@ -34,12 +34,12 @@ class ExpertShapes:
 
     @property
     def max_request(self) -> int:
-        """Payload of the largest request or reply in bytes."""
+        """Largest payload of a request or reply in bytes."""
         return self.capacity * (self.hidden * RowType.float32.itemsize + self.max_selected * PAIR_BYTES)
 
     @property
     def row_bytes(self) -> Mapping[str, int]:
-        """Bytes of a row of each matrix."""
+        """Bytes per row of each matrix, by name."""
         size = self.torch_dtype.itemsize
         return {"w13": self.hidden * size, "w2": self.intermediate * size}
 
@@ -59,7 +59,7 @@ class ExpertShapes:
 
 
 def shapes_from_json(data: bytes) -> ExpertShapes:
-    """Return the shapes that ``to_json`` wrote. Raises ``FrameError`` if they are no shapes of experts."""
+    """Return the shapes that ``to_json`` wrote. Raises ``FrameError`` if they are not valid shapes of experts."""
     counts = ("hidden", "intermediate", "capacity", "max_selected")
     types: dict[str, type | tuple[type, ...]] = {"layers": (list, int), "num_experts": (list, int), "dtype": str}
     fields = read_json(data, types | dict.fromkeys(counts, int))

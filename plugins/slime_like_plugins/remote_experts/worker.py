@@ -31,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def serve(sock: socket.socket, settings: WorkerSettings, secret: bytes | None = None) -> None:
-    """Serve the engine at the other end of ``sock`` until it ends. With a ``secret``, the engine has to know it."""
+    """Serve the engine at the other end of ``sock`` until it ends. If ``secret`` is given, the engine has to know it."""
     connection = Connection(sock, "the engine", key.MAX_PAYLOAD if secret else WRITE_BYTES)
     try:
         if secret:
@@ -48,7 +48,7 @@ def listen_address(text: str) -> tuple[str, int]:
 
 
 def listen_and_serve(address: str, secret: bytes, settings: WorkerSettings) -> None:
-    """Serve one engine's rank after the other at ``address`` until the process is stopped."""
+    """Listen on ``address``, and serve the ranks of engines one after another until the process is stopped."""
     host, port = listen_address(address)
     with listen(host, port) as listener:
         print_output(f"a worker of remote experts listens at {host}:{listener.getsockname()[1]}\n")

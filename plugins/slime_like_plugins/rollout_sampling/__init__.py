@@ -8,7 +8,7 @@ Seeds work with all sampling options: temperature, top-k, nucleus, min-p, penalt
 processors, sampling masks. They do not work with speculative decoding, which verifies drafts in separate functions:
 the engine logs a warning, and ``run.deterministic`` refuses it.
 
-Replies have columns in base64 instead of lists of tokens and log-probabilities, if a request asks for them (``columns``).
+If a request asks for it, the reply has base64 columns instead of lists of tokens and log-probabilities (``columns``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load() -> None:
 
 
 def use_kernel(kernel: Kernel | None) -> None:
-    """Sample plain batches with ``kernel(logits, temperatures, top_k, seeds, positions)``; ``None``: with torch.
+    """Sample plain batches with ``kernel(logits, temperatures, top_k, seeds, positions)``, or with torch if it is ``None``.
 
     The kernel must sample the same tokens as ``draw``, or return ``None`` to leave the batch to torch.
     """

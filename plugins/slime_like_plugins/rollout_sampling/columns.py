@@ -20,7 +20,7 @@ LOGPROBS = "slime_like_logprobs"  # in meta_info: base64 of float32
 
 
 def wants_columns(request: Any) -> bool:
-    """Return whether a ``GenerateReqInput`` gets columns."""
+    """Return True if a ``GenerateReqInput`` asks for columns."""
     return bool(
         getattr(request, "return_flat_raw_output_top_logprobs", False)
         and request.return_flat_raw_top_logprobs_b64
@@ -52,7 +52,7 @@ async def generate(
 
 
 def encoded(values: list[Any], dtype: type[np.generic]) -> str:
-    """Return numbers as base64."""
+    """Return ``values`` as the base64 of an array of ``dtype``."""
     return base64.b64encode(np.array(values, dtype=dtype).tobytes()).decode()
 
 

@@ -1,4 +1,4 @@
-"""Sampling of tokens with one seed per row, in pure torch, without state.
+"""Stateless sampling of tokens in pure torch, with one seed per row.
 
 Axes: B requests, V vocabulary.
 """
@@ -18,19 +18,19 @@ SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Return the logical right shift of int64."""
+    """Return the logical right shift of int64 ``x``."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix_bits(x: Tensor) -> Tensor:
-    """Return SplitMix64's finaliser of int64."""
+    """Apply SplitMix64's finaliser to int64 ``x``."""
     x = (x ^ _shift_right(x, 30)) * FIRST
     x = (x ^ _shift_right(x, 27)) * SECOND
     return x ^ _shift_right(x, 31)
 
 
 def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-    """Return float64 [B] in [0, 1), a function only of seed and position, independent of batch and schedule."""
+    """Return float64 [B] in [0, 1), which depends only on seed and position, not on batch or schedule."""
     state = _mix_bits(seeds_B.long() + GAMMA)
     bits = _mix_bits(state ^ _mix_bits((positions_B.long() + 1) * GAMMA))
     return _shift_right(bits, 11).double() * 2.0**-53

@@ -37,7 +37,7 @@ def warn_speculative() -> None:
 
 
 def attach_seeds(info: Any, cls: type, batch: Any, *_: Any, **__: Any) -> None:
-    """Set seeds after ``SamplingBatchInfo.from_schedule_batch``, which drops them outside the deterministic mode."""
+    """Hook after ``SamplingBatchInfo.from_schedule_batch``: set the seeds, which it drops outside the deterministic mode."""
     speculation = getattr(batch, "spec_algorithm", None)
     if speculation is not None and not speculation.is_none():
         warn_speculative()
@@ -45,7 +45,7 @@ def attach_seeds(info: Any, cls: type, batch: Any, *_: Any, **__: Any) -> None:
 
 
 def attach_temperature(metadata: Any, cls: type, forward_batch: Any) -> None:
-    """Set ``temperature`` after ``LogitsMetadata.from_forward_batch``, which leaves it unset."""
+    """Hook after ``LogitsMetadata.from_forward_batch``: set ``temperature``, which it leaves unset."""
     if forward_batch.sampling_info is not None:
         metadata.temperature = forward_batch.sampling_info.temperatures
 
@@ -126,7 +126,7 @@ def has_top_k(info: Any) -> bool:
 
 
 def choose(scores_BV: Tensor, get_probs: Callable[[], Tensor], info: Any, positions_B: Tensor) -> Tensor:
-    """Return the next tokens, int64 [B]: the highest score if greedy, otherwise a sample of the probabilities [B, V] of ``get_probs()``.
+    """Return the next tokens, int64 [B]: the highest score if greedy, otherwise a sample from ``get_probs()`` [B, V].
 
     The token of a request does not depend on the sampling options of other requests in the batch.
     """

@@ -1,9 +1,9 @@
 """SGLang on a plain CPU: an out-of-tree platform with batched attention and a fused forward.
 
-SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform every op takes its
-torch-native forward instead; this package supplies the rest. Decoding, where a run spends its time, has its own leaf
-kernels: plain C that is compiled on the machine (``csrc``, ``build``), and the same in torch (``kernels``). Batches
-that they do not support go through SGLang's own forward. Inactive unless ``SLIME_LIKE_SGLANG`` names ``cpu``.
+SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform, every op uses its
+torch-native forward instead; this package supplies the rest. Decoding, where a run spends most of its time, has leaf kernels
+in plain C that is compiled on the machine (``csrc``, ``build``), and equivalents in torch (``kernels``). Batches that the
+kernels do not support go through SGLang's own forward. Inactive unless ``SLIME_LIKE_SGLANG`` names ``cpu``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EXACT = "exact"  # together with "cpu": batch-invariant results
 
 
 def activate() -> str | None:
-    """Entry point ``sglang.srt.platforms``: return the platform class, or ``None`` when off."""
+    """Entry point ``sglang.srt.platforms``: return the dotted path of the platform class, or ``None`` if the plugin is off."""
     return "slime_like_plugins.sglang_cpu.platform.PlainCpu" if enabled(NAME) else None
 
 

@@ -28,13 +28,13 @@ from slime_like_plugins.sglang_cpu.process import ATTENTION
 from slime_like_plugins.sglang_cpu.selection import latent_kernels, selected
 
 MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts form smaller buckets
-MERGE_FACTOR = 1.5  # decode in one bucket if padding increases reads by less than this
+MERGE_FACTOR = 1.5  # decode in one bucket if padding increases reads by less than this factor
 MERGE_TOKENS = 2048
 
 
 @dataclass(slots=True)
 class LengthBucket:
-    """Requests of similar length that are attended together."""
+    """Requests of similar length whose attention is computed together."""
 
     tokens_bQ: Tensor | None  # rows of the packed batch; None: all rows in order, one per request
     valid_bQ: Tensor | None  # False on padding; None: no padding
@@ -43,7 +43,10 @@ class LengthBucket:
     masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict[tuple[torch.dtype, int], Tensor])
 
     def mask(self, dtype: torch.dtype, group: int) -> Tensor | None:
-        """Return the additive mask [b, 1, G * Q or 1, L] for query heads folded G to a row; cached for all layers."""
+        """Return the additive mask for G query heads folded per KV head, cached for all layers; None if everything is visible.
+
+        Its shape is [b, 1, G * Q, L], or [b, 1, 1, L] for Q = 1.
+        """
         if self.visible_bQL is None:
             return None
         key = (dtype, group)
@@ -131,7 +134,7 @@ class BatchedAttention(AttentionBackend):
         self._c = kernels
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Sort the requests of this forward into buckets; not needed for C, which reads the page table."""
+        """Sort the requests of this forward into buckets, except for decoding in C, which reads the page table."""
         self.buckets = []
         decode = forward_batch.forward_mode.is_decode()
         if forward_batch.forward_mode.is_idle() or (decode and self._c is not None):
@@ -187,7 +190,7 @@ class BatchedAttention(AttentionBackend):
             )
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * D] of q [T, H * D] with new k and v [T, K * D]."""
+        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D]."""
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -199,7 +202,7 @@ class BatchedAttention(AttentionBackend):
         return pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
 
     def attend(self, q_THD: Tensor, pools: tuple[Tensor, Tensor], scale: float, forward_batch: Any) -> Tensor:
-        """Attend each query to its request's tokens up to its own, from ``pools`` (keys, values). Returns [T, H, D]."""
+        """Return attention [T, H, D] of each query to its request's tokens up to itself, from ``pools`` (keys, values)."""
         if self._c is None or not forward_batch.forward_mode.is_decode():
             return self._attend_over(self.buckets, q_THD, *pools, scale)
         table, rows_B = self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
@@ -208,7 +211,7 @@ class BatchedAttention(AttentionBackend):
     def _attend_over(
         self, buckets: list[LengthBucket], q_THD: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """Attend bucket by bucket: [T, H, D] -> [T, H, D]."""
+        """Compute attention bucket by bucket: [T, H, D] -> [T, H, D]."""
         if len(buckets) == 1 and buckets[0].tokens_bQ is None:
             return self._attend(buckets[0], q_THD[:, None], keys, values, scale).view_as(q_THD)
         out_THD = torch.zeros_like(q_THD)
@@ -250,7 +253,7 @@ class BatchedAttention(AttentionBackend):
         return out_bKRD.view(b, kv_heads, rows // q, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, -1, dim)
 
     def _gather(self, tag: str, pool: Tensor, slots_bL: Tensor) -> Tensor:
-        """Return rows of the pool as [b, L, K, D], in reused memory: new pages cost more than the copy."""
+        """Return rows of the pool as [b, L, K, D] in reused memory, because faulting in new pages costs more than the copy."""
         key, size = (tag, pool.dtype), slots_bL.numel() * pool[0].numel()
         workspace = self._workspace.get(key)
         if workspace is None or workspace.numel() < size:
@@ -273,9 +276,9 @@ def register() -> None:
 
 
 def create(runner: Any) -> BatchedAttention:
-    """Return the attention backend for a model runner, which depends on DCP (sharded KV cache) and latent attention.
+    """Return the attention backend for a model runner, selected by DCP (sharded KV cache) and latent attention.
 
-    Raises ``NotImplementedError`` for a model with a layer that it does not support.
+    Raises ``NotImplementedError`` if the backend does not support a layer of the model.
     """
     is_sharded = get_parallel().attn_dcp_size > 1
     if runner.use_mla_backend:

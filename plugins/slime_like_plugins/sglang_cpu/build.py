@@ -1,6 +1,6 @@
-"""Compile ``csrc`` of this plugin or another one for this CPU. Standard library only.
+"""Compile the C sources (``csrc``) of this or another plugin for this CPU. Standard library only.
 
-python -m slime_like_plugins.sglang_cpu.build     # run by the set-up; prints the objects, exit code 1 on failure
+python -m slime_like_plugins.sglang_cpu.build     # run during set-up; prints the shared objects, exit code 1 on failure
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping
 
 
 def _recipe(source: Path | None) -> Recipe:
-    """Return the recipe for ``kernels.c`` of a folder, with OpenMP if the compiler supports it."""
+    """Return the recipe for ``kernels.c`` in ``source`` (default ``SOURCE``), with OpenMP if the compiler supports it."""
     return Recipe((source or SOURCE) / "kernels.c", FLAGS, extra=(("-fopenmp",), ()), description="kernels' source")
 
 
@@ -29,7 +29,7 @@ def object_name(compiler: str, source: Path | None = None) -> str:
 
 
 def run_compiler(compiler: str, target: Path, source: Path | None = None) -> None:
-    """Compile ``kernels.c`` of ``source`` to ``target``. Raises ``BuildError``."""
+    """Compile ``kernels.c`` in ``source`` to ``target``. Raises ``BuildError`` on failure."""
     c_build.run_compiler(compiler, target, _recipe(source))
 
 
@@ -39,7 +39,7 @@ def build(source: Path | None = None) -> SharedObject:
 
 
 def main() -> int:
-    """Build the kernels of every plugin that has them, and print the paths of the shared objects."""
+    """Build the kernels of every plugin that has them, and print the paths of the shared objects. Returns the exit code."""
     try:
         for source in sorted(SOURCE.parents[1].glob("*/csrc")):
             built = build(source)

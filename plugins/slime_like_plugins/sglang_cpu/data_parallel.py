@@ -25,13 +25,13 @@ costs about a millisecond of computation."""
 
 
 def install() -> None:
-    """Replace the functions in this process, if the engine's attention is data-parallel."""
+    """Replace SGLang's functions in this process if the engine's attention is data-parallel."""
     if get_parallel().attn_dp_size > 1:
         replace()
 
 
 def replace() -> None:
-    """Replace the functions. Stop the engine if one does not exist."""
+    """Replace SGLang's functions. Stops the engine if one of them does not exist."""
     exchange: Any = importlib.import_module("sglang.srt.layers.dp_attention")
     batches: Any = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
     collectives: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
@@ -54,10 +54,10 @@ def replace() -> None:
 
 
 def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``forward`` of an attention backend with zeros for the tokens that pad the batch of a rank without requests.
+    """Wrap an attention backend's ``forward`` to return zeros for the tokens that pad the batch of a rank without requests.
 
-    SGLang leaves these rows uninitialised. The router would send them to experts together with the tokens of real requests, so the
-    number of rows per expert, and with it the rounding of real results, would vary.
+    SGLang leaves these rows uninitialised. The router would send them to experts together with the tokens of real requests, and
+    the number of rows per expert, and with it the rounding of real results, would vary.
     """
 
     @functools.wraps(forward)
@@ -70,9 +70,9 @@ def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def reduce_scatterv(group: Any, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
-    """Scatter the sum of ``input_`` in parts of ``sizes`` rows, as engines with expert parallelism do.
+    """Reduce-scatter ``input_`` in parts of ``sizes`` rows, as engines with expert parallelism do.
 
-    SGLang's own form needs NCCL, except in its deterministic mode.
+    SGLang's own implementation needs NCCL, except the one of its deterministic mode, which is called here.
     """
     return getattr(group, ORDERED_SCATTER)(input_, output, sizes)
 

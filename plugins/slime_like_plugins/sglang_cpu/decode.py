@@ -1,7 +1,7 @@
 """A decode step of a dense model as one call into C: every thread computes all layers for its rows.
 
-With separate kernels, each is a parallel region: a small model then spends most of its time waiting for other threads,
-and threads fall asleep between regions.
+Separate kernels would each be a parallel region: a small model would spend most of its time waiting for other threads, which
+fall asleep between regions.
 
 Axes: B requests, T hidden, V vocabulary.
 """
@@ -24,7 +24,7 @@ MIN_ROWS_PER_THREAD = 4  # for larger weights, because each thread reads all of 
 
 
 class DecodeStep:
-    """Layers, final norm and head of a model whose layers all have the same shapes."""
+    """Decode step through the layers, final norm and head of a model whose layers all have the same shapes."""
 
     def __init__(self, model: Any, blocks: Sequence[DecoderBlock], product: Products, kernels: CKernels) -> None:
         self._model, self._blocks, self._product, self._c = model, blocks, product, kernels
@@ -39,7 +39,7 @@ class DecodeStep:
         self._scale: float = blocks[0].attention.scaling
         self._is_supported = product.packed_by == kernels.name and len({_shape(block) for block in blocks}) == 1
         self._min_rows_per_thread = 1 if product.bytes <= CACHED_BYTES else MIN_ROWS_PER_THREAD
-        self._pointers: list[int] = []  # addresses in the table
+        self._pointers: list[int] = []  # addresses in ``_layers``
         self._layers = torch.empty(0, dtype=torch.int64)
 
     def supports(self, rows: int) -> bool:
@@ -47,7 +47,7 @@ class DecodeStep:
         return self._is_supported and rows >= self._min_rows_per_thread * self._c.threads
 
     def __call__(self, x_BT: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:
-        """Return logits [B, V] of embedded tokens, which are overwritten; store keys and values in the pool."""
+        """Return the logits [B, V] of embedded tokens ``x_BT``, which is overwritten; store keys and values in the pool."""
         rows, dtype = len(x_BT), x_BT.dtype
         cos_sin, positions_B = angles
         table, slots_B = backend.req_to_token_pool.req_to_token, batch.out_cache_loc
@@ -67,7 +67,7 @@ class DecodeStep:
         return logits_BV
 
     def _table(self, pool: Any, dtype: torch.dtype) -> Tensor:
-        """Return [L, 14] addresses in the layout of ``csrc/step.h``, rebuilt if one has changed."""
+        """Return the addresses [layers, 14] in the layout of ``csrc/step.h``, rebuilt if one has changed."""
         pointers: list[int] = []
         for block in self._blocks:
             layer = block.attention.layer_id

@@ -14,7 +14,7 @@ from slime_like_plugins.sglang_cpu.exact import EXACT_ATTENTION
 
 
 class FixedOrderAttention(BatchedAttention):
-    """Batched attention with sums in a fixed order."""
+    """Batched attention that sums in a fixed order."""
 
     def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Return attention [b, Q, H, D] of q [b, Q, H, D] to the KV pool [slots, K, D]."""
@@ -34,6 +34,6 @@ def register() -> None:
 
 
 def create(runner: Any) -> FixedOrderAttention:
-    """Return the backend of a model runner. Raises ``NotImplementedError`` for a model with a layer that it does not support."""
+    """Return the backend for a model runner. Raises ``NotImplementedError`` if it does not support a layer of the model."""
     require_plain_layers(runner.model)
     return FixedOrderAttention(runner)

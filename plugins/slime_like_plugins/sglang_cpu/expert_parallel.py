@@ -1,6 +1,6 @@
 """Expert parallelism on a CPU (``ep_size``): a rank computes the rows of its own experts.
 
-SGLang marks the choices of other ranks' experts by -1, which its CPU path takes as an index. Remove when the path skips them.
+SGLang replaces the ids of other ranks' experts by -1, which its CPU path uses as an index. Remove when that path skips them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def replace() -> None:
 
 
 def local_choices(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``forward`` of experts to skip choices of -1: every other choice is passed as a token with a single expert."""
+    """Wrap the experts' ``forward`` to skip ids of -1: each remaining (token, expert) pair is passed as a token of its own."""
 
     @functools.wraps(forward)
     def wrapped(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """Fused forward of a dense model, which replaces the forward of SGLang's modules.
 
-All operations between matrix products are leaf kernels over reused memory. If products are also computed in C, a decode
-step is one call (``decode.py``). Prefill uses torch's attention and SGLang's logits. Unsupported batches go through SGLang's own
-forward.
+All operations between matrix multiplications are leaf kernels over reused memory. If C also computes the multiplications, a
+decode step is one call (``decode.py``). Prefill uses torch's attention and SGLang's logits processor. Unsupported batches go
+through SGLang's own forward.
 
 Axes: B rows (decode: one per request; prefill: the tokens of all requests, packed), T hidden, H query heads, D head
 dimension, V vocabulary.
@@ -26,14 +26,14 @@ from slime_like_plugins.sglang_cpu.workspace import Workspace
 
 
 class FusedForward:
-    """The forward of one model on one rank."""
+    """Fused forward of one model on one rank."""
 
     def __init__(self, model: Any, kernels: Kernels) -> None:
         self._model, self._kernels = model, kernels
         self._blocks = blocks(model)
         linears = [linear for b in self._blocks for linear in (b.qkv, b.out, b.gate_up, b.down)]
         c = kernels if isinstance(kernels, CKernels) and kernels.has_products else None
-        if c is not None and c.threads < torch.get_num_threads():  # OpenMP differs from torch's or is missing
+        if c is not None and c.threads < torch.get_num_threads():  # C has another OpenMP than torch, or none
             c = None
         self._product = Products(model, linears, model.lm_head, c)
         self._step = None if c is None else DecodeStep(model, self._blocks, self._product, c)
@@ -54,7 +54,7 @@ class FusedForward:
         return self._product.packed_by
 
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
-        """Return True for a plain decode or prefill batch on our attention backend."""
+        """Return True for a plain decode or prefill batch on this plugin's attention backend."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         return (
@@ -110,7 +110,7 @@ class FusedForward:
         return out_BT
 
     def _angles(self, batch: Any) -> Tensor:
-        """Return the rotary table in float32, which covers every position of the batch."""
+        """Return the rotary table in float32; it covers every position of the batch."""
         if self._table is not self._rope.cos_sin_cache:  # SGLang replaces it when it grows
             self._table = self._rope.cos_sin_cache
             self._cos_sin = self._rope.cos_sin_cache.float().contiguous()
@@ -121,19 +121,19 @@ class FusedForward:
 
 
 def head_norms(block: DecoderBlock) -> tuple[Tensor, Tensor] | None:
-    """Return the weights of the norms of queries and keys, if the family has them."""
+    """Return the weights of the query and key norms, or None if the model has none."""
     return None if block.q_norm is None or block.k_norm is None else (block.q_norm.weight, block.k_norm.weight)
 
 
 def attention_backend() -> Any:
-    """Return the attention backend of the running forward."""
+    """Return the attention backend of the current forward."""
     from sglang.srt.model_executor.forward_context import get_forward_context
 
     return get_forward_context().attn_backend
 
 
 def bind(model: Any, kernels: Kernels | None) -> str:
-    """Replace ``model``'s forward by the fused one for supported batches. Returns a description of the backend."""
+    """Replace ``model``'s forward with the fused one for supported batches. Returns a description of the forward."""
     if kernels is None:
         return f"module by module for {type(model).__name__}"
     reason = obstacle(model)

@@ -1,9 +1,9 @@
 """Leaf kernels of decoding, with one interface in C (``csrc``) and in torch.
 
-C also has attention over the page table, sampling, products, and a decode step that combines them.
+C also has attention over the page table, sampling, matrix multiplications, and a decode step that combines them.
 
-Both compute in float32 and round when storing. The caller guarantees shapes; arguments that could make C read outside
-its memory are checked here.
+Both compute in float32 and round when storing. The caller guarantees shapes; arguments that could make C read out of bounds
+are checked here.
 
 Axes: B requests, T hidden, H query heads, K KV heads, D head dimension, S slots of the KV pool, V vocabulary.
 """
@@ -23,20 +23,20 @@ LANES = 16  # widest vector of a C build
 BLOCK = 256  # entries of the vocabulary per block, in sampling
 GROUP = 4  # query heads that C processes together
 COLUMNS = 2 * LANES  # per panel of packed weights
-DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs that a product processes together
+DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs that a matrix multiplication processes together
 LAYER_FIELDS, STEP_FIELDS = 14, 26  # fields of the structures in csrc/step.h, 8 bytes each
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class Kernels(Protocol):
-    """Kernels of a forward, except matrix products and attention."""
+    """Kernels of a forward, except matrix multiplications and attention."""
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
         """Compute ``x += delta`` in place and ``out = rms_norm(x) * weight`` of the unrounded sum."""
         ...
 
     def silu_mul(self, gate_up_BF: Tensor, out_BF: Tensor) -> None:
-        """Compute ``out = silu(gate) * up`` of a [B, 2 F] tensor with gate, then up."""
+        """Compute ``out = silu(gate) * up`` from a [B, 2 F] tensor that holds gate, then up."""
         ...
 
     def rope_and_store(
@@ -49,7 +49,7 @@ class Kernels(Protocol):
         out_BHD: Tensor,
         eps: float,
     ) -> None:
-        """Norm (optional) and rotate queries and keys of ``qkv`` [B, (H + 2 K) D]; store keys and values in ``slots_B``.
+        """Normalise (optional) and rotate queries and keys of ``qkv`` [B, (H + 2 K) D]; store keys and values in ``slots_B``.
 
         ``norms``: weights [D] of queries and keys. ``angles``: cosines then sines [positions, D] in float32, and the
         position [B] of each request. ``pools``: keys and values [S, K, D].
@@ -180,7 +180,10 @@ class CKernels:
         lens_B: Tensor,
         scale: float,
     ) -> Tensor:
-        """Attend each query to the first ``lens_B`` >= 1 slots of row ``rows_B`` of the page table (int32). Returns [B, H, D]."""
+        """Return attention [B, H, D] of each query to the first ``lens_B`` >= 1 slots of its request.
+
+        ``rows_B`` is the row of each request in the int32 page table ``table``.
+        """
         out = torch.empty_like(queries_BHD)
         self._attend("attention", queries_BHD, pools, (table, rows_B, lens_B), (out,), scale)
         return out
@@ -194,9 +197,9 @@ class CKernels:
         lens_B: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Attend as ``attention`` does, but allow ``lens_B`` of 0. Returns float32 [B, H, D] and log-sum-exp of scores [B, H].
+        """Compute ``attention``, but allow lengths of 0. Returns float32 [B, H, D] and the log-sum-exp of scores [B, H].
 
-        For a length of 0, the output is 0 and the log-sum-exp -inf.
+        For a length of 0, the output is 0 and the log-sum-exp is -inf.
         """
         out, lse = (torch.empty(queries_BHD.shape[:n], dtype=torch.float32) for n in (3, 2))
         self._attend("partial_attention", queries_BHD, pools, (table, rows_B, lens_B), (out, lse), scale)
@@ -238,7 +241,7 @@ class CKernels:
         return self.has_products and weight.dtype in SUFFIX and weight.shape[1] % DEPTH[weight.dtype] == 0
 
     def pack(self, weight: Tensor, old: Tensor | None = None) -> Tensor:
-        """Return a weight [M, K] in panels of ``COLUMNS`` outputs, for ``product`` and ``decode``; written to ``old`` if given."""
+        """Pack a weight [M, K] into panels of ``COLUMNS`` outputs, for ``product`` and ``decode``; reuses ``old`` if given."""
         columns, depth = weight.shape
         assert self.packs(weight) and weight.is_contiguous(), f"{weight.dtype} {tuple(weight.shape)} cannot be packed"
         packed = torch.empty(packed_size(columns, depth), dtype=weight.dtype) if old is None else old
@@ -247,7 +250,7 @@ class CKernels:
         return packed
 
     def product(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Compute ``out`` [N, M] from rows ``x`` [N, K] and a packed weight. A row's bits do not depend on other rows."""
+        """Multiply rows ``x`` [N, K] by a packed weight into ``out`` [N, M]. A row's bits do not depend on other rows."""
         rows, depth = x.shape
         columns = out.shape[1]
         x = x.contiguous()
@@ -260,7 +263,10 @@ class CKernels:
     def decode(
         self, dtype: torch.dtype, layers: Tensor, step: Sequence[int], rows: int, scale: float, eps: float
     ) -> None:
-        """Compute all layers of a decode step. ``csrc/step.h`` defines ``layers`` [L, 14] and ``step``; ``decode.py`` fills them."""
+        """Compute all layers of a decode step.
+
+        ``csrc/step.h`` defines ``layers`` [number of layers, 14] and ``step``; ``decode.py`` fills them.
+        """
         assert layers.dtype is torch.int64 and layers.is_contiguous() and layers.shape[1:] == (LAYER_FIELDS,)
         assert len(step) == STEP_FIELDS
         fields = (ctypes.c_int64 * len(step))(*step)
@@ -270,7 +276,7 @@ class CKernels:
     def sample(
         self, logits_BV: Tensor, temperatures_B: Tensor, top_k_B: Tensor, seeds_B: Tensor, positions_B: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return int32 tokens [B] and their log-probabilities [B]; greedy if top-k is 1. ``None`` if logits are not finite."""
+        """Return int32 tokens [B] (greedy where top-k is 1) and log-probabilities [B]; ``None`` if a row is not finite."""
         size, vocabulary = logits_BV.shape
         assert logits_BV.dtype is torch.float32 and logits_BV.stride(1) == 1
         columns = (temperatures_B.reshape(-1).contiguous(), top_k_B.contiguous(), seeds_B.contiguous())
@@ -288,7 +294,7 @@ class CKernels:
         return None if num_invalid else (tokens, logprobs)
 
     def uniform(self, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return the random numbers of sampling: float64 [B] in [0, 1)."""
+        """Return the random numbers that ``sample`` uses: float64 [B] in [0, 1)."""
         out = torch.empty(len(seeds_B), dtype=torch.float64)
         self._uniforms(seeds_B.data_ptr(), positions_B.data_ptr(), out.data_ptr(), len(seeds_B))
         return out

@@ -1,7 +1,7 @@
 """Attention over a KV pool of latents (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1), for prefill and decode.
 
 SGLang multiplies queries by the keys' up projection and the output by the values' up projection (``w_kc``, ``w_vc``), so that a
-token's latent and rotated key are one key of width D, shared by all heads, and its latent is the value. The axes are those of
+token's latent and rotated key form one key of width D, shared by all heads, and its latent is the value. The axes are those of
 ``attention``, with one KV head.
 """
 
@@ -33,14 +33,14 @@ class KeysAsValues(BatchedAttention):
 
 
 class LatentAttentionBackend(KeysAsValues):
-    """Batched backend for absorbed queries. Attention returns weighted sums of complete keys; only their latents are used."""
+    """Batched backend for absorbed queries: attention returns weighted sums of whole keys, of which it keeps the latents."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
         super().__init__(runner, kernels)
         AttentionBackendRegistry.register(ATTENTION, absorbed)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * latent] of q [T, H, D] with new keys k [T, 1, D]."""
+        """Return attention [T, H * latent] for q [T, H, D] and new keys k [T, 1, D]."""
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -49,7 +49,7 @@ class LatentAttentionBackend(KeysAsValues):
 
 
 def absorbed(attention: Any, forward_batch: Any) -> AttnForwardMethod:
-    """Return SGLang's forward for absorbed queries. SGLang's default for unknown backends would prefill without the pool."""
+    """Return SGLang's forward method for absorbed queries; its default for unknown backends would prefill without the pool."""
     return AttnForwardMethod.MLA
 
 

@@ -1,4 +1,4 @@
-"""Memory of a rank as on a GPU: a given size, less the weights of the model. SGLang sizes its caches by it."""
+"""Free memory of a rank as if on a GPU: a given size minus the model's weights. SGLang sizes its caches by it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def limit() -> int | None:
 
 
 def record_model(model: Any) -> None:
-    """Count the weights of ``model`` from now on."""
+    """Record the loaded ``model``, whose weights ``free_bytes`` subtracts from then on."""
     _models[:] = [model]
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of a model's weights in memory. Weights that share memory are counted once."""
+    """Return the memory of a model's weights in bytes. Weights that share memory are counted once."""
     storages = (tensor.untyped_storage() for tensor in _tensors(model))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def free_bytes() -> int:
-    """Replace ``get_free_cpu_memory``, of which SGLang gives each rank the share of a NUMA node."""
+    """Return a rank's free bytes times the number of NUMA nodes, by which SGLang divides. Replaces ``get_free_cpu_memory``."""
     from sglang.srt.utils import common
 
     size = limit()
@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield parameters, buffers and other tensors of the modules, and this rank's parts of sharded weights."""
+    """Yield the parameters, buffers and other tensor attributes of all modules, and this rank's parts of sharded weights."""
     for module in model.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
             if isinstance(tensor, Tensor):

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlainCpu(CpuDeviceMixin, SRTPlatform):
-    """x86-64 without SGLang's kernel package."""
+    """Platform for x86-64 CPUs without SGLang's kernel package."""
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
@@ -44,7 +44,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Do nothing: the base class would run a full garbage collection of half a second at every flush."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Set defaults of unset arguments, and refuse unsupported ones; called while SGLang resolves its arguments."""
+        """Set defaults for unset arguments, and refuse unsupported ones; called while SGLang resolves its arguments."""
         if server_args.speculative_algorithm is not None:
             raise SystemExit(
                 f"slime_like plugin {NAME!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} is not "
@@ -71,7 +71,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
 
     def init_backend(self) -> None:
-        """Register the attention backends and memory of the host; called once per worker, when the model runner is imported."""
+        """Register attention backends and the host memory allocator; called once per worker, at import of the model runner."""
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         from slime_like_plugins.sglang_cpu import attention, rotary
@@ -85,7 +85,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             exact_attention.register()
 
     def post_load_model(self, model: Any) -> None:
-        """Set threads and kernels; called in the worker after the fork and after loading, which uses one thread."""
+        """Set the number of threads and the kernels; called in the worker after the fork and after loading on one thread."""
         import torch
 
         from slime_like_plugins import rollout_sampling
@@ -108,7 +108,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         if linear_attention is not None:
             description = f"{description}; {linear_attention}"
         if selection.leaf is not None:
-            os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # the copy is only for captured graphs
+            os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # only captured graphs need the copy
         rollout_sampling.use_kernel(selection.c.sample if selection.c else None)
         logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, description, threads)
 
@@ -130,7 +130,7 @@ def state_slots(server_args: Any) -> int | None:
 
 
 def has_states(server_args: Any) -> bool:
-    """Return True if the model has linear attention states, of any size."""
+    """Return True if the model has linear attention states."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from slime_like_plugins.sglang_cpu.hybrid.states import state_bytes

@@ -1,4 +1,4 @@
-"""Hooks of SGLang's processes: start of workers, and waiting of idle engines."""
+"""Hooks into SGLang's processes: how workers start, and how idle engines wait."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slime_like_plugins.sglang_hooks import install as install_hooks
 
 ATTENTION = "slime_like_cpu"
 CONTROLLER = "sglang.srt.managers.data_parallel_controller"
-WAIT_MS = 1_000  # the controller then feeds its watchdog
+WAIT_MS = 1_000  # after which the controller feeds its watchdog
 
 
 def start_by_fork(result: None, *_: Any, **__: Any) -> None:
-    """Hook after ``_set_envs_and_config``: replace spawn by fork, so that SGLang is imported once instead of three times.
+    """Hook after ``_set_envs_and_config``: fork instead of spawning, so that SGLang is imported once instead of three times.
 
-    Safe only because there is one OpenMP thread, no CUDA, and no other code in the forking process. Remove when SGLang
+    This is safe only because the forking process has one OpenMP thread and no CUDA, and runs no other code. Remove when SGLang
     accepts a start method as an argument.
     """
     if os.environ.get("OMP_NUM_THREADS") == "1":
@@ -48,9 +48,10 @@ def receive(original: Callable[..., Any], socket: Any, **options: Any) -> Any:
 
 
 def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
-    """Replace a function that pads heads for AMX kernels on any CPU, which breaks KV heads replicated over ranks.
+    """Return ``model_config`` unchanged.
 
-    Remove when padding is an option of SGLang's platforms.
+    Replaces a function that pads heads for AMX kernels on any CPU, which breaks KV heads replicated over ranks. Remove when
+    padding is an option of SGLang's platforms.
     """
     return model_config
 

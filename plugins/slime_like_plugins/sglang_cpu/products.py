@@ -1,6 +1,6 @@
-"""Products with weights that the C kernels or oneDNN pack once per push. Otherwise oneDNN would pack them at every call.
+"""Matrix multiplications with weights that the C kernels or oneDNN pack once per push, where oneDNN would pack at every call.
 
-Packing takes a fifth of a bfloat16 product's time at 64 rows.
+At 64 rows, packing takes a fifth of the time of a bfloat16 multiplication.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 
 MAX_BYTES = 1 << 28  # maximum size of weights that are kept twice (slime_like.planner.host counts them)
-ROWS = 64  # number of rows for which oneDNN chooses its packing, which then works for any number
+ROWS = 64  # number of rows for which oneDNN chooses a packing; it then works for any number
 
 
 class Packing(Protocol):
-    """Packed weights of one library, and products with them."""
+    """Packing of weights by one library, and multiplications with packed weights."""
 
     name: str
 
@@ -32,12 +32,12 @@ class Packing(Protocol):
         ...
 
     def product(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Return the product [N, M] of ``x`` [N, K]; may be written to ``out``."""
+        """Return ``x`` [N, K] times a packed weight, plus ``bias``: [N, M]. The result may be in ``out``."""
         ...
 
 
 class OneDnn:
-    """Products in bfloat16 by oneDNN, on CPUs that support it."""
+    """Multiplications in bfloat16 by oneDNN, on CPUs that support them."""
 
     name = "oneDNN"
 
@@ -59,7 +59,7 @@ def can_pack() -> bool:
 
 
 class Products:
-    """``x W^T`` (and bias) for linear layers of one model. Weights are packed again after every write."""
+    """Multiplications ``x W^T`` (plus bias) for the linear layers of one model. Weights are packed again after every write."""
 
     def __init__(self, model: Any, linears: Sequence[Any], head: Any | None = None, c: CKernels | None = None) -> None:
         """Pack with ``c`` (including ``head``, for a decode step) if it supports all weights, else the layers with oneDNN."""
@@ -78,15 +78,15 @@ class Products:
 
     @property
     def packed_by(self) -> str:
-        """Return the library that packs the weights; "" if products use torch without packing."""
+        """Return the library that packs the weights; "" if torch multiplies without packing."""
         return "" if self._packing is None else self._packing.name
 
     def renew(self) -> None:
-        """Pack weights that were written or replaced since the last forward."""
+        """Pack the weights again if any of them was written or replaced since the last call."""
         if self._packing is None:
             return
         weights: list[Tensor] = [linear.weight for linear in self._linears]
-        # A push overwrites every parameter first, which torch's version counts; SGLang's loaders bypass it.
+        # A push first overwrites every parameter, which torch's version counter records; SGLang's loaders bypass the counter.
         num_writes = self._loads + sum(weight._version for weight in weights)
         if num_writes != self._packed_state or any(
             new is not old for new, old in zip(weights, self._weights, strict=True)
@@ -101,7 +101,7 @@ class Products:
         return self._packed[id(linear.weight)]
 
     def __call__(self, x: Tensor, linear: Any, out: Tensor) -> Tensor:
-        """Apply ``linear`` to rows; the result may be in ``out``."""
+        """Apply ``linear`` to the rows ``x``; the result may be in ``out``."""
         weight, bias = linear.weight, getattr(linear, "bias", None)
         packed = self._packed.get(id(weight))
         if self._packing is not None and packed is not None:

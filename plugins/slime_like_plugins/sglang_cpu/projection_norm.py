@@ -1,4 +1,4 @@
-"""Norms over all heads of queries and keys in torch, instead of the Triton kernels of SGLang's MiniMax-M2."""
+"""RMS norms over all heads of queries and keys in torch, instead of the Triton kernels of SGLang's MiniMax-M2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sums_of_squares(query: Tensor, key: Tensor) -> Tensor:
-    """Return F32 [2 T]: the sum of squares of each token's local queries [T, Dq], then that of its keys [T, Dk]."""
+    """Return F32 [2 T]: the sums of squares of all tokens' local queries [T, Dq], then those of their keys [T, Dk]."""
     return torch.cat([x.float().square().sum(-1) for x in (query, key)])
 
 
@@ -20,7 +20,7 @@ def normalise(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys over their root mean square. ``squares`` are sums over the heads of ``tp_world`` ranks."""
+    """Return the RMS-normalised queries and keys. ``squares`` holds sums over the heads of all ``tp_world`` ranks."""
     pairs = ((query, query_weight), (key, key_weight))
     out: list[Tensor] = []
     for (x, weight), total in zip(pairs, squares[: 2 * len(query)].chunk(2), strict=True):

@@ -83,7 +83,10 @@ def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
 
 
 def process_decode(original: Callable[..., None], processor: Any, batch: Any, result: Any) -> None:
-    """Hook around ``SchedulerBatchResultProcessor.process_batch_result_decode``. Remove when SGLang has a short path."""
+    """Hook around ``SchedulerBatchResultProcessor.process_batch_result_decode``: process plain batches on the fast path.
+
+    Remove when SGLang has a fast path of its own.
+    """
     if not plain_batch(processor, batch, result):
         original(processor, batch, result)
         return

@@ -25,7 +25,7 @@ class Selection:
 
     @property
     def c(self) -> CKernels | None:
-        """Return the C kernels, if they were selected."""
+        """C kernels if they were selected, else None."""
         return self.leaf if isinstance(self.leaf, CKernels) else None
 
 
@@ -48,18 +48,18 @@ def choose(choice: str) -> Selection:
 
 
 def kernel_setting() -> str:
-    """Return the setting of this process."""
+    """Return the choice of kernels in this process's environment, unchecked."""
     return os.environ.get(KERNELS_VARIABLE, "auto")
 
 
 def latent_kernels(latent: int) -> CKernels | None:
-    """Return the C kernels to decode over latents of width ``latent``; None for torch."""
+    """Return the C kernels for decoding over latents of width ``latent``; None selects torch."""
     return None if kernel_setting() == "auto" and latent >= WIDE_LATENT else selected().c
 
 
 @cache
 def selected() -> Selection:
-    """Return the selection of this process."""
+    """Return the kernels selected in this process."""
     from sglang.srt.runtime_context import get_exec
 
     deterministic = get_exec().deterministic

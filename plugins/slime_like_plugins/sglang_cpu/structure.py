@@ -1,4 +1,4 @@
-"""Requirements of the fused forward on a model; other models keep SGLang's forward."""
+"""Check that the fused forward supports a model; other models keep SGLang's forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Modules of one layer. Weights are read from them at every forward, because a push writes in place."""
+    """Modules of one layer. Their weights are read at every forward, because a push writes in place."""
 
     attention_norm: Any
     qkv: Any

@@ -11,7 +11,7 @@ MAX_CACHED_ROWS = 1024  # a longer prefill allocates its buffers and frees them
 
 
 class Workspace:
-    """Tensors with given widths, for any number of rows."""
+    """Reusable tensors of given widths, for any number of rows."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._widths = tuple(widths)

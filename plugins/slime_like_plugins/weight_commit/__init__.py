@@ -2,9 +2,9 @@
 
 SGLang's loaders skip unknown names and write parts of fused parameters one by one; a push without ``v_proj`` of one
 layer would report success. With ``SLIME_LIKE_SGLANG`` naming ``weight_commit``, ``begin_weight_update``
-fills every floating parameter with NaN and ``end_weight_update`` fails if one NaN remains.
+fills every floating-point parameter with NaN, and ``end_weight_update`` fails if any NaN remains.
 
-``dequantise`` is for checkpoints with float8 weights: an engine loads them like the trainer, in the dtype of the pushes.
+``dequantise`` is for checkpoints with float8 weights: the engine, like the trainer, loads them in the dtype of the pushes.
 """
 
 from __future__ import annotations

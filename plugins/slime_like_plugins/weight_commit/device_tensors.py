@@ -1,4 +1,4 @@
-"""Weights in the device memory of the trainer's ranks: opened, loaded, and closed before the engine replies."""
+"""Weights in the device memory of the trainer's ranks, which are opened, loaded, and closed before the engine replies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slime_like.weight_sync.device_memory import CudaHandles, DeviceHandles, Ope
 
 
 def load(original: Callable[..., Any], manager: Any, request: Any, handles: DeviceHandles | None = None) -> Any:
-    """Load this rank's bucket with ``original``, ``SchedulerWeightUpdaterManager.update_weights_from_tensor``.
+    """Load this rank's bucket with ``original`` (``SchedulerWeightUpdaterManager.update_weights_from_tensor``).
 
     SGLang replies when the ranks have started their copies. The sender overwrites the memory after the reply, so here the ranks
-    reply only after all their copies have ended. If one rank fails, every rank replies with its error.
+    reply only when all their copies have finished. If a rank fails, every rank replies with that rank's error.
     """
     group = manager.tp_cpu_group
     bucket, problem = None, ""
@@ -43,7 +43,7 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
 
 
 def _meet(group: Any, problem: str) -> str:
-    """Return the first problem of a rank, after all ranks have come here."""
+    """Wait for all ranks. Returns the problem of the first rank that has one, or ""."""
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     return next((f"rank {rank} of {len(problems)}: {problem}" for rank, problem in enumerate(problems) if problem), "")

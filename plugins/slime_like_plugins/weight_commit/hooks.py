@@ -36,7 +36,7 @@ def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
 
 # ---- scheduler processes ---------------------------------------------------------------------------------------------
 def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``SchedulerWeightUpdaterManager.begin_weight_update``: drop an open update, and poison the parameters."""
+    """Hook around ``SchedulerWeightUpdaterManager.begin_weight_update``: drop any open update, and poison the parameters."""
     manager._session = None
     output = original(manager, request)
     if output.success:
@@ -65,8 +65,8 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: accept one payload for all ranks.
 
-    A payload may describe tensors in the sender's memory, on the host or on this rank's GPU. A malformed payload is an error of the request and does not
-    kill the engine.
+    A payload may describe tensors in the sender's memory, on the host or on this rank's GPU. A malformed payload fails the
+    request and does not kill the engine.
     """
     payloads = request.serialized_named_tensors
     ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
@@ -113,16 +113,17 @@ async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tupl
 
 
 async def failures_first(original: Callable[..., Awaitable[list[Any]]], communicator: Any, request: Any) -> list[Any]:
-    """Hook around ``FanOutCommunicator.__call__``: return the replies of data-parallel ranks that failed before the others.
+    """Hook around ``FanOutCommunicator.__call__``: return the replies of failed data-parallel ranks before all others.
 
-    SGLang reads only the first reply to a flush. A rank that refuses it keeps prefixes of the old weights.
+    SGLang reads only the first reply to a flush. A rank that refuses the flush keeps cached prefixes of the old weights.
     """
     return sorted(await original(communicator, request), key=lambda reply: getattr(reply, "success", True))
 
 
 async def release_memory(original: Callable[..., Awaitable[None]], manager: Any, request: Any, *args: Any) -> None:
-    """Hook around ``TokenizerControlMixin.release_memory_occupation``: refuse if the engine is not paused, because its scheduler
-    would end. Without the memory of its weights, the engine generates nothing until a commit.
+    """Hook around ``TokenizerControlMixin.release_memory_occupation``: refuse if the engine is not paused.
+
+    Its scheduler would end otherwise. Without the memory of its weights, the engine refuses to generate until a commit.
     """
     if not manager.is_pause:
         raise ValueError("pause generation before memory is released")

@@ -1,6 +1,6 @@
 """Models with latent attention: norms as in transformers, fused projections whose parts arrive in two buckets, derived weights.
 
-SGLang uses ``rms_norm_eps`` in the norms of latents. It loads a fused down projection only if both of its parts are in one
+SGLang uses ``rms_norm_eps`` in the norms of latents. It loads a fused down projection only if both parts are in the same
 call, and drops a part without its partner. It computes ``w_kc`` and ``w_vc`` of a layer when ``kv_b_proj`` is loaded.
 """
 
@@ -19,7 +19,7 @@ DERIVED = ("w_kc", "w_vc")
 
 
 class PairedLoader:
-    """``load_weights`` of a model, called with both parts of a fused projection or neither."""
+    """Wrapper of a model's ``load_weights`` that passes on both parts of a fused projection or neither."""
 
     def __init__(self, load: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
         self._load = load
@@ -61,7 +61,7 @@ def adjust(result: Any, runner: Any) -> Any:
 
 
 def adjust_norms(name: str, attention: Any) -> None:
-    """Set the epsilon of the norms of latents in a layer. Stop the engine if the layer is not as expected."""
+    """Set the epsilon of a layer's latent norms. Stops the engine if the layer lacks an expected attribute."""
     norms = [norm for norm in (attention.kv_a_layernorm, getattr(attention, "q_a_layernorm", None)) if norm is not None]
     missing = [f"{name} has no {key}" for key in DERIVED if not isinstance(getattr(attention, key, None), Tensor)]
     missing += [
@@ -73,7 +73,7 @@ def adjust_norms(name: str, attention: Any) -> None:
 
 
 def drop_waiting(model: Any) -> None:
-    """Drop the parts of an update of ``model`` that was not completed."""
+    """Drop the parts that wait for their partner in ``model``, from an update that was not completed."""
     if isinstance(model.load_weights, PairedLoader):
         model.load_weights.clear()
 

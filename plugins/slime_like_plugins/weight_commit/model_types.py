@@ -1,4 +1,4 @@
-"""Model types without a config class in transformers: an engine uses the same class as the trainer."""
+"""Config classes for model types that transformers lacks, so that an engine uses the same class as the trainer."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Unwritten:
 
 
 def poison(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Fill every floating parameter with NaN, in place: storages may be shared with captured graphs."""
+    """Fill every floating-point parameter with NaN, in place, because captured graphs may read its storage."""
     with torch.no_grad():
         for _, parameter in parameters:
             if parameter.is_floating_point():

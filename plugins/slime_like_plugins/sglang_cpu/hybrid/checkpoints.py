@@ -39,5 +39,5 @@ def copy_states_of_all_layers(
 
 
 def unpinned(tensor: Tensor, device: object = None) -> Tensor:
-    """Return ``tensor``. Replaces ``Tensor.pin_memory``, which SGLang calls for masks of decode steps and which needs a GPU."""
+    """Return ``tensor``. Replaces ``Tensor.pin_memory``, which needs a GPU and which SGLang calls for decode-step masks."""
     return tensor

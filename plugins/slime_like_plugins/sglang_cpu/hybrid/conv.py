@@ -2,8 +2,8 @@
 
 Axes: T tokens of the packed batch, B requests, D channels, W taps. A state holds the last W - 1 inputs of a request,
 before the activation. It must be stored in the precision of the inputs (``SGLANG_MAMBA_CONV_DTYPE``, default bfloat16);
-otherwise decoded tokens are convolved with rounded inputs. 16-bit inputs are summed in float32 and rounded once, after the
-activation, as the trainer does.
+otherwise decoded tokens are convolved with rounded inputs. 16-bit inputs are accumulated in float32 and the result is rounded
+once, after the activation, as in the trainer.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
     seq_lens_cpu: Sequence[int],
     activation: str | None = "silu",
 ) -> Tensor:
-    """Convolve [D, T] -> [D, T]; read states of requests with ``has_initial_state`` [B], write those of all.
+    """Convolve [D, T] -> [D, T]; read the states of requests with ``has_initial_state`` [B], and write those of all requests.
 
     Replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_fn``. Padding columns after the last request
-    give 0.
+    are 0 in the result.
     """
     check_precision(conv_states, x_DT)
     lengths = torch.tensor([int(length) for length in seq_lens_cpu])
     requests, history = len(lengths), weight_DW.shape[1] - 1
     slots = cache_indices[:requests].long()
     total = int(lengths.sum())
-    # Each request's inputs follow its last W - 1 ones: row t of request s becomes row t + (s + 1) * (W - 1).
+    # Each request's inputs follow its W - 1 previous inputs: row t of request s becomes row t + (s + 1) * (W - 1).
     request_T = torch.repeat_interleave(torch.arange(requests), lengths)
     rows_T = torch.arange(total) + (request_T + 1) * history
     starts_B = torch.cumsum(lengths, 0) - lengths + torch.arange(requests) * history

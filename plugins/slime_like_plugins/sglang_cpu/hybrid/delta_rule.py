@@ -25,7 +25,7 @@ CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 
 
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log decay and writing strength, both [1, T, HV] in float32, of the projections ``a`` and ``b`` [T, HV].
+    """Return log decay and write strength, both [1, T, HV] in float32, from the projections ``a`` and ``b`` [T, HV].
 
     Replaces ``sglang.kernels.ops.attention.linear.fused_gdn_gating``.
     """
@@ -51,8 +51,8 @@ def extend(  # noqa: PLR0913  (a signature of SGLang)
 ) -> tuple[Tensor, None, None]:
     """Map q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV], packed by ``query_start_loc`` [B + 1], to [1, T, HV, V].
 
-    ``ssm_states`` is the pool; the rows of ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of
-    ``track_state`` [B, HV, V, K] gets the state of request b before its chunk ``track_chunk_idx[b]``, none if that is negative.
+    ``ssm_states`` is the pool; its rows ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of
+    ``track_state`` [B, HV, V, K] gets the state of request b before its chunk ``track_chunk_idx[b]``, if that is above 0.
     Replaces ``sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.extend``.
     """
     packed = (q[0], k[0], v[0], g[0], beta[0])
@@ -73,7 +73,7 @@ def split_rule(
     packed: tuple[Tensor, ...], lengths: list[int], splits: list[int], initial: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute ``packed_rule`` in two parts. Row b of ``states`` gets the state of request b after its first ``splits[b]``
-    tokens, unless these are 0.
+    tokens, unless ``splits[b]`` is 0.
     """
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     middles = [start + split for start, split in zip(starts, splits, strict=False)]
@@ -91,7 +91,7 @@ def split_rule(
 
 
 def packed_rule(packed: tuple[Tensor, ...], lengths: list[int], initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the rule to packed q, k, v, g and beta from states [B, HV, V, K]. Returns [T, HV, V] and the final states."""
+    """Apply the rule to packed q, k, v, g, beta and initial states [B, HV, V, K]. Returns [T, HV, V] and the final states."""
     q, k, v, g, beta = packed
     if max(lengths) <= MAX_RECURRENT:
         return recurrent_rule(q, k, v, g, beta, lengths, initial)
@@ -122,7 +122,7 @@ def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SG
     disable_state_update: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Compute one token per request: q, k [1, B, H, K], v [1, B, HV, V], a, b [B, HV] -> [1, B, HV, V]; write the states.
+    """Compute one token per request: q, k [1, B, H, K], v [1, B, HV, V], a, b [B, HV] -> [1, B, HV, V]; update the states.
 
     Replaces ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent``.
     """

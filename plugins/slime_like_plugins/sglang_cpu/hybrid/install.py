@@ -48,7 +48,7 @@ OF_MODELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 def bind(model: Any) -> str | None:
     """Replace the Triton kernels of ``model``. Returns a description; ``None`` without linear attention.
 
-    An engine imports the files of one model only; modules that are not imported are skipped.
+    An engine imports the modules of only one model; modules that are not imported are skipped.
     """
     for module, name, function in OF_MODELS:
         if module in sys.modules:
@@ -63,7 +63,7 @@ def bind(model: Any) -> str | None:
     replace_attribute(NAME, kernel, "supports_track_state_snapshot", True)  # extend returns states for the prefix cache
     replace_attribute(
         NAME, kernel, "supports_packed_decode", False
-    )  # one Triton kernel for several functions replaced here
+    )  # it fuses several functions replaced here into one Triton kernel
     norm: Any = importlib.import_module(f"{FLA}.fused_norm_gate").FusedRMSNormGated
     replace_attribute(NAME, norm, "forward", layers.fused_norm_forward)
     return "gated delta rule in torch"

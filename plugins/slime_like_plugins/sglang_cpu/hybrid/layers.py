@@ -29,7 +29,7 @@ def split_by_key_head(
 def split_contiguous(
     qkvz: Tensor, ba: Tensor, heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split Qwen3.5's projections, which are consecutive. Replaces the ``_contiguous`` function."""
+    """Split Qwen3.5's projections, which are not interleaved. Replaces ``fused_qkvzba_split_reshape_cat_contiguous``."""
     mixed = 2 * heads * key_dim + value_heads * value_dim
     z = qkvz[:, mixed:].reshape(len(qkvz), value_heads, value_dim)
     return qkvz[:, :mixed].contiguous(), z, ba[:, :value_heads].contiguous(), ba[:, value_heads:].contiguous()

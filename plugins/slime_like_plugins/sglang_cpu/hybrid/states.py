@@ -1,4 +1,4 @@
-"""Number of delta rule states of an engine: one per request, at any length, and one per cached prefix."""
+"""Number of delta rule states of an engine: one per request, whatever its length, and one per cached prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_BYTES = 1 << 30
 
 
 def state_bytes(config: Any) -> int:
-    """Return bytes of one request's states in float32 over all layers of a text config; 0 without linear attention."""
+    """Return the bytes of one request's float32 states over all layers of a text config; 0 without linear attention."""
     layers = len(getattr(config, "linear_layer_ids", ()))
     if not layers:
         return 0
@@ -21,9 +21,9 @@ def state_bytes(config: Any) -> int:
 
 
 def slots(config: Any, max_running_requests: int | None) -> int | None:
-    """Return ``max_mamba_cache_size``; ``None`` leaves it to SGLang, which fills its share of the memory.
+    """Return ``max_mamba_cache_size``, or ``None`` to leave it to SGLang (above ``MAX_BYTES``, or without linear attention).
 
-    SGLang's choice suits large models; for a small one it takes seconds and gigabytes to allocate.
+    SGLang fills its share of the memory, which suits large models; for a small one, that takes seconds and gigabytes.
     """
     num_slots = SLOTS_PER_REQUEST * (max_running_requests or RUNNING)
     size = state_bytes(config)
