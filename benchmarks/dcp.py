@@ -36,7 +36,7 @@ from slime_like.config.schema.resolved import EngineSpec  # noqa: E402
 from slime_like.interfaces import Completion, Sampling  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.rollout.engine.client import EngineClient  # noqa: E402
-from slime_like.rollout.engine.replies import KvUsage  # noqa: E402
+from slime_like.rollout.engine.connection import KvUsage  # noqa: E402
 from slime_like.rollout.engine.server import EngineServer  # noqa: E402
 
 KEY = "bench"

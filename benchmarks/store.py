@@ -23,8 +23,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from benchmarks.options import at_least  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.store.columns import TokenColumns, context_columns  # noqa: E402
-from slime_like.store.row import StoreRow  # noqa: E402
-from slime_like.store.store import Batch, SampleStore  # noqa: E402
+from slime_like.store.store import (  # noqa: E402
+    Batch,
+    SampleStore,
+    StoreRow,
+)
 
 Steps = list[TokenColumns]  # tokens of one append, ``samples`` equal parts one after another
 Container = Callable[[TokenColumns, int, Steps], list[TokenColumns]]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from slime_like.batch import PackedBatch, TrainBatch
 from slime_like.metrics.types import Metric
-from slime_like.store.row import StoreRow
+from slime_like.store.store import StoreRow
 from slime_like.types import F32, I32, Prompt, Reward, RoutedExperts, Sample, SampleGroup, StepStats
 
 if TYPE_CHECKING:

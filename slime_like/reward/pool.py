@@ -13,12 +13,11 @@ from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.faults import Recovery
 from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
-from slime_like.reward.compose import components, compose
+from slime_like.reward.check import components, compose
 from slime_like.reward.latex import only_boxed
-from slime_like.reward.number import validated_reward
 from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
-from slime_like.reward.worker import LOAD_S, Load, ScoreRequest
+from slime_like.reward.worker import LOAD_S, Load, ScoreRequest, validated_reward
 from slime_like.types import UNTRAINED, Prompt, Reward, Sample, SampleGroup, Status
 from slime_like.util.concurrency import gather_or_cancel
 from slime_like.util.deadline import Deadline

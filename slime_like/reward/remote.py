@@ -16,8 +16,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.faults import Recovery
 from slime_like.errors import RewardError
-from slime_like.reward.number import validated_reward
 from slime_like.reward.outage import Outage
+from slime_like.reward.worker import validated_reward
 from slime_like.types import Prompt, Reward, Sample
 from slime_like.util.deadline import Deadline
 

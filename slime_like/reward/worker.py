@@ -7,6 +7,8 @@ memory of this process and of each process it starts to ``bytes``, and the CPU t
 from __future__ import annotations
 
 import faulthandler
+import math
+import numbers
 import os
 import resource
 import sys
@@ -20,11 +22,39 @@ from slime_like.config.schema.reward_names import split_prefix
 from slime_like.reward.check import load_reward
 from slime_like.reward.kinds import takes_groups
 from slime_like.reward.latex import only_boxed
-from slime_like.reward.number import validated_reward
 from slime_like.types import Prompt, Reward, Sample
 from slime_like.util.deadline import scale
 from slime_like.util.printed import record_output, record_streams
 from slime_like.util.user_code import describe
+
+MAX_SCORE = 1e9
+
+
+def validated_reward(score: object, accuracy: object = None) -> Reward:
+    """Return the values as a reward.
+
+    Raises ``ValueError`` on a score that is not a number up to ``MAX_SCORE`` in size, or an accuracy outside [0, 1].
+    """
+    checked_accuracy = None if accuracy is None else _number(accuracy)
+    if checked_accuracy is not None and not 0.0 <= checked_accuracy <= 1.0:
+        raise ValueError(f"accuracy {checked_accuracy:g}, not a number from 0 to 1")
+    number = _number(score)
+    if abs(number) > MAX_SCORE:
+        raise ValueError(f"{number:g}, not a number from -{MAX_SCORE:g} to {MAX_SCORE:g}")
+    return Reward(number, checked_accuracy)
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, numbers.Real):  # numpy's scalars count, its arrays and torch's tensors do not
+        raise ValueError(f"{value!r:.80} ({type(value).__name__}), not a number")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer or fraction beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{number}, not a finite number")
+    return number
+
 
 LOAD_S = 120.0  # limit of a reward's imports, once per process
 OUT_OF_MEMORY = 86  # exit code of a process that exceeded ``reward.memory_gb``

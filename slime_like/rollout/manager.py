@@ -21,15 +21,13 @@ from slime_like.data.faults import Recovery
 from slime_like.data.heldout import eval_sets
 from slime_like.data.routing import RoutingShape
 from slime_like.data.share import SINGLE, ManagerShare, share_of_source
-from slime_like.data.text_decoder import text_decoder
-from slime_like.data.tokenizer import open_tokenizer
+from slime_like.data.tokenizer import open_tokenizer, text_decoder
 from slime_like.errors import ConfigError
 from slime_like.interfaces import DataSource, EngineAddress, Sampling
 from slime_like.metrics.types import Sum
 from slime_like.reward.pool import RewardPool
-from slime_like.rollout.collect.collector import GroupCollector
+from slime_like.rollout.collect.collector import GroupCollector, RolloutProducer
 from slime_like.rollout.collect.over_sampling import OverSamplingCollector, max_group_staleness
-from slime_like.rollout.collect.producer import RolloutProducer
 from slime_like.rollout.collect.sampler import GroupRequest, GroupSampler, open_generate
 from slime_like.rollout.collect.state import (
     GeneratedRollout,

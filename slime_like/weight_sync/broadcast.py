@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from slime_like.config.schema.resolved import TransportSpec
-from slime_like.distributed.gloo_connections import GlooConnections
+from slime_like.distributed.gloo_device import GlooConnections
 from slime_like.distributed.rendezvous import join_store, keep_to_interface
 from slime_like.distributed.wrapper import install
 from slime_like.errors import EngineLost, WeightSyncError

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
 from slime_like.util import cuda_ipc
-from slime_like.weight_sync.layout import lay_out, view
+from slime_like.weight_sync.shared import lay_out, view
 
 MAGIC = b"slime_like device tensors\n"
 

@@ -7,10 +7,12 @@ and builds tensors from names, dtypes and shapes: it unpickles nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import mmap
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +23,81 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
 from slime_like.util.sealed_memory import create_sealed, map_sealed
-from slime_like.weight_sync.layout import lay_out, view
-from slime_like.weight_sync.pinned import pin, unpin
+from slime_like.weight_sync.manifest import meta_of
+
+ALIGNMENT = 64  # bytes
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+    )
+}
+
+type TensorEntry = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape, and offset in bytes."""
+
+
+def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
+    """Return the entry of each tensor and the total number of bytes. Raises ``WeightSyncError`` on an unsupported dtype."""
+    entries: list[TensorEntry] = []
+    end = 0
+    for name, tensor in bucket.tensors:
+        meta = meta_of(name, tensor)
+        if meta.dtype not in DTYPES:
+            raise WeightSyncError(f"{name} is {meta.dtype}; weights are sent as one of {', '.join(DTYPES)}")
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        entries.append((name, meta.dtype, meta.shape, offset))
+        end = offset + tensor.numel() * tensor.element_size()
+    return entries, end
+
+
+def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
+    """Return a view of ``memory`` (uint8) from byte ``offset`` as a tensor. Raises ``ValueError`` if it exceeds the memory."""
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
+        raise ValueError(f"{dtype} {list(shape)} at {offset} of {len(memory)} bytes")
+    return memory[offset : offset + size].view(DTYPES[dtype]).view(tuple(shape))
+
+
+def pin(memory: Tensor) -> None:
+    """Page-lock a tensor's host memory, shared memory included. Call ``unpin`` before it is unmapped.
+
+    A GPU copies to page-locked memory directly, and the host does not wait for each copy. Raises ``WeightSyncError`` if CUDA refuses.
+    """
+    error = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0))
+    if error != 0:
+        _clear_error()
+        raise WeightSyncError(
+            f"CUDA cannot page-lock {memory.numel() * memory.element_size() / 2**20:.0f} MiB of host memory for a bucket of weights "
+            f"(cudaHostRegister returned {error}): raise the limit of locked memory (ulimit -l, docker run --ulimit memlock=-1), or "
+            "lower weights.bucket_mb"
+        )
+
+
+def unpin(memory: Tensor) -> None:
+    """Unlock memory that ``pin`` locked. No copy may be using it."""
+    _cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _clear_error() -> None:
+    """Clear the CUDA runtime's last error, which torch would otherwise raise at its next kernel launch.
+
+    Launching a kernel makes torch raise and clear the error. Remove when torch has a function for it.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+def _cudart() -> Any:
+    """Return torch's bindings of the CUDA runtime, which have no type annotations."""
+    return torch.cuda.cudart()
+
 
 MAGIC = b"slime_like shared tensors\n"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.rollout.engine.replies import KvUsage
+from slime_like.rollout.engine.connection import KvUsage
 
 dcp: Any = importlib.import_module("benchmarks.dcp")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.rollout.engine.replies import KvUsage
+from slime_like.rollout.engine.connection import KvUsage
 from tests.engine.latent_models import config
 
 flow_mla: Any = importlib.import_module("benchmarks.flow_mla")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_like.rollout.engine.replies import completions
+from slime_like.rollout.engine.connection import completions
 
 manager: Any = importlib.import_module("benchmarks.manager")
 recorded_engine: Any = importlib.import_module("benchmarks.recorded_engine")

@@ -14,9 +14,9 @@ import pytest
 
 from slime_like.cluster.run import chaos as chaos_module
 from slime_like.cluster.run.chaos import Chaos, planned_faults, report_lines
+from slime_like.cluster.run.rollouts import ManagerGroup
 from slime_like.cluster.supervise import process_tree
 from slime_like.cluster.supervise.stacks import start_time
-from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.config.schema.faults import ChaosConfig, parse_fault
 from slime_like.data.faults import InjectedFault, Recovery, append, outcomes, read
 from slime_like.errors import DataError

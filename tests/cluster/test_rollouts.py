@@ -16,10 +16,9 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from slime_like.cluster.run.rollouts import EngineRollout
+from slime_like.cluster.run.rollouts import EngineRollout, ManagerGroup
 from slime_like.cluster.run.sync import EngineSync, in_order
 from slime_like.cluster.workers import calls
-from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.config.schema.run import WeightsConfig
 from slime_like.errors import ConfigError, DeadlineExceeded, EngineLost, WeightSyncError, WorkerError

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from slime_like.algo.advantage import bind_group_advantage
 from slime_like.algo.bind import (
     bind_loss,
     bind_token_advantage,
@@ -16,7 +17,6 @@ from slime_like.algo.bind import (
     diagnose,
     token_advantages,
 )
-from slime_like.algo.bind_group import bind_group_advantage
 from slime_like.algo_interfaces import LossOutput, LossView, TokenView
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.policy import PolicyConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_like.data.leftover import GroupSplit, split_leftover
+from slime_like.rollout.selection import GroupSplit, split_leftover
 from slime_like.types import Status
 from tests.algo.samples import SampleShape, groups_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.data.pack import balance, first_fit_decreasing, pack_equal, split_to
+from slime_like.data.assemble import balance, first_fit_decreasing, pack_equal, split_to
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 

@@ -19,7 +19,7 @@ from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.collect.journal import CallJournal, EngineCall
 from slime_like.rollout.collect.resumable import drop_last_token
 from slime_like.rollout.collect.state import PartialGroup, from_group, to_group
-from slime_like.rollout.engine.replies import completions
+from slime_like.rollout.engine.connection import completions
 from slime_like.rollout.generate.episode import Episode
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from slime_like.data import text_decoder as module
-from slime_like.data.text_decoder import _byte_characters, text_decoder
+from slime_like.data import tokenizer as module
+from slime_like.data.tokenizer import _byte_characters, text_decoder
 
 CHARACTERS = {byte: character for character, byte in _byte_characters().items()}
 SPECIAL, EMOJI = "<|end|>", "🙂 plain"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like_plugins.rollout_sampling.draw import draw, uniform
+from slime_like_plugins.rollout_sampling.hooks import draw, uniform
 from slime_like_plugins.sglang_cpu.kernels import TorchKernels
 from tests.engine.c_kernels import C, needs_compiler
 from tests.hypothesis_examples import num_examples

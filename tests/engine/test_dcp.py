@@ -16,7 +16,7 @@ import pytest
 from slime_like.cluster.workers import trainer_worker
 from slime_like.config.schema.resolved import TransportSpec
 from slime_like.interfaces import Completion
-from slime_like.rollout.engine.replies import KvUsage
+from slime_like.rollout.engine.connection import KvUsage
 from tests.engine.conftest import Models, RunningEngine, launch, make_sampling, prompt
 from tests.engine.dcp_engines import (
     CASES,

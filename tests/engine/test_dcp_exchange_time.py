@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.rollout.engine.replies import kv_usage
+from slime_like.rollout.engine.connection import kv_usage
 from slime_like_plugins.dcp import exchange_time
 from slime_like_plugins.dcp.exchange_time import METHODS, STRIDE, DeviceClock, HostClock
 from slime_like_plugins.kv_capacity import usage

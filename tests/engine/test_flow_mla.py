@@ -18,7 +18,7 @@ from slime_like.config.schema.flow_mla import FlowOptions
 from slime_like_plugins.flow_mla.layout import Matrix, flow_bytes, layer_layout
 from slime_like_plugins.flow_mla.sharding import ShardedWeights
 from slime_like_plugins.sglang_hooks import HELD_PART
-from slime_like_plugins.weight_commit.poison import poison, unwritten
+from slime_like_plugins.weight_commit.hooks import poison, unwritten
 from tests.engine.flow_models import HIDDEN, KINDS, WEIGHTS, AbsorbedAttention, FlowLayer, GlooRanks, load, tensors
 
 SLOTS = 2

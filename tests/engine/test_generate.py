@@ -12,7 +12,7 @@ import pytest
 
 from slime_like.interfaces import Sampling
 from slime_like.rollout.engine.client import COLUMNS
-from slime_like.rollout.engine.replies import completions
+from slime_like.rollout.engine.connection import completions
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import Models, RunningEngine, make_sampling, prompt
 from tests.engine.in_flight import MAX_TRIES

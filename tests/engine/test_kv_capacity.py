@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slime_like.interfaces import Completion, Sampling
-from slime_like.rollout.engine.replies import KvUsage
+from slime_like.rollout.engine.connection import KvUsage
 from slime_like.util.deadline import Deadline
 from tests.engine.conftest import VOCAB, Models, RunningEngine, make_sampling, prompt, start
 from tests.engine.forked_engines import ForkedEngineServer

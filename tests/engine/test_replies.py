@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slime_like.errors import EngineError
-from slime_like.rollout.engine.replies import completions, error_text, scores
+from slime_like.rollout.engine.connection import completions, error_text, scores
 
 
 def answer(**changes: Any) -> dict[str, Any]:

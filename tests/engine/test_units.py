@@ -20,9 +20,9 @@ from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine import main, processes
 from slime_like.rollout.engine.node import DATA_PARALLEL_PORTS
 from slime_like.rollout.engine.server import derived_ports
-from slime_like_plugins.rollout_sampling.draw import draw, filtered, uniform
+from slime_like_plugins.rollout_sampling.hooks import draw, filtered, uniform
 from slime_like_plugins.weight_commit import hooks as commit_hooks
-from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
+from slime_like_plugins.weight_commit.hooks import incomplete_message, poison, unwritten
 
 SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10)
 

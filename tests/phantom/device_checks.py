@@ -19,7 +19,7 @@ from slime_like.phantom.store import join_world
 from slime_like.util import cuda_ipc
 from slime_like.weight_sync.device_memory import CudaHandles
 from slime_like.weight_sync.ipc import IpcSender
-from slime_like.weight_sync.pinned import pin, unpin
+from slime_like.weight_sync.shared import pin, unpin
 from slime_like.weight_sync.tensor import TensorSender
 from tests.train.ranks import RankWorld
 from tests.weight_sync.ipc_doubles import DeviceEngine, StageWeights

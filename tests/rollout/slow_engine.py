@@ -12,7 +12,7 @@ import numpy as np
 
 from slime_like.errors import EngineLost
 from slime_like.interfaces import Completion, EngineAddress, Sampling
-from slime_like.rollout.engine.replies import KvUsage
+from slime_like.rollout.engine.connection import KvUsage
 from slime_like.types import F32, I32
 
 

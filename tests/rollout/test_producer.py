@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slime_like.errors import SlimeLikeError
-from slime_like.rollout.collect.producer import RolloutProducer
+from slime_like.rollout.collect.collector import RolloutProducer
 from slime_like.rollout.collect.state import GeneratedRollout
 
 

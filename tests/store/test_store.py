@@ -10,8 +10,7 @@ import pytest
 
 from slime_like.errors import StoreFull
 from slime_like.store.columns import PROMPT_TOKEN, TOOL_TOKEN, TokenColumns, context_columns, span_versions
-from slime_like.store.row import StoreRow
-from slime_like.store.store import Batch, SampleStore
+from slime_like.store.store import Batch, SampleStore, StoreRow
 from slime_like.types import Source, Span
 from tests.store.reference import tables
 

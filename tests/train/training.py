@@ -130,7 +130,7 @@ def rotary_frequencies(world: RankWorld, shared: Shared) -> dict[str, float | st
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
     from slime_like.train.megatron.families.hf import HFFolder
-    from slime_like.train.megatron.model.rotary import Rotary
+    from slime_like.train.megatron.model.model import Rotary
 
     kinds: dict[str, dict[str, Any]] = {
         "default": {},

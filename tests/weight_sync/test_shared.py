@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Bucket
-from slime_like.weight_sync.layout import DTYPES
-from slime_like.weight_sync.shared import MAGIC, SharedBucketMemory, is_message, map_tensors
+from slime_like.weight_sync.shared import DTYPES, MAGIC, SharedBucketMemory, is_message, map_tensors
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

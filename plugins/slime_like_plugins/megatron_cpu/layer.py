@@ -15,7 +15,7 @@ from slime_like.errors import ConfigError
 from slime_like.train.megatron.model.grouped_mlp import GroupedMLP
 from slime_like.train.megatron.model.layers import LayerParts, PackedAttention, PackedRows, Stack
 from slime_like.train.megatron.model.norms import RMSNorm
-from slime_like.train.megatron.model.param_gather import wait_for_weights
+from slime_like.train.megatron.platform.collective import wait_for_weights
 from slime_like_plugins.megatron_cpu.experts import ExpertLinearFunction, expert_kernels
 from slime_like_plugins.megatron_cpu.functions import (
     AttentionFunction,

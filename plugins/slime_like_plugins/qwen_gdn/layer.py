@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slime_like.train.megatron.model.layers import PackedRows
 from slime_like.train.megatron.model.norms import GatedHeadNorm, RMSNorm
-from slime_like.train.megatron.model.param_gather import wait_for_weights
+from slime_like.train.megatron.platform.collective import wait_for_weights
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.head_wise import HeadWise
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Mixing, MixingHeads

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,53 @@ from slime_like.weight_sync import device_memory, shared
 from slime_like_plugins.sglang_hooks import HELD_PART, Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 from slime_like_plugins.weight_commit import device_tensors, latent
-from slime_like_plugins.weight_commit.poison import incomplete_message, poison, unwritten
+
+MAX_NAMED = 3  # maximum number of parameters that an error names
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """A parameter with elements that no update wrote."""
+
+    name: str
+    elements: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.elements} of {self.total} elements)"
+
+
+def poison(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill every floating-point parameter with NaN, in place, because captured graphs may read its storage."""
+    with torch.no_grad():
+        for _, parameter in parameters:
+            if parameter.is_floating_point():
+                parameter.fill_(float("nan"))
+
+
+def unwritten(parameters: Iterable[tuple[str, Tensor]]) -> list[Unwritten]:
+    """Return the parameters that contain NaN, in model order."""
+    incomplete: list[Unwritten] = []
+    for name, parameter in parameters:
+        # The sum is NaN if any element is. Summing reads the parameter once; counting NaNs is slower.
+        may_have_nan = parameter.is_floating_point() and bool(torch.isnan(parameter.sum()))
+        if may_have_nan and (count := int(torch.isnan(parameter).sum())):
+            incomplete.append(Unwritten(name, count, parameter.numel()))
+    return incomplete
+
+
+def incomplete_message(per_rank: list[list[Unwritten]]) -> str | None:
+    """Return one error message for all tensor-parallel ranks; ``None`` if every element was written."""
+    parts: list[str] = []
+    for rank, incomplete in enumerate(per_rank):
+        if incomplete:
+            names = ", ".join(str(item) for item in incomplete[:MAX_NAMED])
+            suffix = f" and {len(incomplete) - MAX_NAMED} more" if len(incomplete) > MAX_NAMED else ""
+            parts.append(f"rank {rank}: {len(incomplete)} parameters: {names}{suffix}")
+    if not parts:
+        return None
+    return f"weight update is not complete; parameters were missing, partly sent or sent as NaN: {'; '.join(parts)}"
+
 
 REFUSAL = "_slime_like_refusal"
 """Attribute of the tokenizer manager: reason to refuse generation; absent or empty if generation is allowed."""

@@ -15,17 +15,17 @@ from random import Random
 
 from ray.actor import ActorHandle
 
+from slime_like.cluster.run.rollouts import ManagerGroup
 from slime_like.cluster.supervise import process_tree
 from slime_like.cluster.supervise.stacks import live_processes
 from slime_like.cluster.workers.calls import call
 from slime_like.cluster.workers.engine_actor import EngineActor
-from slime_like.cluster.workers.manager_group import ManagerGroup
-from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.config.schema.faults import FATAL, RECOVERED, REWARDS, WORKERS, ChaosConfig, Fault, parse_fault
 from slime_like.data import faults
 from slime_like.data.faults import REWARD_SERVER, InjectedFault, Recovery
 from slime_like.errors import DataError
 from slime_like.printable import visible
+from slime_like.rollout.manager import RolloutManager
 
 DRAWN_PHASES = ("collect", "step", "push")
 SIGNALS = {
@@ -137,7 +137,7 @@ class Chaos:
             self._record(fault, "", "the run has no reward server")
             return
         self._record(fault, REWARD_SERVER)
-        self.managers.start_each(lambda actor, _: call(actor, RolloutActor.block_reward_server, self.config.slow_s))
+        self.managers.start_each(lambda actor, _: call(actor, RolloutManager.block_reward_server, self.config.slow_s))
 
     def _signal_process(self, fault: Fault, rng: Random) -> None:
         assert fault.kind in FATAL | WORKERS

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from slime_like.batch import PackedBatch, TrainBatch
-from slime_like.cluster.run.rollouts import RolloutSource
-from slime_like.cluster.workers.manager_group import ManagerGroup
-from slime_like.cluster.workers.rollout_actor import RolloutActor
+from slime_like.cluster.run.rollouts import ManagerGroup, RolloutSource
 from slime_like.config.schema.residency import COLLECT, PUSH, SAVE, STEP, TRAINER_PARTS, TRAINER_PHASES
 from slime_like.interfaces import Trainer
 from slime_like.metrics.types import Last, Metric
 from slime_like.rollout.generate.evaluate import EvalResult
+from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.selection import CollectedRollout
 from slime_like.types import F32, StepStats
 from slime_like.util.deadline import Deadline
@@ -42,7 +41,7 @@ class EngineStates:
     def enter(self, phase: str) -> None:
         """Keep only the parts that ``phase`` needs on the devices of every engine."""
         deadline = Deadline("driver", f"offload/{phase}", self.deadline_s)
-        self.managers.call(deadline, RolloutActor.enter_phase, phase)
+        self.managers.call(deadline, RolloutManager.enter_phase, phase)
 
 
 @dataclass(slots=True)

@@ -1,14 +1,15 @@
-"""Sources of the loop's groups: live engines, a dumped run, or demonstrations."""
+"""Sources of the loop's groups: live engines behind rollout managers, a dumped run, or demonstrations."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, Protocol
 
 from ray import ObjectRef
+from ray.actor import ActorHandle
 
 from slime_like.cluster.run.rollout_state import (
     leftover_path,
@@ -18,15 +19,50 @@ from slime_like.cluster.run.rollout_state import (
     write_manager_states,
     write_state,
 )
-from slime_like.cluster.workers.calls import call, is_ready, wait_first
-from slime_like.cluster.workers.manager_group import ManagerGroup
+from slime_like.cluster.workers.calls import call, is_ready, wait_first, wait_settled
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.dump import load_groups, rollout_path
+from slime_like.data.share import ManagerShare
 from slime_like.errors import ConfigError
 from slime_like.rollout.generate.evaluate import EvalResult, merge_evaluations
+from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.selection import CollectedRollout, GroupSelection
 from slime_like.util.deadline import Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerGroup:
+    """Actors of all rollout managers, in the order of their shares."""
+
+    actors: tuple[ActorHandle[RolloutActor], ...]
+
+    @property
+    def shares(self) -> tuple[ManagerShare, ...]:
+        """Share of each manager."""
+        return tuple(ManagerShare(index, len(self.actors)) for index in range(len(self.actors)))
+
+    def start[**P, R](
+        self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> dict[str, ObjectRef[R]]:
+        """Start a method on every manager; return the pending results by the managers' names."""
+        return self.start_each(lambda actor, _: call(actor, method, *args, **kwargs))
+
+    def start_each[R](
+        self, start: Callable[[ActorHandle[RolloutActor], ManagerShare], ObjectRef[R]]
+    ) -> dict[str, ObjectRef[R]]:
+        """Call ``start`` with every manager and its share; return the pending results by the managers' names."""
+        return {share.name: start(actor, share) for actor, share in zip(self.actors, self.shares, strict=True)}
+
+    def call[**P, R](
+        self,
+        deadline: Deadline,
+        method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Call a method of every manager and return the results. Errors as in ``wait_settled``."""
+        return list(wait_settled(self.start(method, *args, **kwargs), deadline).values())
 
 
 class RolloutSource(Protocol):
@@ -59,12 +95,12 @@ class EngineRollout:
 
     def collect(self, rollout_id: int) -> CollectedRollout:
         """Return the groups of one rollout."""
-        parts = self._wait("collect", self.managers.start(RolloutActor.collect, rollout_id))
+        parts = self._wait("collect", self.managers.start(RolloutManager.collect, rollout_id))
         return self.selection.select(rollout_id, parts)
 
     def evaluate(self) -> EvalResult:
         """Return metrics ``eval/<dataset>`` and responses, sampled with the engines' current weights."""
-        return merge_evaluations(self._wait("evaluate", self.managers.start(RolloutActor.evaluate)))
+        return merge_evaluations(self._wait("evaluate", self.managers.start(RolloutManager.evaluate)))
 
     def resize(self, num_engines: int) -> str:
         """Add or remove engines; return a description of the change.
@@ -78,7 +114,7 @@ class EngineRollout:
             raise ConfigError(
                 f"engines={num_engines}: with rollout.num_managers={count} every manager has the same number of engines: request {choice}"
             )
-        changes = self._wait("resize", self.managers.start(RolloutActor.resize_engines, num_engines))
+        changes = self._wait("resize", self.managers.start(RolloutManager.resize_engines, num_engines))
         if count == 1:
             return changes[0]
         named_changes = zip(self.managers.shares, changes, strict=True)
@@ -90,7 +126,7 @@ class EngineRollout:
             "save_state",
             self.managers.start_each(
                 lambda actor, share: call(
-                    actor, RolloutActor.save_state, next_rollout, manager_base(folder, next_rollout, share)
+                    actor, RolloutManager.save_state, next_rollout, manager_base(folder, next_rollout, share)
                 )
             ),
         )
@@ -104,7 +140,7 @@ class EngineRollout:
             "load_state",
             self.managers.start_each(
                 lambda actor, share: call(
-                    actor, RolloutActor.load_state, states[share.index], manager_base(folder, next_rollout, share)
+                    actor, RolloutManager.load_state, states[share.index], manager_base(folder, next_rollout, share)
                 )
             ),
         )
@@ -118,7 +154,7 @@ class EngineRollout:
         while len(results) < len(refs):
             for actor, share in zip(self.managers.actors, self.managers.shares, strict=True):
                 if share.name not in self._push_needed_calls:
-                    self._push_needed_calls[share.name] = call(actor, RolloutActor.wait_until_push_needed)
+                    self._push_needed_calls[share.name] = call(actor, RolloutManager.wait_until_push_needed)
             pending: dict[str, ObjectRef[Any]] = {name: ref for name, ref in refs.items() if name not in results}
             push_calls: dict[str, ObjectRef[Any]] = {
                 f"engines of the {name}": ref for name, ref in self._push_needed_calls.items()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Protocol
 
 from slime_like.cluster.run.residency import Residency
-from slime_like.cluster.workers.manager_group import ManagerGroup
+from slime_like.cluster.run.rollouts import ManagerGroup
 from slime_like.cluster.workers.rollout_actor import RolloutActor
 from slime_like.cluster.workers.trainer_group import TrainerGroup
 from slime_like.config.schema.residency import PUSH
@@ -18,6 +18,7 @@ from slime_like.data.routing import OWN_EXPERTS
 from slime_like.errors import EngineLost, SlimeLikeError
 from slime_like.interfaces import EngineAddress, TensorMeta
 from slime_like.metrics.types import Metric
+from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.pool import probe
 from slime_like.rollout.pool.probe import ProbeScores, TrainerScores
 from slime_like.util.deadline import Deadline
@@ -70,9 +71,9 @@ class EngineSync:
             while True:
                 try:
                     if version == self.config.debug_skip_push_at:
-                        self._call(RolloutActor.skip_push, version)
+                        self._call(RolloutManager.skip_push, version)
                         return self._probe(version)
-                    engines = in_order(self._call(RolloutActor.begin_push))
+                    engines = in_order(self._call(RolloutManager.begin_push))
                     num_engines = max(num_engines, len(engines))
                     return self._push(version, engines)
                 except EngineLost:
@@ -81,22 +82,22 @@ class EngineSync:
                         raise
         except BaseException:
             with contextlib.suppress(SlimeLikeError):  # the original failure matters more than a failed abort
-                self.managers.call(Deadline("driver", "abort push", ABORT_S), RolloutActor.abort_push)
+                self.managers.call(Deadline("driver", "abort push", ABORT_S), RolloutManager.abort_push)
             raise
 
     def _push(self, version: int, engines: Sequence[EngineAddress]) -> tuple[Metric, ...]:
         tensors = self.trainer.send_weights(engines, self.transport)
         manifest.check(version, self.manifest, tensors)
-        num_unproven = sum(self._call(RolloutActor.commit_push, version))
+        num_unproven = sum(self._call(RolloutManager.commit_push, version))
         metrics = self._probe(version)
         if num_unproven:
-            self._call(RolloutActor.admit_proven)
+            self._call(RolloutManager.admit_proven)
         return metrics
 
     def _probe(self, version: int) -> tuple[Metric, ...]:
         if self.config.probe_sequences == 0:
             return ()
-        probe_scores = [scores for part in self._call(RolloutActor.probe) for scores in part]
+        probe_scores = [scores for part in self._call(RolloutManager.probe) for scores in part]
         if not probe_scores:
             return ()
         trainer = TrainerScores(probe_scores, self.max_score_tokens)

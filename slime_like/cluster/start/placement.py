@@ -20,6 +20,7 @@ from slime_like.cluster.plan.engine_nodes import on_nodes
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode, ClusterPlan, plan_on_nodes
 from slime_like.cluster.plan.transport import transport_on_nodes
+from slime_like.cluster.run.rollouts import ManagerGroup
 from slime_like.cluster.start import local_ray
 from slime_like.cluster.start.node_request import NodeRequest, request_bundles, request_strategy
 from slime_like.cluster.supervise import driver_link
@@ -28,7 +29,6 @@ from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_parts import NodeSlot
 from slime_like.cluster.workers.engine_process import VISIBLE_DEVICES
 from slime_like.cluster.workers.engine_starter import EngineTemplate, GpuProbe, gpu_order
-from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.node_affinity import on_node
 from slime_like.cluster.workers.role_group import RoleWorker
 from slime_like.cluster.workers.rollout_actor import RolloutActor

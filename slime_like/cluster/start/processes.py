@@ -11,14 +11,20 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from slime_like.algo.bind_group import bind_group_advantage
+from slime_like.algo.advantage import bind_group_advantage
 from slime_like.cluster.plan.planner import Plan
 from slime_like.cluster.plan.transport import IPC
 from slime_like.cluster.run.chaos import Chaos, report_lines
 from slime_like.cluster.run.checkpoints import Checkpoints
 from slime_like.cluster.run.control import Control
 from slime_like.cluster.run.residency import EngineStates, Residency, ResidentRollout, ResidentTrainer, pushes_within
-from slime_like.cluster.run.rollouts import DemonstrationRollout, EngineRollout, ReplayRollout, RolloutSource
+from slime_like.cluster.run.rollouts import (
+    DemonstrationRollout,
+    EngineRollout,
+    ManagerGroup,
+    ReplayRollout,
+    RolloutSource,
+)
 from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.sync import EngineSync, NoSync, Sync
 from slime_like.cluster.run.training_run import Run
@@ -32,7 +38,6 @@ from slime_like.cluster.supervise.crash import one_line
 from slime_like.cluster.workers.calls import call, put, wait_all, wait_one
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.cluster.workers.engine_starter import EngineTemplate
-from slime_like.cluster.workers.manager_group import ManagerGroup
 from slime_like.cluster.workers.multi_role_trainer import MultiRoleTrainer
 from slime_like.cluster.workers.no_trainer import FrozenTrainer
 from slime_like.cluster.workers.role_group import RoleGroup

@@ -9,8 +9,7 @@ import numpy as np
 
 from slime_like.interfaces import Completion
 from slime_like.store.columns import PROMPT_TOKEN, TOOL_TOKEN, TokenColumns, context_columns, join, sampled_columns
-from slime_like.store.row import StoreRow
-from slime_like.store.store import Batch, SampleStore
+from slime_like.store.store import Batch, SampleStore, StoreRow
 from slime_like.types import I32
 
 ABORT = "abort"  # finish reason of a completion that may be continued

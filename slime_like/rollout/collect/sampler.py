@@ -14,8 +14,7 @@ from slime_like.metrics.types import Metric
 from slime_like.registry import resolve
 from slime_like.reward.pool import RewardPool
 from slime_like.rollout.collect.journal import CallJournal
-from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
-from slime_like.rollout.generate.sampling import sample_seeds
+from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine, sample_seeds
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts
 from slime_like.types import UNTRAINED, Prompt, Sample, SampleGroup

@@ -11,8 +11,15 @@ from urllib.parse import urlsplit
 from slime_like.data.routing import RoutingShape
 from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.interfaces import Completion, EngineAddress, Sampling, TensorMeta
-from slime_like.rollout.engine.connection import EngineConnection
-from slime_like.rollout.engine.replies import KvUsage, any_aborted, completions, kv_usage, scored_experts, scores
+from slime_like.rollout.engine.connection import (
+    EngineConnection,
+    KvUsage,
+    any_aborted,
+    completions,
+    kv_usage,
+    scored_experts,
+    scores,
+)
 from slime_like.types import F32, I32, RoutedExperts
 
 # Models of an engine that a weight update writes. SGLang's default includes the draft model of speculative decoding; here it

@@ -1,19 +1,184 @@
-"""HTTP connections to one engine."""
+"""HTTP requests to an SGLang server, and its JSON replies as arrays, built without a Python loop over tokens."""
 
 from __future__ import annotations
 
+import base64
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
 
+from slime_like.data.routing import ROUTED_EXPERTS, RoutingShape
 from slime_like.errors import EngineError, EngineLost
-from slime_like.interfaces import EngineAddress
-from slime_like.rollout.engine.replies import error_text
+from slime_like.interfaces import Completion, EngineAddress
+from slime_like.types import F32, I32, RoutedExperts
 from slime_like.util.deadline import Deadline, scale
 from slime_like.util.peers import end_with_lost_peer
+
+LOGPROBS = "slime_like_logprobs"  # base64 of float32, by the plugin ``rollout_sampling``
+
+
+def completions(reply: Any, num_samples: int, routing: RoutingShape | None = None) -> list[Completion]:
+    """Parse the reply to a batched ``/generate``, one item per sample; with ``routing``, including routed experts.
+
+    Raises ``EngineError`` if the number of samples differs from ``num_samples`` or the reply is malformed.
+    """
+    if not isinstance(reply, list) or len(reply) != num_samples:  # pyright: ignore[reportUnknownArgumentType]
+        raise EngineError(f"/generate did not return {num_samples} samples but {_short(reply)}")
+    return [_completion(item, routing) for item in reply]  # pyright: ignore[reportUnknownVariableType]
+
+
+def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
+    """Parse the reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1."""
+    if not isinstance(reply, list) or len(reply) != len(lengths):  # pyright: ignore[reportUnknownArgumentType]
+        raise EngineError(f"/generate did not return scores of {len(lengths)} sequences but {_short(reply)}")
+    columns: list[F32] = []
+    for item, length in zip(reply, lengths, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        triples = _meta(item, "input_token_logprobs")
+        if len(triples) != length:
+            raise EngineError(f"/generate scored {len(triples)} of {length} tokens of a sequence")
+        columns.append(_logprobs(triples[1:]))  # the first token has no predecessor, its entry is null
+    return columns
+
+
+def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) -> list[RoutedExperts]:
+    """Return per sequence of a scoring reply the experts [L - 1, layers, experts per token] of tokens 0 .. L - 2."""
+    return [_experts(item, length - 1, routing) for item, length in zip(reply, lengths, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class KvUsage:
+    """KV cache usage of an engine since the previous report, which its scheduler counts at every batch.
+
+    With data-parallel attention, the engine has a cache per attention group: ``capacity_tokens`` and ``used_tokens_max`` are
+    those of the fullest cache, ``running_requests_max`` and ``retractions`` are sums, and the others are maxima over groups.
+    """
+
+    capacity_tokens: int
+    used_tokens_max: int  # tokens of running requests; cached prefixes that may be evicted do not count
+    running_requests_max: int
+    retractions: int  # requests that lost their KV cache because it was full; pauses for a push do not count
+    decode_steps: int = 0
+    dcp_exchange_s: float | None = None  # seconds of a rank in exchanges of decode context parallelism; None without it
+
+    @property
+    def share(self) -> float:
+        """Peak usage relative to the capacity."""
+        return self.used_tokens_max / self.capacity_tokens
+
+
+def kv_usage(reply: Any) -> KvUsage:
+    """Parse the reply to ``/server_info``. Raises ``EngineError`` if the engine runs without the plugin ``kv_capacity``."""
+    try:
+        groups = [KvUsage(**state["slime_like_kv"]) for state in reply["internal_states"]]
+        fullest = max(groups, key=lambda group: group.share)
+    except (TypeError, KeyError, ValueError, ZeroDivisionError) as error:
+        raise EngineError(
+            "/server_info has no slime_like_kv: the engine's installation lacks the entry point slime_like_kv_capacity; run "
+            "bash scripts/setup.sh"
+        ) from error
+    return KvUsage(
+        fullest.capacity_tokens,
+        fullest.used_tokens_max,
+        sum(group.running_requests_max for group in groups),
+        sum(group.retractions for group in groups),
+        max(group.decode_steps for group in groups),
+        max((group.dcp_exchange_s for group in groups if group.dcp_exchange_s is not None), default=None),
+    )
+
+
+def any_aborted(reply: Any) -> bool:
+    """Return whether any request of the reply was aborted."""
+    return isinstance(reply, list) and any(_meta(item, "finish_reason")["type"] == "abort" for item in reply)  # pyright: ignore[reportUnknownVariableType]
+
+
+def error_text(status: int, body: bytes, reply: Any) -> str:
+    """Return the HTTP status and SGLang's error message, in any of its formats.
+
+    SGLang joins the messages of data-parallel groups; equal ones are merged.
+    """
+    message: Any = reply
+    for name in ("error", "message", "detail"):
+        if isinstance(message, dict) and name in message:
+            message = message[name]  # pyright: ignore[reportUnknownVariableType]
+    text = message if isinstance(message, str) else body.decode(errors="replace")
+    text = " | ".join(dict.fromkeys(text.strip().split(" | ")))
+    return f"HTTP {status}: {text[:2000] or '(no message)'}"
+
+
+def _completion(item: Any, routing: RoutingShape | None) -> Completion:
+    token_ids: I32 = _column(_field(item, "output_ids"), np.int32)
+    meta: Any = _field(item, "meta_info")
+    finish = str(_meta(item, "finish_reason")["type"])
+    if not len(token_ids) and finish == "abort":  # the request may never have been scheduled
+        return Completion(token_ids, np.zeros(0, np.float32), (), finish, *_prompt(meta))
+    logprobs: F32 = (
+        _column(meta[LOGPROBS], np.float32) if LOGPROBS in meta else _logprobs(_meta(item, "output_token_logprobs"))
+    )
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"/generate returned {len(token_ids)} tokens but {len(logprobs)} log-probabilities")
+    spans = tuple((int(s["start"]), int(s["end"]), _version(s["version"])) for s in _meta(item, "weight_versions"))
+    if not len(token_ids):
+        spans = ()  # SGLang returns one empty span
+    experts = None
+    if routing is not None and (
+        finish != "abort" or ROUTED_EXPERTS in meta
+    ):  # absent if aborted before it was scheduled again
+        experts = _experts(item, _prompt(meta)[0] + len(token_ids) - 1, routing)
+    return Completion(token_ids, logprobs, spans, finish, *_prompt(meta), experts)
+
+
+def _column(value: Any, dtype: type[np.generic]) -> Any:
+    """Return numbers that the engine sent in base64 or, without the plugin ``rollout_sampling``, as a list."""
+    if not isinstance(value, str):
+        return np.array(value, dtype=dtype)
+    try:
+        return np.frombuffer(base64.b64decode(value, validate=True), dtype=dtype)
+    except ValueError as error:
+        raise EngineError(f"/generate returned a column that is not base64 of {np.dtype(dtype)}: {error}") from error
+
+
+def _experts(item: Any, num_tokens: int, routing: RoutingShape) -> RoutedExperts:
+    return routing.parse(base64.b64decode(_meta(item, ROUTED_EXPERTS)), num_tokens)
+
+
+def _prompt(meta: Any) -> tuple[int, int]:
+    """Return (prompt tokens, cached prompt tokens); zeros for a request aborted before it was scheduled."""
+    return int(meta.get("prompt_tokens", 0)), int(meta.get("cached_tokens", 0))
+
+
+def _logprobs(triples: Sequence[Any]) -> F32:
+    """Return [N], the log-probabilities of N ``[log-probability, token, text]`` triples, without a Python loop."""
+    return np.fromiter(map(itemgetter(0), triples), dtype=np.float32, count=len(triples))
+
+
+def _version(text: Any) -> int:
+    if not str(text).isdecimal():
+        raise EngineError(
+            f"engine serves weight version {text!r}, which is not a number: does another program push weights to it?"
+        )
+    return int(text)
+
+
+def _field(item: Any, name: str) -> Any:
+    if not isinstance(item, dict) or name not in item:
+        raise EngineError(f"/generate returned no {name!r}: {_short(item)}")
+    return item[name]  # pyright: ignore[reportUnknownVariableType]
+
+
+def _meta(item: Any, name: str) -> Any:
+    return _field(_field(item, "meta_info"), name)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]} ..."
+
 
 KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on a connection about to be closed
 

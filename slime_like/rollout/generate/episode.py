@@ -12,8 +12,7 @@ from slime_like.data.routing import ROUTED_EXPERTS
 from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.generate.single_turn import STATUS
 from slime_like.store.columns import TOOL_TOKEN, context_columns, sampled_columns
-from slime_like.store.row import StoreRow
-from slime_like.store.store import SampleStore
+from slime_like.store.store import SampleStore, StoreRow
 from slime_like.types import F32, I32, Sample, Span, Status
 
 

@@ -7,7 +7,7 @@ import asyncio
 from slime_like.errors import DeadlineExceeded, EngineError
 from slime_like.metrics.types import Max, Metric, Min, Sum
 from slime_like.rollout.engine.client import EngineClient
-from slime_like.rollout.engine.replies import KvUsage
+from slime_like.rollout.engine.connection import KvUsage
 from slime_like.rollout.pool.engine_pool import EnginePool
 
 

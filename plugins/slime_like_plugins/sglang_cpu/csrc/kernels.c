@@ -177,7 +177,7 @@ int64_t has_products(void) { return PRODUCTS; }
 #endif
 
 /* ---- sampling: Axes n requests, v vocabulary ------------------------------------------------------------------------
- * SplitMix64's finaliser (Steele, Lea and Flood, 2014), as in slime_like_plugins/rollout_sampling/draw.py. */
+ * SplitMix64's finaliser (Steele, Lea and Flood, 2014), as in slime_like_plugins/rollout_sampling/hooks.py. */
 INLINE uint64_t mix_bits(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;

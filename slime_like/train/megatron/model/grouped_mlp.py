@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from slime_like.train.megatron.model.grouped_products import GroupedLinear, WeightedSwiGLU
-from slime_like.train.megatron.model.param_gather import wait_for_weights
+from slime_like.train.megatron.platform.collective import wait_for_weights
 
 
 class GroupedMLP(SequentialMLP):

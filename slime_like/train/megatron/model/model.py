@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from slime_like.config.rules.hf import ROPE_TYPES
 from slime_like.config.schema.model import ModelConfig
 from slime_like.config.schema.names import ATTENTIONS, CPU_KERNELS, MIXERS
 from slime_like.errors import ConfigError
@@ -21,12 +22,43 @@ from slime_like.train.megatron.families.experts import global_key
 from slime_like.train.megatron.families.hf import HFFolder
 from slime_like.train.megatron.model.exact_attention import ExactAttention
 from slime_like.train.megatron.model.layers import LayerParts, PackedRows, stack_spec
-from slime_like.train.megatron.model.param_gather import wait_for_weights
-from slime_like.train.megatron.model.rotary import Rotary
 from slime_like.train.megatron.model.transformer_config import pipeline_pattern
 from slime_like.train.megatron.model.vocab import VocabularyPart
+from slime_like.train.megatron.platform.collective import wait_for_weights
 from slime_like.train.megatron.platform.device import current_device
 from slime_like.train.megatron.platform.groups import RankInfo
+
+
+class Rotary(torch.nn.Module):
+    """Rotary angles at positions, for the first ``partial_rotary_factor`` of a head's channels.
+
+    ``scale`` multiplies their cosines and sines; it is 1 except with YaRN (https://arxiv.org/abs/2309.00071). Raises
+    ``ConfigError`` on unsupported scaling.
+    """
+
+    def __init__(self, hf: Any, head_dim: int, device: torch.device, *, interleaved: bool = False) -> None:
+        super().__init__()
+        self.interleaved = interleaved  # True: channels 0 and 1 are a pair; False: channels 0 and dim / 2
+        parameters: dict[str, Any] = getattr(hf, "rope_parameters", None) or {}
+        kind = parameters.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise ConfigError(f"config.json: rope_type={kind!r} is not supported; only {', '.join(ROPE_TYPES)}")
+        if kind == "default":
+            rotary_dim = int(head_dim * float(parameters.get("partial_rotary_factor", 1.0)))
+            exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+            frequencies, self.scale = 1.0 / (float(parameters["rope_theta"]) ** exponent), 1.0
+        else:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies, self.scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        self.frequencies = frequencies.to(device)  # [dim / 2]; a plain tensor: never cast to bfloat16
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Map position_ids [P] to angles [P, 1, 1, dim]."""
+        angles = torch.outer(position_ids.to(self.frequencies.dtype), self.frequencies)
+        of_channels = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return of_channels[:, None, None, :]
+
 
 OUTPUT = "output_layer.weight"
 ROUTER_BIAS = ".router.expert_bias"  # suffix of a buffer's name: a bias for the choice of experts, without a gradient

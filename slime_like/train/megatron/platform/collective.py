@@ -1,4 +1,4 @@
-"""Sums over process groups, and actions of rank 0 whose errors are raised on every rank."""
+"""Collectives of a rank: sums, waits for gathered weights, and actions of rank 0 whose errors are raised on every rank."""
 
 from __future__ import annotations
 
@@ -89,3 +89,9 @@ class _AllReduce(torch.autograd.Function):
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+def wait_for_weights(part: torch.nn.Module) -> None:
+    """Wait until overlap_param_gather has gathered the weights of ``part``. Call it before reading them outside its forward."""
+    for hook in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]  no public function lists hooks
+        hook(part, ())
