@@ -65,10 +65,10 @@ class TrainBatch:
 
 
 Columns = list[list[F32]]
-"""Per-token values that one role computes for another: [T] per micro-batch of a shard, per optimizer step."""
+"""Per-token values that one role computes for another: ``columns[k][m]`` is [T], for micro-batch m of optimizer step k."""
 
 Shard = list[list[PackedBatch]]
-"""Micro-batches of one data-parallel rank, per optimizer step."""
+"""Micro-batches of one data-parallel rank: ``shard[k][m]`` is micro-batch m of optimizer step k."""
 
 
 def split_equally[Item](items: Sequence[Item], ranks: int, filler: Item) -> list[list[Item]]:
@@ -111,4 +111,4 @@ EMPTY_BATCH = PackedBatch(
     advantages=None,
     sample_ids=np.zeros(0, dtype=np.int64),
 )
-"""Micro-batch without tokens: every rank must run the same number of micro-batches."""
+"""Micro-batch without tokens, for padding: every rank must run the same number of micro-batches."""

@@ -72,7 +72,11 @@ ENTRIES = (
         "share of prompt tokens, continuations included, whose keys and values were in the engine's prefix cache",
         "0 to 1",
     ),
-    MetricEntry("rollout/avg_cached_tokens_per_sample", "cached tokens per request of one sample", "tokens"),
+    MetricEntry(
+        "rollout/avg_cached_tokens_per_sample",
+        "prompt tokens that a request for one sample read from the prefix cache (mean)",
+        "tokens",
+    ),
     MetricEntry(
         "rollout/engine_load_max",
         "tokens sampled by the busiest engine, relative to the mean of all engines of its rollout manager",

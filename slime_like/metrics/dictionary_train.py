@@ -44,7 +44,12 @@ ENTRIES = (
     MetricEntry(
         "train/rejection_frac", "share of the loss weight in sequences that were rejected", "0 to 1", "below 0.05"
     ),
-    MetricEntry("train/value_loss", "the critic's loss: half the squared error of its values", "", "falls at first"),
+    MetricEntry(
+        "train/value_loss",
+        "the critic's loss: half the squared error of its values, clipped by critic.value_clip",
+        "",
+        "falls at first",
+    ),
     MetricEntry("train/critic_loss", "the same, weighted by the loss weights", "", "falls at first"),
     MetricEntry(
         "train/value_clipfrac",

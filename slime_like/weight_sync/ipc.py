@@ -200,7 +200,7 @@ async def _send_all(
 
 
 _groups: dict[tuple[dist.ProcessGroup, int], EngineRanks] = {}
-"""This rank's group, by world and number of ranks of an engine. It outlives senders, which ranks replace at different times."""
+"""(world, ranks per engine) -> this rank's group. Groups outlive senders, which ranks replace at different times."""
 
 
 def engine_ranks(receivers: Sequence[WeightReceiver], seconds: float) -> EngineRanks:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 NORM_EPS = 1e-6
-"""Added to the sum of squares in the normalisation of queries and keys, as in the models' own code."""
+"""Epsilon added to the sum of squares in the normalisation of queries and keys, as in the models' own code."""
 
 
 class RangeRule(Protocol):

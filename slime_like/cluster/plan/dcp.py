@@ -95,8 +95,10 @@ def _choose(
     largest: int, predicted: EngineMemory | str, wider: EngineMemory | str, load: EngineLoad
 ) -> tuple[int, str]:
     """Return a size and the reason: ``largest`` if the KV cache limits the concurrent requests of an engine, otherwise 1."""
-    if isinstance(predicted, str) or isinstance(wider, str):
+    if isinstance(predicted, str):
         return 1, f"the KV cache is not predicted: {predicted}"
+    if isinstance(wider, str):
+        return 1, f"the KV cache with {largest} ranks per head is not predicted: {wider}"
     fit, wider_fit = predicted.requests(load.sequence_len), wider.requests(load.sequence_len)
     requests = f"{load.num_requests:,} requests of {load.sequence_len:,} tokens that an engine gets at once"
     limit = load.limit_on(predicted)

@@ -37,7 +37,7 @@ def check_routing_replay(cfg: TrainConfig) -> None:
         return
     if algo.routing_replay_reference and not any(getattr(algo, name, 0.0) > 0 for name in ("kl_loss_coef", "kl_coef")):
         raise ConfigError(
-            "algo.routing_replay_reference=true without a reference: set algo.kl_loss_coef above 0, or remove it"
+            "algo.routing_replay_reference=true without a reference: set algo.kl_loss_coef or algo.kl_coef above 0, or remove it"
         )
     if cfg.rollout.sglang.get("enable_return_routed_experts") is False:
         raise ConfigError(

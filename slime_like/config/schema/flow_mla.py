@@ -26,7 +26,7 @@ PLAIN_WEIGHTS = ("o_proj", "qkv_proj")
 DEFAULT_WEIGHTS = ("o_proj",)
 TRANSPORTS = ("collective", "p2p")
 PREFETCH_DISTANCE = 2
-"""Number of slots: the slot that layer i frees then receives the weights of layer i + PREFETCH_DISTANCE."""
+"""Number of slots. When layer i releases its slot, the weights of layer i + PREFETCH_DISTANCE are loaded into it."""
 
 
 @dataclass(kw_only=True)

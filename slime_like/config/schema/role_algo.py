@@ -18,7 +18,7 @@ class PpoConfig(PolicyGradientConfig):
     lambd: float = key(1.0, "GAE's lambda: 1 uses the rewards alone, 0 the critic's next value.")
     kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the reward.")
     kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES)
-    normalize_advantages: bool = key(True, "Whiten advantages over the whole batch.")
+    normalize_advantages: bool = key(True, "Whiten advantages over the trained tokens of a rollout.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -35,7 +35,7 @@ class DistillConfig(PolicyGradientConfig):
     group_advantage: str | None = key(None, "Advantage from the rewards of a group, added to the teacher's.")
     opd_kl_coef: float = key(1.0, "Weight of the reverse KL to the teacher.")
     reward_coef: float = key(0.0, "Weight of the sequence's reward, added at each of its trained tokens.")
-    normalize_advantages: bool = key(False, "Whiten advantages over the whole batch.")
+    normalize_advantages: bool = key(False, "Whiten advantages over the trained tokens of a rollout.")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)

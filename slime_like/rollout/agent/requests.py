@@ -65,7 +65,7 @@ class _Model(BaseModel):
 
 
 Ignored = Annotated[JsonValue, Field(exclude=True)]
-"""Field of an answer that clients send back and chat templates do not read."""
+"""Field of an assistant message that clients send back but chat templates do not read."""
 
 
 def _join(content: JsonValue) -> JsonValue:

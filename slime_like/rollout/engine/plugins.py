@@ -22,7 +22,7 @@ ENTRY_POINTS = {
 }
 """Group -> names, as in setup.py."""
 OPTIONAL_ENTRY_POINTS = ("slime_like_remote_experts",)
-"""Entry points of ``PLUGINS_GROUP`` that only some engines need; such an engine stops if its own is not registered."""
+"""Entry points of ``PLUGINS_GROUP`` that only some engines need. An engine that needs one stops if it is not registered."""
 WHITELIST = "SGLANG_PLUGINS"  # comma-separated entry points that SGLang may load; empty or unset: all
 
 
