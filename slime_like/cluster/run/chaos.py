@@ -45,7 +45,7 @@ NAMES = {"rank": "trainer_rank", "manager": "rollout_manager"}  # name prefixes 
 
 
 def planned_faults(config: ChaosConfig, num_rollout: int) -> list[Fault]:
-    """Return the faults of a run of ``num_rollout`` rollouts: the configured ones, then those drawn with ``config.seed``."""
+    """Return the faults of a run of ``num_rollout`` rollouts: the configured ones, then those drawn with ``chaos.seed``."""
     rng = Random(f"chaos {config.seed}")
     drawn_faults = [
         Fault(
