@@ -6,7 +6,7 @@ import gc
 import importlib.metadata
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +29,14 @@ def heavy_imports() -> Generator[None]:
         gc.freeze()
         if collecting:
             gc.enable()
+
+
+def first_import(module: str) -> AbstractContextManager[None]:
+    """Return ``heavy_imports()`` if ``module`` has not been imported, otherwise a context manager without effect.
+
+    Objects are frozen once, at the import. Later they could be garbage, which is not collected when it is frozen.
+    """
+    return nullcontext() if module in sys.modules else heavy_imports()
 
 
 MODEL_CLASSES = "transformers.models.auto.modeling_auto"

@@ -28,6 +28,7 @@ from slime_like_plugins.flow_mla.pipeline import GatherPipeline  # noqa: E402
 from slime_like_plugins.flow_mla.pull import GroupExchange, PullGather  # noqa: E402
 from slime_like_plugins.flow_mla.sharding import ShardedWeights  # noqa: E402
 from tests.engine.flow_models import HIDDEN, KINDS, WEIGHTS, FlowLayer, load, tensors  # noqa: E402
+from tests.gpu_processes import forking_context  # noqa: E402
 from tests.values import has_values  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -52,10 +53,9 @@ def run_rank(rank: int, store: str, work: Callable[[int, PullGather], object], r
 
 def on_two_ranks(work: Callable[[int, PullGather], object], folder: Path) -> list[Any]:
     """Return the result of ``work`` of each rank, or raise the error of one."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = forking_context("tests.engine.flow_models", "slime_like_plugins.flow_mla.sharding").Queue()
     ranks = torch.multiprocessing.start_processes(
-        run_rank, (str(folder / "store"), work, results), RANKS, join=False, start_method="spawn"
+        run_rank, (str(folder / "store"), work, results), RANKS, join=False, start_method="forkserver"
     )
     assert ranks is not None, "they are not joined"
     end = time.monotonic() + DEADLINE

@@ -28,6 +28,7 @@ from slime_like.util.by_bytes import by_bytes  # noqa: E402
 from slime_like.weight_sync.device_memory import CudaHandles, OpenedBucket  # noqa: E402
 from slime_like.weight_sync.ipc import IpcSender  # noqa: E402
 from slime_like.weight_sync.manifest import meta_of  # noqa: E402
+from tests.gpu_processes import forking_context  # noqa: E402
 from tests.values import has_values  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -86,7 +87,7 @@ class EngineProcess:
     gpus, tp, host = (0,), 1, "127.0.0.1"
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        context = torch.multiprocessing.get_context("spawn")
+        context = forking_context("slime_like.weight_sync.ipc")
         self._requests, self._replies = context.SimpleQueue(), context.Queue()
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         self.process = context.Process(target=serve, args=(self._requests, self._replies, shapes), daemon=True)

@@ -15,7 +15,7 @@ from slime_like.config.rules.weight_files import INDEX, SINGLE, TensorEntry, rea
 from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.families.float8 import dequantise
-from slime_like.util.imports import without_model_classes
+from slime_like.util.imports import first_import, without_model_classes
 from slime_like.util.reading import reason
 
 
@@ -40,7 +40,8 @@ class HFFolder:
 
     def config(self) -> Any:
         """Return the transformers config object."""
-        from transformers import AutoConfig
+        with first_import("transformers"):
+            from transformers import AutoConfig
 
         family = FAMILIES.get(str(self.raw_config.get("model_type")))
         try:
