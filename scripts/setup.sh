@@ -15,7 +15,7 @@ INCOMPLETE=$VENV/.slime_like_half_made
 # Names of the distributions whose bytecode has been compiled.
 COMPILED=$VENV/.slime_like_compiled
 # Files that are not compiled ahead: tests of other packages, and packages that runs rarely import.
-NOT_COMPILED='site-packages/(.*/)?(tests?|transformers/models|modelscope|multimodal_gen|_inductor|torch/testing'
+NOT_COMPILED='site-packages/(.*/)?(tests?|transformers/models|modelscope|multimodal_gen|torch/testing'
 NOT_COMPILED+='|ray/(rllib|data|serve|tune|train)|pandas|numba|anthropic|timm|wandb|networkx|Cryptodome|datasets)/'
 # fla's kernels for tests on a CPU, in a folder that only those tests have on their path.
 TEST_KERNELS=scripts/requirements/fla_interpreter.lock
@@ -107,7 +107,7 @@ install_package() {
 }
 
 # compile_all: uv creates no .pyc, and importing SGLang takes 19 s instead of 8 without them. Some packages contain
-# templates that are not Python; their errors are ignored. NOT_COMPILED is 40% of the bytecode, of which a run imports little or
+# templates that are not Python; their errors are ignored. NOT_COMPILED is 37% of the bytecode, of which a run imports little or
 # nothing; Python compiles those files when it imports them. Reading all files takes 20 s, so nothing is compiled if the installed
 # packages are those of the last time, or with SLIME_LIKE_BYTECODE=off, for an environment that runs a few commands only.
 compile_all() {

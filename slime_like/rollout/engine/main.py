@@ -27,7 +27,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.printable import hide_in_logs, visible
 from slime_like.rollout.engine import processes
 from slime_like.rollout.engine.model_config import merge_overrides, override_args
-from slime_like.rollout.engine.sglang_imports import block_megatron, sglang_imports
+from slime_like.rollout.engine.sglang_imports import sglang_imports
 
 MODEL_OVERRIDES = "json_model_override_args"
 
@@ -163,5 +163,6 @@ def serve(arguments: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # in a worker that SGLang spawns on a GPU, before it imports SGLang
-    block_megatron()
+elif __name__ == "__mp_main__":  # in a worker that SGLang spawns on a GPU, before it unpickles its arguments
+    with sglang_imports():
+        importlib.import_module("sglang.srt.managers.schedule_batch")  # of schedulers and detokenizers
