@@ -23,7 +23,7 @@ EPSILON = 1e-6  # keeps nearly equal rewards from being scaled up to unit varian
 
 
 def grpo(rewards_G: F32) -> F32:
-    """Return [G]: reward minus the group's mean, divided by the standard deviation (unbiased, as in slime and TRL).
+    """Return [G]: reward minus the group's mean, divided by the sample standard deviation (G - 1), as in slime and TRL.
 
     All advantages are 0 if all rewards are equal or there is one episode.
     Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2.

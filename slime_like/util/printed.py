@@ -1,4 +1,4 @@
-"""Recording of the output of user code, which still goes to the log of the process. Error messages quote its end."""
+"""Recording of the output of user code, so that error messages can quote its end. The output still goes to the process's log."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MAX_TEXT = 500  # characters of an error's own text in a message
 def check_signature(key: str, name: str, function: Callable[..., Any], form: str, num_args: int) -> None:
     """Raise ``ConfigError`` unless ``function`` takes ``num_args`` positional arguments.
 
-    ``form`` is the call as a user writes it, such as ``filter(group)``.
+    ``form`` is the expected call as the error message shows it, such as ``filter(group)``.
     """
     try:
         inspect.signature(function).bind(*[None] * num_args)

@@ -34,7 +34,10 @@ class TensorSender:
         self._regions = SharedBucketMemory(), SharedBucketMemory()  # one is read while the other is written
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets of ``source`` in order; return the metadata of the tensors. Every rank of a stage must call this."""
+        """Send all buckets of ``source`` in order; return the metadata of the tensors. Every rank of a stage must call this.
+
+        Ranks other than the stage's sender send nothing and return an empty list.
+        """
         metas: list[TensorMeta] = []
         buckets = source.buckets(self._max_bytes)
         try:

@@ -1,4 +1,4 @@
-"""Settings of a verl job, from a launch script, which is not run, or from a YAML file."""
+"""Settings of a verl job, read from a YAML file or from a launch script, which is parsed, not run."""
 
 from __future__ import annotations
 

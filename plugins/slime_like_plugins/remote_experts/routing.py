@@ -55,10 +55,11 @@ class TokenBucket:
 
 
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
-    """Return the rows of local experts [T, K] (-1 for other pairs), and buckets in ascending order of remote experts per token.
+    """Return the rows of local experts [T, K] (-1 if a pair is not local), and buckets in ascending order of remote experts per token.
 
-    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. Up to ``STREAM_ROWS`` tokens, such as
-    those of a decode step, form a single bucket: the worker then computes each expert once, and a layer takes one request.
+    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. If at most ``STREAM_ROWS`` tokens
+    have remote experts, as in a decode step, they form a single bucket: the worker then computes each expert once, and a layer
+    needs one request.
     """
     local, remote = rows.local_rows.take(ids), rows.remote_rows.take(ids)
     if not (is_used := weights != 0).all():

@@ -44,7 +44,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Do nothing: the base class would run a full garbage collection of half a second at every flush."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Set defaults for unset arguments, and refuse unsupported ones; called while SGLang resolves its arguments."""
+        """Set the arguments that a CPU engine needs, and refuse unsupported ones. Called while SGLang resolves its arguments."""
         if server_args.speculative_algorithm is not None:
             raise SystemExit(
                 f"slime_like plugin {NAME!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} is not "

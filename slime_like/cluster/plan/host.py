@@ -27,7 +27,7 @@ def node_memory(demand: Demand, machine: Machine) -> MemoryTable:
 
 
 def check_node_memory(demand: Demand, machine: Machine, table: MemoryTable) -> None:
-    """Raise ``ConfigError`` if a node's main memory is too small. A described machine has no limit."""
+    """Raise ``ConfigError`` if a node's main memory is too small. Machines of ``--plan-for`` have unlimited main memory."""
     if table.total <= machine.memory_bytes:
         return
     largest = sorted(table.items, key=lambda item: -item.num_bytes)[:2]

@@ -25,7 +25,7 @@ class Machine:
     memory_bytes: int  # memory of one node
     gpu_names: tuple[str, ...]  # name of each GPU, or one name for GPUs of the same kind
     kernels: Runtime | None = None  # runtime of optional kernels; None: not probed
-    is_local: bool = True  # False: only described, memory_bytes is not a limit
+    is_local: bool = True  # False: nodes of a cluster, or a machine that is only described
     nodes: int = 1
     gpu_bytes: tuple[int, ...] = ()  # memory of each GPU as the driver reports it; (): not reported
     numa_nodes: int = 1  # NUMA nodes with cores that the run may use, on one of its nodes

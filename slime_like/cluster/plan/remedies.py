@@ -87,7 +87,7 @@ def _limit_refusal(spec: EngineSpec) -> str:
 
 
 def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the error message for an engine on a CPU whose static fraction is too small for a sequence; empty if it is not.
+    """Return the error message if the static fraction of a CPU engine leaves a cache smaller than one sequence, else "".
 
     A KV cache that is too small only because of ``max_total_tokens`` is accepted.
     """

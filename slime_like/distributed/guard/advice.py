@@ -101,7 +101,7 @@ def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
 
 
 def threshold(ranks: Mapping[str, list[MeasuredOp]]) -> tuple[int, str]:
-    """Return the threshold in MiB and its reason: twice the largest drop of any op."""
+    """Return the threshold in MiB (twice the largest drop of any op, at least ``MIN_THRESHOLD``) and the reason for it."""
     rows = [row for rank_rows in ranks.values() for row in rank_rows]
     largest = max(rows, key=lambda row: max(_first_drop(row), _later_drop(row)))
     max_drop = max(_first_drop(largest), _later_drop(largest))

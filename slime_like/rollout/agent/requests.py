@@ -122,7 +122,7 @@ class Message(_Model):
     refusal: Ignored = None
 
     def for_template(self) -> dict[str, JsonValue]:
-        """Return the fields that a chat template reads."""
+        """Return the message for a chat template: without unset fields or empty tool calls, and with role developer as system."""
         fields = self.model_dump(exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"})
         return {**fields, "role": "system" if self.role == "developer" else self.role}
 

@@ -98,7 +98,7 @@ def any_aborted(reply: Any) -> bool:
 
 
 def error_text(status: int, body: bytes, reply: Any) -> str:
-    """Return the HTTP status and SGLang's error message, in any of its formats.
+    """Return the HTTP status and the error message of a reply, which may have any of SGLang's error formats.
 
     SGLang joins the messages of data-parallel groups; equal ones are merged.
     """

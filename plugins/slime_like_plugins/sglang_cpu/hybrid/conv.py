@@ -1,9 +1,9 @@
 """Causal convolution of packed sequences with SGLang's pool of convolution states.
 
-Axes: T tokens of the packed batch, B requests, D channels, W taps. A state holds the last W - 1 inputs of a request,
-before the activation. It must be stored in the precision of the inputs (``SGLANG_MAMBA_CONV_DTYPE``, default bfloat16);
-otherwise decoded tokens are convolved with rounded inputs. 16-bit inputs are accumulated in float32 and the result is rounded
-once, after the activation, as in the trainer.
+Axes: T tokens of the packed batch, B requests, D channels, W taps. A state holds the last W - 1 inputs of a request.
+It must be stored in the precision of the inputs (``SGLANG_MAMBA_CONV_DTYPE``, default bfloat16); otherwise decoded tokens are
+convolved with rounded inputs. For 16-bit inputs, sums are accumulated in float32, and the result is rounded once, after the
+activation, as in the trainer.
 """
 
 from __future__ import annotations
