@@ -15,7 +15,7 @@ INCOMPLETE=$VENV/.slime_like_half_made
 # Names of the distributions whose bytecode has been compiled.
 COMPILED=$VENV/.slime_like_compiled
 # Files that are not compiled ahead: tests of other packages, and packages that runs rarely import.
-NOT_COMPILED='site-packages/(.*/)?(tests?|transformers/models|modelscope|multimodal_gen|torch/testing'
+NOT_COMPILED='site-packages/((.*/)?tests?|transformers/models|modelscope|sglang/multimodal_gen|torch/testing/_internal'
 NOT_COMPILED+='|ray/(rllib|data|serve|tune|train)|pandas|numba|anthropic|timm|wandb|networkx|Cryptodome|datasets)/'
 # fla's kernels for tests on a CPU, in a folder that only those tests have on their path.
 TEST_KERNELS=scripts/requirements/fla_interpreter.lock

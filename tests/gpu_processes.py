@@ -9,11 +9,17 @@ from multiprocessing.context import ForkServerContext
 
 import torch.multiprocessing
 
-IMPORTS = ("torch", "torch.distributed")
+# None of them uses the GPU at import. If one cannot be imported in the server, each process imports it.
+IMPORTS = (
+    "torch.distributed",
+    "slime_like.weight_sync.ipc",
+    "slime_like_plugins.flow_mla.sharding",
+    "tests.engine.flow_models",
+)
 
 
-def forking_context(*modules: str) -> ForkServerContext:
-    """Return the context of processes that begin with ``modules`` imported. The modules must not use the GPU at import."""
+def forking_context() -> ForkServerContext:
+    """Return the context of processes that begin with ``IMPORTS``, unless another fork server has been started before."""
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTS, *modules])
+    context.set_forkserver_preload([*IMPORTS])
     return context

@@ -1,7 +1,7 @@
 """Group advantages from rewards, computed in the driver (table GROUP_ADVANTAGES), and their lookup by name. Imports no torch.
 
-Errors in user code name the config key and the line. A function takes the rewards of one group at a time, as groups may have different sizes. Axis: G = trained episodes of a
-group.
+A group advantage takes the rewards of one group at a time, as groups may have different sizes. Errors in user code name the
+config key and the line. Axis: G = trained episodes of a group.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/value_loss",
-        "the critic's loss: half the squared error of its values, clipped by critic.value_clip",
+        "the critic's loss: half the squared error of its values, whose change is limited by critic.value_clip",
         "",
         "falls at first",
     ),

@@ -287,8 +287,9 @@ class RolloutManager:
         stem of ``base``. Raises ``CheckpointError`` if a file cannot be written.
 
         A resumed run generates rollouts in flight again, with the same prompts and seeds, and continues groups that an earlier
-        rollout left unfinished. In a deterministic run, rollouts in flight are complete at this point. They are saved too,
-        because no engine will have the weights that generated them again.
+        rollout left unfinished. In a deterministic run, rollouts in flight are complete at this point, or have failed.
+        Complete ones are saved too, because no engine will have the weights that generated them again; a failed one is
+        generated again, with the checkpoint's weights.
         """
         completed = self._producer.completed_rollouts() if self._spec.deterministic else []
         state = self._collector.state_before(completed[-1].rollout_id + 1 if completed else next_rollout)

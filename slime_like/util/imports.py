@@ -86,5 +86,5 @@ class Distributions(dict[str, list[str]]):
                 pass
             else:
                 return [key]
-        self._all = self._all or self._read_all()
+            self._all = self._read_all()
         return self._all[key]

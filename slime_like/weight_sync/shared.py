@@ -68,7 +68,8 @@ def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tenso
 def pin(memory: Tensor) -> None:
     """Page-lock a tensor's host memory, shared memory included. Call ``unpin`` before it is unmapped.
 
-    A GPU copies to page-locked memory directly, and the host does not wait for each copy. Raises ``WeightSyncError`` if CUDA refuses.
+    A GPU copies to page-locked memory directly, and the host does not wait for each copy. Raises ``WeightSyncError`` if CUDA
+    refuses.
     """
     error = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0))
     if error != 0:

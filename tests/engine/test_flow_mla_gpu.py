@@ -53,7 +53,7 @@ def run_rank(rank: int, store: str, work: Callable[[int, PullGather], object], r
 
 def on_two_ranks(work: Callable[[int, PullGather], object], folder: Path) -> list[Any]:
     """Return the result of ``work`` of each rank, or raise the error of one."""
-    results = forking_context("tests.engine.flow_models", "slime_like_plugins.flow_mla.sharding").Queue()
+    results = forking_context().Queue()
     ranks = torch.multiprocessing.start_processes(
         run_rank, (str(folder / "store"), work, results), RANKS, join=False, start_method="forkserver"
     )

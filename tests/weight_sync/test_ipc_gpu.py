@@ -87,7 +87,7 @@ class EngineProcess:
     gpus, tp, host = (0,), 1, "127.0.0.1"
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        context = forking_context("slime_like.weight_sync.ipc")
+        context = forking_context()
         self._requests, self._replies = context.SimpleQueue(), context.Queue()
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         self.process = context.Process(target=serve, args=(self._requests, self._replies, shapes), daemon=True)

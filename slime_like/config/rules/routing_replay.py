@@ -35,9 +35,11 @@ def check_routing_replay(cfg: TrainConfig) -> None:
                 "algo.routing_replay=rollout"
             )
         return
-    if algo.routing_replay_reference and not any(getattr(algo, name, 0.0) > 0 for name in ("kl_loss_coef", "kl_coef")):
+    coefficients = [name for name in ("kl_loss_coef", "kl_coef") if hasattr(algo, name)]
+    if algo.routing_replay_reference and not any(getattr(algo, name) > 0 for name in coefficients):
+        names = " or ".join(f"algo.{name}" for name in coefficients)
         raise ConfigError(
-            "algo.routing_replay_reference=true without a reference: set algo.kl_loss_coef or algo.kl_coef above 0, or remove it"
+            f"algo.routing_replay_reference=true without a reference: set {names} above 0, or remove routing_replay_reference"
         )
     if cfg.rollout.sglang.get("enable_return_routed_experts") is False:
         raise ConfigError(

@@ -165,4 +165,4 @@ if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # in a worker that SGLang spawns on a GPU, before it unpickles its arguments
     with sglang_imports():
-        importlib.import_module("sglang.srt.managers.schedule_batch")  # of schedulers and detokenizers
+        importlib.import_module("sglang.srt.managers.schedule_batch")  # all workers import it
