@@ -54,9 +54,8 @@ def child_environment(
         environment[remote_experts.VARIABLE] = spec.remote_experts
     if spec.admits_by_kv:
         plugins.append("kv_admission")
-        environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(
-            spec.context_length
-        )  # SGLang's default reserves at most 4096
+        # SGLang's default reserves at most 4096 tokens.
+        environment["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = str(spec.context_length)
     if spec.device == "cpu":
         plugins.insert(0, "cpu")
         if spec.deterministic:
@@ -74,9 +73,8 @@ def child_environment(
         environment |= toolkit_environment(environment)
         if spec.releases_memory:
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # without it, a release leaves CUDA graphs in memory
-            environment |= library_environment(
-                environment
-            )  # SGLang preloads torch_memory_saver, which needs CUDA's runtime
+            # SGLang preloads torch_memory_saver, which needs CUDA's runtime.
+            environment |= library_environment(environment)
     environment |= {
         SGLANG_PLUGINS: ",".join(plugins),
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),
