@@ -56,7 +56,7 @@ class EngineSync:
     tolerance: float
     max_score_tokens: int  # per row scored by the trainer's ranks
     max_losses: int  # engine losses allowed in one push, per engine
-    residency: Residency
+    residency: Residency | None  # None: no memory is moved before a push
 
     def push(self, version: int) -> tuple[Metric, ...]:
         """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
@@ -66,7 +66,8 @@ class EngineSync:
         """
         num_losses = num_engines = 0
         # Outside ``try``: if it fails, there is no update to abort, and the engines must not take memory.
-        self.residency.enter(PUSH)
+        if self.residency is not None:
+            self.residency.enter(PUSH)
         try:
             while True:
                 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class Cluster:
     engines: tuple[ActorHandle[EngineActor], ...] = ()
     template: EngineTemplate | None = None
     chaos: Chaos | None = None
-    residency: Residency = field(default_factory=Residency)
+    residency: Residency | None = None  # None: trainer and engines stay on their devices
 
     def start(
         self,
@@ -108,13 +108,14 @@ class Cluster:
             rollout.load(self._checkpoints(), first)
         sync = self._make_sync()
         if isinstance(rollout, EngineRollout):
-            rollout.push_weights = pushes_within(lambda: sync.push(trainer.version), self.residency)
+            rollout.push_weights = lambda: sync.push(trainer.version)
+        trainer, rollout = self._with_moves(trainer, rollout)
         self.chaos = self._plan_faults()
         return Run(
             cfg=self.cfg,
             run_dir=self.run_dir,
-            trainer=ResidentTrainer(trainer, self.residency),
-            rollout=ResidentRollout(rollout, self.residency),
+            trainer=trainer,
+            rollout=rollout,
             sync=sync,
             assembly=self._assembly(inputs.routing),
             sink=sink,
@@ -123,7 +124,7 @@ class Cluster:
             control=control,
             first_rollout=first,
             engine_ranks=sum(address.tp for address in addresses),
-            checkpoints=self._make_checkpoints(ResidentTrainer(trainer, self.residency), rollout, first, record),
+            checkpoints=self._make_checkpoints(trainer, rollout, first, record),
             chaos=self.chaos,
             drift=self._drift_watch(),
         )
@@ -153,9 +154,17 @@ class Cluster:
         addresses = self._wait_for_engines()
         rollout = self._start_rollout(inputs, addresses, first)
         assert self.managers is not None, "placement.offload_rollout needs engines"
-        self.residency.engines = EngineStates(self.managers, self.cfg.loop.step_deadline_s)
+        self.residency = Residency(engines=EngineStates(self.managers, self.cfg.loop.step_deadline_s))
         self.residency.enter(STEP)
         return addresses, rollout
+
+    def _with_moves(self, trainer: Trainer, rollout: RolloutSource) -> tuple[Trainer, RolloutSource]:
+        """Return trainer and rollout source that first move the memory needed by each call; themselves if nothing is moved."""
+        if self.residency is None:
+            return trainer, rollout
+        if isinstance(rollout, EngineRollout):
+            rollout.push_weights = pushes_within(rollout.push_weights, self.residency)
+        return ResidentTrainer(trainer, self.residency), ResidentRollout(rollout, self.residency)
 
     def _plan_faults(self) -> Chaos:
         """Return the injector of the faults of ``chaos.*``."""
@@ -198,6 +207,7 @@ class Cluster:
         self.progress.ready("trainer is up", "engines" if self.engines else "")
         self.actor = actor
         if self.cfg.placement.offload_train:
+            self.residency = self.residency or Residency()
             self.residency.actor, self.residency.other_roles = actor, tuple(groups[1:])
         trainer = self._combine_roles(actor, critic, teacher)
         if first > 0:
