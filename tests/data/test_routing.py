@@ -1,4 +1,4 @@
-"""Routed experts: parsed from a reply, kept through partial answers, dumps and batches, and required of trained tokens."""
+"""Routed experts: parsed from a reply, kept in partial answers, dumps and batches, and required for trained tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.routing import ROUTED_EXPERTS, RoutingShape, check_dumped, routing_column, with_routing
 from slime_like.errors import DataError, EngineError
 from slime_like.interfaces import Completion, GenerateContext, Sampling
-from slime_like.rollout.collect.journal import CallJournal, EngineCall
-from slime_like.rollout.collect.resumable import drop_last_token
+from slime_like.rollout.collect.journal import CallJournal, EngineCall, drop_last_token
 from slime_like.rollout.collect.state import PartialGroup, from_group, to_group
 from slime_like.rollout.engine.connection import completions
 from slime_like.rollout.generate.episode import Episode

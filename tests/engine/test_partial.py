@@ -1,4 +1,4 @@
-"""Interrupted completions on a real engine: a continuation is complete, and each token has the log-probability of its version."""
+"""Interrupted completions on a real engine are continued, and each token has the logprob of its weight version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.collect.journal import CallJournal
-from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
+from slime_like.rollout.collect.sampler import PauseGate, ResumableEngine
 from slime_like.rollout.collect.state import PartialGroup, RolloutState
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts
@@ -52,14 +52,14 @@ class GroupUnderTest:
             return await engine.generate(IDS, SEEDS, LONG_SAMPLING)
 
     async def stop_after(self, tokens: int) -> None:
-        """Stop after another request of ``tokens`` tokens; by then this group has about as many."""
+        """Stop once another request has sampled ``tokens`` tokens; this group has about as many by then."""
         await self.client.generate(prompt(3), [5], make_sampling(tokens=tokens))
         await self.stop()
 
     async def start_and_interrupt(self, *stops: int) -> asyncio.Task[Sequence[Completion]]:
         """Return the task of a completion that was interrupted after each of ``stops`` tokens and continued in between.
 
-        On a busy machine a request may end before an interruption, or begin after it; then another one is started.
+        On a busy machine a request may end before an interruption, or begin after it; the group is then started again.
         """
         for _ in range(MAX_TRIES):
             self.journal = CallJournal()
@@ -97,13 +97,13 @@ def test_a_continued_completion_has_the_versions_and_logprobs_of_its_parts(
 
     lengths, completions = engine.run(scenario())
     assert len(lengths) > 1 and all(0 < n < TOKENS for n in lengths)
-    continued = [c for c in completions if len(c.versions) == 2]
-    assert [c.versions for c in continued] == [
-        ((0, n, 0), (n, len(c.token_ids), 7)) for n, c in zip(lengths, continued, strict=True)
+    continued_completions = [c for c in completions if len(c.versions) == 2]
+    assert [c.versions for c in continued_completions] == [
+        ((0, n, 0), (n, len(c.token_ids), 7)) for n, c in zip(lengths, continued_completions, strict=True)
     ]
-    sequences = [np.concatenate([IDS, c.token_ids]) for c in continued]
+    sequences = [np.concatenate([IDS, c.token_ids]) for c in continued_completions]
     scores_of_sequences = engine.run(engine.client.score(sequences, 1.0))  # by the engine, whose weights are now B
-    for n, completion, ids, scores in zip(lengths, continued, sequences, scores_of_sequences, strict=True):
+    for n, completion, ids, scores in zip(lengths, continued_completions, sequences, scores_of_sequences, strict=True):
         logprobs_a, logprobs_b = (models.logprobs(name, ids, 1.0)[len(IDS) - 1 :] for name in "AB")
         assert_close(completion.logprobs[:n], logprobs_a[:n])
         assert_close(completion.logprobs[n:], logprobs_b[n:])

@@ -1,4 +1,4 @@
-"""Partial completions: concatenated, continued and saved without losing or repeating a token."""
+"""Partial completions are concatenated, continued and saved, and no token is lost or repeated."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from slime_like.data.dump import load_groups, save_groups
 from slime_like.interfaces import Completion, GenerateContext, Sampling
 from slime_like.rollout.collect.collector import PromptQueue
-from slime_like.rollout.collect.journal import CallJournal, RecordedCall
-from slime_like.rollout.collect.resumable import drop_last_token
+from slime_like.rollout.collect.journal import CallJournal, RecordedCall, drop_last_token
 from slime_like.rollout.collect.state import PartialGroup, QueuedPrompt, RolloutState, to_group
 from slime_like.rollout.generate.episode import Episode
 from slime_like.rollout.generate.single_turn import to_sample
@@ -40,7 +39,7 @@ def test_parts_are_joined_and_spans_of_one_version_merged() -> None:
 
 
 def test_the_last_token_of_an_aborted_part_is_sampled_again() -> None:
-    """The last token may end the sequence: SGLang reports a request as aborted even if the abort came in its final step."""
+    """The last token may end the sequence, since SGLang also reports an abort in the final step of a request."""
     cut = drop_last_token(part([1, 2, 3], (0, 2, 4), (2, 3, 5)))
     assert (cut.token_ids.tolist(), cut.logprobs.tolist(), cut.versions) == ([1, 2], [-1, -2], ((0, 2, 4),))
     complete_part = part([1, 2], (0, 2, 4), finish="stop")
@@ -53,11 +52,11 @@ def test_a_repeated_call_gets_its_answer_once() -> None:
     first = CallJournal()
     first.call(IDS, [1, 2]).append([0], [part([9], (0, 1, 3), finish="stop")])
     first.call(IDS, [3])
-    replayed = CallJournal(first.copy())
-    assert replayed.call(IDS + 1, [1, 2]).unfinished_indices() == [0, 1]  # another prompt
-    assert replayed.call(IDS, [1, 2]).completions()[0].token_ids.tolist() == [9]
-    assert replayed.call(IDS, [1, 2]).unfinished_indices() == [0, 1]  # a second identical call is sampled again
-    assert (replayed.oldest_version, replayed.num_tokens) == (3, 1)
+    replayed_journal = CallJournal(first.copy())
+    assert replayed_journal.call(IDS + 1, [1, 2]).unfinished_indices() == [0, 1]  # another prompt
+    assert replayed_journal.call(IDS, [1, 2]).completions()[0].token_ids.tolist() == [9]
+    assert replayed_journal.call(IDS, [1, 2]).unfinished_indices() == [0, 1]  # a second identical call is sampled again
+    assert (replayed_journal.oldest_version, replayed_journal.num_tokens) == (3, 1)
     assert (CallJournal().oldest_version, CallJournal().num_tokens) == (None, 0)
 
 
@@ -65,11 +64,11 @@ def test_calls_not_repeated_do_not_count_for_the_oldest_version() -> None:
     first = CallJournal()
     first.call(IDS, [1]).append([0], [part([9], (0, 1, 3), finish="stop")])
     first.call(IDS, [2]).append([0], [part([9], (0, 1, 7), finish="stop")])
-    replayed = CallJournal(first.copy())
-    replayed.call(IDS, [2])
-    assert replayed.oldest_version == 3  # the first call may still be repeated
-    replayed.close()
-    assert (replayed.oldest_version, replayed.num_tokens) == (7, 1)
+    replayed_journal = CallJournal(first.copy())
+    replayed_journal.call(IDS, [2])
+    assert replayed_journal.oldest_version == 3  # the first call may still be repeated
+    replayed_journal.close()
+    assert (replayed_journal.oldest_version, replayed_journal.num_tokens) == (7, 1)
 
 
 def record_calls(calls: list[list[Completion]]) -> tuple[RecordedCall, ...]:
@@ -98,7 +97,7 @@ def test_samples_and_snapshots_are_views_of_the_tokens_in_flight() -> None:
 
 
 def test_an_episode_and_its_calls_share_their_tokens() -> None:
-    """Each turn's call continues the row of the turn before, and the episode is that row."""
+    """The call of each turn continues the row of the previous turn, and the episode is a view of that row."""
     journal, context = CallJournal(), GenerateContext(Sampling(1.0, 99), str, 3, 6, 999, NO_TOKENIZER)
     episodes = [Episode(IDS, context) for _ in range(2)]
     for turn in range(6):
@@ -119,14 +118,14 @@ def test_an_episode_and_its_calls_share_their_tokens() -> None:
 
 
 def test_an_episode_does_not_take_over_tokens_that_it_marks_differently() -> None:
-    """A second continuation of an answer has that answer in its prompt, where it is not trained on."""
+    """A second continuation of an answer has the answer in its prompt, which is not trained on."""
     journal, context = CallJournal(), GenerateContext(Sampling(1.0, 99), str, 3, 6, 999, NO_TOKENIZER)
     first = journal.call(IDS, [0])
     first.append([0], [part([8], (0, 1, 4), finish="stop")])
-    shared = np.array([*IDS, 8], np.int32)
-    second = journal.call(shared, [1])
+    shared_ids = np.array([*IDS, 8], np.int32)
+    second = journal.call(shared_ids, [1])
     second.append([0], [part([9], (0, 1, 4), finish="stop")])
-    episode = Episode(shared, context)
+    episode = Episode(shared_ids, context)
     episode.append(second.completions()[0])
     assert episode.spans == (Span(0, 4, Source.PROMPT), Span(4, 5, Source.MODEL, 4))
     assert np.isnan(episode.logprobs).tolist() == [True] * 4 + [False]

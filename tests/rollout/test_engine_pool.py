@@ -1,4 +1,4 @@
-"""Engine pool: fatal errors end every wait for an engine, and a push admits only the engines it reached."""
+"""Engine pool: fatal errors end every wait, a push admits only engines that it reached, checks are independent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime_like.config.schema.faults import HealthConfig
 from slime_like.errors import EngineError, EngineLost, WeightSyncError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.journal import CallJournal
-from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
+from slime_like.rollout.collect.sampler import PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.rollout.pool.health import HealthMonitor
 from slime_like.rollout.pool.kv_usage import kv_metrics

@@ -22,12 +22,11 @@ from slime_like.data.dump import load_groups, save_groups
 from slime_like.data.share import SINGLE, ManagerShare, share_of_source
 from slime_like.errors import DataError, RewardError
 from slime_like.interfaces import Sampling
-from slime_like.rollout.collect import resumable
+from slime_like.rollout.collect import sampler
 from slime_like.rollout.collect.group_filters import FilterReport
 from slime_like.rollout.collect.journal import CallJournal
 from slime_like.rollout.collect.over_sampling import OverSamplingCollector
-from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
-from slime_like.rollout.collect.sampler import GroupRequest
+from slime_like.rollout.collect.sampler import GroupRequest, PauseGate, ResumableEngine
 from slime_like.rollout.collect.state import GeneratedRollout, RolloutState
 from slime_like.rollout.generate.single_turn import STATUS
 from slime_like.rollout.pool.engine_pool import EnginePool
@@ -113,7 +112,7 @@ class RolloutProcess:
             calls = [engine.generate(request.prompt.token_ids, [s], Sampling(1.0, length(s))) for s in seeds]
             completions = [c for cs in await asyncio.gather(*calls) for c in cs]
         generated()
-        for _ in range(self.rng.randrange(4)):  # the time of the reward
+        for _ in range(self.rng.randrange(4)):  # time that the reward takes
             await asyncio.sleep(0)
         start, samples = len(request.prompt.token_ids), []
         for seed, c in zip(seeds, completions, strict=True):
@@ -154,7 +153,7 @@ class RolloutProcess:
 @contextmanager
 def no_waiting() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resumable, "ABORT_AGAIN_S", 0.0)
+        patch.setattr(sampler, "ABORT_AGAIN_S", 0.0)
         yield
 
 
@@ -171,8 +170,8 @@ def check_tokens(group: SampleGroup, rollout_id: int) -> None:
 
 
 async def assert_history(setting: SamplingSetting, rng: random.Random, resumes: list[int], folder: Path) -> None:
-    """Run five rollouts; those in ``resumes`` are repeated by another process from the state saved before them."""
-    process, trained, dropped = RolloutProcess(setting, rng, 0), [], []
+    """Run five rollouts, repeat those in ``resumes`` in a new process, and assert that no prompt or token is lost."""
+    process, trained_groups, dropped_ids = RolloutProcess(setting, rng, 0), [], []
     for rollout_id in range(5):
         saved_state = process.oversampler.state()
         if rollout_id in resumes:
@@ -190,20 +189,20 @@ async def assert_history(setting: SamplingSetting, rng: random.Random, resumes: 
             assert rollout_id - group.oldest_version <= (
                 setting.partial.max_staleness if setting.partial.enabled else 0
             )
-        trained += groups
-        dropped += process.dropped[before:]
+        trained_groups += groups
+        dropped_ids += process.dropped[before:]
         process.push(rollout_id + 1)
     state = process.oversampler.state()
     await process.close()
     places = [
-        *(group.prompt.prompt_id for group in trained),
-        *dropped,
+        *(group.prompt.prompt_id for group in trained_groups),
+        *dropped_ids,
         *(waiting.prompt.prompt_id for waiting in state.queued),
         *(unfinished.prompt.prompt_id for unfinished in state.partial_groups),
     ]
     share = setting.share
     assert sorted(places) == list(share.of(range(state.cursor["taken"])))  # none lost, none duplicated
-    ids = [*(group.group_id for group in trained), *(unfinished.group_id for unfinished in state.partial_groups)]
+    ids = [*(group.group_id for group in trained_groups), *(unfinished.group_id for unfinished in state.partial_groups)]
     assert len(ids) == len(set(ids)) and {i % share.num_shares for i in ids} == {share.index}
 
 
@@ -271,7 +270,7 @@ def test_long_answers_are_continued_until_they_end() -> None:
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_groups_of_lost_engines_continue_their_answers(num_engines: int) -> None:
-    """Each group counts once per lost engine, for any number of its requests."""
+    """A recovery counts each group once, regardless of how many of its requests were lost."""
     rollouts, process, counts = collect(SamplingSetting(Refills(3, 6, 0), Partial(True, 2), num_engines, dies=25), 10)
     for i, collected in enumerate(rollouts):
         for group in collected.groups:
@@ -303,7 +302,7 @@ def test_a_prompt_given_up_three_times_is_completed() -> None:
 
 
 def test_groups_that_are_too_stale_are_restarted() -> None:
-    """Each rollout takes 1 of 8 groups, and none may wait longer than one version."""
+    """Each rollout takes 1 of 8 groups, and no group may wait for more than one version."""
     rollouts, process, counts = collect(SamplingSetting(Refills(1, 8, 0), Partial(True, 1)), 6)
     assert counts["rollout/restarted_groups"] > 0
     assert all(i - group.oldest_version <= 1 for i, collected in enumerate(rollouts) for group in collected.groups)

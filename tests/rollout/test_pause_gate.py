@@ -1,4 +1,4 @@
-"""Pause gate between rollouts, and aborts that a request attributes to this client."""
+"""Pause gate between rollouts, and the counts by which a request recognises an abort of its own client."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slime_like.rollout.collect import resumable
-from slime_like.rollout.collect.resumable import PauseGate
+from slime_like.rollout.collect import sampler
+from slime_like.rollout.collect.sampler import PauseGate
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.util.deadline import Deadline
 
@@ -47,7 +47,7 @@ def test_a_gate_shut_again_stops_woken_tasks() -> None:
 
 def test_a_gate_measures_its_shut_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 4.0, 10.0, 10.5])
-    monkeypatch.setattr(resumable, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: next(clock)))
 
     async def scenario() -> list[float]:
         gate = PauseGate()

@@ -1,4 +1,4 @@
-"""Change of the number of engines: an added engine serves after push and probe; a removed one's groups continue elsewhere."""
+"""Pool resizer: an added engine serves after a push and its probe; groups of a removed engine move to another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime_like.config.schema.faults import HealthConfig
 from slime_like.data.share import SINGLE, ManagerShare
 from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces import Sampling
-from slime_like.rollout.collect.resumable import CallJournal, PauseGate, ResumableEngine
+from slime_like.rollout.collect.sampler import CallJournal, PauseGate, ResumableEngine
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
 from slime_like.rollout.pool.health import HealthMonitor
@@ -27,7 +27,7 @@ PROMPT = np.arange(2, 6, dtype=np.int32)
 
 
 class SlowFactory:
-    """Fake factory; ``gate`` holds starts back, and engines of ``broken`` do not start."""
+    """Fake engine factory: starts wait for ``gate``, and the engines in ``broken`` fail to start."""
 
     def __init__(self, broken: frozenset[int] = frozenset()) -> None:
         self.gate, self.broken = asyncio.Event(), broken
@@ -189,11 +189,11 @@ def test_groups_of_a_removed_engine_are_finished_elsewhere() -> None:
         tasks = [asyncio.create_task(answer(seed)) for seed in range(6)]
         while not all(slot.client._requests for slot in pool.slots):  # pyright: ignore[reportAttributeAccessIssue]
             await asyncio.sleep(0)
-        removed = pool.slots[1].client
+        removed_engine = pool.slots[1].client
         assert await resizer.resize(1) == "1 engines: engine 1 removed"
         answers = await asyncio.gather(*tasks)
         assert [len(answer) for answer in answers] == [100] * 6
-        assert removed not in pool.router.engines and [slot.client.name for slot in pool.slots] == ["engine 0"]
+        assert removed_engine not in pool.router.engines and [slot.client.name for slot in pool.slots] == ["engine 0"]
         assert pool.take_restart_counts() == (0, 3), "three groups moved, nothing was restarted"
         assert factory.events == ["end 1"]
         with pytest.raises(ConfigError, match="engines=0: a run needs at least one engine"):

@@ -1,4 +1,4 @@
-"""Resumable engine: a group of several calls whose engine dies between or during them."""
+"""Resumable engine: the engine of a group dies between or during the group's calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.journal import CallJournal
-from slime_like.rollout.collect.resumable import PauseGate, ResumableEngine
+from slime_like.rollout.collect.sampler import PauseGate, ResumableEngine
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.router import RequestCounts
 from tests.rollout.slow_engine import SlowRequest, SlowSupervisor, token

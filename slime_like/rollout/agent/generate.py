@@ -23,7 +23,7 @@ from slime_like.rollout.agent.endpoint import Endpoint
 from slime_like.rollout.agent.loop import AgentLoop, AgentTimeout
 from slime_like.rollout.agent.render import Renderer
 from slime_like.rollout.agent.session import Session
-from slime_like.rollout.collect.resumable import ResumableEngine
+from slime_like.rollout.collect.sampler import ResumableEngine
 from slime_like.types import Prompt, Reward, Sample, Status
 from slime_like.util.concurrency import gather_or_cancel, is_task_cancelled
 from slime_like.util.deadline import Deadline

@@ -17,7 +17,7 @@ from slime_like.rollout.agent.render import Renderer
 from slime_like.rollout.agent.replies import AgentReply
 from slime_like.rollout.agent.requests import ApiError, ChatRequest, Message
 from slime_like.rollout.agent.tool_calls import find_calls
-from slime_like.rollout.collect.resumable import deviations, turn_seed
+from slime_like.rollout.collect.sampler import deviations, turn_seed
 from slime_like.rollout.generate.episode import Episode
 from slime_like.types import I32, Prompt, Reward, Sample, Status
 

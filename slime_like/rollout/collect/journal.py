@@ -166,6 +166,23 @@ class CallJournal:
         return call
 
 
+def drop_last_token(part: Completion) -> Completion:
+    """Return an interrupted completion without its last token, so that it is sampled again; other completions unchanged.
+
+    SGLang reports a request as aborted even if the abort arrives in the step that samples its end-of-sequence token (or its last
+    allowed token). A request continued after that token would never end. Under the same weights, the same seed draws the same
+    token at the same position.
+    """
+    if part.finish != ABORT or not len(part.token_ids):
+        return part
+    n = len(part.token_ids) - 1
+    versions = tuple((start, min(stop, n), version) for start, stop, version in part.versions if start < n)
+    experts = None if part.routed_experts is None else part.routed_experts[:-1]
+    return replace(
+        part, token_ids=part.token_ids[:n], logprobs=part.logprobs[:n], versions=versions, routed_experts=experts
+    )
+
+
 def _fork_prompt(store: SampleStore, token_ids: I32, num_rows: int) -> range:
     """Add ``num_rows`` rows with these tokens and return their indices.
 

@@ -23,8 +23,7 @@ from slime_like.interfaces import DataSource, Sampling
 from slime_like.metrics.types import Metric, Sum
 from slime_like.rollout.collect.collector import GroupCollector
 from slime_like.rollout.collect.journal import CallJournal
-from slime_like.rollout.collect.resumable import PauseGate
-from slime_like.rollout.collect.sampler import GroupSampler
+from slime_like.rollout.collect.sampler import GroupSampler, PauseGate
 from slime_like.rollout.collect.state import PartialGroup, QueuedPrompt, RolloutState
 from slime_like.types import Prompt, SampleGroup
 from slime_like.util.deadline import Deadline
