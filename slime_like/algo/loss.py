@@ -1,4 +1,4 @@
-"""Per-token losses, constructed from their config (table LOSSES).
+"""Per-token losses, constructed from their config (table LOSSES), and estimators of KL (table KL_ESTIMATORS).
 
 The caller sums ``loss * loss_weight``, so a loss does not depend on packing, micro-batches or ranks. A policy loss consists of
 a surrogate, off-policy corrections, KL and entropy. A surrogate computes a loss from advantages and the ratio of new to old
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.bind import bind_off_policy
-from slime_like.algo.kl import MAX_LOG_RATIO
-from slime_like.algo.off_policy import OffPolicy
+from slime_like.algo.off_policy import MAX_LOG_RATIO, OffPolicy
 from slime_like.algo_interfaces import LossFn, LossOutput, LossView, Reduce
 from slime_like.config.schema.names import KL_ESTIMATORS
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.registry import resolve
+
+MAX_KL_LOG_RATIO = 80.0  # exp(80) = 6e34 is finite in float32; infinity times a loss weight of 0 would be nan
+MAX_LOW_VAR_KL = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,38 @@ def _advantages(view: LossView) -> Tensor:
 
 def _clamp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+# Estimators of KL(p || q) per token, p = policy and q = reference, at tokens sampled from p.
+# Source: J. Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+
+
+def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Return ``log p - log q``: unbiased, high variance, negative for some tokens."""
+    return logprobs_T - ref_logprobs_T
+
+
+def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Return ``(log p - log q)² / 2``: biased, low variance, never negative."""
+    return (logprobs_T - ref_logprobs_T).square() / 2
+
+
+def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Return ``q/p - 1 - log(q/p)``: unbiased, low variance, never negative.
+
+    Value and gradient grow with ``q/p``: one token that the policy has made improbable can outweigh a batch.
+    """
+    log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(max=MAX_KL_LOG_RATIO)
+    return log_ratio_T.expm1() - log_ratio_T
+
+
+def low_var_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """Return k3 clamped to at most 10, with zero gradient above.
+
+    Source: ``low_var_kl`` in slime (``slime/utils/ppo_utils.py``) and in verl (``verl/trainer/ppo/core_algos.py``,
+    where it is also called ``k3``).
+    """
+    return k3(logprobs_T, ref_logprobs_T).clamp(max=MAX_LOW_VAR_KL)
 
 
 @dataclass(frozen=True, slots=True)

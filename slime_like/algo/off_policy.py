@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slime_like.algo.kl import MAX_LOG_RATIO
 from slime_like.algo_interfaces import Sequences
 from slime_like.config.schema.policy import PolicyConfig
+
+MAX_LOG_RATIO = 20.0  # limit for importance ratios: exp(20) = 5e8 is finite in bfloat16 and float32
 
 
 @dataclass(frozen=True, slots=True)

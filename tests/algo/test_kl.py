@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slime_like.algo.kl import k1, k2, k3, low_var_kl
+from slime_like.algo.loss import k1, k2, k3, low_var_kl
 from slime_like.config.schema.names import KL_ESTIMATORS
 from slime_like.registry import resolve
 

@@ -41,10 +41,10 @@ OFF_POLICY = {
     "importance": "slime_like.algo.off_policy:importance_correction",
 }
 KL_ESTIMATORS = {
-    "k1": "slime_like.algo.kl:k1",
-    "k2": "slime_like.algo.kl:k2",
-    "k3": "slime_like.algo.kl:k3",
-    "low_var_kl": "slime_like.algo.kl:low_var_kl",
+    "k1": "slime_like.algo.loss:k1",
+    "k2": "slime_like.algo.loss:k2",
+    "k3": "slime_like.algo.loss:k3",
+    "low_var_kl": "slime_like.algo.loss:low_var_kl",
 }
 FILTERS = {
     "nonzero_std": "slime_like.algo.filters:nonzero_std",
