@@ -6,9 +6,9 @@ The manager is the real one, in a process of its own for each line: HTTP client,
 Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all requests of a
 rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this project's plugin.
 
-With `--managers K`, K managers collect the rollout at the same time, each with a process and an engine for its share. Times are CPU
-times of the process with the most; tokens/s are those of K cores at this time per token. The driver's time is that of reading the
-pickles of all managers and selecting the groups.
+With `--managers K`, K managers collect the rollout at the same time, each with a process and an engine for its share.
+Times are the CPU times of the busiest process; tokens/s are those of K cores at its time per token. The driver's time
+is that of reading the pickles of all managers and selecting the groups.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ from slime_like.config.schema.run import LoopConfig  # noqa: E402
 from slime_like.data.share import SINGLE, ManagerShare  # noqa: E402
 from slime_like.errors import EngineError  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from slime_like.rollout.collect.learning_signal import LearningSignal  # noqa: E402
 from slime_like.rollout.engine.client import EngineClient  # noqa: E402
 from slime_like.rollout.manager import ManagerSpec, RolloutManager  # noqa: E402
-from slime_like.rollout.selection import GroupSelection, SelectionSpec  # noqa: E402
+from slime_like.rollout.selection import GroupSelection, LearningSignal, SelectionSpec  # noqa: E402
 from slime_like.types import Prompt, Sample  # noqa: E402
 
 PROMPT_TOKENS = 256
@@ -217,9 +216,8 @@ async def _measure(spec: ManagerSpec, url: str, profile: int) -> dict[str, Any]:
         profiler.enable()
     rollout = await manager.collect(1)
     buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(
-        rollout, protocol=5, buffer_callback=buffers.append
-    )  # as Ray does, which then copies the buffers
+    # As Ray does, which then copies the buffers.
+    pickled = pickle.dumps(rollout, protocol=5, buffer_callback=buffers.append)
     profiler.disable()
     cpu_s, seconds = time.process_time() - cpu_start, time.perf_counter() - start
     peak = memory("VmHWM")

@@ -1,4 +1,4 @@
-"""A rollout manager on a real engine: over-sampling, pushes between rollouts, and a resume between two rollouts."""
+"""Rollout manager on a real engine: over-sampling, pushes, a resume, and errors of user functions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.errors import ConsistencyError, UserCodeError
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import reduce_metrics
-from slime_like.rollout.collect.learning_signal import LearningSignal
 from slime_like.rollout.collect.state import in_flight_path
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
 from slime_like.rollout.pool.probe import TrainerScores, check
-from slime_like.rollout.selection import CollectedRollout, GroupSelection, SelectionSpec
+from slime_like.rollout.selection import CollectedRollout, GroupSelection, LearningSignal, SelectionSpec
 from slime_like.types import F32, SampleGroup, Source, Status
 from tests.data.character_tokenizer import characters
 from tests.engine.closeness import assert_close
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.engine
 NUM_SAMPLES, BATCH, NUM_STARTED, MAX_RESPONSE_LEN = 2, 2, 8, 240
 EOS = 1  # end of sequence in the model's config
 TOLERANCE = 1e-4
-STOPS = tuple(range(2, VOCAB, 60))  # one token in sixty ends a short answer: some groups end with equal lengths
+STOPS = tuple(range(2, VOCAB, 60))  # one token in sixty ends an answer, so that some groups have equal lengths
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +110,7 @@ class ManagerUnderTest:
         assert metrics["probe/prefix_cache_hit_rate"] >= 0.5
 
     def check_that_old_keys_are_seen(self, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Check that the probe detects a push without a flush, which leaves keys and values of older weights in the cache."""
+        """Assert that the probe detects a push without a flush, which leaves a KV cache of older weights."""
 
         async def keep_cache() -> None:
             """Keep the cache."""
@@ -134,7 +133,7 @@ class ManagerUnderTest:
 
 
 def check_logprobs(group: SampleGroup, models: Models) -> None:
-    """Check that each token's log-probability is that of the weights of its version."""
+    """Assert that each token's logprob is that under the weights of its version."""
     for sample in group.samples:
         by_name: dict[str, F32] = {name: models.logprobs(name, sample.token_ids, 1.0) for name in "AB"}
         for span in sample.spans:

@@ -1,4 +1,4 @@
-"""Groups of several rollout managers: trained in the order of their ids, carried over, counted and warned about together."""
+"""Selection over several rollout managers: order of the groups, carried groups, merged metrics and merged warnings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from slime_like.data.faults import Recovery
 from slime_like.errors import CheckpointError
 from slime_like.metrics.types import Mean, Sum, reduce_metrics
-from slime_like.rollout.collect.learning_signal import LearningSignal
-from slime_like.rollout.selection import GroupSelection, ManagerRollout, SelectionSpec
+from slime_like.rollout.selection import GroupSelection, LearningSignal, ManagerRollout, SelectionSpec
 from slime_like.types import Reward, SampleGroup, Source, Span
 from tests.reward.scored import group as unscored_group
 
@@ -74,7 +73,7 @@ def test_groups_times_metrics_and_messages_of_all_managers_are_merged() -> None:
 
 
 def test_several_managers_select_the_groups_of_a_single_one() -> None:
-    """Managers drop different numbers of groups, so that a selection for each manager would carry other groups."""
+    """Managers drop different numbers of groups, so a separate selection for each manager would carry other groups."""
     rounds = [[0, 1, 2, 4], [6, 7], [12, 13, 14, 15, 16, 17], [18], [24, 25, 26]]
     for leftover in ("carry", "drop"):
         single, several = selection(3, leftover), selection(3, leftover)
@@ -101,15 +100,15 @@ def test_carried_groups_are_used_first_until_they_are_too_old() -> None:
 
 
 def test_carried_groups_do_not_keep_the_memory_of_a_managers_rollout() -> None:
-    received = [group(i) for i in range(3)]
+    received_groups = [group(i) for i in range(3)]
     selected = selection(2)
-    selected.select(0, [part(*received)])
+    selected.select(0, [part(*received_groups)])
     (carried,) = selected.select(1, [part(group(3))]).groups[:1]
-    assert not np.shares_memory(carried.prompt.token_ids, received[2].prompt.token_ids)
-    for old, new in zip(received[2].samples, carried.samples, strict=True):
+    assert not np.shares_memory(carried.prompt.token_ids, received_groups[2].prompt.token_ids)
+    for old, new in zip(received_groups[2].samples, carried.samples, strict=True):
         assert not np.shares_memory(old.token_ids, new.token_ids)
         assert not np.shares_memory(old.logprobs, new.logprobs)
-    assert str(carried) == str(received[2])
+    assert str(carried) == str(received_groups[2])
 
 
 def test_an_empty_or_flat_share_is_no_warning_while_the_rollout_has_a_signal() -> None:

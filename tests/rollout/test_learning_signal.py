@@ -10,7 +10,7 @@ import pytest
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.metrics.dictionary import unknown
 from slime_like.metrics.types import RunWarning, reduce_metrics
-from slime_like.rollout.collect.learning_signal import LearningSignal
+from slime_like.rollout.selection import LearningSignal
 from slime_like.types import SampleGroup, Source, Span, Status
 from tests.rollout.scored import group
 

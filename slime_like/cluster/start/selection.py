@@ -6,9 +6,8 @@ from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.overlong import OverlongPenalty
 from slime_like.registry import is_path
-from slime_like.rollout.collect.learning_signal import LearningSignal
 from slime_like.rollout.collect.over_sampling import max_group_staleness
-from slime_like.rollout.selection import GroupSelection, SelectionSpec
+from slime_like.rollout.selection import GroupSelection, LearningSignal, SelectionSpec
 
 
 def open_selection(cfg: TrainConfig, samples_per_rollout: int) -> GroupSelection:
