@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -13,7 +13,6 @@ from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.faults import Recovery
 from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
-from slime_like.reward.check import components, compose
 from slime_like.reward.latex import only_boxed
 from slime_like.reward.process import WorkerDied, WorkerProcess
 from slime_like.reward.remote import RemoteReward, ServerFailed
@@ -93,14 +92,14 @@ class RewardPool:
 
     async def _group(self, group: SampleGroup, unshaped: bool) -> SampleGroup:
         unscored_samples = [s for s in group.samples if s.reward is None and s.status not in UNTRAINED]
-        weights = components(self._config, group.prompt.rm_type, unshaped=unshaped)
+        weights = self._config.components(group.prompt.rm_type, unshaped=unshaped)
         parts = (
             await gather_or_cancel([self._part(name, group.prompt, unscored_samples) for name in weights])
             if unscored_samples
             else []
         )
         scored_samples = {
-            id(sample): self._with_reward(sample, None if None in rewards else compose(weights, rewards))
+            id(sample): self._with_reward(sample, None if None in rewards else _compose(weights, rewards))
             for sample, rewards in zip(unscored_samples, zip(*parts, strict=True), strict=True)
         }
         return replace(
@@ -229,6 +228,18 @@ class RewardPool:
             f"{self._config.remote_retries} within reward.timeout_s={self._config.timeout_s:g}: its samples {self._fallback()} "
             "(reward.fallback) until it does; reward/remote_failures counts them"
         )
+
+
+def _compose(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
+    """Return a reward with the weighted sum of the scores of ``parts`` and their first accuracy.
+
+    A single part of weight 1 is returned unchanged.
+    """
+    if len(parts) == 1 and list(weights.values()) == [1.0]:
+        return parts[0]
+    score = sum(weight * part.score for weight, part in zip(weights.values(), parts, strict=True))
+    accuracy = next((part.accuracy for part in parts if part.accuracy is not None), None)
+    return Reward(score, accuracy, tuple((name, part.score) for name, part in zip(weights, parts, strict=True)))
 
 
 async def _load(worker: WorkerProcess, name: str) -> bool:

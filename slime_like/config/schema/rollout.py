@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -245,6 +246,22 @@ class RewardConfig(Config):
                 f"{prefix}overlong_penalty_factor={self.overlong_penalty_factor} has no effect without "
                 f"{prefix}overlong_buffer_len: set that too, or remove it"
             )
+
+    def components(self, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
+        """Return name -> weight of the rewards of a row, whose own reward is its rm_type unless ``name`` is a path.
+
+        With ``unshaped`` (evaluation), only the row's own reward is returned if ``rm_type`` is among the weights.
+
+        Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
+        """
+        row_reward = self.name if rm_type is None or ":" in self.name else rm_type
+        if not self.weights or (unshaped and ROW in self.weights):
+            return {row_reward: 1.0}
+        weights: dict[str, float] = {}
+        for key_name, weight in self.weights.items():
+            name = row_reward if key_name == ROW else key_name
+            weights[name] = weights.get(name, 0.0) + weight
+        return weights
 
     def _check_weights(self, prefix: str) -> None:
         for name, weight in self.weights.items():
