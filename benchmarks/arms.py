@@ -34,9 +34,8 @@ class ArmRecord:
     arm: str
     step_s: list[float] = field(default_factory=list[float])
     parts_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    rewards: list[tuple[float, float]] = field(
-        default_factory=list[tuple[float, float]]
-    )  # means of the first and of the last third
+    # Means of the first and of the last third of each run.
+    rewards: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     peak_mib: float = 0.0
     runs: list[float] = field(default_factory=list[float])  # median seconds per step of each run
     versions: dict[str, str] = field(default_factory=dict[str, str])

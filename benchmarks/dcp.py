@@ -1,11 +1,12 @@
-"""Benchmark of decode context parallelism on this CPU: an engine of two ranks without it, and one with either exchange.
+"""Benchmark of decode context parallelism on this CPU: engines of two ranks without it, and with each exchange.
 
     python benchmarks/dcp.py --write
     python benchmarks/dcp.py --rounds 5 --case narrow
 
-The first command takes about five minutes on an idle machine. All engines of a case run at the same time, serve the same random Qwen3 with one KV head with C kernels, and take turns, so that a busy machine
-slows all of them; quote the ratios. In a round, each engine first decodes one request. Then it gets more requests at once than its
-small KV cache holds. Requests are greedy, so the engines return the same tokens.
+The first command takes about five minutes on an idle machine. All engines of a case run at the same time and serve the
+same random Qwen3 with one KV head, by C kernels. They take turns, so that a busy machine slows all of them; quote the
+ratios. In a round, each engine first decodes one request. Then it gets more requests at once than its small KV cache
+holds. Requests are greedy, so the engines return the same tokens.
 """
 
 from __future__ import annotations

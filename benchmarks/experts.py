@@ -147,7 +147,7 @@ def make_arms(args: argparse.Namespace, port: int) -> dict[str, Arm]:
 
 
 def join(dtype: str, port: int) -> Any:
-    """Return the coordinates of a single rank, whose groups are made."""
+    """Create the process groups of a single rank, and return its coordinates."""
     from slime_like.train.megatron.platform import groups
 
     spec = untrained_spec("none", Layout(), dtype)

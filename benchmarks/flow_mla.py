@@ -2,10 +2,10 @@
 
     python benchmarks/flow_mla.py --rounds 2 --write
 
-All engines serve one random DeepSeek-V3 with two groups of data-parallel attention. A rank has a given memory, and SGLang sizes its
-KV cache by the weights in it, as on a GPU. Engines run one after another, as four of them do not fit a laptop.
-In a round, an engine decodes one request, then it gets more requests at once than fit its cache. Requests are greedy, so the
-engines return the same tokens.
+All engines serve one random DeepSeek-V3 with two groups of data-parallel attention. Each rank has a fixed amount of
+memory, and SGLang gives its KV cache what the weights leave of it, as on a GPU. Engines run one after another, as four
+of them do not fit a laptop. In a round, an engine decodes one request, then it gets more requests at once than its
+cache holds. Requests are greedy, so the engines return the same tokens.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class FlowArm:
     rounds: tuple[DcpRound, ...]
     planned_tokens: int  # capacity of a group by the planner
     weight_bytes: int  # sharded projections on a rank, from the engine's log; without FlowMLA from the shapes
-    loading_bytes: int  # the same while the engine loaded its weights, at most
+    loading_bytes: int  # maximum of these while the engine loaded its weights
 
 
 def sharded_bytes(flow_mla: bool) -> int:
@@ -89,7 +89,7 @@ def sharded_bytes(flow_mla: bool) -> int:
 
 
 def make_spec(name: str, model: Path) -> EngineSpec:
-    """Return an engine of ``ARMS``."""
+    """Return the spec of an engine of ``ARMS``."""
     dcp, flow_mla = ARMS[name]
     return EngineSpec(
         model_path=str(model),

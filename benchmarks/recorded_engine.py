@@ -1,7 +1,8 @@
 """HTTP server that answers like an engine, with recorded replies instead of sampled tokens.
 
-Started by `benchmarks/manager.py` as `python benchmarks/recorded_engine.py lists|columns`; prints its port. `columns` are the
-replies of an engine with this project's plugins, `lists` those of SGLang without them. It ends when its standard input closes.
+`benchmarks/manager.py` starts it as `python benchmarks/recorded_engine.py lists|columns`, and it prints its port.
+`columns` are the replies of an engine with this project's plugins, `lists` those of SGLang without them. It ends when
+its standard input closes.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/rollout.py --rounds 8 --out docs/measurements/rollout.md
 
-Two engines, a random Qwen3. The length of each sample is drawn from a log-normal by its prompt and index in the group, and
-set as its limit, as a random model has no realistic lengths. A round is a rollout of each arm in turn on the same engines, so
-that a busy machine slows all of them. Each rollout is followed by a push of all weights (not timed), as in training. Only
-``collect`` is timed: a synchronous loop waits for it.
+Two engines serve a random Qwen3. The length of each sample is drawn from a log-normal by its prompt and index in the
+group, and set as its limit, as a random model has no realistic lengths. A round is a rollout of each arm in turn on the
+same engines, so that a busy machine slows all of them. Each rollout is followed by a push of all weights (not timed),
+as in training. Only ``collect`` is timed: a synchronous loop waits for it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ class RingTimes:
 
 
 def measure(num_ranks: int, rounds: int) -> RingTimes:
-    """Write the rings of ``num_ranks`` ranks, with more than ``MAX_RINGS`` those of a node only. Its last rank misses the last op."""
+    """Write the rings of ``num_ranks`` ranks, or of one node above ``MAX_RINGS``, and return the times of the reports.
+
+    The last rank of the node misses the last op.
+    """
     late, num_rings = NODE - 1, num_ranks if num_ranks <= MAX_RINGS else NODE
     with tempfile.TemporaryDirectory() as folder:
         node, others = Path(folder) / "node", Path(folder) / "all"

@@ -1,7 +1,7 @@
 """Benchmark of the number of turns that an engine's threads spin before they sleep: our recipe with several numbers, alternating.
 
-Reports the time of a rollout, which includes the rollout manager, HTTP and the prefill, and the time of a decode step in SGLang's
-scheduler, from the throughput that the engine logs every ``INTERVAL`` steps.
+It reports the time of a rollout, which includes the rollout manager, HTTP and the prefill, and the time of a decode
+step in SGLang's scheduler, from the throughput that the engine logs every ``INTERVAL`` steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SpinArm:
     """Runs at one setting of the number of spins."""
 
     record: ArmRecord
-    decode_s: list[list[float]] = field(default_factory=list[list[float]])  # per run, of each interval's steps
+    decode_s: list[list[float]] = field(default_factory=list[list[float]])  # by run: seconds per decode step
 
     @property
     def decode_ms(self) -> float:

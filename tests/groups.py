@@ -8,8 +8,8 @@ from typing import Any
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-# Files that share a fixture of the session: the engine of tests/engine/conftest.py, the ranks of tests/train/conftest.py,
-# those of tests/distributed/conftest.py.
+# Files that share a fixture of the session: the engine of tests/engine/conftest.py, and the ranks of
+# tests/train/conftest.py and tests/distributed/conftest.py.
 ENGINE = tuple(
     f"tests/engine/test_{name}.py"
     for name in (
@@ -28,7 +28,7 @@ RANKS = ("tests/train/",)
 NODES = ("tests/nodes/",)  # share a cluster of three nodes
 RANKS_OF_WRAPPER = tuple(f"tests/distributed/test_{name}.py" for name in ("forensics", "reload", "wrapper"))
 # Files that share the fork servers of tests/engine/forked_engines.py and tests/e2e/worker_server.py, in groups that run side by
-# side. The start of the first takes as long as that of an engine.
+# side. The start of the first server takes as long as the start of an engine.
 FORKED_ENGINES = tuple(
     f"tests/engine/test_{name}.py"
     for name in (

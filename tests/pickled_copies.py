@@ -1,7 +1,7 @@
 """Faster compositions of configs: copies from pickles, which take a quarter of the time of ``copy.deepcopy``.
 
-A pytest process composes hundreds of configs, a run one or two. train.py in the tests of scripts and runs copies as the loader
-and Hydra do.
+A pytest process composes hundreds of configs, a run one or two. A train.py that a test starts copies as the loader and
+Hydra do.
 """
 
 from __future__ import annotations

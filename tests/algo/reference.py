@@ -197,7 +197,7 @@ def importance(config: PolicyConfig, ratio: float) -> float:
 
 
 def surrogate(config: PolicyConfig, ratio: Tensor, logprob: Tensor, advantage: float) -> Tensor:
-    """Clipped surrogate loss: the ratio is bounded above for positive and below for negative advantages."""
+    """Return a token's loss. Ratios are bounded above for A >= 0 and below for A < 0, and on both sides for CISPO."""
     low = 1 - config.eps_clip
     high = 1 + (config.eps_clip if config.eps_clip_high is None else config.eps_clip_high)
     ratio_value = float(ratio.detach())

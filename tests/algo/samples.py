@@ -22,7 +22,7 @@ class SampleShape:
     status: Status
 
 
-# One sample, usually completed.
+# Shapes of one sample, usually completed.
 SHAPES = st.builds(
     SampleShape,
     st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 2), st.integers(0, 3)),

@@ -29,7 +29,7 @@ WIDTH = 4
 
 @dataclass(frozen=True)
 class Policy:
-    """Policy whose logits depend on the mean embedding of all earlier tokens, so that any leak between sequences shows."""
+    """Policy whose logits depend on the mean embedding of earlier tokens, so that a leak between sequences shows."""
 
     embedding: Tensor  # [V, D]
     head: Tensor  # [D, V]
@@ -58,7 +58,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Policies:
-    """Policies of a step. ``old=None``: a single optimizer step follows the rollout."""
+    """Policies of a step. ``old`` is None if a single optimizer step follows the rollout."""
 
     actor: Policy
     ref: Policy
@@ -215,7 +215,7 @@ def loss_view(
     *,
     entropy: bool,
 ) -> LossView:
-    """Return the view of a row on rank ``cp_and_rank[1]`` of ``cp_and_rank[0]``: the trained tokens of the rank's chunks."""
+    """Return the trained tokens of a row in the chunks of rank ``cp_and_rank[1]`` of ``cp_and_rank[0]`` ranks."""
     cp, rank = cp_and_rank
     layout = token_layout(row.cu_seqlens, cp=cp, cp_rank=rank)
     is_trained = row.loss_weight > 0
@@ -291,7 +291,7 @@ def constant_logprobs(policy: Policy, row: PackedBatch) -> Tensor:
 
 @functools.lru_cache(1_000)
 def _constant_logprobs(policy: Policy, token_ids: bytes, cu_seqlens: bytes) -> Tensor:
-    """Return log-probabilities [T] of the bytes of a packed row: each context parallel rank needs them."""
+    """Return log-probabilities [T] of a packed row, cached for all context parallel ranks; bytes are hashable."""
     with torch.no_grad():
         return score_sequences(policy, np.frombuffer(token_ids, np.int32), np.frombuffer(cu_seqlens, np.int32))[0]
 

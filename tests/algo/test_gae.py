@@ -85,7 +85,7 @@ def assembled(groups: Sequence[SampleGroup], config: PpoConfig | DistillConfig, 
 
 
 def on_ranks(batch: TrainBatch, estimator: GeneralisedAdvantage | ReverseKL) -> list[dict[str, dict[Token, float]]]:
-    """Return advantages, returns and diagnostics by token for each dp rank, computed in threads with a common reduction."""
+    """Return advantages, returns and diagnostics by token per dp rank. The ranks are threads that share a reduction."""
     (step,) = batch.steps
     reduce = ThreadReduce(len(step.micro_batches))
 

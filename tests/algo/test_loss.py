@@ -20,7 +20,7 @@ from tests.algo.simulate import LocalReduce
 
 
 def view(ratios: list[float], advantages: list[float]) -> LossView:
-    """Return a view of tokens whose probability is ``ratio`` times the old one."""
+    """Return a view of tokens whose probabilities are ``ratios`` times the old ones."""
     logprobs = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     zeros = torch.zeros(len(ratios), dtype=torch.float64)
     ones = torch.full_like(zeros, 1 / len(ratios))

@@ -99,8 +99,8 @@ def assert_same(actual: SimulatedStep, expected: SimulatedStep, rtol: float = 1e
 def shuffled(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
     """Return the groups and samples in another order."""
     rng = np.random.default_rng(seed)
-    mixed = [replace(g, samples=tuple(g.samples[i] for i in rng.permutation(len(g.samples)))) for g in groups]
-    return [mixed[i] for i in rng.permutation(len(mixed))]
+    shuffled_groups = [replace(g, samples=tuple(g.samples[i] for i in rng.permutation(len(g.samples)))) for g in groups]
+    return [shuffled_groups[i] for i in rng.permutation(len(shuffled_groups))]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -49,7 +49,7 @@ def test_the_page_is_written_with_all_cases(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("case", dcp.CASES.values(), ids=list(dcp.CASES))
 def test_engines_differ_only_in_dcp(case: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Check that the KV cache holds one request, but not all requests, with and without DCP."""
+    """The KV cache holds one request, but not all requests, with and without DCP."""
     specs: list[Any] = []
 
     class Server:

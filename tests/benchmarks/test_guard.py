@@ -15,7 +15,7 @@ from tests.scripts.shell import ROOT
 
 guard: Any = importlib.import_module("benchmarks.guard")
 PAGE = (ROOT / "docs" / "guard.md").read_text()
-# Calls that the wrapper makes in Python, for each wrapped call: of its functions, and from them of functions in C.
+# Python calls for each wrapped call: calls of the wrapper's functions, and calls of C functions from them.
 MAX_CALLS = {"off": 0, "never": 0, "auto": 0, "never, in Python": 11}
 
 
@@ -65,7 +65,7 @@ def count_calls(run: Any) -> int:
 
 @pytest.mark.parametrize("arm", MAX_CALLS)
 def test_calls_of_the_wrapper_per_op_are_bounded(arm: str) -> None:
-    """Count calls instead of comparing times, which depend on the other work of the machine."""
+    """Calls are counted, because times depend on the machine's other work."""
     spec, in_c = guard.ARMS[arm]
     if in_c and spec.wrap and hot.load() is None:
         pytest.skip("no C compiler, or no headers of this Python")

@@ -58,7 +58,7 @@ def test_pages_name_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert run.commit() == f"Commit {head.strip()}."
     assert run.machine(0.5).endswith(run.commit())
-    (tmp_path / "docs" / "page").write_text("2")  # as by the measurement before this one
+    (tmp_path / "docs" / "page").write_text("2")  # as if an earlier measurement had written it
     assert run.commit() == f"Commit {head.strip()}."
     (tmp_path / "file").write_text("2")
     assert run.commit() == f"Commit {head.strip()}, with changes that are not committed."

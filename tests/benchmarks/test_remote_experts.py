@@ -1,4 +1,4 @@
-"""Arms of the benchmark of remote experts compute the same sums; its tables, from measurements that are given."""
+"""Arms of the benchmark of remote experts compute the same sums; its tables, for measurements made up by the tests."""
 
 from __future__ import annotations
 

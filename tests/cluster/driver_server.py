@@ -86,7 +86,7 @@ def start_server() -> socket.socket:
 
 def serve(listener: socket.socket) -> list[str] | None:
     """Fork a process for each request until end of file, then return None; in a fork, return the driver's arguments at once."""
-    connections: dict[int, tuple[int, socket.socket]] = {}  # by the file that tells the end of the fork
+    connections: dict[int, tuple[int, socket.socket]] = {}  # by pidfd of the fork, readable at its end
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while True:

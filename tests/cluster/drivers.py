@@ -62,7 +62,7 @@ def killed(run_dir: Path) -> int:
 
 
 def killed_with_ray(run_dir: Path) -> int:
-    """Kill the raylet and the driver together, before the driver's own end is visible."""
+    """Kill the raylet and the driver at the same time."""
     raylet = start(run_dir, *SLEEP)
     driver_link.report_ray({"raylet": raylet.pid}, None)
     subprocess.Popen(["kill", "-KILL", str(raylet.pid), str(os.getpid())])
@@ -71,7 +71,7 @@ def killed_with_ray(run_dir: Path) -> int:
 
 
 def ended_by_ray(run_dir: Path) -> int:
-    """Exit the way Ray ends its driver."""
+    """Exit with code 1 and without cleanup, as Ray ends its driver."""
     start(run_dir, *SLEEP)
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""A job server in the test's process: the routes of Ray's job API that the client uses, with faults to order."""
+"""Job server in the test's process: the routes of Ray's job API that the client uses, with configurable faults."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ServerState:
     removed: list[str] = field(default_factory=list[str])
     packages: dict[str, bytes] = field(default_factory=dict[str, bytes])
     mode: str = "token"
-    breaks: list[int] = field(default_factory=list[int])  # characters after which the next connections of a log break
-    helper_ends_run: bool = True  # a submitted job ends at once with code 0, and so do the running jobs
+    breaks: list[int] = field(default_factory=list[int])  # characters after which the next connections to a log break
+    helper_ends_run: bool = True  # a submitted job exits with 0 at once and running jobs with 130; else it exits with 2
 
     def add(self, job_id: str, status: str, code: int | None = None, metadata: dict[str, str] | None = None) -> None:
         """Add a job or change its state."""

@@ -1,5 +1,4 @@
-"""JSON schema of the fields of a RayJob that this project writes, after the reference of ray.io/v1 and of core/v1, and the schema
-that KubeRay publishes."""
+"""JSON schemas of a RayJob: the fields that this project writes, by the reference of ray.io/v1, and KubeRay's."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def published_schema(definition: Path) -> dict[str, Any]:
 
 
 def _strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` without additional properties wherever it lists properties."""
+    """Return ``schema`` with additional properties forbidden wherever it lists properties."""
     result = dict(schema)
     if "properties" in schema:
         result["properties"] = {name: _strict(value) for name, value in schema["properties"].items()}

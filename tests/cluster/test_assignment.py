@@ -1,4 +1,4 @@
-"""Nodes of a run's processes in a joined Ray cluster, and the wait for nodes that are missing."""
+"""Assignment of a run's processes to the nodes of a joined Ray cluster, and the wait for missing nodes."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_ranks_fill_nodes_in_numerical_order_of_their_addresses() -> None:
 
 
 def engine_nodes(cfg: TrainConfig, plan: Plan, nodes: list[ClusterNode], first: int) -> list[list[int]]:
-    """Return the node of each GPU of each engine; their GPUs begin with ``first``."""
+    """Return the node of each GPU of each engine; the engines' GPUs begin at index ``first``."""
     gpus, tp = nodes_of_gpus(cfg, plan, nodes), cfg.rollout.tp
     return [gpus[begin : begin + tp] for begin in range(first, len(gpus), tp)]
 
 
 def test_an_engine_is_on_one_node_if_it_fits_and_else_in_equal_parts_on_several() -> None:
-    """The trainer has four GPUs of node 1. Of three engines of four GPUs, two fit one node each, so all have two nodes."""
+    """The trainer has four GPUs of node 1. Only two of three engines fit on one node, so all engines span two nodes."""
     split = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.tp=4", "rollout.num_engines=3")
     cfg, plan = plan_of(*split)
     nodes = [gpu_node(1, 6), gpu_node(2, 6), gpu_node(3, 4)]
@@ -213,7 +213,7 @@ def test_bundles_are_in_the_order_of_nodes_and_gpus() -> None:
 
 
 class PlacementGroups:
-    """Placement groups that Ray places when first asked."""
+    """Fake placement groups that Ray places at once."""
 
     def __init__(self) -> None:
         self.created: list[object] = []
@@ -222,7 +222,7 @@ class PlacementGroups:
     def create(self, bundles: object, strategy: str) -> SimpleNamespace:
         assert strategy == "STRICT_SPREAD", "the trainer nodes are different ones"
         self.created.append(bundles)
-        return SimpleNamespace(wait=lambda seconds: seconds >= 1)  # Ray's call without time ends before the answer
+        return SimpleNamespace(wait=lambda seconds: seconds >= 1)  # a wait of 0 s ends before Ray answers
 
 
 SPLIT = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout.num_engines=3")
@@ -244,7 +244,7 @@ SPLIT = ("placement.mode=split", "placement.actor_num_gpus_per_node=4", "rollout
 def test_a_requested_bundle_has_all_gpus_that_have_to_be_on_one_node(
     overrides: tuple[str, ...], nodes: list[ClusterNode], sizes: list[int]
 ) -> None:
-    """Ray could place single GPUs on nodes where no engine fits, and its autoscaler would add none."""
+    """Ray could place bundles of single GPUs on nodes where no engine fits, and its autoscaler would add no node."""
     cfg, plan = plan_of(*overrides)
     assert request_bundles(cfg, plan, nodes) == [{"GPU": size, "CPU": size} for size in sizes]
     assert sum(sizes) == plan.num_gpus

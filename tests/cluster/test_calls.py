@@ -21,7 +21,7 @@ messages: Any = importlib.import_module("ray.core.generated.common_pb2")  # gene
 
 
 class SimulatedRay:
-    """``ray.wait`` and ``ray.get`` of calls that end at given seconds, on a clock of its own."""
+    """``ray.wait`` and ``ray.get`` of calls that end at given seconds, on a simulated clock."""
 
     def __init__(self, seconds: Mapping[str, float], errors: Mapping[str, Exception] | None = None) -> None:
         self._seconds, self._errors = seconds, errors or {}
@@ -76,7 +76,7 @@ def test_the_number_of_refs_passed_to_ray_grows_linearly_with_the_ranks(
     seconds = {str(rank): interval * (num_ranks - rank) for rank in range(num_ranks)}
     simulated = simulate(monkeypatch, seconds)
     assert list(wait(seconds)) == [f"rank {rank}" for rank in range(num_ranks)]
-    num_waits = 8 + interval * num_ranks / calls.POLL_S  # while they become longer, then one per POLL_S
+    num_waits = 8 + interval * num_ranks / calls.POLL_S  # 8 while the waits become longer, then one per POLL_S
     assert simulated.num_refs <= num_ranks * num_waits
     assert simulated.now == interval * num_ranks, "it returns as soon as the last result is available"
 

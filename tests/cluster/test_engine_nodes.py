@@ -1,4 +1,4 @@
-"""Engines on several nodes: their nodes, the loss of a part, and the settings of each node's server."""
+"""Engines on several nodes: the choice of nodes, the loss of a part, and the settings of each node's server."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class FakeRay:
 
     def __init__(self) -> None:
         self.ends: list[Future[str]] = []
-        self.ready_error: Exception | None = None  # of the next call of ``EnginePart.ready``
+        self.ready_error: Exception | None = None  # raised by ``EnginePart.ready``
         self.killed = 0
         self.started: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []
 
@@ -259,7 +259,7 @@ class FakeGroup:
 def test_a_node_that_is_lost_after_its_gpus_were_reserved_is_an_error_of_the_engine(
     answer: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any other error would end the run instead of being a failed restart."""
+    """Any other error would end the run instead of counting as a failed restart."""
     removed: list[Any] = []
     kills: list[Any] = []
     group = FakeGroup()
@@ -288,7 +288,7 @@ def test_a_node_that_is_lost_after_its_gpus_were_reserved_is_an_error_of_the_eng
 def test_gpus_for_a_lost_part_are_on_a_node_that_the_engine_does_not_have(
     lost_node: int, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine is on nodes 2 and 3, of which any may be lost: also the first one, with the actor that owns the engine."""
+    """The engine is on nodes 2 and 3. Either may be lost, also the first one, with the actor that owns the engine."""
     groups: list[tuple[Any, Mapping[str, Any]]] = []
     recorder = RecordedStart()
 

@@ -1,4 +1,4 @@
-"""The part of an engine on one of its nodes: its end with the process of a rank."""
+"""Part of an engine on one of its nodes, which ends when the process of a rank ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slime_like.rollout.engine.server import EngineServer
 
 
 class SleepingServer(EngineServer):
-    """Server without SGLang. Its process does not wait for its child, which has the title of a rank, as has the child's child."""
+    """Server without SGLang. Its process never waits for its child; child and grandchild have the title of a rank."""
 
     def _spawn(self, log: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         child = "(exec -a sglang::scheduler_TP2 sleep 100) & exec -a sglang::scheduler_TP2 sleep 100"

@@ -90,7 +90,7 @@ def test_an_engine_that_fails_every_restart_ends_the_run(tmp_path: Path, monkeyp
     script.chmod(0o700)
     (listens := tmp_path / "python.listens").write_text("False")
     monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(server, "HEALTH_S", 60.0)  # one answer may take longer than the start: the start ends it
+    monkeypatch.setattr(server, "HEALTH_S", 60.0)  # longer than START_S, whose deadline ends the wait
     monkeypatch.setattr(server, "REPLACED_EXIT_S", 0.01)
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
     actor = EngineActor("engine 0", spec(tmp_path), "key", str(tmp_path / "stacks"), {})

@@ -1,4 +1,4 @@
-"""Node of an engine that is started during a run, and the replacement of an engine whose actor cannot be started again."""
+"""Choice of a node for an engine started during a run, and replacement of an engine whose actor cannot be restarted."""
 
 from __future__ import annotations
 

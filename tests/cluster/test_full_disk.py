@@ -1,4 +1,4 @@
-"""Full disks and broken output streams: other files obey ``run.on_failed_save``, and a broken stream ends no run."""
+"""Full disks and broken streams: ``run.on_failed_save`` applies to all files, and a broken stream ends no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that start a cluster for a run: against golden files, a schema of RayJob, and a shell with stand-ins for Slurm and Ray."""
+"""Files that start a cluster for a run, checked with golden files, a RayJob schema, and stand-ins for Slurm and Ray."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SBATCH = {
     "signal": r"([RB]{1,2}:)?[A-Z0-9]+(@\d+)?",
     "output": r"[\w%./-]+",
 }
-"""Long options of sbatch(1) that this project writes -> pattern of the value; None: without a value."""
+"""Long options of sbatch(1) that this project writes -> pattern of the value, or None if the option takes no value."""
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def _touch(num_bytes: int) -> None:
-    """Use memory for a moment. malloc could take it from its free, but resident, memory."""
+    """Use memory for a moment. It is mapped, because malloc could reuse free memory that is already resident."""
     with mmap.mmap(-1, num_bytes) as memory:
         for start in range(0, num_bytes, mmap.PAGESIZE):
             memory[start] = 1

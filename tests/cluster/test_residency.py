@@ -18,7 +18,7 @@ ALL = ("weights", "gradients", "optimizer")
 
 @dataclass
 class Side:
-    """A role or the engines, which record their calls."""
+    """Fake role or engines that record their calls."""
 
     name: str
     calls: list[tuple[str, Any]]
@@ -105,7 +105,7 @@ def test_a_rollout_continues_after_a_push_for_a_restarted_engine() -> None:
 
 
 def test_engines_take_no_memory_if_the_trainer_cannot_give_up_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort of the push would restore the engines' memory; no update is open that it has to close."""
+    """No update is open yet, so there is nothing to abort; an abort would restore the engines' memory."""
     manager_calls: list[str] = []
     monkeypatch.setattr(sync.ManagerGroup, "call", lambda _, __, method, *___: manager_calls.append(method.__name__))
     residency, _ = sides()

@@ -40,7 +40,7 @@ def test_auto_refuses_changed_settings_and_names_the_fix(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("by_path", [False, True])
 def test_another_number_of_managers_is_refused_with_the_value_to_restore(tmp_path: Path, by_path: bool) -> None:
-    """A resume by path could not continue either, so that ``auto`` must not recommend it."""
+    """A resume by path could not continue either, so ``auto`` must not recommend it."""
     run_dir = used_folder(tmp_path / "run")
     other_dir = tmp_path / "other"
     if by_path:

@@ -1,4 +1,4 @@
-"""Rollout managers as the driver calls them: weight pushes during a rollout, and a number of engines for all of them."""
+"""Rollout managers as the driver calls them: weight pushes during a rollout, and the number of engines of all."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_manager_that_dies_is_named_while_the_others_still_work() -> None:
 
 @pytest.mark.usefixtures("ray_of_futures")
 def test_every_manager_that_hangs_is_named_at_the_deadline() -> None:
-    """Calls that wait for the need of a push are always pending, and no reason for the error."""
+    """Calls of ``wait_until_push_needed`` are always pending, and are not named in the error."""
     managers = [AnsweringManager() for _ in range(3)]
     for hung in managers[::2]:
         hung.answer = lambda name, arguments: Future()  # pyright: ignore[reportAttributeAccessIssue]
@@ -253,7 +253,7 @@ def test_results_are_in_the_order_of_the_managers_and_not_of_their_replies(tmp_p
 
 @pytest.mark.usefixtures("ray_of_futures")
 def test_one_push_serves_the_restarted_engines_of_all_managers_while_one_collects() -> None:
-    """The first manager is done with its rollout; both have only a restarted engine."""
+    """The first manager has completed its part of the rollout; the only engine of each manager was restarted."""
     collected: Future[Any] = Future()
     done = ScriptedManager(collect=["part 0"], wait_until_push_needed=[None])
     busy = ScriptedManager(wait_until_push_needed=[None])

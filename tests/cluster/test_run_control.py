@@ -27,7 +27,7 @@ from tests.cluster.test_checkpoints import Saver, checkpoints, latest
 
 @dataclass
 class EvaluatedRollout:
-    """Fake rollout side that only evaluates."""
+    """Fake rollout side that evaluates and changes its number of engines."""
 
     metrics: tuple[Metric, ...]
     num_evaluations: int = 0
@@ -73,7 +73,7 @@ def make_run(folder: Path, *, metrics: tuple[Metric, ...] = (), trainer: FakeTra
     )
     run.checkpoints = checkpoints(folder / "checkpoints", trainer, "continue")
     run.num_empty, run.drift = 0, DriftWatch(0.0, 1.0, None)
-    run.first_rollout = -1  # not of this part of the run
+    run.first_rollout = -1  # no rollout of the test is the first of its run
     run.chaos = Chaos(run.cfg.chaos, folder, {})
     run.assembly = type("Assembly", (), {"overlong": None})
     return RunParts(run, run.rollout, trainer, messages)

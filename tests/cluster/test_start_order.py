@@ -19,7 +19,7 @@ from tests.train.models import make_spec
 
 
 class ReachedEnd(Exception):
-    """Raised in the place of everything that follows."""
+    """Raised in place of the rest of the start."""
 
 
 @pytest.mark.parametrize(

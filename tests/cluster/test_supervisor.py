@@ -71,7 +71,7 @@ class Driver:
         return [pid for pid in pids if is_alive(pid)]
 
     def causes(self) -> list[str]:
-        """Return the first lines of its crash bundles."""
+        """Return the first line of the cause in each crash bundle."""
         return [path.read_text().splitlines()[0] for path in self.run_dir.glob("crash-*/cause.txt")]
 
 

@@ -31,7 +31,7 @@ SPEC = RankSpec(
 
 
 def test_a_push_stores_the_addresses_of_the_engines_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pickled for each rank, they would cost ranks x engines: 55 s for 8,192 ranks and 1,024 engines."""
+    """Pickling them for each rank takes time by ranks x engines: 55 s for 8,192 ranks and 1,024 engines."""
     stored: list[object] = []
     arguments: list[tuple[Any, ...]] = []
 

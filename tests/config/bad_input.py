@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError, SlimeLikeError
 
 
 def message(argv: list[str], extra: str, *, files: bool, error: type[SlimeLikeError] = ConfigError) -> str:
-    """Return the error that a command line ends in."""
+    """Return the message of the error that a command line raises."""
     with pytest.raises(error) as error_info:
         load_config([*argv, *extra.split()], files=files)
     return str(error_info.value)
@@ -27,12 +27,12 @@ def refusal(words: Iterable[str], error: type[SlimeLikeError] = ConfigError) -> 
 
 
 def each_rule(rules: Mapping[str, tuple[str, ...]]) -> pytest.MarkDecorator:
-    """Run a test for each of ``rules`` as its parameter ``case``: extra arguments, then words of the message."""
+    """Parametrize a test with ``case``, one of ``rules``: extra arguments, then words of the message."""
     return pytest.mark.parametrize("case", list(rules.values()), ids=list(rules))
 
 
 def one_message(case: tuple[str, ...], argv: list[str]) -> None:
-    """Assert that extra arguments, the first of ``case``, end in one line that holds the words after them."""
+    """Assert that the extra arguments ``case[0]`` raise a one-line message with the other words of ``case``."""
     extra, *words = case
     text = message(argv, extra, files=False)
     assert all(word in text for word in words), text

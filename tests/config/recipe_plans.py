@@ -14,7 +14,7 @@ RESIDENT = (*(f"{key.partition('=')[0]}=false" for key in OFFLOAD), "rollout.sgl
 
 
 def plan(recipe: str, *overrides: str, machine: Machine = H100, shipped: bool = False) -> Plan:
-    """Plan a recipe; unless ``shipped``, that of gsm8k without offload, so that trainer and engine stay on a GPU."""
+    """Plan a recipe. Unless ``shipped``, qwen3_4b_gsm8k has no offload, so that trainer and engine stay on a GPU."""
     changed = {override.partition("=")[0] for override in overrides}
     resident = () if shipped or recipe != "qwen3_4b_gsm8k" else RESIDENT
     base = [override for override in resident if override.partition("=")[0] not in changed]

@@ -1,4 +1,4 @@
-"""``rollout.max_running_requests``: a number, SGLang's choice, or by the free KV cache."""
+"""``rollout.max_running_requests``: a number, SGLang's choice, or admission by the free KV cache."""
 
 from __future__ import annotations
 

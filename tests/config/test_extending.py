@@ -216,7 +216,7 @@ except CheckpointError as error:
 
 @pytest.mark.slow
 def test_a_line_in_the_table_of_families_adds_a_family(argv: list[str], folder: Path) -> None:
-    """Run a separate process, because the plugin reads the table when it is imported."""
+    """The family is added in a new process, because the plugin reads the table when it is imported."""
     code = "from slime_like.train.megatron.families.qwen3 import Qwen3\nclass Mine(Qwen3):\n    pass\n"
     (folder / "own_family.py").write_text(code)
     model = write_model(folder / "model", model_type="mine")
@@ -251,7 +251,7 @@ print(cfg.algo.name, cfg.algo.loss, cfg.algo.warmth)
 
 
 def test_a_table_entry_adds_an_algorithm(argv: list[str], folder: Path) -> None:
-    """Load in a new process: the tables are read when the config is first imported."""
+    """The algorithm is added in a new process, because the config reads the tables when it is imported."""
     (folder / "own_algo.py").write_text(OWN_ALGORITHM)
     command = [sys.executable, "-c", LOAD_OWN_ALGORITHM, *argv]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -66,7 +66,7 @@ def test_a_machine_without_gpus_is_refused(address: str, fix: str) -> None:
 
 @pytest.mark.parametrize("machine", ["8xA100", "8xA800", "8xNVIDIA A100-SXM4-80GB"])
 def test_gpus_without_float8_are_refused(machine: str) -> None:
-    """The same for the nodes of a joined cluster: only those that the run uses count."""
+    """In a joined cluster, only the nodes that the run uses have to support float8."""
     words = r"float8 on .*A[18]00.*compute capability 8\.0: .* need 8\.9 or newer .* use such GPUs, or remove rollout"
     with pytest.raises(ConfigError, match=words):
         plan_of(machine=machine)

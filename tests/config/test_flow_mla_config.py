@@ -128,7 +128,7 @@ def test_weights_that_the_model_does_not_have_are_refused(name: str, latent: boo
 
 @pytest.mark.parametrize("fields", [{"attn_dp_size": 3}, {"dp_size": 3, "enable_dp_attention": True}])
 def test_groups_that_do_not_divide_the_ranks_of_a_server_are_refused(fields: dict[str, object]) -> None:
-    """Check the sizes before SGLang resolves the arguments, which asserts the same without a message."""
+    """The sizes are checked before SGLang resolves the arguments, where it asserts the same without a message."""
     from slime_like_plugins.flow_mla import hooks
 
     resolved: list[object] = []
@@ -139,7 +139,7 @@ def test_groups_that_do_not_divide_the_ranks_of_a_server_are_refused(fields: dic
 
 
 def test_the_engine_checks_the_model_that_sglang_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is started by hand has no rules of the config."""
+    """The rules of the config do not apply to a server that is started by hand."""
     from slime_like_plugins.flow_mla import hooks
 
     latent, plain = (SimpleNamespace(name=name) for name in ("MLA", "MHA"))

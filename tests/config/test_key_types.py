@@ -1,4 +1,4 @@
-"""Types of keys as ``--help`` prints them. A user's module may not delay the evaluation of its annotations."""
+"""Types of keys as ``--help`` prints them, for annotations that are types and for annotations that are strings."""
 
 from __future__ import annotations
 

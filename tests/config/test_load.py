@@ -58,7 +58,10 @@ def test_every_schema_belongs_to_an_algorithm() -> None:
 
 
 def test_new_keys_are_a_decision() -> None:
-    """Compare with keys.txt, to be changed deliberately: python -c 'from slime_like.config.schema.known import *; print(*sorted(known_keys()), sep="\\n")'"""
+    """keys.txt lists all keys. After a deliberate change, write it with:
+
+    python -c 'from slime_like.config.schema.known import *; print(*sorted(known_keys()), sep="\\n")'
+    """
     frozen = (Path(__file__).parent / "keys.txt").read_text().split()
     assert sorted(known_keys()) == frozen
 
@@ -87,7 +90,7 @@ def test_paths_need_no_quotes(path: str, argv: list[str]) -> None:
 def test_copies_of_the_tests_equal_those_of_the_loader(groups: tuple[str, ...]) -> None:
     """The tests copy composed configs from pickles (tests/pickled_copies.py)."""
     tree = _compose_shipped(config_folder(), groups)
-    pickled, copied = pickled_copy(tree), _copy(tree)  # the loader's: this file was imported before the replacement
+    pickled, copied = pickled_copy(tree), _copy(tree)  # _copy is the loader's: imported before the replacement
     assert OmegaConf.to_yaml(pickled) == OmegaConf.to_yaml(copied)
     assert [OmegaConf.get_type(tree_copy, "algo") for tree_copy in (pickled, copied)] == [
         OmegaConf.get_type(tree, "algo")

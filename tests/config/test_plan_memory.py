@@ -191,7 +191,7 @@ def test_main_memory_of_this_machine_is_checked() -> None:
 
 
 def local_memory(machine: Machine) -> MemoryPlan:
-    """Return the memory of a recipe on this machine; its model's folder is not needed."""
+    """Return the memory plan of a recipe on ``machine``; the model's folder is not needed."""
     cfg, described_plan = (
         load_config(["+recipe=qwen3_4b_gsm8k", *RESIDENT], files=False, machine=False),
         plan("qwen3_4b_gsm8k"),

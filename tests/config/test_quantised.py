@@ -136,7 +136,7 @@ def write_file(path: Path, tensors: Tensors) -> None:
 
 
 def with_tensors(folder: Path, tensors: Tensors, **config: Any) -> Path:
-    """Write a model folder whose safetensors file has these tensors, zeros."""
+    """Write a model folder whose safetensors file has these tensors, filled with zeros."""
     write_file(write_model(folder, **config) / "model.safetensors", tensors)
     return folder
 

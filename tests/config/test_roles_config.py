@@ -158,7 +158,7 @@ def test_invalid_roles_are_refused_at_load(name: str, argv: list[str], model: Pa
 
 
 def test_a_critics_checkpoint_fits_a_tied_policy_and_any_optimizer(plan, tmp_path: Path) -> None:
-    """A critic's manifest is untied, and loading weights only ignores the optimizer kind."""
+    """A critic's embeddings are not tied, and the kind of optimizer does not matter if only weights are loaded."""
     load = critics_checkpoint(tmp_path / "critic")
     tied_model = write_model(tmp_path / "tied", tie_word_embeddings=True)
     run_plan = plan(

@@ -124,7 +124,7 @@ def test_rollouts_of_another_distribution_are_not_replayed(rollout: str, words: 
 
 
 def refusal(sglang: dict[str, object]) -> str:
-    """Return the reason why samples of engines with these arguments cannot be trained on, or nothing."""
+    """Return the reason why samples of engines with these arguments cannot be trained on, or an empty string."""
     cfg = TrainConfig()
     cfg.rollout.sglang = sglang
     try:

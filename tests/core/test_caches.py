@@ -16,7 +16,7 @@ NO_HOME = ("/proc", "/proc/nowhere")  # not even root can create a file there
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Redirect the machine's folder for temporary files; no cache variable is set."""
+    """Redirect the machine's folder for temporary files, unset the variables of caches, return this user's folder."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     folder.chmod(0o1777)

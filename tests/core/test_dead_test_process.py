@@ -1,4 +1,4 @@
-"""The scheduler of tests finishes after the death of a process."""
+"""The test scheduler completes a session in which a process dies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tests_after_a_crash_run_and_completed_groups_do_not_return(tmp_path: Pa
 
 
 class DeadNode:
-    """A process of xdist that has died, which xdist does not know yet."""
+    """Fake process of xdist that has died, but that xdist still lists."""
 
     def send_runtest_some(self, indices: list[int]) -> None:
         raise OSError("cannot send (already closed?)")

@@ -43,7 +43,7 @@ def test_lookups_equal_the_complete_mapping() -> None:
 
 @pytest.mark.slow
 def test_a_config_is_read_without_importing_model_classes(tmp_path: Path) -> None:
-    """Read the config in a new process: a config class is imported once per process."""
+    """The config is read in a new process, because a config class is imported only once per process."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "num_experts": 7}')
     script = f"""
 import sys

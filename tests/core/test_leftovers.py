@@ -84,7 +84,7 @@ def test_processes_that_are_ending_are_waited_for(
     process, _ = server
     resources = RunResources(mark)
     resources.record()
-    actions = iter((lambda: None, process.communicate))  # gone after the second look
+    actions = iter((lambda: None, process.communicate))  # the process ends after the second check
     monkeypatch.setattr(module, "MAX_EXIT_S", 30.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: next(actions)()))
     assert leftovers(RunResources("of another run", ports=resources.ports)) == []
@@ -92,7 +92,7 @@ def test_processes_that_are_ending_are_waited_for(
 
 
 def test_a_process_whose_title_overwrote_its_mark_is_found(mark: str) -> None:
-    """Ray's agents are such processes: found as children of their parent, later by their recorded id."""
+    """Ray's agents are such processes. They are found as children of a marked process, later by a recorded id."""
     command, pipe = [sys.executable, "-c", PARENT], subprocess.PIPE
     resources = RunResources(mark)
     with subprocess.Popen(command, env=os.environ | {MARK: mark}, stdin=pipe, stdout=pipe, text=True) as parent:

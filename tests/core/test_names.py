@@ -1,4 +1,4 @@
-"""Names of the source tree."""
+"""Names of classes in the source tree: each is defined once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("slime_like", "slime_like_compat", "plugins", "scripts", "benchmarks", "examples", "tests")
 
 
-CLASS_LINE = re.compile(
-    r"^[ \t\f]*class(?:[ \t\f]|\\\n)+(\w+)", re.MULTILINE
-)  # matches every definition, and some lines of strings
+# Matches every definition, and some lines of strings.
+CLASS_LINE = re.compile(r"^[ \t\f]*class(?:[ \t\f]|\\\n)+(\w+)", re.MULTILINE)
 
 
 def candidates(folders: list[Path]) -> dict[str, list[Path]]:

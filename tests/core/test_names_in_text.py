@@ -39,13 +39,13 @@ OF_VALUES = {
     *("actor.inject_fault.remote", "config.backend", "engine.generate", "inputs.qkv", "run.assemble", "spec.sglang"),
     *("spec.start_deadline_s", "spec.wrap", "train.main", "view.sequences"),
 }
-"""Attributes of values whose names are also those of packages or modules."""
-UPSTREAM = ("megatron", "verl")  # packages of others, with the names of folders of ours
+"""Attributes of variables that have the name of a package or module."""
+UPSTREAM = ("megatron", "verl")  # upstream packages that have the name of a folder of ours
 PAGES_ABOUT_VERL = ("docs/coming_from_verl.md", "docs/defaults_verl.md")
 
 
 def texts() -> Iterator[Path]:
-    """Yield the files that name others."""
+    """Yield the files whose text is checked."""
     yield from (*ROOT.glob("*.md"), *ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.yml"))
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):
@@ -54,7 +54,7 @@ def texts() -> Iterator[Path]:
 
 
 def module_exists(name: str) -> bool:
-    """True for a package, a module, and a name that a module or package mentions."""
+    """Return True for a package, a module, and a name that a module or package mentions."""
     path = ROOT / ("plugins" if name.startswith("slime_like_plugins") else "")
     parts = name.split(".")
     for i, part in enumerate(parts):
@@ -91,12 +91,12 @@ def config_keys() -> tuple[str, ...]:
 
 
 def is_config_key(name: str) -> bool:
-    """True for a key, a group of keys, and a key within a free mapping."""
+    """Return True for a key, a group of keys, and a key within a free mapping."""
     return any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for key in config_keys())
 
 
 def exists_in(path: Path, names: list[str]) -> bool:
-    """True if ``path``, a package or module of ours, has the module, or contains the first name that is no module."""
+    """Return True if ``path``, a package or module, has the modules ``names`` or mentions the first that is none."""
     for name in names:
         if (path / name / "__init__.py").is_file():
             path /= name

@@ -49,7 +49,7 @@ def test_a_distant_name_lists_the_known_names() -> None:
         ("n_samples", "n_samples_per_prompt"),
         ("max_response_length", "max_response_len"),
         ("--num-rollouts", "--num-rollout"),
-        ("gpro", "grpo"),  # as many letters in common with gspo
+        ("gpro", "grpo"),  # gspo has as many letters in common with it
         ("port", None),
         ("--fancy-flag", None),
         ("--print-config", None),

@@ -13,7 +13,7 @@ STUBS = sorted(TYPINGS.rglob("*.pyi"))
 
 
 def declared_names(stub: Path) -> list[str]:
-    """Return the public names of a stub, with those of its classes as ``Class.method``; annotations of instances are left out."""
+    """Return the public names of a stub, with methods as ``Class.method``, without annotated attributes of classes."""
     names: list[str] = []
     for node in ast.parse(stub.read_text()).body:
         match node:

@@ -118,9 +118,8 @@ class RunFiles:
             text = str(error)
             names = [Path(file).name, str(self.root / Path(file).parent)]
             names += [match[0] for match in re.finditer(r"[a-z_]+\.[a-z_.]+=|\+recipe=", text) if kind == "recipe"]
-            names += (
-                ["train.jsonl", "heldout.parquet"] if kind == "tokenizer files" else []
-            )  # the tokenizer cannot encode the data
+            # An error about a damaged tokenizer may name the data that it cannot encode.
+            names += ["train.jsonl", "heldout.parquet"] if kind == "tokenizer files" else []
             is_clear = any(name in text for name in names) and len(text) < MAX_MESSAGE_LEN and text.count("\n") == 0
             return (ReadOutcome.REFUSED_BY_NAME if is_clear else ReadOutcome.OTHER), text
         except _Hang:
@@ -142,7 +141,7 @@ class RunFiles:
                 return ReadOutcome.SILENT  # steps were lost
             return ReadOutcome.ASIDE if is_reported else ReadOutcome.LEGAL
         if file.endswith(".json") and _same_json(self.damaged, (self.pristine / file).read_bytes()):
-            return ReadOutcome.SAME  # white space: the value has the bytes of the files of a checkpoint
+            return ReadOutcome.SAME  # only white space changed: ``after`` contains the bytes of the files
         if kind == "run.dir/config.yaml" and repr(after) == repr(self.before[file]):  # a checkpoint has its own copy
             return ReadOutcome.LEGAL
         strict_kinds = (

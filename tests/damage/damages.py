@@ -109,7 +109,7 @@ def of_entry(path: Path, rng: Random) -> str:
 
 
 def of_fields(path: Path, rng: Random) -> str:
-    """Change one field of a file with JSON, YAML, JSON lines, arrays or tensors, and write it well-formed."""
+    """Change one field of a file with JSON, YAML, JSON lines, arrays or tensors, which stays well-formed."""
     kind = "".join(path.suffixes[-1:])
     if kind == ".npz":
         return _arrays(path, rng)

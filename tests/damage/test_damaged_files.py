@@ -20,7 +20,10 @@ EXAMPLES = num_examples(30)
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[RunFiles]:
-    """Yield files in a folder that other users can enter: as root, the test reads them as user nobody, who cannot enter pytest's."""
+    """Yield files in a folder that other users can enter.
+
+    As root, the test reads unreadable files as user nobody, who cannot enter pytest's folder.
+    """
     with tempfile.TemporaryDirectory(prefix="damaged") as folder:
         Path(folder).chmod(0o755)
         yield RunFiles(Path(folder), trainer=False)

@@ -120,9 +120,9 @@ def build(root: Path) -> TrainConfig:
     _write_run(cfg, root / "run")
     for name, num_managers in NUM_MANAGERS.items():
         _write_checkpoint(cfg, root / name / "checkpoints", num_managers)
-    for path in (root, *root.rglob("*")):  # readable by user nobody, as which the soak reads unreadable files
+    for path in (root, *root.rglob("*")):  # the soak reads unreadable files as user nobody, who needs the others
         os.chmod(path, 0o777 if path.is_dir() else 0o666)
-    for path in root.parents:  # pytest's folders are private to its user
+    for path in root.parents:  # user nobody cannot enter pytest's folders
         if path.stat().st_uid == os.getuid() and not path.stat().st_mode & 0o001:
             path.chmod(path.stat().st_mode | 0o011)
     return cfg

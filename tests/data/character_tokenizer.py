@@ -20,7 +20,7 @@ TEMPLATE = (
 def characters(*, template: str | None = None, eos: bool = True) -> Any:
     """Return a tokenizer of printable ASCII, one token per character, with ``[EOS]``.
 
-    Untyped: the signatures of transformers are wider than those of ``interfaces.Tokenizer``.
+    The return type is ``Any``, because transformers' signatures are wider than those of ``interfaces.Tokenizer``.
     """
     from transformers import PreTrainedTokenizerFast  # takes seconds
 

@@ -20,13 +20,13 @@ TEN = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(10)]
 
 @cache
 def plain_tokenizer() -> Any:
-    """Return the tokenizer of characters without a chat template. Made at the first call, as importing transformers takes seconds."""
+    """Return the character tokenizer, created at the first call, because importing transformers takes seconds."""
     return characters()
 
 
 @cache
 def chat_tokenizer() -> Any:
-    """Return the tokenizer of characters with a chat template."""
+    """Return the character tokenizer with a chat template."""
     return characters(template=TEMPLATE)
 
 

@@ -118,10 +118,10 @@ def test_mask_offpolicy_trains_only_the_newest_tokens_of_a_sample() -> None:
     spans = (Span(0, 1, Source.PROMPT), Span(1, 3, Source.MODEL, 3), Span(3, 5, Source.MODEL, 4))
     groups = [replace(group, samples=(replace(first, spans=spans), second))]
     weights = {
-        mask_truncated: per_sample(
-            assemble(groups, replace(SPEC, mask_offpolicy=mask_truncated), 5).steps[0], "loss_weight"
+        mask_offpolicy: per_sample(
+            assemble(groups, replace(SPEC, mask_offpolicy=mask_offpolicy), 5).steps[0], "loss_weight"
         )
-        for mask_truncated in (False, True)
+        for mask_offpolicy in (False, True)
     }
     assert weights[False] == {0: pytest.approx([0, *[1 / 6] * 4]), 1: pytest.approx([0, *[1 / 6] * 2])}
     assert weights[True] == {0: [0, 0, 0, 0.25, 0.25], 1: [0, 0.25, 0.25]}

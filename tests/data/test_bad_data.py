@@ -30,7 +30,7 @@ GOOD_ROW = TEN[0]
 
 
 def rules() -> dict[str, Any]:
-    """Return the tokenizer and the rules of rows."""
+    """Return a tokenizer and the rules that a row must meet."""
     return {"tokenizer": chat_tokenizer(), "needs_label": label_rule(REWARD), "row_problem": row_rule(REWARD)}
 
 
@@ -197,7 +197,7 @@ def test_any_lines_are_prompts_or_counted_bad_rows(tmp_path: Path, lines: list[s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model whose tokenizer can be opened."""
+    """Return the folder of a model with a tokenizer that can be opened."""
     path = write_model(tmp_path_factory.mktemp("model"), vocab_size=128)
     characters(template=TEMPLATE).save_pretrained(path)
     return path

@@ -41,25 +41,25 @@ def rows(folder: Path, template: str, row: dict[str, Any], mode: str = "turns") 
     group = Demonstrations(prompts, tokenizer, 500, marker).next(1, 0)[0]
     batch = assemble([group], AssembleSpec(None, "token_mean", 1, 1, 500, 16), rollout_id=0)
     packed_rows = batch.steps[0].micro_batches[0][0]
-    trained = packed_rows.loss_weight > 0
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
-    parts = [str(tokenizer.decode(packed_rows.token_ids[a:b])) for a, b in pairwise(edges) if trained[a]]
+    is_trained = packed_rows.loss_weight > 0
+    edges = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(is_trained)]
+    parts = [str(tokenizer.decode(packed_rows.token_ids[a:b])) for a, b in pairwise(edges) if is_trained[a]]
     return str(tokenizer.decode(packed_rows.token_ids)), parts
 
 
 def test_each_turn_is_rendered_separately(tmp_path: Path) -> None:
-    text, trained = rows(tmp_path, TEMPLATE, {"messages": TALK, "label": "unused"})
+    text, trained_parts = rows(tmp_path, TEMPLATE, {"messages": TALK, "label": "unused"})
     assert text == "<user>1+1<assistant>2<user>and 1<assistant>3"
-    assert trained == ["2", "3"]
+    assert trained_parts == ["2", "3"]
 
 
 def test_the_template_prefix_occurs_once(tmp_path: Path) -> None:
-    text, trained = rows(tmp_path, CHATML, {"messages": TALK, "metadata": {"tools": [{"name": "a"}]}})
+    text, trained_parts = rows(tmp_path, CHATML, {"messages": TALK, "metadata": {"tools": [{"name": "a"}]}})
     assert text.count("Default.") == 1 and text.count("<tools>1</tools>") == 1
     assert text.endswith(
         "<|im_start|>user\nand 1<|im_end|>\n<|im_start|>assistant\n<think>\n.\n</think>\n3<|im_end|>\n"
     )
-    assert trained == ["<think>\n.\n</think>\n2<|im_end|>\n", "<think>\n.\n</think>\n3<|im_end|>\n"], (
+    assert trained_parts == ["<think>\n.\n</think>\n2<|im_end|>\n", "<think>\n.\n</think>\n3<|im_end|>\n"], (
         "each one is rendered as the last turn"
     )
 
@@ -72,9 +72,9 @@ def test_the_column_of_tools_is_rendered(mode: str, tmp_path: Path) -> None:
 
 
 def test_whole_conversations_are_rendered_as_for_an_engine(tmp_path: Path) -> None:
-    text, trained = rows(tmp_path, CHATML, {"messages": TALK}, mode="whole")
+    text, trained_parts = rows(tmp_path, CHATML, {"messages": TALK}, mode="whole")
     assert text.count("<think>") == 1
-    assert trained == ["2<|im_end|>\n", ".\n</think>\n3<|im_end|>\n"], "the opening tag is part of the prompt"
+    assert trained_parts == ["2<|im_end|>\n", ".\n</think>\n3<|im_end|>\n"], "the opening tag is part of the prompt"
 
 
 @pytest.mark.parametrize("mode", ["turns", "whole"])

@@ -92,9 +92,9 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
 def test_slices_follow_python(tmp_path: Path, slice_: str) -> None:
     path = write(tmp_path / "a.jsonl", ["", *TEN, ""])
     start, stop = (int(part) if part else None for part in slice_[1:-1].split(":"))
-    sliced = source(f"{path}@{slice_}", shuffle=False)
+    sliced_source = source(f"{path}@{slice_}", shuffle=False)
     expected = list(range(10))[start:stop]
-    assert [p.prompt_id for p in sliced.next(len(sliced))] == expected
+    assert [p.prompt_id for p in sliced_source.next(len(sliced_source))] == expected
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_every_epoch_holds_every_prompt_in_a_new_order(tmp_path: Path) -> None:
 def test_no_batch_across_two_epochs_repeats_a_prompt(
     tmp_path_factory: pytest.TempPathFactory, batch: int, refills: int, calls: list[int], resume_index: int
 ) -> None:
-    """Draw call sizes and a resume between two calls."""
+    """Prompts are distinct within a batch, for any call sizes and a resume between two calls."""
     path = write(tmp_path_factory.getbasetemp() / "border.jsonl", TEN)
     sizes: dict[str, Any] = {"batch_size": batch, "max_prompts": batch * (1 + refills)}
     prompt_source = source(path, seed=5, **sizes)

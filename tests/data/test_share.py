@@ -1,4 +1,4 @@
-"""Shares of several rollout managers: together they have every prompt, group and engine once, with the ids of a single manager."""
+"""Shares of several rollout managers: together they have every prompt, group and engine once, with global ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of token ids by a table of bytes: the same as by the tokenizer, or the table is not used."""
+"""Decoding of token ids by a table of bytes: the text equals the tokenizer's, or the table is not used."""
 
 from __future__ import annotations
 

@@ -76,13 +76,13 @@ def test_advantages_of_the_ranks_are_added_to_the_view() -> None:
     first, second = view.sequence(0), view.sequence(1)
     column = np.arange(first.stop, dtype=np.float32)
     wrong_length = np.zeros(second.stop - second.start + 1, dtype=np.float32)
-    updated = with_advantages(
+    updated_view = with_advantages(
         view, {int(view.sample_ids[0]): column, int(view.sample_ids[1]): wrong_length, 999: column}
     )
-    trained = view.loss_weight[first] > 0
-    assert trained.any() and not trained.all()
-    np.testing.assert_array_equal(updated.advantages[first], np.where(trained, column, np.nan))
-    assert np.isnan(updated.advantages[second.start :]).all(), "a column of another length is ignored"
+    is_trained = view.loss_weight[first] > 0
+    assert is_trained.any() and not is_trained.all()
+    np.testing.assert_array_equal(updated_view.advantages[first], np.where(is_trained, column, np.nan))
+    assert np.isnan(updated_view.advantages[second.start :]).all(), "a column of another length is ignored"
     assert np.isnan(view.advantages).all(), "the original view is not modified"
 
 

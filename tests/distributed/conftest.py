@@ -13,18 +13,18 @@ from tests.train.models import make_model
 
 @pytest.fixture(scope="session")
 def folder_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder for the output of the ranks, which has one folder per module of tests."""
+    """Return the folder for the output of the ranks, one subfolder per test module."""
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="session")
 def results(request: pytest.FixtureRequest, folder_of_ranks: Path) -> Results:
-    """Return the results of every rank of ``call_on_ranks(models, folder)`` of each collected module, by the module's name."""
+    """Return module name -> results of the ranks, for each collected module with ``call_on_ranks``."""
     functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
     modules = {module.__name__: module for item in functions if (module := item.module) is not None}
     models = {name: make_model(folder_of_ranks / name, name, tied=False) for name in ("qwen3", "qwen3_moe")}
     calls: dict[str, tuple[Any, ...]] = {}
-    # Backwards, so that test_forensics reads the files of its ranks soon after them.
+    # In reverse order, so that the ranks of test_forensics run last, shortly before its tests read their files.
     for name, module in sorted(modules.items(), reverse=True):
         if name.startswith("tests.distributed.") and hasattr(module, "call_on_ranks"):
             (folder_of_ranks / name).mkdir()

@@ -1,4 +1,4 @@
-"""Rank functions of test_reload: overlapping groups destroyed and rebuilt many times, with torch alone and under megatron."""
+"""Rank functions of test_reload: overlapping groups, destroyed and rebuilt often, with torch alone and in megatron."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Resources = tuple[int, int]
 
 
 def resources() -> Resources:
-    """Return the numbers of threads and file descriptors, once stable: a joined thread may still be listed for a while."""
+    """Return the stable numbers of threads and file descriptors: a joined thread may still be listed for a while."""
     gc.collect()
     minimum, num_equal = _count_resources(), 0
     while num_equal < NUM_STABLE:
@@ -72,8 +72,8 @@ def run_all(
     plain = {
         name: train_releasing(world, models[kind], layout, GuardSpec()) for name, (layout, kind) in layouts.items()
     }
-    imported = sorted(sys.modules.keys() & {"torch._dynamo", "wandb"})
-    return {**out, "released training": releasing, "plain training": plain, "imported": imported}
+    imported_modules = sorted(sys.modules.keys() & {"torch._dynamo", "wandb"})
+    return {**out, "released training": releasing, "plain training": plain, "imported": imported_modules}
 
 
 # ---- alone -----------------------------------------------------------------------------------------------------------
@@ -177,9 +177,12 @@ def ops(world: RankWorld, groups: list[Any]) -> list[torch.Tensor]:
     return [*out, received]
 
 
-# ---- under megatron ----------------------------------------------------------------------------------------------------
+# ---- under megatron --------------------------------------------------------------------------------------------------
 def train_releasing(world: RankWorld, model: Path, layout: Layout, guard: GuardSpec) -> dict[str, Any]:
-    """Return digests of weights and scores over two rollouts with a scoring between; communicators are released as ``guard`` says."""
+    """Return digests of weights and scores over two rollouts with a scoring pass between them.
+
+    Communicators are released after each of the three, if ``guard`` releases communicators.
+    """
     from tests.train.jobs import make_actor
     from tests.train.lifecycle import batch, digest, train
 

@@ -26,8 +26,8 @@ from slime_like.util.deadline import scale
 from tests.train.ranks import RankWorld, fork_ranks
 
 SECONDS = 3.0
-# Time beyond the deadline until the rank at fault is named: errors.PATIENCE_S, in which late peers may still arrive, and the
-# same again for the backend to notice and the rings to be read on a busy machine.
+# Time beyond the deadline until the rank at fault is named: errors.PATIENCE_S, in which late peers may still arrive,
+# and as much again for the backend to notice and the rings to be read on a busy machine.
 GRACE_S = 4.0
 
 
@@ -39,14 +39,14 @@ def spec(folder: Path, seconds: float = SECONDS) -> GuardSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Results of ``cases``, and for each mismatch the error of its world and the time after it, by ``time.perf_counter_ns``."""
+    """Results of ``cases``, and for each mismatch the error of its ranks and the ``perf_counter_ns`` after it."""
 
     cases: list[dict[str, tuple[str, float]]]
     mismatches: dict[str, tuple[str, int]]
 
 
 def on_forks(world: RankWorld, folder: Path, mismatches: dict[str, Path]) -> Outcomes:
-    """Run ``cases``, and ``mismatch`` of each kind with the rings in its folder, each on three forks of this process."""
+    """Run ``cases``, and ``mismatch`` of each kind with rings in its folder, each on three forks of this process."""
     results = fork_ranks(cases, 3, folder)
     errors: dict[str, tuple[str, int]] = {}
     for kind, rings in mismatches.items():
@@ -122,7 +122,7 @@ def _misses_rebuild(rank: int, folder: Path) -> None:
             dist.all_reduce(torch.zeros(16))
 
 
-# ---- errors for which gloo aborts the process ---------------------------------------------------------------------------------
+# ---- errors for which gloo aborts the process ------------------------------------------------------------------------
 def mismatch(world: RankWorld, folder: Path, kind: str) -> None:
     """Let rank 1 pass another size or call another op. gloo aborts the process that notices; the rings stay."""
     store = dist.TCPStore(world.host, world.port, world.size, is_master=world.rank == 0)  # waits for late ranks
@@ -146,16 +146,16 @@ def mismatch(world: RankWorld, folder: Path, kind: str) -> None:
 
 def _await_second(folder: Path, *ranks: int) -> None:
     """Wait until these ranks have issued their second op."""
-    issued = 0
-    while issued < len(ranks):
+    num_issued = 0
+    while num_issued < len(ranks):
         time.sleep(0.01)
         readings = read_rings(folder)
-        issued = sum(any(r.sequence == 2 for r in readings[f"trainer_rank{rank}"].records) for rank in ranks)
+        num_issued = sum(any(r.sequence == 2 for r in readings[f"trainer_rank{rank}"].records) for rank in ranks)
 
 
-# ---- hangs that the process group does not notice ---------------------------------------------------------------------
+# ---- hangs that the process group does not notice --------------------------------------------------------------------
 def _unnoticed(world: RankWorld, store: dist.Store, folder: Path) -> str:
-    """Hang in a process group with a long timeout; return the report of the watchdog that ends rank 0."""
+    """Hang in a process group with a long timeout; return the report of the watchdog that would end rank 0."""
     stderr = io.StringIO()
     wrapper = install.install(spec(folder, 3600.0), torch.device("cpu"), world.rank)
     assert wrapper is not None

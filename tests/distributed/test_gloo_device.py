@@ -18,7 +18,7 @@ TIMEOUT = timedelta(seconds=7)
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Return torch's backends by name, which are restored afterwards, as are the devices."""
+    """Yield torch's backends by name. They and the devices are restored afterwards."""
     c10d.Backend._ensure_backend_registered("gloo")
     backends: Any = c10d.Backend._plugins
     monkeypatch.setitem(backends, "GLOO", backends["GLOO"]._replace(creator_fn=c10d._create_gloo_process_group))

@@ -1,4 +1,4 @@
-"""Guard on a GPU: cost of a memory query, memory taken by the first and later calls of an op, and freed by a clear."""
+"""Guard on a GPU: cost of a memory query, memory that calls of an op take, and memory that a clear frees."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MeasuredOp]:
 def test_memory_of_first_and_later_calls_of_an_op(
     op: str, swept: dict[str, MeasuredOp], record_property: Callable[[str, object], None]
 ) -> None:
-    """Record memory of first and later uses of each size, from the allocator and from the driver."""
+    """Later calls take little allocator memory. The memory of first and later uses of a size is recorded."""
     row = swept[op]
     for name in ("first_allocator", "first_driver", "later_allocator", "later_driver"):
         record_property(f"{op}_{name}_bytes", getattr(row, name))

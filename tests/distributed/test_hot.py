@@ -256,7 +256,7 @@ def test_a_too_small_ring_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="does not hold so many records"):
         module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 6)
     with pytest.raises(ValueError, match="does not hold so many records"):
-        module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 2**61)  # whose size in bytes is a multiple of 2**64
+        module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD, 2**61)  # records, a multiple of 2**64 bytes
     with pytest.raises(ValueError, match="does not hold so many records"):
         module.Ring(bytearray(HEAD + 8 * RECORD.size), HEAD + 16 * RECORD.size, 1)
     with pytest.raises(ValueError, match="smaller than a word"):

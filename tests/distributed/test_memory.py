@@ -1,4 +1,4 @@
-"""Free host memory: the machine's, or the rest of the tightest control group."""
+"""Free host memory: the machine's, or the unused part of the tightest control group."""
 
 from __future__ import annotations
 

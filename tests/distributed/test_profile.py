@@ -71,8 +71,8 @@ def test_checks_follow_the_measured_memory(tmp_path: Path) -> None:
 
 def test_host_memory_taken_by_other_processes_is_ignored() -> None:
     host = dataclasses.replace(FIRST, source="host", first_allocator=MIB)
-    (advised,) = advice.advise({"rank0": [host]})
-    assert (advised.checks, advice.threshold({"rank0": [host]})[0]) == ("never", 256)
+    (advised_op,) = advice.advise({"rank0": [host]})
+    assert (advised_op.checks, advice.threshold({"rank0": [host]})[0]) == ("never", 256)
 
 
 def test_first_and_later_uses_are_measured_separately() -> None:

@@ -82,7 +82,7 @@ def test_auto_stays_within_its_budget(
 def test_auto_notices_memory_taken_by_others_before_the_threshold(
     cost: float, cost_ratio: float, periods: float, growth: float, gap: float
 ) -> None:
-    """Memory shrinks steadily, then ``growth`` times as fast: auto queries within two ops of the threshold or acts sooner."""
+    """Memory shrinks, later ``growth`` times as fast: auto queries within two ops of the threshold, or acts sooner."""
     rate = HEADROOM / (periods * cost / BUDGET)
     turn = 2 * (gap + cost)
     simulation = Simulation(

@@ -1,4 +1,4 @@
-"""Rendezvous store: has no authentication, so it listens only at its address, and groups use that address's interface."""
+"""Rendezvous store: without authentication, it listens only at its address, and groups use this address's interface."""
 
 from __future__ import annotations
 

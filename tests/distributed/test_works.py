@@ -1,4 +1,4 @@
-"""Tables of the hot path in C: outstanding works behave like a dict, numbers like itertools.count."""
+"""Tables of the hot path in C: outstanding works behave like a dict, sequence counters like itertools.count(1)."""
 
 from __future__ import annotations
 

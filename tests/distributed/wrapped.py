@@ -1,4 +1,4 @@
-"""Rank functions of test_wrapper: training with and without the wrapper, and its counters compared with torch's trace."""
+"""Rank functions of test_wrapper: training with and without the wrapper, and its counters against torch's trace."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def traced() -> Generator[Counts]:
 
 
 def counts_of_wrapper() -> Counts:
-    """Return the same counts from the wrapper's counters, without composites, whose parts are counted."""
+    """Return the same counts from the wrapper's counters, without composites, whose ops are counted themselves."""
     wrapper = install.current()
     assert wrapper is not None
     tally: Tally[tuple[str, str]] = Tally()
@@ -166,7 +166,7 @@ def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[st
     return [*digests, sha.hexdigest()], metrics
 
 
-# ---- every op, by every function and method that issues it -------------------------------------------------------------
+# ---- every op, by every function and method that issues it -----------------------------------------------------------
 def every_op(world: RankWorld, folder: Path) -> dict[str, Any]:
     """Run each op of the table with and without the wrapper; return results, counts and the state after removal."""
     dist.init_process_group(
@@ -177,7 +177,7 @@ def every_op(world: RankWorld, folder: Path) -> dict[str, Any]:
     wait, destroy = vars(c10d.Work)["wait"], dist.destroy_process_group
     plain = _every_op(world)
     paths = [_run_wrapped(world, plain, in_c=in_c) for in_c in (True, False)]
-    restored = (
+    is_restored = (
         all(vars(dist.ProcessGroup)[name] is method for name, method in original.items())
         and all(getattr(dist, n) is f and getattr(c10d, n) is f for n, f in functions.items())
         and vars(c10d.Work)["wait"] is wait
@@ -187,7 +187,7 @@ def every_op(world: RankWorld, folder: Path) -> dict[str, Any]:
     is_untouched = off is None and all(vars(dist.ProcessGroup)[name] is method for name, method in original.items())
     return {
         "paths": paths,
-        "restored": restored,
+        "restored": is_restored,
         "untouched": is_untouched,
         "shortage": {
             f"{action} {symmetric}": shortage_on_one_rank(
@@ -221,7 +221,7 @@ def _run_wrapped(world: RankWorld, plain: list[Any], *, in_c: bool) -> dict[str,
     return results
 
 
-# ---- a shortage of memory on one rank ---------------------------------------------------------------------------------------
+# ---- a shortage of memory on one rank --------------------------------------------------------------------------------
 SHORT_RANK, SHORT_AT, ROUNDS = 1, 2, 6
 
 
@@ -254,7 +254,7 @@ class Memory:
 
 
 def shortage_on_one_rank(world: RankWorld, folder: Path, action: str, *, symmetric: bool) -> dict[str, Any]:
-    """Run sums over all ranks with a shortage on one rank before one of them; return the actions, by sum, and counts."""
+    """Run all-reduces with a shortage of memory on one rank before one of them; return the actions and counts."""
     memory = Memory()
     policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action=action)
     spec = GuardSpec(wrap=True, default=policy, symmetric=symmetric, folder=str(folder), name="trainer")
@@ -283,19 +283,19 @@ def shortage_on_one_rank(world: RankWorld, folder: Path, action: str, *, symmetr
 
 
 def across_nodes(world: RankWorld, folder: Path) -> dict[str, Any]:
-    """Give each rank its own shared memory, as on two nodes; run sums until both ranks have acted on the shortage of one."""
+    """Give each rank its own folder, as on two nodes; run all-reduces until both ranks have acted on one's shortage."""
     memory = Memory()
     policy = MemoryPolicy(checks="always", threshold=Threshold(2**30, None), action="trim")
     spec = GuardSpec(wrap=True, default=policy, symmetric=True, nodes=2, folder=str(folder), name="trainer")
     dist.barrier()
     assert install.install(spec, torch.device("cpu"), world.rank, memory) is not None
-    deadline, acted = Deadline("test", "a request from another node", 30), 0.0
-    while acted < world.size:
+    deadline, num_acted = Deadline("test", "a request from another node", 30), 0.0
+    while num_acted < world.size:
         if world.rank == SHORT_RANK and not memory.actions:
             memory.free_bytes = 2**20
         value = torch.tensor(float(bool(memory.actions)))
         dist.all_reduce(value)
-        acted = value.item()
+        num_acted = value.item()
         deadline.remaining("the other rank")
     clears = {metric.name: metric.value for metric in install.drain()}["guard/clears"]
     install.remove()

@@ -21,8 +21,8 @@ MAX_LOGPROB_DIFFERENCE = 1e-4
 def check_consistency(rows: list[dict[str, Any]], *, cached: bool = True) -> None:
     """Check that engine and trainer agree at every push, and on every token that the trainer's weights sampled.
 
-    ``cached``: continuations have to start from cached prefixes. For a hybrid model SGLang caches states only at long intervals,
-    so the short sequences of a test are prefilled.
+    With ``cached``, continuations must reuse cached prefixes. SGLang caches the states of a hybrid model only at long
+    intervals, so the short sequences of a test are prefilled in full.
     """
     probes = [row[f"probe/{kind}logprob_abs_diff_max"] for row in rows for kind in ("", "decode_")]
     names = [f"train/train_rollout_logprob_abs_diff{kind}_max" for kind in ("", "_mixed")]
@@ -41,7 +41,8 @@ def check_documented(rows: list[dict[str, Any]]) -> None:
 def check_guard(rows: list[dict[str, Any]]) -> None:
     """Check that the memory guard queried free memory under ``guard=auto``, and not at every collective.
 
-    ``tests/distributed/test_query_schedule.py`` checks the budget under a simulated clock: here the machine's other work would count.
+    ``tests/distributed/test_query_schedule.py`` checks the budget under a simulated clock: here it would depend on the
+    machine's load.
     """
     num_checks = sum(row.get("guard/checks", 0) for row in rows)
     num_calls = sum(
@@ -52,13 +53,12 @@ def check_guard(rows: list[dict[str, Any]]) -> None:
 
 
 def check_export(run_dir: Path, rollout_id: int, versions: set[int], temperature: float) -> None:
-    """Check that log-probabilities sampled under ``versions`` equal those of transformers with the run's exported weights."""
+    """Check that the engine's logprobs under ``versions`` equal those of transformers with the exported weights."""
     from transformers import AutoModelForCausalLM  # takes seconds
 
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
-    samples_by_length: defaultdict[int, list[Sample]] = defaultdict(
-        list
-    )  # one call of the model per length, without padding
+    # One call of the model per length needs no padding.
+    samples_by_length: defaultdict[int, list[Sample]] = defaultdict(list)
     for group in load_groups(rollout_path(run_dir / "rollouts", rollout_id)):
         for sample in group.samples:
             samples_by_length[len(sample.token_ids)].append(sample)

@@ -18,7 +18,7 @@ from slime_like.rollout.generate.single_turn import single_turn
 from slime_like.types import Prompt, Sample, SampleGroup
 from tests.e2e.runs import last_step
 
-NUM_INTACT_GROUPS = 16  # that ``shift_logprobs`` does not change
+NUM_INTACT_GROUPS = 16  # first groups, which ``shift_logprobs`` does not change
 HOLD_FOLDER = "SLIME_LIKE_TEST_HOLD"  # variable with the folder through which a test controls ``wait_at_step``
 POLL_S = 0.2
 
@@ -56,7 +56,7 @@ async def draw_process_seeds(
 async def wait_at_step(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """Wait while the step in the file ``after`` is logged and the file does not change; an evaluation (one seed) never waits.
+    """Wait once the step in the file ``after`` is logged, until the file changes; an evaluation (one seed) never waits.
 
     The empty files ``waits<step>`` and ``goes<step>`` tell the test that samples wait at the step, or have continued after it.
     """

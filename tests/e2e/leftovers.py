@@ -49,7 +49,7 @@ class RunResources:
     secrets: ExposedSecrets = field(default_factory=ExposedSecrets)
     paths: dict[str, bool] = field(
         default_factory=dict[str, bool]
-    )  # listening unix socket -> only this user can connect
+    )  # listening unix socket -> whether only this user can connect
 
     def record(self, memory: bool = True) -> None:
         """Record the run's processes, secrets and sockets, and, if ``memory``, shared memory, which is the slowest to read."""
@@ -170,8 +170,8 @@ def listened_on(pids: list[int]) -> dict[int, str]:
 def listening() -> dict[int, str]:
     """Return the listening TCP sockets of this machine (proc_net_tcp(5)), as {inode: address}.
 
-    The kernel lists them before all connections, for which it would search a table of megabytes. It searches only as far as the
-    file is read.
+    The kernel lists them before all connections. Reading stops at the first connection, because the kernel would search
+    a table of megabytes for the rest.
     """
     addresses: dict[int, str] = {}
     for name in ("tcp", "tcp6"):
@@ -202,7 +202,7 @@ def unix_sockets(pids: list[int]) -> set[str]:
 
 
 def unix_listeners(inodes: set[int]) -> set[str]:
-    """Return the names of these sockets that are listening unix sockets (unix(7)); an abstract name begins with ``@``."""
+    """Return the names of the listening unix sockets among ``inodes`` (unix(7)); an abstract name begins with ``@``."""
     names = set[str]()
     for row in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, flags, _, _, inode, *name = row.split(maxsplit=7)
@@ -227,9 +227,8 @@ def sockets(pids: list[int]) -> set[int]:
     for pid in pids:
         folder = f"/proc/{pid}/fd"
         with suppress(OSError):  # the process has ended
-            for descriptor in os.listdir(
-                folder
-            ):  # faster than pathlib: a run has thousands of descriptors, listed every second
+            # os.listdir is faster than pathlib: the thousands of descriptors of a run are listed every second.
+            for descriptor in os.listdir(folder):
                 with suppress(OSError):  # this file was closed
                     target = os.readlink(f"{folder}/{descriptor}")
                     if target.startswith("socket:["):

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, with addresses of loopback and a token, and scripts/submit.py on it."""
+"""Ray cluster of several nodes on this machine, with loopback addresses and a token, and scripts/submit.py on it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ class LocalCluster:
         log = (self.folder / f"node{len(self.nodes)}.log").open("wb")
         ip = f"--node-ip-address=127.0.0.{len(self.nodes) + 2}"
         environment = {**self.environment, "RAY_TMPDIR": str(self.folder), MARK: self.resources.mark}
-        agent_port = (
-            f"--dashboard-agent-listen-port={free_ports(1)[0]}"  # Ray's default may be taken by another cluster
-        )
+        # Another cluster may use Ray's default port.
+        agent_port = f"--dashboard-agent-listen-port={free_ports(1)[0]}"
         own = [ip, agent_port, "--min-worker-port=0", "--max-worker-port=0", "--num-cpus=4"]
         words = [RAY, "start", *arguments, *own, "--disable-usage-stats", "--block"]
         with log:
@@ -118,7 +117,7 @@ def _wait_for_nodes(cluster: LocalCluster, count: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports that were free a moment ago."""
+    """Return distinct ports that were free when they were checked."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [listener.getsockname()[1] for listener in sockets]

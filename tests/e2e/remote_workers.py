@@ -1,4 +1,4 @@
-"""Workers of remote experts of the runs of this process, and a thread that kills one."""
+"""Remote expert workers of this process's runs, and a thread that kills one of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def workers(ancestor: int | None = None) -> list[psutil.Process]:
     """Return the living workers that descend from a process, by default from this one."""
     running_workers: list[psutil.Process] = []
     for process in psutil.Process(ancestor).children(recursive=True):
-        with suppress(psutil.Error):  # it has ended, or nobody has waited for its end yet
+        with suppress(psutil.Error):  # it has ended or is a zombie
             if any(WORKER in argument for argument in process.cmdline()):
                 running_workers.append(process)
     return running_workers
 
 
 def kill_once(run_dir: Path, pids: list[int], end_event: threading.Event) -> None:
-    """Kill the worker when the first rollout has been trained."""
+    """Kill a worker once the run has trained on its first rollout."""
     while not end_event.is_set():
         trained = (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)) > 1
         if trained and (running := workers()):

@@ -29,7 +29,7 @@ RUN_S = 420.0
 POLL_S = 0.1
 RECORD_S = 1.0  # between two records of a run's sockets and secrets
 MEMORY_RECORD_S = 5.0  # between two records of its shared memory
-STACKS_S = 10.0  # for the processes of a run that hangs to write their stacks
+STACKS_S = 10.0  # for the processes of a hanging run to write their stacks
 _run_numbers = itertools.count()
 
 
@@ -44,7 +44,7 @@ class RunResult:
 class Training:
     """A process of train.py, or of another script that starts a run, in a new session. ``script`` is relative to the repository."""
 
-    instances: ClassVar[list[Training]] = []  # by this process
+    instances: ClassVar[list[Training]] = []  # all runs that this process has started
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Training:
         return RunResult(self._process.wait(), self._log.read_text())
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition()`` is true. Fail if the run ends before; kill the run after ``RUN_S`` seconds."""
+        """Wait until ``condition()`` is true. Fail if the run ends first; kill the run after ``RUN_S`` seconds."""
 
         def met_or_ended() -> bool:
             assert self.running() or condition(), f"train.py ended early: {self._log.read_text()[-3000:]}"
@@ -177,7 +177,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the newest step logged, -1 before the first."""
+    """Return the newest logged step, or -1 if no step is logged."""
     return max((int(row["step"]) for row in metrics(run_dir)), default=-1)
 
 

@@ -48,7 +48,7 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
 
 
 def run_reference(folder: Path, num_rollouts: int) -> tuple[tuple[str, ...], Path]:
-    """Return a soak's job and the folder of its undisturbed run, which is run unless ``folder`` contains it completely."""
+    """Return a soak's job and the folder of its undisturbed run, which is started unless ``folder`` has its export."""
     job, reference = (*write_inputs(folder / "inputs"), f"loop.num_rollout={num_rollouts}"), folder / "whole"
     if not (reference / "hf" / "config.json").exists():
         shutil.rmtree(reference, ignore_errors=True)

@@ -169,7 +169,7 @@ def expected_prompts(warm_start: WarmStart, n: int) -> list[int]:
 
 
 def test_a_replay_trains_on_the_same_rollouts(run: StoppedAndResumed, warm_start: WarmStart, tmp_path: Path) -> None:
-    """The replay also measures its collectives and ends with a table of them and a guard policy for each."""
+    """The replay also measures its collectives, and prints a table of them and a guard policy."""
     replay = Training(
         *("--steps", str(FROZEN_AFTER), "--out", str(tmp_path / "measured")),
         "+recipe=quickstart",

@@ -1,4 +1,4 @@
-"""A launch script of slime for fine-tuning on conversations is converted, and train.py trains by the recipe."""
+"""A launch script of slime for fine-tuning on conversations is converted, and train.py trains with the recipe."""
 
 from __future__ import annotations
 

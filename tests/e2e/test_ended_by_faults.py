@@ -1,4 +1,4 @@
-"""Runs with a fault that has to end the run, or has to be survived: messages, metrics and files."""
+"""Messages, metrics and files of runs with faults that end the run, and of a run that survives a fault."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_
     assert row["rollout/num_samples"] == 16 * 8
     assert row["rollout/stopped_groups"] == 24 - 16
     assert row["rollout/wasted_tokens"] == 0
-    assert (
-        16 * 8 - 100 <= row["reward/fallbacks"] <= row["reward/remote_failures"]
-    )  # a group stopped meanwhile has none
+    # A request that fails for a group that is then stopped has no fallback.
+    assert 16 * 8 - 100 <= row["reward/fallbacks"] <= row["reward/remote_failures"]
     assert f"warning: the reward server {url} does not score (HTTP 503" in result.output
     assert re.search(
         r"reward_down:collect:1:0 on reward server: noticed after \d+\.\d s \(down: Cannot connect to host 127\.0\.0\.1.*"

@@ -22,7 +22,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-# Start a collective when the interpreter exits, so that a thread of gloo still works and needs the GIL.
+# Start a collective when the interpreter exits, so that a gloo thread is still active and needs the GIL.
 LATE_COLLECTIVE = """
 import atexit, sys, time
 

@@ -72,13 +72,13 @@ def stopped_run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory)
 def stopped_in_a_step(rings: Path, pid: int) -> bool:
     """Stop rank 1; continue it and return False unless it stopped inside a step, where rank 0 waits for it.
 
-    Inside a step, rank 1 has done some but not all of the collectives of the previous step.
-
-    A barrier precedes each release of communicators: see ``slime_like.distributed.wrapper.reload.release``.
+    Rank 1 is inside a step if it has run some collectives since the last barrier, but fewer than between the two
+    barriers before. A barrier precedes each release of communicators: see
+    ``slime_like.distributed.wrapper.reload.release``.
     """
     os.kill(pid, signal.SIGSTOP)
     reading = read_rings(rings)["trainer_rank1"]
-    if reading.state != "stopped":  # not yet: check again
+    if reading.state != "stopped":  # the signal has not taken effect yet
         return False
     shared_records = [record for record in reading.records if len(record.group.ranks) == 2]
     ops = "".join(
@@ -93,7 +93,7 @@ def stopped_in_a_step(rings: Path, pid: int) -> bool:
 
 def test_a_stopped_rank_is_named_and_the_run_ends(stopped_run: StoppedRankRun) -> None:
     assert stopped_run.result.code == 1
-    # The message is of rank 0, which waited: its collective, and the op at which the rings of both ranks differ.
+    # Rank 0, which waited, reports its collective, and the op at which the rings of the two ranks differ.
     message = re.search(
         r"CollectiveError: \w+ #\d+ of \d+ bytes failed on rank 0 after ([\d.]+) s, phase \w+, in group \w+ \(ranks 0, 1\); "
         rf"(\w+ #\d+ in group \w+: (?:did not arrive|arrived, but then): rank 1 \(process {stopped_run.pid} stopped)",

@@ -1,7 +1,8 @@
-"""+recipe=quickstart_latent, shortened, without a warm start: its experts are on two ranks, which replay those of the engine.
+"""+recipe=quickstart_latent, shortened, without a warm start: two trainer ranks replay the engine's experts.
 
-The engine has four ranks: two groups of data-parallel attention, which hold different requests and share the attention weights by
-FlowMLA, and each spread the latents of a sequence over two ranks. Every rank has a quarter of the experts.
+The engine has four ranks in two groups of data-parallel attention. The groups hold different requests and share the
+attention weights (FlowMLA); in each group, the latents of a sequence are spread over two ranks (DCP). Every rank has a
+quarter of the experts.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_the_documented_program_teaches_a_tool(overrides: tuple[str, ...], tmp_p
 
 
 def check_token_table(run_dir: Path, rollout_id: int) -> None:
-    """The view contains the calculator's tokens, without weight, advantage and engine log-probability."""
+    """Check that the view has the calculator's tokens, without loss weight, advantage and engine log-probability."""
     view = load_table(table_path(run_dir / "rollouts", rollout_id))
     groups = load_groups(rollout_path(run_dir / "rollouts", rollout_id))
     samples: dict[int, Sample] = {sample.sample_id: sample for group in groups for sample in group.samples}

@@ -25,7 +25,7 @@ from tests.e2e.worker_server import forking_workers
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 10
 MIN_REPLAYS = 16
-MAX_REPLAYS = 200  # some of which are trained on after the request to stop
+MAX_REPLAYS = 200  # many more than are trained on before the request to stop takes effect
 ACTOR_STARTS = 14
 SMALL_RUN = (
     "evaluation.datasets={}",
@@ -36,7 +36,10 @@ SMALL_RUN = (
 
 
 def write_larger_teacher(folder: Path) -> None:
-    """Write the same function in another shape: one more layer, which adds zero, and MLPs twice as wide, half of them unused."""
+    """Rewrite the model in another shape that computes the same function.
+
+    It gets one more layer, which adds zero, and MLPs twice as wide, whose second half has zero output weights.
+    """
     path = folder / "config.json"
     config: dict[str, Any] = json.loads(path.read_text())
     layers, width = config["num_hidden_layers"], config["intermediate_size"]
@@ -71,7 +74,7 @@ def add_noise(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def distill_dir(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run of a student with a noisy copy of its teacher's weights, trained only by distillation."""
+    """Return the run folder of a student with a noisy copy of its teacher's weights, trained only by distillation."""
     folder = tmp_path_factory.mktemp("distill")
     for name, change in (("student", add_noise), ("teacher", write_larger_teacher)):
         change(Path(shutil.copytree(warm_start.hf, folder / name)))
@@ -141,7 +144,7 @@ def logprobs(model: Any, view: TokenTable) -> np.ndarray:
 
 
 def test_a_critic_learns_the_returns_of_rollouts(distill_dir: Path, warm_start: WarmStart, tmp_path: Path) -> None:
-    """The same rollout is replayed without an engine until a request stops the run; the actor begins to train late."""
+    """One rollout is replayed without an engine until a request stops the run; the actor begins to train late."""
     (tmp_path / "rollouts").mkdir()
     for k in range(MAX_REPLAYS):
         os.link(rollout_path(distill_dir / "rollouts", ROLLOUTS - 1), rollout_path(tmp_path / "rollouts", k))

@@ -56,7 +56,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "slow_engine:collect:3,stop_rank:step:3",
         "stop_engine:collect:4",
     )
-    offload = ("placement.offload_train=true", "placement.offload_rollout=true")  # which changes no result
+    offload = ("placement.offload_train=true", "placement.offload_rollout=true")  # offload does not change results
     managers = ("rollout.num_managers=2", "rollout.num_engines=2")
     fast_health = ("health.interval_s=0.5", "health.first_wait_s=0", "chaos.slow_s=0.5")
     short_deadlines = (f"loop.step_deadline_s={STEP_S}", f"weights.push_deadline_s={STEP_S}")

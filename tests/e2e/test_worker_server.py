@@ -35,7 +35,7 @@ exec(sys.argv[1])
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Return a script that describes its process, then runs its first argument, at the path of Ray's worker."""
+    """Return a script at the path of Ray's worker that describes its process and then runs its first argument."""
     path = tmp_path / SCRIPT.lstrip("/")
     path.parent.mkdir(parents=True)
     path.write_text(WORKER)

@@ -1,10 +1,11 @@
 """Server that forks Ray's workers of a test's runs from a process that has imported torch and megatron-core.
 
-The imports take a third of the CPU time of a rank in a short run. Everything else is as in a user's run. The server does not import
-Ray, whose library reads a worker's variables (``RAY_JOB_ID``) when it is loaded, but packages that Ray imports. If the environment of
-a run has the variables of ``forking_workers()``, the raylet starts Python for a worker as usual; tests/e2e/forked/sitecustomize.py
-then sends command, environment and files to the server, and waits for the end of the fork. A fork ends when the process that
-requested it or the server ends; the server ends with the process that started it.
+The imports take a third of the CPU time of a rank in a short run. Everything else is as in a user's run. The server
+imports packages that Ray imports, but not Ray, which reads a worker's variables (``RAY_JOB_ID``) at its import. If the
+environment of a run has the variables of ``forking_workers()``, the raylet starts Python for a worker as usual;
+tests/e2e/forked/sitecustomize.py then sends command, environment and files to the server, and waits for the end of the
+fork. A fork ends when the process that requested it or the server ends; the server ends with the process that started
+it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ NUM_THREADS = "1"  # of torch in the server, and of a rank unless the run's plan
 REQUEST_S = 10.0  # for a client to send its request
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 IMPORTS = (
-    *("google.protobuf.json_format", "jsonschema", "msgpack", "requests", "tqdm.auto", "uvloop", "wcwidth"),  # of Ray
+    # Imported by Ray.
+    *("google.protobuf.json_format", "jsonschema", "msgpack", "requests", "tqdm.auto", "uvloop", "wcwidth"),
     "slime_like.cluster.plan.ray_cluster",
     "slime_like.cluster.supervise.crash",
     "slime_like.cluster.workers.peaks",
@@ -58,7 +60,8 @@ READ_AT_IMPORT = (
     *("SGLANG_", "TORCH", "TRANSFORMERS_", "TRITON_", "XDG_"),
 )
 READ_LATER = {"HF_TOKEN", "TORCHINDUCTOR_CACHE_DIR"}
-SET_BY_ACTORS = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}  # before they import torch
+# Set by actors before they import torch.
+SET_BY_ACTORS = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +279,7 @@ def check_actors() -> None:
 
 
 def set_environment(environment: Mapping[str, str], folder: str) -> None:
-    """Set the environment, and the state that Python derives from it and from its script's ``folder`` at its start."""
+    """Set the environment, and the state that Python derives from it and from its script's ``folder`` at startup."""
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     inherited = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path]
     sys.path[:] = [folder, *paths, *(path for path in sys.path[1:] if path not in inherited)]
@@ -290,7 +293,7 @@ def set_environment(environment: Mapping[str, str], folder: str) -> None:
 
 
 def main(address: str) -> None:
-    """Import, listen at ``address`` and serve."""
+    """Import the workers' modules, listen at ``address`` and serve."""
     import_worker()
     scratch = Path(f"{address}.{secrets.token_hex(4)}")
     with socket.socket(socket.AF_UNIX) as listener:

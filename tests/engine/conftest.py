@@ -75,7 +75,7 @@ class RunningEngine:
         await self.update(send(), version)
 
     async def drop_prefixes(self) -> None:
-        """Drop all cached prefixes. Pause first, because a rank refuses while it completes its last reply."""
+        """Drop all cached prefixes. Pause first, because a rank that completes a reply refuses to flush."""
         await self.client.pause()
         await self.client.flush()
         await self.client.resume()
@@ -147,7 +147,7 @@ def launch(
     server_type: type[EngineServer] = EngineServer,
     **sglang: Any,
 ) -> Generator[RunningEngine | None]:
-    """Yield ``None`` once the engine's process has started, so that several can start at once; then the ready engine."""
+    """Yield ``None`` once the engine's process has started, so that several start at once; then the ready engine."""
     spec = EngineSpec(
         model_path=str(models.paths["A"]),
         device="cpu",

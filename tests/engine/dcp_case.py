@@ -93,7 +93,7 @@ class Pool:
 
 @dataclass
 class ShardedCase:
-    """Requests with new tokens after cached ones. Tensors of tokens have the tokens of all requests in order."""
+    """Requests with new tokens after cached ones. Token tensors concatenate the tokens of all requests."""
 
     size: int
     decode: bool
@@ -114,7 +114,7 @@ class ShardedCase:
 
     @property
     def cached(self) -> list[int]:
-        """Number of tokens of each request in the cache when attention runs, or before a prefill."""
+        """Number of cached tokens of each request: all tokens in a decode step, the prefix in a prefill."""
         return self.total if self.decode else self.prefix
 
     def pools(self) -> list[Pool]:
@@ -143,7 +143,7 @@ class ShardedCase:
 def sharded_case(
     requests: Sequence[tuple[int, int]], size: int, heads: int, *, decode: bool, dim: int = DIM
 ) -> ShardedCase:
-    """Return a case of ``requests`` (new tokens, cached tokens), with ``heads`` query heads on each of ``size`` ranks."""
+    """Return a case of ``requests`` (new, cached tokens) with ``heads`` query heads on each of ``size`` ranks."""
     generator = torch.Generator().manual_seed(len(requests))
     new = [1 if decode else n for n, _ in requests]
     prefix = [p + n - 1 if decode else p for n, p in requests]

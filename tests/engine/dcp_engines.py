@@ -1,4 +1,4 @@
-"""Engines of random models with and without decode context parallelism, and the responses without it."""
+"""Engines of random models with and without decode context parallelism (DCP), and reference responses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class EngineCase:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def hits(self) -> list[int]:
-        """Return the number of tokens of each of ``PROMPTS`` that a repeated request reads from the prefix cache, in full pages."""
+        """Return how many tokens of each repeated prompt are read from the prefix cache, in full pages."""
         page = lcm(self.dcp, STATES) if self.model in HYBRIDS else self.dcp
         return [(len(ids) - 1) // page * page for ids in PROMPTS]
 
@@ -139,7 +139,7 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
 
 @dataclass(frozen=True)
 class ReferenceResponses:
-    """Responses of an engine without DCP, whose greedy tokens are the most probable ones of transformers."""
+    """Responses of an engine without DCP. transformers gives its greedy tokens the highest probability."""
 
     greedy: Mapping[str, list[Completion]]  # by the name of the weights
     exact: Mapping[str, list[F32]]  # log-probabilities of these tokens, by transformers
@@ -147,7 +147,7 @@ class ReferenceResponses:
     scores: F32  # log-probabilities of the last prompt's tokens under the weights of A, by transformers
 
     def check(self, completions: list[Completion], weights: str) -> None:
-        """Assert that greedy responses to ``PROMPTS`` are those of the engine without DCP, and exact."""
+        """Assert that greedy responses equal those of the engine without DCP and agree with transformers."""
         assert_same(completions, self.greedy[weights])
         for completion, expected in zip(completions, self.exact[weights], strict=True):
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=SAME)
@@ -166,7 +166,7 @@ def reference(engine: RunningEngine, models: Models) -> ReferenceResponses:
 
 
 def exact_logprobs(completions: list[Completion], models: Models, weights: str) -> Iterator[F32]:
-    """Yield the log-probabilities of greedy responses to ``PROMPTS`` by transformers, whose most probable tokens they have."""
+    """Yield transformers' logprobs of greedy responses to ``PROMPTS``; assert that it has the same greedy tokens."""
     for ids, completion in zip(PROMPTS, completions, strict=True):
         sequence = torch.from_numpy(np.concatenate([ids, completion.token_ids]).astype(np.int64))
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Compare SGLang's Triton kernels for DCP with their stand-ins: ``TRITON_INTERPRET=1 python -m tests.engine.dcp_kernels``."""
+"""Compare SGLang's Triton kernels for DCP with fakes: ``TRITON_INTERPRET=1 python -m tests.engine.dcp_kernels``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.flashinfer_case import RowsKernel
 
 
 def compare_rows() -> None:
-    """Compare the rows of a rank's tokens."""
+    """Compare the pool rows of a rank's tokens."""
     case = sharded_case([(1, 30), (1, 0), (1, 1)], 2, 4, decode=True, dim=16)
     lens, indptr = torch.tensor([15, 0, 1]), torch.tensor([0, 15, 15, 16], dtype=torch.int32)
     outs = [torch.zeros(20, dtype=torch.int32) for _ in range(2)]

@@ -36,7 +36,7 @@ async def raise_error(prompt: Prompt, engine: Engine, seeds: Sequence[int], cont
 async def number_groups(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """Number the group by another number than the context's."""
+    """Give the samples another group id than the context's."""
     samples = await single_turn(prompt, engine, seeds, context)
     return [replace(sample, group_id=context.group_id + 100) for sample in samples]
 
@@ -44,6 +44,6 @@ async def number_groups(
 async def forget_versions(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """Leave the weight versions of sampled tokens out."""
+    """Remove the weight versions of sampled tokens."""
     samples = await single_turn(prompt, engine, seeds, context)
     return [replace(sample, spans=tuple(replace(span, version=-1) for span in sample.spans)) for sample in samples]

@@ -33,8 +33,8 @@ from tests.engine.forked_engines import ForkedEngineServer
 from tests.engine.test_weights import TensorSource
 
 HOST = "127.0.0.1"
-# An engine works on one group at a time and queues one more. At its first or second answer it therefore still has groups to
-# answer, however fast it decodes and however late this process receives the answer.
+# An engine works on one group at a time and queues one more. At its first or second answer it therefore still has
+# groups to answer, however fast it decodes and however late this process receives the answer.
 GROUPS, SAMPLES, TOKENS, MAX_GROUPS_IN_FLIGHT = 12, 4, 50, 2
 AnswerCallback = Callable[[str], None]
 _answer_callbacks: list[AnswerCallback] = []  # called with the engine's name at each answer
@@ -66,7 +66,7 @@ def at_first_answer(action: Callable[[str], object]) -> None:
 
 
 def record_answers() -> list[str]:
-    """Return a list to which the engine's name is appended at each further answer."""
+    """Return a list to which the name of the engine is appended at each later answer."""
     engine_names: list[str] = []
     _answer_callbacks.append(engine_names.append)
     return engine_names
@@ -168,7 +168,7 @@ class LocalSupervisor:
 
 
 class EnginePair:
-    """Two engines and the managers that use them. The second one has ``dp_attention`` data-parallel ranks."""
+    """Two engines and the managers that use them. The second engine has ``dp_attention`` data-parallel ranks."""
 
     def __init__(
         self, models: Models, folder: Path, max_response_len: int = TOKENS, dp_attention: int = 1, **engine: Any

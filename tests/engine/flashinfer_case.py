@@ -1,7 +1,7 @@
-"""The FlashInfer backend of a DCP rank without an engine: SGLang's backend with a stub of the model runner.
+"""FlashInfer backend of a DCP rank without an engine: SGLang's backend with a stub of the model runner.
 
-``WRAPPERS`` compute FlashInfer's attention in torch: they have its interface, its log-sum-exp of base 2, and NaN where it
-leaves its outputs undefined.
+``WRAPPERS`` compute FlashInfer's attention in torch, with its interface and its log-sum-exp of base 2, and return NaN
+where FlashInfer leaves its outputs undefined.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def attend(q_QHD: Tensor, k_LD: Tensor, v_LD: Tensor, scale: float, *, causal: b
 
 
 class TorchPaged:
-    """Wrapper of decode or prefill over rows of a pool. With CUDA graphs, it reads its buffers when it runs."""
+    """Fake wrapper for decode or prefill over rows of a pool. With CUDA graphs, it reads its buffers when it runs."""
 
     def __init__(self, workspace: Tensor, layout: str, **options: Any) -> None:
         assert layout == "NHD"
@@ -122,7 +122,7 @@ def fast_decode_plan(
     global_override_indptr_cpu: Tensor | None,
     **options: Any,
 ) -> None:
-    """Fake of FlashInfer's plan of a replayed graph, which takes the lengths from the host if it gets them."""
+    """Plan the replay of a graph like FlashInfer's function; check the lengths on the host, if they are passed."""
     assert global_override_indptr_cpu is None or global_override_indptr_cpu.tolist() == indptr.tolist()
     TorchDecode.begin_forward(wrapper, indptr, rows, *shape, **options)
 
@@ -150,7 +150,7 @@ class RowsKernel:
 
 
 class OnDevice:
-    """``torch`` for SGLang's module, in which it creates tensors on ``device`` instead of "cuda"."""
+    """Proxy of ``torch`` for SGLang's module, which creates tensors on ``device`` instead of "cuda"."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -176,7 +176,7 @@ def use_torch(patch: pytest.MonkeyPatch, backend: Any, group: ThreadGroup) -> No
 def set_context(
     patch: pytest.MonkeyPatch, backend: Any, group: ThreadGroup, exchange: str = "ag_rs", on: str | None = None
 ) -> None:
-    """Set SGLang's context to that of the rank of the calling thread. ``on``: a feature."""
+    """Make SGLang's context that of the calling thread's rank. ``on``: a feature to enable."""
 
     def parallel() -> SimpleNamespace:
         size = group.world_size
@@ -202,7 +202,7 @@ def set_context(
 
 
 def stub_runner(case: ShardedCase, pool: Any, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-    """Return what the backend reads of a model runner."""
+    """Return a stub of a model runner with the attributes that the backend reads."""
     method = SimpleNamespace(resolve_attention_access=lambda phase, name: None, needs_global_scale=lambda: False)
     pool.get_kv_cache_quant_method = lambda: method
     config = SimpleNamespace(
@@ -237,7 +237,7 @@ def stub_runner(case: ShardedCase, pool: Any, device: str = "cpu", dtype: torch.
 
 
 def stub_batch(case: ShardedCase, device: str = "cpu") -> Any:
-    """Return what the backend reads of a forward batch."""
+    """Return a stub of a forward batch with the attributes that the backend reads."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     slots = case.slots_L[case.fresh_L]
@@ -293,7 +293,7 @@ def build_ranks(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> list[Any]:
-    """Return the backend of each rank. Sequential: SGLang keeps parts of a plan in a global."""
+    """Return the backend of each rank, built one at a time because SGLang keeps parts of a plan in a global."""
     ranks: list[Any] = []
     for rank in range(case.size):
         group.enter(rank)

@@ -29,7 +29,7 @@ WEIGHTS = {
 
 
 class Linear(nn.Module):
-    """A linear layer whose loader writes rows, as those of a fused projection."""
+    """Linear layer whose weight loader writes a range of rows, like the loaders of fused projections."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class FlowLayer(nn.Module):
 
 
 def tensors(layers: Sequence[FlowLayer], seed: int) -> list[tuple[int, str, int, Tensor]]:
-    """Return layer, module, first row and rows of new weights; the second parts of fused projections after all other ones."""
+    """Return (layer, module, first row, rows) of new weights. The second parts of fused projections come last."""
     generator = torch.Generator().manual_seed(seed)
     parts: list[tuple[int, str, int, Tensor]] = []
     for index, layer in enumerate(layers):
@@ -144,7 +144,7 @@ def load(
     weights: Iterable[tuple[int, str, int, Tensor]],
     update: Callable[[Any, Callable[[], None]], None],
 ) -> None:
-    """Load weights as SGLang does: by loaders, and then the weights that are computed from them, within ``update``."""
+    """Load weights as SGLang does: call the loaders, then compute the absorbed weights within ``update``."""
     absorbed: set[int] = set()
     for index, name, row, rows in weights:
         weight: Any = layers[index].get_submodule(name).weight

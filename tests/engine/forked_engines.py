@@ -1,8 +1,8 @@
-"""Engines forked from one process that has imported SGLang, which takes nine tenths of the CPU time of an engine's start.
+"""Engines forked from one process that has imported SGLang: the import takes nine tenths of the CPU time of a start.
 
-Python's fork server imports this module, and with ``IMPORTS`` in its environment SGLang. All else is the product's:
-``EngineServer``, the engine's environment, ``main.py`` and the processes that it starts. The engines of a run of train.py are
-forked too if the run has the environment ``forking_engines()``.
+Python's fork server imports this module, which imports SGLang if ``IMPORTS`` is in the environment. Everything else is
+the product's: ``EngineServer``, the engine's environment, ``main.py`` and the processes that it starts. The engines of
+a run of train.py are forked too if the run has the environment ``forking_engines()``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _environments: list[Any] = []  # arrays of pointers that libc uses
 
 
 def import_sglang() -> None:
-    """Import what ``slime_like.rollout.engine.main.serve`` imports. Load no plugins: they depend on the engine."""
+    """Import the modules of ``slime_like.rollout.engine.main.serve``, without plugins, which depend on the engine."""
     from slime_like.rollout.engine.sglang_imports import sglang_imports
 
     with sglang_imports():
@@ -58,7 +58,7 @@ if os.environ.get(MARK):
 
 
 class EngineMain:
-    """A function ("module:function") with this stdin, log and environment, in a child of the fork server."""
+    """Callable for a child of the fork server: run a function ("module:function") with a stdin, log and environment."""
 
     def __init__(self, target: str, stdin: int, log: int, environment: dict[str, str]) -> None:
         self._target, self._stdin, self._log, self._environment = target, stdin, log, environment
@@ -122,7 +122,8 @@ class ForkedEngineServer(EngineServer):
 def show_environment() -> None:
     """Move the environment into the memory that ``/proc/<pid>/environ`` shows, where a new program has it.
 
-    The product and the tests find the processes and folders of a run by it. Ray finds the title of a process before it.
+    The product and the tests find the processes and folders of a run by this memory, and Ray searches the memory before
+    it for the process title.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start, env_end of proc_pid_stat(5)
@@ -146,7 +147,7 @@ def forking_engines() -> dict[str, str]:
 
 
 def fork_engines_of(module: ModuleType) -> None:
-    """Make ``EngineServer`` of its module fork engines from the server at ``ADDRESS``, which is another process's."""
+    """Make ``EngineServer`` of ``module`` fork engines from the fork server of another process, at ``ADDRESS``."""
     server: Any = forkserver._forkserver
     server.ensure_running = resource_tracker.ensure_running
     server._forkserver_address = os.environ[ADDRESS]
@@ -161,7 +162,7 @@ def fork_engines_of(module: ModuleType) -> None:
 
 
 def start_fork_server() -> None:
-    """Start this process's fork server; its imports take the time of an engine's start. Idempotent."""
+    """Start this process's fork server, whose imports take as long as the start of an engine. Idempotent."""
     import pytest  # not in the actors of a run
 
     with pytest.MonkeyPatch.context() as patch:

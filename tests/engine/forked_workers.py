@@ -1,4 +1,4 @@
-"""Engines whose workers of remote experts are forks of the engine's ranks: a worker's import of torch takes 4 s of CPU."""
+"""Engines that fork their workers of remote experts, because the import of torch in a worker takes 4 s of CPU time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGET = f"{__name__}:main"
 
 
 class WorkerOfRank(ForkedProcess):
-    """Worker with the command line of one that was started, and of the rank's files only its socket and log."""
+    """Forked worker with the command line of a started one. It closes all files of the rank but its socket and log."""
 
     def serve(self) -> None:
         setproctitle.setproctitle(f"{sys.executable} -m {MODULE}")

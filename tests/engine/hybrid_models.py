@@ -82,7 +82,7 @@ def config(family: str) -> Any:
     text_family = f"{WITH_VISION}_text"
     rotary = {
         "rope_parameters": rope(text_family, 0.5)
-    }  # differs from the values that transformers writes at top level
+    }  # differs from the value that transformers writes at the top level
     text = {
         **SHAPE,
         **FAMILIES[text_family],

@@ -19,8 +19,9 @@ def generate_over_two_pushes(
 ) -> list[Completion]:
     """Return three completions, each sampled under the weights of A, then B, then A.
 
-    ``dp_rank`` computes all of them, while other data-parallel ranks have no request; by default SGLang distributes them. On a busy
-    machine a request may begin after the first push or end before the second; all three are then sampled again.
+    If ``dp_rank`` is given, it computes all of them while other data-parallel ranks have no request; otherwise SGLang
+    distributes them. On a busy machine a request may begin after the first push or end before the second; all three are
+    then sampled again.
     """
 
     async def sample(seeds: list[int], num_tokens: int) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""Tiny random models with latent attention: queries with and without a latent, yarn, experts in groups with and without a bias."""
+"""Tiny random models with latent attention: with and without query latents, YaRN, expert groups and expert biases."""
 
 from __future__ import annotations
 

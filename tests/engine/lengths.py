@@ -1,6 +1,6 @@
 """A generate function whose answers are long for every other prompt, so that some requests are always in flight.
 
-The function sets the reward itself: long answers would end while a reward process starts.
+The function sets the reward itself, because long answers would end while a reward process starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_SHORT, NUM_LONG = 4, 200
 async def long_for_odd_prompts(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """Sample up to ``NUM_SHORT`` tokens, or exactly ``NUM_LONG`` for odd prompts; one more for each further sample."""
+    """Sample up to ``NUM_SHORT`` tokens, or exactly ``NUM_LONG`` for odd prompts, plus the index of the sample."""
     min_tokens, stops = (NUM_LONG, ()) if prompt.prompt_id % 2 else (NUM_SHORT, context.sampling.stop_token_ids)
 
     async def ask(index: int, seed: int) -> Completion:

@@ -1,4 +1,4 @@
-"""Samples of several turns: the token table shows that exactly the tokens sampled by the model are trained on."""
+"""Checks of multi-turn samples: in the token table, exactly the tokens that the model sampled are trained on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPERATURE = 0.7
 
 
 def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenTable:
-    """The token table of a group, scored by transformers in the trainer's place."""
+    """Return the token table of a group, with scores by transformers in place of the trainer."""
     scored_samples = tuple(replace(s, reward=s.reward or Reward(float(i % 2))) for i, s in enumerate(samples))
     group = SampleGroup(samples[0].group_id, prompt, scored_samples)
     micro_batch = choose_samples(assemble([group], AssembleSpec(grpo, "token_mean", 1, 1, 4096, 256), 0), [group], 4096)
@@ -31,7 +31,7 @@ def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenT
 
 
 def check_samples(engine: RunningEngine, models: Models, prompt: Prompt, samples: Sequence[Sample]) -> None:
-    """Check that recorded log-probabilities equal the engine's scores and the trainer's, and that only model tokens are trained on."""
+    """Assert that logprobs agree with the engine and with transformers, and that only sampled tokens are trained on."""
     scores_of_samples = engine.run(engine.client.score([s.token_ids for s in samples], TEMPERATURE))
     for sample, scores in zip(samples, scores_of_samples, strict=True):
         is_sampled = sampled_mask(sample)

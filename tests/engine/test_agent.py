@@ -34,7 +34,7 @@ class AgentRuns:
         self._engine, self._tokenizer = engine, tokenizer
         self.metrics: dict[str, float] = {}
         self.warnings: tuple[str, ...] = ()
-        self.addresses: list[str] = []  # on which this process listened, including the endpoint's
+        self.addresses: list[str] = []  # addresses on which this process listened, including the endpoint's
 
     def play(
         self,

@@ -33,7 +33,7 @@ def backend(in_c: bool, latent: bool, **pools: Any) -> Any:
 
 
 def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_cached: int) -> torch.Tensor:
-    """q [Q, H, D] after ``num_cached`` tokens, keys [L, K, D] and values [L, K, V] -> [Q, H, V]."""
+    """Return attention [Q, H, V] of q [Q, H, D] after ``num_cached`` of the keys [L, K, D] and values [L, K, V]."""
     q, keys, values = q.double(), keys.double(), values.double()
     later_QL = torch.arange(len(keys)) > num_cached + torch.arange(len(q))[:, None]
     of_head = torch.arange(q.shape[1]) // (q.shape[1] // keys.shape[1])

@@ -1,6 +1,6 @@
 """Every value of rollout.cpu_kernels gives the tokens and scores of SGLang's own forward pass, for any batch.
 
-``auto`` is C kernels if there is a compiler.
+``auto`` selects C kernels if there is a compiler.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def arms(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 
 def assert_same(arms: dict[str, RunningEngine], work: Work) -> list[Completion]:
-    """Assert equal tokens, ends and versions, and scores equal up to rounding; return the completions of ``off``."""
+    """Assert equal tokens, finish reasons and versions, and logprobs up to rounding; return those of ``off``."""
     answers = {name: arm.run(work(arm)) for name, arm in arms.items()}
     expected = answers.pop("off")
     for name, completions in answers.items():
@@ -95,7 +95,7 @@ def test_continuations_of_cached_prefixes_give_equal_tokens(arms: dict[str, Runn
 
 
 def test_sampling_that_the_kernels_do_not_support_is_left_to_sglang(arms: dict[str, RunningEngine]) -> None:
-    """Nucleus, top-k and stop tokens, in one batch with plain requests."""
+    """Top-p, top-k and stop tokens work in one batch with plain requests."""
 
     async def work(arm: RunningEngine) -> list[Completion]:
         default = make_sampling(tokens=30)

@@ -31,7 +31,7 @@ def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
         return
     assert actual.dtype is expected.dtype
     torch.testing.assert_close(actual, expected, atol=1e-6, rtol=2**-7)
-    is_different = (actual - expected).abs() > 1e-30  # silu of large negative inputs
+    is_different = (actual - expected).abs() > 1e-30  # smaller differences are of silu for large negative inputs
     assert is_different.float().mean() <= 0.02 + 2 / actual.numel()
 
 
@@ -45,7 +45,7 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype, residual: bool,
     out, expected_out = torch.empty_like(x), torch.empty_like(x)
     C().add_rms_norm(actual, delta, weight, out, 1e-6)
     TORCH.add_rms_norm(expected, delta, weight, expected_out, 1e-6)
-    assert torch.equal(actual, expected)  # one addition with one rounding has to be exact
+    assert torch.equal(actual, expected)  # a single addition rounds once, so it has to be exact
     assert_equal_up_to_rounding(out, expected_out)
     row = x.double() + (0 if delta is None else delta.double())
     reference = row * (row.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()

@@ -19,7 +19,7 @@ needs_products = pytest.mark.skipif(not has_products(), reason="no C compiler, o
 
 
 class TwoLayers(nn.Module):
-    """Two layers, one of them with bias, and a loader that, as SGLang's, does not increase the version counter."""
+    """Two linear layers, one with a bias. Like SGLang's, their loader does not increase the version counters."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()

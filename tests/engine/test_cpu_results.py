@@ -1,4 +1,4 @@
-"""The fast path for sampled tokens: batches that it processes, and batches that it leaves to SGLang. No engine, only fakes."""
+"""Fast path for sampled tokens, without an engine: batches that it processes, and batches that it leaves to SGLang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like_plugins.sglang_cpu import results
 
 
 class Processor:
-    """Fake of SGLang's processor that counts the calls of its functions."""
+    """Fake of SGLang's processor that records finished requests and counts streamed outputs."""
 
     enable_overlap = enable_overlap_mlx = False
     decode_offload_manager = None

@@ -1,4 +1,4 @@
-"""A decode step in one C call gives the bits of its kernels and products called separately, without an engine or SGLang."""
+"""A decode step in one C call is bitwise equal to separate calls of its kernels and products. No engine, no SGLang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCALE, EPS = 0.2, 1e-6
 
 
 class StepModel:
-    """Attributes of an SGLang model that ``DecodeStep`` reads: with norms of heads, or with biases."""
+    """Attributes of an SGLang model that ``DecodeStep`` reads. The model has norms of heads, or biases."""
 
     def __init__(self, dtype: torch.dtype, heads: tuple[int, int, int], width: int, has_biases: bool) -> None:
         count, kv_count, dim = heads

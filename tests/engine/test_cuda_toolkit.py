@@ -1,4 +1,4 @@
-"""Starts of engines on a GPU: CUDA_HOME and the runtime of NVIDIA's wheels, imports of spawned workers, and workers that die."""
+"""Start of an engine on a GPU: toolkit and runtime from NVIDIA's wheels, imports of spawned workers, dying workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slime_like.util.deadline import scale
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with the files of NVIDIA's wheels, the only one that is importable; no toolkit is installed."""
+    """Return a folder with the files of NVIDIA's wheels, alone on ``sys.path``; no toolkit is installed."""
     home = tmp_path / "site" / "nvidia" / "cu13"
     for name in ("bin/nvcc", "include/cuda_runtime.h", "nvvm/bin/cicc", "lib/libcudart.so.13", "lib/libcudadevrt.a"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ SPEC = EngineSpec("model", "cuda", "bfloat16", 1, 64, 0, "engine.log", 10, 10)
 
 
 def test_a_preloaded_library_finds_the_runtime_of_the_wheels(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang preloads torch_memory_saver into its schedulers, and the loader would end them before Python starts."""
+    """SGLang preloads torch_memory_saver into its schedulers, which would fail to load without the CUDA runtime."""
     folder = str(wheel / "lib")
     assert library_environment({}) == {"LD_LIBRARY_PATH": folder}
     assert library_environment({"LD_LIBRARY_PATH": "/opt/lib"}) == {"LD_LIBRARY_PATH": f"/opt/lib:{folder}"}
@@ -90,7 +90,7 @@ def test_a_preloaded_library_finds_the_runtime_of_the_wheels(wheel: Path, monkey
 
 @pytest.mark.usefixtures("wheel")
 def test_the_server_of_an_engine_on_a_gpu_has_the_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang compiles the activation of every MLP, and ends without a compiler."""
+    """SGLang compiles the activation of every MLP, and exits if there is no compiler."""
     monkeypatch.setattr(engine_environment, "interface_environment", lambda host: {})
     monkeypatch.setenv("PATH", "/nowhere")
     for name in ("CUDA_HOME", "CUDA_PATH"):
@@ -116,7 +116,7 @@ main.main()
 
 
 def test_a_server_whose_worker_died_during_the_start_ends() -> None:
-    """It would wait for its other workers, and the run for the server until rollout.start_deadline_s."""
+    """Otherwise the server would wait for its other workers, and the run for it until rollout.start_deadline_s."""
     process = subprocess.Popen(
         [sys.executable, "-c", DEAD_WORKER],
         stdin=subprocess.PIPE,

@@ -54,7 +54,7 @@ class ModelEngines:
 
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelEngines]:
-    """Engines of all cases of a model, started side by side from one process that has imported SGLang."""
+    """Yield the engines of all cases of a model, which start concurrently from one process that has imported SGLang."""
     start_fork_server()
     model: str = request.param
     models = build(tmp_path_factory.mktemp(model), MODELS[model])
@@ -121,8 +121,8 @@ def assert_uses(engine: RunningEngine, case: EngineCase) -> None:
 def test_tokens_and_logprobs_are_those_without_dcp_and_exact(name: str, engines: ModelEngines) -> None:
     """Compare with a cold cache, after aborts, with prefix hits and after a push by each transport.
 
-    Prompts shorter than the group leave a rank without tokens; engines with ``chunked_prefill_size`` prefill long ones in
-    chunks.
+    Prompts shorter than the group leave a rank without tokens. Engines with ``chunked_prefill_size`` prefill long
+    prompts in chunks.
     """
     case, engine, models, expected = CASES[name], engines.sharded[name], engines.models, engines.reference
     for version, weights in enumerate("ABA"):
@@ -136,7 +136,7 @@ def test_tokens_and_logprobs_are_those_without_dcp_and_exact(name: str, engines:
             hits = [completion.cached_tokens for completion in completions]
             if not is_cached:
                 assert not any(hits)
-            elif "dp_attention" not in case.settings:  # each rank of it has a prefix cache
+            elif "dp_attention" not in case.settings:  # its ranks have separate prefix caches
                 assert hits == case.hits()
             if not version and not is_cached:
                 abort(engine)
@@ -148,14 +148,14 @@ def test_tokens_and_logprobs_are_those_without_dcp_and_exact(name: str, engines:
 
 @engines_of("qwen3_next")
 def test_decode_steps_keep_the_states_of_hybrid_models_at_pages(engines: ModelEngines) -> None:
-    """A prompt that continues a response begins with the response's states, kept while it was decoded."""
+    """A prompt that continues a response starts from a state that was cached while the response was decoded."""
     sharded = engines.sharded["qwen3_next tp2 dcp2"]
     ids = prompt(STATES - 24, seed=4)
     (completion,) = greedy(sharded, [ids], 40)
-    continued = [np.concatenate([ids, completion.token_ids[:36]])]
-    responses = greedy(sharded, continued)
+    continued_prompts = [np.concatenate([ids, completion.token_ids[:36]])]
+    responses = greedy(sharded, continued_prompts)
     assert responses[0].cached_tokens == STATES
-    assert_same(responses, greedy(engines.unsharded, continued))
+    assert_same(responses, greedy(engines.unsharded, continued_prompts))
 
 
 @engines_of("qwen3")

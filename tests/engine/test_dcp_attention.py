@@ -1,4 +1,4 @@
-"""Attention over a KV cache spread over ranks: each part, their merge, and complete attention with threads as ranks. No engine."""
+"""Attention over a KV cache sharded over ranks: partial results, merges, and all steps with threads as ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IN_C = st.booleans() if any(shutil.which(name) for name in build.COMPILERS) else
 
 
 def normal(seed: int, *shape: int) -> Tensor:
-    """Normally distributed numbers."""
+    """Return normally distributed numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -49,7 +49,7 @@ def test_merged_parts_are_the_softmax_of_all_keys(base: float, counts: list[int]
         lses.append(torch.logsumexp(part, -1).div(math.log(base)).float())
     out, lse = merge(torch.stack(outs), torch.stack(lses), base=base)
     exact = torch.softmax(scores, -1) @ values
-    # A log-sum-exp of x has an error of about x * 2^-24, and weights have that as relative error.
+    # A log-sum-exp of x has an error of about x * 2^-24, which is the relative error of the weights.
     tolerance = 2e-6 + 4 * float(scores.abs().max()) * 2**-24
     torch.testing.assert_close(out.double(), exact, atol=4 * tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), torch.logsumexp(scores, -1), atol=tolerance, rtol=1e-6)
@@ -126,7 +126,7 @@ def test_any_mix_of_lengths_over_ranks(
     def run(rank: int) -> Tensor:
         table = SimpleNamespace(req_to_token=case.table)
         runner = SimpleNamespace(req_to_token_pool=table, token_to_kv_pool=pools[rank])
-        backend = attention.ShardedAttention(runner, CKernels(build.build().path) if in_c else None)  # each its buffers
+        backend = attention.ShardedAttention(runner, CKernels(build.build().path) if in_c else None)  # with own buffers
         backend._rank = rank
         if not decode:
             queries: Any = SimpleNamespace(release=lambda: releases.append(rank))
@@ -155,20 +155,20 @@ class Rope:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> None:
-    """Compare at the start, after a push, which overwrites the projections in place, and with a new parameter.
+    """Compare at the start, after a push, and with a new parameter; no hidden states are kept after an attention.
 
-    The loader's write is not counted by torch. No hidden states are kept after an attention.
+    A push overwrites the projections in place, and torch's version counter does not count the loader's write.
     """
     from slime_like_plugins.dcp import exchange_time
     from slime_like_plugins.dcp.group_queries import group_queries
 
     size, heads, hidden = 3, 2, 8
     group, hidden_TC, positions_T = ThreadGroup(size), normal(1, 5, hidden), torch.arange(5) + 7
-    measured: list[int] = []  # the rank of each measured exchange
+    measured_ranks: list[int] = []  # the rank of each measured exchange
 
     @contextlib.contextmanager
     def running() -> Generator[None]:
-        measured.append(group.rank_in_group)
+        measured_ranks.append(group.rank_in_group)
         yield
 
     clock: Any = SimpleNamespace(running=running)
@@ -183,7 +183,7 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
         models.append(attention)
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
-        """Return the gathered queries, and those that the rank computes, before and after a push."""
+        """Return the gathered queries and those that the rank computes, stacked over the three stages."""
         module: Any = models[rank]
         queries = group_queries(module, group)[4]
         results: list[tuple[Tensor, Tensor]] = []
@@ -194,7 +194,7 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
             )
             results.append((group.all_gather(own_queries.view(5, heads, DIM), dim=1), queries(positions_T)))
             assert queries._hidden_TC is None
-            if push == 1:  # a parameter with the same version, of other values
+            if push == 1:  # a parameter with other values whose version counter is not smaller
                 version = module.qkv_proj.weight._version
                 module.qkv_proj.weight = torch.nn.Parameter(normal(20 + rank, (heads + 2) * DIM, hidden))
                 while module.qkv_proj.weight._version < version:
@@ -210,6 +210,6 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
         patch.setattr(exchange_time, "METHODS", ["all_gather"])
         exchange_time.measure(group, clock)
         results = by_threads(group, run)
-    for gathered, computed in results:
-        torch.testing.assert_close(computed, gathered, atol=2e-6, rtol=1e-5)
-    assert sorted(measured) == sorted([*range(size)] * 3), "gathered projections are not an exchange of attention"
+    for gathered_queries, computed_queries in results:
+        torch.testing.assert_close(computed_queries, gathered_queries, atol=2e-6, rtol=1e-5)
+    assert sorted(measured_ranks) == sorted([*range(size)] * 3), "gathered projections are not an exchange of attention"

@@ -1,4 +1,4 @@
-"""Time of DCP exchanges: a clock of the host, and events of a GPU, which are simulated."""
+"""Time of DCP exchanges, measured by the host's clock and by simulated GPU events."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_last_replays_of_graphs_stand_for_all_replays(group: Any) -> None:
 
 
 def test_only_decode_steps_that_replayed_a_graph_count_as_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events outside graphs measure the exchanges of all other steps."""
+    """Events outside graphs measure the exchanges of the other steps."""
     monkeypatch.setattr(usage, "counts", usage.Counts())
     monkeypatch.setattr(exchange_time, "_clocks", [SimpleNamespace(take=float)])  # a second per replay
     stats = SimpleNamespace(full_capacity=8, get_kv_token_stats=lambda: (4, 0.5))

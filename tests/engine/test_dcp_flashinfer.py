@@ -1,4 +1,4 @@
-"""FlashInfer attention of DCP ranks without a GPU: rows, plans and merges, with FlashInfer's attention computed in torch."""
+"""FlashInfer attention of DCP ranks on a CPU, with FlashInfer replaced by torch: rows, plans and merges."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def forward(ranks: list[Any], group: ThreadGroup, case: ShardedCase, batch: Any)
 def test_any_mix_of_lengths_over_ranks(
     exchange: str, requests: list[tuple[int, int]], size: int, heads: int, decode: bool
 ) -> None:
-    """Decode, prefill with and without cached prefixes; sequences shorter than the group leave ranks without tokens."""
+    """Decode and prefill agree with exact attention; sequences shorter than the group leave ranks without tokens."""
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
     case = sharded_case(requests, size, heads, decode=decode)
@@ -71,21 +71,21 @@ def test_any_mix_of_lengths_over_ranks(
 @settings(max_examples=num_examples(20), deadline=None)
 @given(lens=st.lists(st.integers(1, 40), min_size=3, max_size=3), size=st.integers(2, 4), has_host_lens=st.booleans())
 def test_a_graph_reads_the_plan_of_its_replay(lens: list[int], size: int, has_host_lens: bool) -> None:
-    """A graph is captured with sequences of one token; ``has_host_lens``: the lengths on the host, which FlashInfer's fast plan reads."""
+    """A graph captured with sequences of one token uses the replay's lengths, which FlashInfer may read on the host."""
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
     case = sharded_case([(1, length - 1) for length in lens], size, 2, decode=True)
     group, batch = ThreadGroup(size), stub_batch(case)
-    captured = stub_batch(sharded_case([(1, 0)] * 3, size, 2, decode=True))
-    captured.req_pool_indices = torch.zeros(3, dtype=torch.int64)
-    captured.seq_lens_cpu = torch.ones(3, dtype=torch.int64)
+    captured_batch = stub_batch(sharded_case([(1, 0)] * 3, size, 2, decode=True))
+    captured_batch.req_pool_indices = torch.zeros(3, dtype=torch.int64)
+    captured_batch.seq_lens_cpu = torch.ones(3, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, backend, group)
         use_torch(patch, backend, group)
         ranks = build_ranks(backend, group, case, case.pools())
         for rank in ranks:
             rank.init_cuda_graph_state(3, 3)
-            rank.init_forward_metadata_out_graph(captured, in_capture=True)
+            rank.init_forward_metadata_out_graph(captured_batch, in_capture=True)
             wrapper = rank.forward_metadata.decode_wrappers[0]
             assert wrapper.is_cuda_graph_enabled
             if not has_host_lens:
@@ -120,7 +120,7 @@ def test_rows_of_a_rank(lens: list[int], size: int, data: st.DataObject) -> None
 
 
 def test_plans_have_the_heads_of_the_group() -> None:
-    """FlashInfer chooses tensor cores by the number of query heads per KV head, which grows by the size of the group."""
+    """FlashInfer chooses tensor cores by the query heads per KV head, which DCP multiplies by the size of the group."""
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
     case, group = sharded_case([(3, 5)], 2, 3, decode=False), ThreadGroup(2)
@@ -133,7 +133,7 @@ def test_plans_have_the_heads_of_the_group() -> None:
     assert rank.decode_use_tensor_cores and rank.decode_wrappers[0].use_tensor_cores  # 6 query heads, 3 without DCP
 
 
-# change of the runner, a feature of its context -> words of the refusal
+# name -> (changes of the runner, enabled feature of its context, words of the refusal)
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "latent attention": ({"use_mla_backend": True}, None, "multi-head latent attention"),
     "windows": ({"sliding_window_size": 128}, None, "sliding windows"),
@@ -202,7 +202,7 @@ def test_graphs_of_prefills_and_partial_reads_are_refused() -> None:
 
 @pytest.mark.slow
 def test_kernels_of_sglang() -> None:
-    """SGLang's Triton kernels, on Triton's interpreter, agree with their stand-ins."""
+    """SGLang's Triton kernels, in Triton's interpreter, agree with their fakes."""
     result = subprocess.run(
         [sys.executable, "-m", "tests.engine.dcp_kernels"],
         cwd=Path(__file__).parents[2],

@@ -20,7 +20,7 @@ REQUESTS = [(1, 0), (7, 0), (3, 40), (20, 1), (1, 63)]  # new tokens, cached tok
 
 
 def on_gpu(case: ShardedCase) -> list[Pool]:
-    """Move the queries and pools of the case to the GPU in bfloat16, and round the others likewise."""
+    """Return the case's pools on the GPU in bfloat16; round its queries, keys and values to bfloat16 in place."""
     pools = case.pools()
     for pool in pools:
         pool.keys, pool.values = (t.nan_to_num(0).to("cuda", DTYPE) for t in (pool.keys, pool.values))
@@ -79,7 +79,7 @@ def test_decode_split_by_hand(size: int, tensor_cores: bool) -> None:
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("size", [2, 4])
 def test_backend_of_each_rank(size: int, decode: bool) -> None:
-    """The backend itself with FlashInfer's wrappers and SGLang's kernels; threads are ranks. Some ranks have no tokens."""
+    """The backend agrees with exact attention on FlashInfer and SGLang's kernels, also on ranks without tokens."""
     pytest.importorskip("flashinfer")
     from slime_like_plugins.dcp import flashinfer_attention as backend
 
@@ -111,11 +111,11 @@ def test_a_captured_graph() -> None:
     case = sharded_case([(1, length) for length in (0, 5, 30, 62)], size, 4, decode=True, dim=DIM)
     group, pools = ThreadGroup(size), on_gpu(case)
     q_TAD, outs, lses = case.q_THD.to("cuda", DTYPE), [], []
-    captured: Any = stub_batch(sharded_case([(1, 0)] * count, size, 4, decode=True, dim=DIM), "cuda")
-    captured.req_pool_indices = torch.zeros(count, dtype=torch.int64, device="cuda")
+    captured_batch: Any = stub_batch(sharded_case([(1, 0)] * count, size, 4, decode=True, dim=DIM), "cuda")
+    captured_batch.req_pool_indices = torch.zeros(count, dtype=torch.int64, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, backend, group)
-        patch.setattr(ThreadGroup, "all_gather", lambda self, tensor, dim: tensor)  # the queries of the group are given
+        patch.setattr(ThreadGroup, "all_gather", lambda self, tensor, dim: tensor)  # q_TAD is complete
         for rank, attention in enumerate(build_ranks(backend, group, case, pools, "cuda", DTYPE)):
             own_mask = case.fresh_L & (case.slots_L % size == rank)
             rows = (case.slots_L[own_mask] // size).cuda()
@@ -123,7 +123,7 @@ def test_a_captured_graph() -> None:
                 t[own_mask][:, None].to("cuda", DTYPE) for t in (case.keys, case.values)
             )
             attention.init_cuda_graph_state(count, count)
-            attention.init_forward_metadata_out_graph(captured, in_capture=True)
+            attention.init_forward_metadata_out_graph(captured_batch, in_capture=True)
             wrapper, layer = attention.forward_metadata.decode_wrappers[0], stub_layer(4, DIM)
             indptr = attention.kv_indptr[0][: count + 1]
             attend = lambda: attention._attend_rows(wrapper, q_TAD, layer, indptr[1:] == indptr[:-1])  # noqa: B023, E731

@@ -1,4 +1,4 @@
-"""Decode context parallelism on GPUs: SGLang's and this project's attention backends in engines, and the clock of exchanges."""
+"""Decode context parallelism on GPUs: engines with SGLang's and this project's backends, and the exchange clock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make(folder: Path, model: str) -> Models:
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", CASES)
 def test_an_engine_of_two_ranks_agrees_with_transformers(name: str, tmp_path: Path) -> None:
-    """Compare with a cold cache, with prefix hits and after a push; its cache has twice the tokens of a rank's."""
+    """Compare with a cold cache, with prefix hits and after pushes; the engine's cache is twice a rank's."""
     if name in FLASHINFER and importlib.util.find_spec("flashinfer") is None:
         pytest.skip("needs flashinfer-python")
     case = CASES[name]
@@ -88,7 +88,7 @@ def test_an_engine_of_two_ranks_agrees_with_transformers(name: str, tmp_path: Pa
 
 
 def check(engine: RunningEngine, models: Models, weights: str, is_cached: bool) -> None:
-    """Compare greedy responses with transformers."""
+    """Assert that greedy responses agree with transformers and, if ``is_cached``, hit the prefix cache."""
     for ids, completion in zip(PROMPTS, greedy(engine, PROMPTS), strict=True):
         sequence = np.concatenate([ids, completion.token_ids]).astype(np.int32)
         expected = models.logprobs(weights, sequence, 1.0)[-len(completion.token_ids) :]
@@ -119,17 +119,17 @@ def test_the_clock_of_exchanges_agrees_with_events_around_all_of_them(monkeypatc
     exchanges()
     torch.cuda.synchronize()
     exchange_time.take(0)
-    eager = milliseconds(exchanges)
+    eager_ms = milliseconds(exchanges)
     exchange_s = exchange_time.take(0)
     assert exchange_s is not None and exchange_s > 0
     if has_values():
-        assert exchange_s == pytest.approx(1e-3 * eager, rel=0.2)
+        assert exchange_s == pytest.approx(1e-3 * eager_ms, rel=0.2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         exchanges()
     graph.replay()
-    replayed = milliseconds(graph.replay)
+    replay_ms = milliseconds(graph.replay)
     exchange_s = exchange_time.take(3)
     assert exchange_s is not None and exchange_s > 0
     if has_values():
-        assert exchange_s == pytest.approx(3e-3 * replayed, rel=0.2)
+        assert exchange_s == pytest.approx(3e-3 * replay_ms, rel=0.2)

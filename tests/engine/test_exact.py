@@ -133,11 +133,11 @@ def test_a_change_of_one_bit_of_one_weight_is_detected(
     """The injected fault is a push in which one element differs by one unit in the last place."""
     engine = exact_engine
     tensors = models.tensors("B")
-    nudged = tensors["model.norm.weight"].clone()
-    nudged[0] = torch.nextafter(nudged[0], torch.tensor(2.0))
-    assert int((nudged != tensors["model.norm.weight"]).sum()) == 1
-    engine.run(engine.push(tensors | {"model.norm.weight": nudged}, 2))
-    perturbed = engine.run(engine.client.score(engine_scores[-1].query.sequences, TEMPERATURES[-1]))
-    pairs = list(zip(perturbed, engine_scores[-1].prefilled_logprobs, strict=True))
+    nudged_weight = tensors["model.norm.weight"].clone()
+    nudged_weight[0] = torch.nextafter(nudged_weight[0], torch.tensor(2.0))
+    assert int((nudged_weight != tensors["model.norm.weight"]).sum()) == 1
+    engine.run(engine.push(tensors | {"model.norm.weight": nudged_weight}, 2))
+    perturbed_scores = engine.run(engine.client.score(engine_scores[-1].query.sequences, TEMPERATURES[-1]))
+    pairs = list(zip(perturbed_scores, engine_scores[-1].prefilled_logprobs, strict=True))
     assert not all(np.array_equal(logprobs, unperturbed) for logprobs, unperturbed in pairs)
     assert max(np.abs(logprobs - unperturbed).max() for logprobs, unperturbed in pairs) < 1e-5

@@ -44,7 +44,7 @@ def test_the_error_of_an_engine_that_cannot_start_names_the_cause(tmp_path: Path
 
 
 def test_an_engine_that_would_compute_wrong_tokens_does_not_start(models: Models, tmp_path: Path) -> None:
-    """The engine checks the attention backend that SGLang resolves, although the config's rules were not applied."""
+    """The engine checks the attention backend that SGLang resolved, also if the rules of the config were bypassed."""
     spec = EngineSpec(
         *(str(models.paths["A"]), "cpu", "float32", 2, 64, 0, str(tmp_path / "log"), 120, 10),
         dcp=2,
@@ -63,7 +63,7 @@ def start_server() -> None:
 
 
 def start_two_servers() -> None:
-    """Start a server without the plugin, then one with it, whose spawned worker does not have it."""
+    """Start a server without the plugin, then a server with the plugin whose spawned worker lacks it."""
     start_server()
     hooks: Any = importlib.import_module("slime_like_plugins.sglang_hooks")
     server_args: Any = importlib.import_module("sglang.srt.server_args")
@@ -79,7 +79,7 @@ def start_two_servers() -> None:
 
 
 def test_an_engine_without_an_enabled_plugin_stops(tmp_path: Path) -> None:
-    """SGLang skips an entry point that is not registered or not allowed, and one that raises; spawned workers load it again."""
+    """SGLang ignores an entry point that is missing, not allowed, or fails; spawned workers load their own plugins."""
     environment = {**os.environ, engine_environment.SGLANG_PLUGINS: "kv_usage", "SGLANG_PLUGINS": "other"}
     with (tmp_path / "log").open("wb") as log:
         process = ForkedEngine(log, environment, f"{__name__}:start_two_servers")
@@ -99,7 +99,7 @@ def wait_for_end() -> None:
 
 
 def test_the_environment_of_a_fork_can_be_read_as_that_of_a_started_process(tmp_path: Path) -> None:
-    """End-to-end tests find the processes of a run by a mark in it."""
+    """End-to-end tests find the processes of a run by a mark in their environment."""
     environment, path = {"SHORT": "1", MARK: "a run"}, tmp_path / "log"
     with path.open("wb") as log:
         process = ForkedEngine(log, environment, f"{__name__}:wait_for_end")

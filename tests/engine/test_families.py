@@ -1,4 +1,4 @@
-"""Engines of every dense or MoE family other than Qwen3 agree with transformers on scores and samples, also after a push.
+"""Engines of all dense and MoE families but dense Qwen3 agree with transformers, before and after pushes.
 
 The trainer equals transformers to 1e-5 (tests/train/test_families.py), so trainer and engine agree. The engine of
 ``qwen3_moe`` starts from a checkpoint with float8 weights, which trainer and transformers multiply by their scales.
@@ -94,12 +94,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-# Other layouts than one rank. With dp_attention, ranks hold different sequences and share the experts.
+# Layouts of more than one rank. With dp_attention, ranks hold different sequences and share the experts.
 LAYOUTS: dict[str, dict[str, Any]] = {"glm4_moe": {"tp": 2}, "minimax_m2": {"tp": 2, "dp_attention": 2}}
 
 
 class Float8Models(Models):
-    """Models of which the first is stored in float8. Tensors are those that a trainer sends: without scales, per expert."""
+    """Models of which A is stored in float8. As from a trainer, tensors have no scales and are per expert."""
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         return by_expert(self.hf[name].state_dict())
@@ -114,7 +114,7 @@ def load_float8(folder: Path) -> Any:
 
 
 def build(folder: Any, family: str) -> Models:
-    """Write two random models of one shape, with random biases."""
+    """Write two random models of one shape, with random biases and query and key norms."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[
 
 
 def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
-    """Include cached tokens, scored ones, a continued answer and a push; an evaluation request gets no experts."""
+    """Experts of cached, scored and continued tokens are returned, also after a push, but not for an evaluation."""
     models, engine = engines[REPLAYED]
     ids, sampling = prompt(90, seed=6), make_sampling(0.8, tokens=20)
     for version, name in ((3, "A"), (4, "B")):

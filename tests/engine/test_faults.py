@@ -1,4 +1,4 @@
-"""Engines are killed and stopped during rollouts: each sample is made exactly once, and restarted engines join by a push.
+"""Engines are killed and stopped during rollouts: each sample is made exactly once, restarted engines join at a push.
 
 The second engine has data-parallel attention.
 """
@@ -89,7 +89,7 @@ def test_on_stalled_engine_wait_waits_for_a_stall(pair: EnginePair) -> None:
 
 
 def test_a_slow_engine_is_not_restarted_by_default(pair: EnginePair) -> None:
-    """The engine is stopped for less than a health check's timeout: no group is lost or made again."""
+    """An engine that is stopped for less than the timeout of a health check loses no group."""
 
     async def scenario() -> None:
         manager = pair.manager(interval_s=0.1, timeout_s=60.0)
@@ -128,7 +128,7 @@ def test_a_slow_engine_is_not_restarted_by_default(pair: EnginePair) -> None:
 
 
 def test_a_rollout_survives_the_loss_of_both_engines(pair: EnginePair) -> None:
-    """The second engine continues alone. When it is lost too, the first engine to restart receives weights and ends the rollout."""
+    """One engine continues alone. When it is lost too, the first restarted engine gets weights and ends the rollout."""
 
     async def scenario() -> None:
         manager = pair.manager(timeout_s=6.0)  # SGLang checks once a second whether its worker lives, and exits if not

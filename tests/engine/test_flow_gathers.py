@@ -1,4 +1,4 @@
-"""Order of the gathers of FlowMLA: ahead of the layers, and not during an update or a release of memory."""
+"""FlowMLA gathers run ahead of the layers, and never during an update or a release of memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_gathers_end_before_memory_is_released(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gather_in_flight_ends_before_an_update_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a forward, prefetches of the next one are in flight; the update empties the slots, which hold old weights."""
+    """A forward leaves prefetches for the next one in flight; the update empties the slots, which hold old weights."""
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
     layouts = [layer_layout([Matrix((16 * (1 + index),), (1,), torch.float32)], 1) for index in range(3)]
     clock = RecordedGather([layout.num_bytes for layout in layouts])
@@ -40,7 +40,7 @@ def test_a_gather_in_flight_ends_before_an_update_begins(monkeypatch: pytest.Mon
 
 
 class RecordedGather:
-    """A gather of one rank that records when it starts and when it is waited for."""
+    """Fake gather of one rank that records its starts and waits."""
 
     def __init__(self, layers: list[int]) -> None:
         self.events: list[str] = []
@@ -56,7 +56,7 @@ class RecordedGather:
 
 
 class Wait:
-    """A pending gather."""
+    """Pending gather that records when it is waited for."""
 
     def __init__(self, events: list[str], layer: int) -> None:
         self._events, self._layer = events, layer
@@ -100,7 +100,7 @@ def test_the_weights_of_a_layer_arrive_while_the_layer_before_it_runs() -> None:
 
 
 def test_collective_gathers_of_a_gpu_wait_for_writes_of_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's loaders write in threads, whose stream is not the one of forwards and gathers."""
+    """SGLang's loaders write in threads, on another stream than forwards and gathers."""
     events: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", events.append)
     for part in (SimpleNamespace(is_cuda=True, device="cuda:1"), torch.zeros(1)):
@@ -112,7 +112,7 @@ def test_collective_gathers_of_a_gpu_wait_for_writes_of_other_streams(monkeypatc
 
 
 def test_a_slot_of_the_largest_layer_is_the_one_of_loading() -> None:
-    """Layers of several sizes: the buffer that all layers used has the size of its slot afterwards."""
+    """With layers of several sizes, the loading buffer becomes the slot of the largest layer."""
     layouts = [layer_layout([Matrix((16 * size,), (1,), torch.float32)], 1) for size in (1, 2, 3, 5, 4)]
     for num_slots, sizes in ((2, [4, 5]), (3, [5, 4, 3]), (8, [1, 2, 3, 5, 4])):
         gather: Any = RecordedGather([layout.num_bytes for layout in layouts])

@@ -1,4 +1,4 @@
-"""FlowMLA without an engine: sharded layers compute the bits of full ones, hold the bytes of the formula, and take updates."""
+"""FlowMLA without an engine: sharded layers are bitwise equal to full ones, take updates, and fit the formula."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sharded_layers(
     *,
     loading: bool = False,
 ) -> tuple[list[FlowLayer], ShardedWeights]:
-    """Return the layers of one rank, with slots; with ``loading``, as before the end of SGLang's first load."""
+    """Return the layers of one rank; with ``loading``, in the state before the end of SGLang's first load."""
     weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, group.size, group.gather(rank, transport))
     layers: list[FlowLayer] = []
     for index in range(count):
@@ -65,13 +65,13 @@ def forward(layers: list[FlowLayer], x: Tensor) -> Tensor:
 
 
 def inputs(rank: int, step: int) -> Tensor:
-    """Return the tokens of a rank at a step: of another number on each rank, and none at some steps."""
+    """Return the hidden states of a rank's tokens at a step. Their number depends on rank and step, and may be 0."""
     num_tokens = 0 if (rank + step) % 3 == 1 else 1 + (5 * rank + 3 * step) % 7
     return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(10 * rank + step))
 
 
 def parameters(layers: list[FlowLayer]) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a commit checks: of sharded weights, this rank's part."""
+    """Return the named tensors that a commit checks: this rank's parts of sharded weights, and all other parameters."""
     named_tensors = [
         (f"{index}.{name}", p) for index, layer in enumerate(layers) for name, p in layer.named_parameters()
     ]
@@ -83,7 +83,7 @@ def parameters(layers: list[FlowLayer]) -> list[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def expected(kind: str, count: int, seeds: list[int], partial: int | None = None) -> list[FlowLayer]:
-    """Return full layers with the weights of the seeds in turn."""
+    """Return full layers after loads of all ``seeds`` and, if given, a load of the last layer from seed ``partial``."""
     layers = [FlowLayer(kind, index) for index in range(count)]
     for seed in seeds:
         load(layers, tensors(layers, seed), plain_update)
@@ -102,7 +102,7 @@ LARGE_MATRIX = [("collective", 2, 61), ("collective", 3, 61), ("collective", 4, 
     ("transport", "size", "count"), [*MATRIX, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE_MATRIX)]
 )
 def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: int, kind: str) -> None:
-    """Compare at the start, after an update while gathers are in flight, and after one of a single layer."""
+    """Compare after a load, after a full update, and after an update of one layer while gathers are in flight."""
     group = ranks(size)
     references = [expected(kind, count, [1]), expected(kind, count, [2]), expected(kind, count, [2], partial=3)]
 
@@ -131,7 +131,7 @@ def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: 
 
 
 class StorageCounter(TorchDispatchMode):
-    """Bytes of the storages that this thread allocates."""
+    """Dispatch mode that tracks the peak bytes of the storages that this thread allocates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class StorageCounter(TorchDispatchMode):
 def test_loading_never_holds_more_than_the_parts_and_one_layer(
     size: int, count: int, num_slots: int, kind: str, transport: str
 ) -> None:
-    """Count every storage that a rank allocates while layers are built and loaded; the checkpoint is that of the test."""
+    """Count every storage that a rank allocates while it builds and loads the layers, without the checkpoint."""
     group = ranks(size, num_slots)
     checkpoint = tensors([FlowLayer(kind, index) for index in range(count)], 1)
 
@@ -176,7 +176,7 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer(
 
         def uncounted(parts: Sequence[Tensor]) -> None:
             with _disable_current_modes():
-                share(parts)  # exchanges messages
+                share(parts)  # its messages are not weights
 
         vars(gather).update(allocate=allocate_counted, share=uncounted)
         weights = ShardedWeights(FlowOptions(WEIGHTS[kind], num_slots), rank, size, gather)
@@ -191,7 +191,7 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer(
         unsharded_bytes = sum(
             p.nbytes for layer in layers for _, p in layer.named_parameters() if not hasattr(p, HELD_PART)
         )
-        # One element for each matrix that SGLang creates, and the results of SGLang that it writes to w_kc and w_vc.
+        # Until ``bind``, sharded weights are placeholders of one element. Loading w_kc and w_vc takes temporary copies.
         placeholders = sum(4 for layer in layers for _, p in layer.named_parameters() if hasattr(p, HELD_PART))
         absorbed = (
             2 * layers[0].self_attn.get_submodule("kv_b_proj").get_parameter("weight").nbytes if kind == "mla" else 0
@@ -207,7 +207,7 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer(
 
 
 def test_a_tensor_that_sglang_keeps_of_loading_is_named() -> None:
-    """A view of a weight stays in the slot of loading, which other layers use afterwards."""
+    """A view of a weight stays in the loading slot, which other layers use afterwards."""
     group = ranks(1)
 
     def work(rank: int) -> None:
@@ -224,7 +224,7 @@ def test_a_tensor_that_sglang_keeps_of_loading_is_named() -> None:
 
 
 def test_weights_of_a_loader_that_writes_to_the_slot_are_not_committed() -> None:
-    """Without the wrapped loaders, an update succeeds and the next gather restores the old weights."""
+    """If such an update were committed, the next gather would restore the old weights."""
     group = ranks(2)
 
     def work(rank: int) -> None:
@@ -244,7 +244,7 @@ def test_weights_of_a_loader_that_writes_to_the_slot_are_not_committed() -> None
 
 
 def test_slots_whose_memory_was_released_are_gathered_again() -> None:
-    """An engine that resumes has other bytes in its slots."""
+    """After a release of memory, the slots of an engine contain undefined bytes."""
     group, reference = ranks(2), expected("mla", 5, [1])
 
     def work(rank: int) -> None:
@@ -260,7 +260,7 @@ def test_slots_whose_memory_was_released_are_gathered_again() -> None:
 
 
 def test_an_engine_stops_if_its_weights_were_loaded_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another loader does not call ``finish_loading``, and all weights are still views of one slot."""
+    """Another loader does not call ``finish_loading``, so all weights would remain views of one slot."""
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
     group = ranks(1)
 
@@ -282,7 +282,7 @@ def test_an_engine_stops_if_its_weights_were_loaded_in_another_way(monkeypatch: 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_every_element_belongs_to_one_rank(size: int) -> None:
-    """Test sizes that are no multiples of the ranks, of several dtypes, one of them transposed."""
+    """Matrices of several dtypes, one of them transposed, have sizes that are not multiples of the number of ranks."""
     matrices = [
         Matrix((5, 7), (7, 1), torch.float32),
         Matrix((3, 4, 5), (20, 1, 4), torch.bfloat16),

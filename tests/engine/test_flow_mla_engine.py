@@ -1,6 +1,7 @@
-"""Engines with FlowMLA return the results of engines without it, over pushes by every path. Both have two data-parallel attention ranks.
+"""Engines with FlowMLA return the results of engines without it, over pushes by every path.
 
-Results are equal in every bit. Requests are sent one at a time; a rank without a request runs idle batches meanwhile.
+Both engines have two data-parallel attention ranks. Results of requests that are sent one at a time are bitwise equal,
+although the rank without a request runs idle batches.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def log_text(engine: RunningEngine) -> str:
 
 
 def answers(engine: RunningEngine, models: Models, name: str) -> list[Any]:
-    """Return token ids, log-probabilities and scores of requests sent one at a time, which agree with transformers."""
+    """Return tokens, logprobs and scores of single requests; assert that completions agree with transformers."""
     results: list[Any] = []
     for index, length in enumerate((1, 60)):
         ids, temperature = prompt(length, seed=5 + index), 0.8 * index
@@ -98,7 +99,7 @@ async def update_from_disk(engine: RunningEngine, folder: Path) -> None:
 
 
 def test_results_are_those_of_an_engine_that_holds_all_weights(pair: EngineArms) -> None:
-    """Compare at the start, after pushes over shared memory and a process group in buckets of one tensor, and after a disk load."""
+    """Compare at the start, after pushes over shared memory and a process group, and after a load from disk."""
     for version, name in enumerate("ABAB"):
         results: list[list[Any]] = []
         for engine in (pair.plain, pair.flow):
@@ -112,7 +113,7 @@ def test_results_are_those_of_an_engine_that_holds_all_weights(pair: EngineArms)
 
 
 def test_a_repeated_request_has_the_same_bits(pair: EngineArms) -> None:
-    """Tokens that pad the batch of an idle rank take part in the products of experts, whose rows have to be the same each time."""
+    """The padding tokens of an idle rank's batch enter the expert GEMMs, so they have to be the same each time."""
     engine = pair.plain
     repetitions: list[Any] = []
     for _ in range(6):  # each of the two ranks receives every other request
@@ -139,8 +140,9 @@ def test_requests_that_arrive_together(pair: EngineArms) -> None:
 
 
 def test_a_partial_update_is_refused(pair: EngineArms) -> None:
-    """A projection of one layer is missing, of which each rank holds a part. Later layers have overwritten its slot. A complete update
-    follows.
+    """The commit names a missing projection, although later layers have overwritten its slot; a complete push succeeds.
+
+    Each rank holds a part of the projection.
     """
     engine, tensors = pair.flow, pair.models.tensors("A")
     is_latent = "model.layers.0.self_attn.kv_b_proj.weight" in tensors
@@ -158,8 +160,9 @@ def test_a_partial_update_is_refused(pair: EngineArms) -> None:
 
 
 def test_requests_continue_under_new_weights_and_after_an_abort(pair: EngineArms) -> None:
-    """Two pushes while both ranks decode, and while the first one idles; then an abort of requests on both, whose tokens so far a
-    continuation extends.
+    """Requests continue over two pushes, with both ranks decoding or the first rank idle.
+
+    Afterwards, requests on both ranks are aborted and continued from their tokens.
     """
     engine, models, ids = pair.flow, pair.models, prompt(21, seed=3)
     for dp_rank in (None, 1):
@@ -182,7 +185,7 @@ def test_requests_continue_under_new_weights_and_after_an_abort(pair: EngineArms
 
 
 def test_a_rank_holds_the_bytes_of_the_formula(pair: EngineArms) -> None:
-    """The planner predicts the bytes that each rank counts: ``W / 2 + 2 W / L`` in ``L`` equal layers, ``W / 2 + W / L`` while loading."""
+    """A rank counts the planner's bytes: ``W / 2 + 2 W / L`` for ``L`` layers, ``W / 2 + W / L`` while loading."""
     text, spec = log_text(pair.flow), pair.flow.server._spec  # pyright: ignore[reportPrivateUsage]
     shape, settings = read_shape("model.hf_checkpoint", spec.model_path), engine_settings(spec)
     full, slots = (round(4 * count(shape, settings)) for count in (flow_weights, flow_slots))
@@ -197,7 +200,7 @@ def test_a_rank_holds_the_bytes_of_the_formula(pair: EngineArms) -> None:
 
 
 def test_the_kv_cache_has_the_bytes_that_the_weights_leave(pair: EngineArms) -> None:
-    """Compare the cache that SGLang sizes by the weights in memory with the one that the planner sizes by config.json."""
+    """SGLang, which reads the weights in memory, and the planner, which reads config.json, size the same cache."""
     num_tokens: list[int] = []
     planned_tokens: list[int] = []
     for engine in (pair.plain, pair.flow):
@@ -212,7 +215,7 @@ def test_the_kv_cache_has_the_bytes_that_the_weights_leave(pair: EngineArms) -> 
 
 
 def test_an_engine_ends_if_one_of_its_ranks_is_killed(pair: EngineArms) -> None:
-    """Kill one rank, for whose parts the other one would wait. This test of the engine runs last, because the engine is lost."""
+    """The other rank would wait for the parts of the killed one. The engine is lost, so this test runs last."""
     engine = pair.flow
     *_, last_rank = processes.pids_of_part(engine.server.pid, "scheduler")
 

@@ -19,7 +19,7 @@ BLOCK, SHAPE = 16, (48, 64)
 
 
 class BlockParameter(nn.Parameter):
-    """A parameter whose loader is a property, as of SGLang's quantised parameters (checked by tests/upstream)."""
+    """Parameter whose loader is a property, like SGLang's quantised parameters (checked by tests/upstream)."""
 
     def __new__(cls, data: Tensor, weight_loader: Any) -> Any:
         return super().__new__(cls, data=data, requires_grad=False)
@@ -102,7 +102,7 @@ def outputs(layers: list[BlockLayer]) -> Tensor:
 
 @pytest.mark.parametrize("transport", ["collective", "p2p"])
 def test_fp8_blocks_are_sharded_after_post_processing(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two loads, each of which is post-processed; a third one without post-processing gives other results."""
+    """Post-processed loads agree with full layers; a load without post-processing gives other results."""
     group, models = GlooRanks(RANKS, SLOTS), SimpleNamespace()
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
     monkeypatch.setattr(hooks, "_models", models)
@@ -114,7 +114,7 @@ def test_fp8_blocks_are_sharded_after_post_processing(transport: str, monkeypatc
             weights.add(layer)
     monkeypatch.setattr(
         hooks, "_models", [weights for _, weights in rank_models.values()]
-    )  # finds the rank by the module
+    )  # the hook finds the weights of a rank by their module
 
     def work(rank: int) -> None:
         layers, weights = rank_models[rank]
@@ -139,7 +139,7 @@ def test_fp8_blocks_are_sharded_after_post_processing(transport: str, monkeypatc
 
 
 def test_weights_that_leave_their_slot_stop_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repack a weight after a load, as kernels do that need scales of another type."""
+    """Kernels that need scales of another type repack the scales after a load."""
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
     group = GlooRanks(1, SLOTS)
 

@@ -1,4 +1,4 @@
-"""FlowMLA on one GPU, without SGLang: two processes that copy parts from each other's memory by CUDA IPC, streams and CUDA graphs.
+"""FlowMLA on one GPU, without SGLang: copies between two processes by CUDA IPC, streams and CUDA graphs.
 
 Needs torch and pytest only:
 
@@ -52,7 +52,7 @@ def run_rank(rank: int, store: str, work: Callable[[int, PullGather], object], r
 
 
 def on_two_ranks(work: Callable[[int, PullGather], object], folder: Path) -> list[Any]:
-    """Return the result of ``work`` of each rank, or raise the error of one."""
+    """Return the result of ``work`` on each rank, or raise the error of a rank."""
     results = forking_context().Queue()
     ranks = torch.multiprocessing.start_processes(
         run_rank, (str(folder / "store"), work, results), RANKS, join=False, start_method="forkserver"
@@ -101,7 +101,7 @@ def tokens(rank: int, step: int) -> Tensor:
 
 
 def assert_equal(result: Tensor, expected: Tensor, location: str = "") -> None:
-    """Compare bits, where a device computes them."""
+    """Assert equal shapes and, if the device computes values, equal bits."""
     assert result.shape == expected.shape, location
     if has_values():
         assert torch.equal(result, expected), location
@@ -152,7 +152,7 @@ def compare_graph(rank: int, gather: PullGather) -> bool:
 
 
 def count_bytes(rank: int, gather: PullGather) -> tuple[int, int, int, int]:
-    """Return the most bytes in memory while layers are built and loaded, the bytes afterwards, and those of the formula."""
+    """Return the bytes of memory: the peak while layers are built and loaded, afterwards, by the formula, unsharded."""
     shape, num_layers = (2048, 4096), 16
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -209,8 +209,9 @@ def timestamp(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
 
 
 def trace_overlap(rank: int, gather: PullGather) -> dict[str, float]:
-    """Return the milliseconds of a forward with and without gathers and of a copy, and the share of the copies' time in which
-    the layer before computes. Rank 1 only lends its memory.
+    """Return the milliseconds of a forward with and without gathers and of a copy, and the overlap of the copies.
+
+    The overlap is the share of the copies' time in which the previous layer computes. Rank 1 only lends its memory.
     """
     memory = DeviceParts(torch.device("cuda", 0), SLOTS)
     gather = PullGather(rank, RANKS, gather._exchange, memory)  # pyright: ignore[reportPrivateUsage]
@@ -264,15 +265,15 @@ def trace_overlap(rank: int, gather: PullGather) -> dict[str, float]:
     spans = [(zero.elapsed_time(begin), zero.elapsed_time(end)) for begin, end in layer_times]
     copies = {layer: (zero.elapsed_time(b), zero.elapsed_time(e)) for layer, (b, e) in timed_gather.copies.items()}
     inner = range(SLOTS, num_layers)  # copies of this forward
-    hidden = sum(max(0.0, min(copies[i][1], spans[i - 1][1]) - max(copies[i][0], spans[i - 1][0])) for i in inner)
+    hidden_ms = sum(max(0.0, min(copies[i][1], spans[i - 1][1]) - max(copies[i][0], spans[i - 1][0])) for i in inner)
     total = sum(copies[i][1] - copies[i][0] for i in inner)
-    share = hidden / total if has_values() else 0.0
+    share = hidden_ms / total if has_values() else 0.0
     return {"forward": forward_ms, "whole": unsharded_ms, "copy": total / len(inner), "hidden": share}
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 def test_two_processes_compute_the_bits_of_full_layers(tmp_path: Path) -> None:
-    """MLA, GQA, MQA and hybrid layers, an odd number of them, over two updates, with ranks that do not run in step."""
+    """Layers of each kind, an odd number, are bitwise equal over two updates, on ranks that do not run in step."""
     assert on_two_ranks(compare_eager, tmp_path) == [True, True]
 
 
@@ -290,14 +291,14 @@ def test_a_rank_that_loads_never_holds_more_than_its_parts_and_a_layer(tmp_path:
 
 
 def test_copies_run_while_layers_compute(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    """A copy begins when its slot is free, and most of its time passes while the next layer computes."""
+    """A copy begins when its slot is free, and overlaps mostly with the computation of the layer before its own."""
     times, _ = on_two_ranks(trace_overlap, tmp_path)
     record_property("milliseconds", times)
     assert times["hidden"] > 0.5 or not has_values(), times
 
 
 def test_gathers_of_nccl_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank with NCCL, at most two thread blocks per gather: fork and join of its streams within a capture."""
+    """The streams of NCCL gathers, with at most two thread blocks each, fork and join within a capture on one rank."""
     if not hasattr(dist, "all_gather_single"):  # torch before 2.14
         monkeypatch.setattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor"), raising=False)  # noqa: B009
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)

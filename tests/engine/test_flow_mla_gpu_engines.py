@@ -1,4 +1,4 @@
-"""Engines with FlowMLA on two GPUs: results, pushes, and memory that is released and taken back."""
+"""Engines with FlowMLA on two GPUs: results, pushes, and a release of memory."""
 
 from __future__ import annotations
 

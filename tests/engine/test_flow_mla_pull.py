@@ -1,4 +1,4 @@
-"""FlowMLA's gathers by copies from the memory of other ranks, on a CPU."""
+"""FlowMLA gathers that copy from the memory of other ranks, on a CPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reference(seed: int) -> list[FlowLayer]:
 
 @torch.no_grad()
 def test_a_rank_runs_forwards_in_which_the_others_take_no_part() -> None:
-    """Rank 1 runs a single forward, and waits until rank 0 has run more. All-gathers would wait for it."""
+    """Rank 1 runs a single forward and waits until rank 0 has run six; all-gathers would wait for rank 1."""
     group, end_event = GlooRanks(RANKS, SLOTS), threading.Event()
     full = reference(1)
 
@@ -67,7 +67,7 @@ def test_a_rank_runs_forwards_in_which_the_others_take_no_part() -> None:
 
 @torch.no_grad()
 def test_a_rank_does_not_write_its_part_while_another_one_reads_it() -> None:
-    """Rank 1 begins an update at once, and rank 0 after its forward, whose last layers have the weights of before."""
+    """Rank 1 begins an update at once, rank 0 after three more forwards, which still use the old weights."""
     group, full = GlooRanks(RANKS, SLOTS), reference(1)
     begin_event = threading.Event()
 
@@ -96,7 +96,7 @@ def test_a_copy_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class UnreadableMemory(HostParts):
-    """Memory whose file descriptor is closed, as that of a rank that has ended."""
+    """Memory whose file descriptor is closed, like that of a rank that has exited."""
 
     def address(self, part: torch.Tensor) -> dict[str, Any]:
         address = dict(super().address(part))

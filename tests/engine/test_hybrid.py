@@ -1,7 +1,7 @@
 """Engines of hybrid models (gated delta net and attention layers) agree with transformers on every sequence.
 
-Prompts longer than ``CHUNK`` are prefilled in chunks. Float32 errors are larger than for dense models, because the norms
-after the delta rule divide by small numbers (transformers in float32 and in float64 differ by up to 4e-5 here).
+Prompts longer than ``CHUNK`` are prefilled in chunks. Float32 errors are larger than for dense models, because the
+norms after the delta rule divide by small numbers (transformers in float32 and in float64 differ by up to 4e-5 here).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Answer:
 
 
 def assert_agrees(models: Models, name: str, answers: Sequence[Answer]) -> None:
-    """Assert that log-probabilities equal those of transformers, and that greedy tokens are the likeliest up to rounding."""
+    """Assert that logprobs agree with transformers, and that greedy tokens are its most probable, up to rounding."""
     sequences = [np.concatenate([answer.ids, answer.completion.token_ids]) for answer in answers]
     for answer, logits_LV in zip(answers, all_logits(models, name, sequences), strict=True):
         tokens_R = torch.from_numpy(answer.completion.token_ids).long()
@@ -79,7 +79,7 @@ def assert_agrees(models: Models, name: str, answers: Sequence[Answer]) -> None:
 
 
 def all_logits(models: Models, name: str, sequences: Sequence[I32]) -> list[torch.Tensor]:
-    """Return the logits [L, V] of each sequence, from one forward pass of transformers: no layer reads later tokens."""
+    """Return the logits [L, V] of each sequence, from one padded forward pass of transformers. Layers are causal."""
     ids = pad_sequence([torch.from_numpy(sequence.astype(np.int64)) for sequence in sequences], batch_first=True)
     with torch.no_grad():
         logits = models.hf[name](ids).logits
@@ -90,7 +90,7 @@ def all_logits(models: Models, name: str, sequences: Sequence[I32]) -> list[torc
 def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
     name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
-    """Several samples per prompt, greedy and sampled; prompts of 1 to 100 tokens, some of which are prefixes of others."""
+    """Greedy and sampled responses, two per prompt, to prompts of 1 to 100 tokens that may be prefixes of others."""
     models, engine = engines[name_of_engine]
     long_prompt = prompt(100, seed=5)
     prompts = [long_prompt, long_prompt[:60], prompt(1, seed=6), prompt(17, seed=7), long_prompt[:31]]
@@ -122,7 +122,7 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
 def test_continuations_of_cached_prefixes_agree(
     name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
-    """A turn and a fork of it continue from the states after the last prompt; a shorter prompt misses the cache."""
+    """A turn and its fork continue from the cached states of the last prompt; a shorter prompt misses the cache."""
     models, engine = engines[name_of_engine]
     ids, name = prompt(30, seed=4), "A"  # every test restores the weights of A
     for turn in range(3):
@@ -137,7 +137,7 @@ def test_continuations_of_cached_prefixes_agree(
 
 
 def test_requests_in_flight_continue_under_new_weights(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
-    """Keys, values and delta rule states of the prefix are computed again: each token is sampled from the weights of its version."""
+    """Each token is sampled under the weights of its version, as KV cache and delta rule states are recomputed."""
     models, engine = engines["qwen3_next"]
     ids = prompt(20, seed=9)
     for completion in generate_over_two_pushes(engine, models, ids, 150):
@@ -160,7 +160,7 @@ PATTERN_OF_UNWRITTEN = {
 
 
 def test_a_commit_names_parameters_that_were_not_written(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
-    """Every kind of parameter of a hybrid model with experts is checked, including one expert's part of a fused parameter."""
+    """A commit checks every kind of parameter of a hybrid MoE model, also an expert's part of a fused parameter."""
     models, engine = engines["qwen3_next"]
     for name, scores in PATTERN_OF_UNWRITTEN.items():
         tensors = models.tensors("B")

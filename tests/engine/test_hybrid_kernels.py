@@ -1,4 +1,4 @@
-"""Replacements of SGLang's Triton kernels of hybrid models equal their definition in float64. No engine, no SGLang."""
+"""Replacements of SGLang's Triton kernels for hybrid models agree with their definitions in float64. No engine."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_delta_rule_of_a_prefill_and_a_decode_equals_the_definition(lengths: lis
 def test_states_between_chunks_are_those_of_shorter_prefills(
     lengths: list[int], seed: int, data: st.DataObject
 ) -> None:
-    """The prefix cache keeps the state at a multiple of 64 tokens of some requests; outputs and last states are as without."""
+    """The prefix cache keeps states at multiples of 64 tokens, which does not change outputs and last states."""
     chunks = [data.draw(st.sampled_from([-1, *range(1, (length - 1) // 64 + 1)])) for length in lengths]
     requests = [RequestInputs(seed + 10 * index, length) for index, length in enumerate(lengths)]
     rows, pool = slots(seed, len(lengths)), random(seed + 9, SLOTS, VALUE_HEADS, VALUE, KEY)
@@ -258,7 +258,7 @@ def test_speculative_decoding_is_refused() -> None:
         )
 
 
-# ---- between them ----------------------------------------------------------------------------------------------------
+# ---- norms, gates and projections ------------------------------------------------------------------------------------
 @given(seed=SEEDS, activation=st.sampled_from(["silu", "swish", "sigmoid"]))
 @settings(deadline=None, max_examples=num_examples(20))
 def test_gated_norm_equals_the_definition(seed: int, activation: str) -> None:

@@ -1,4 +1,4 @@
-"""Use of the KV cache: exact counts, and admission by expected response lengths."""
+"""KV cache usage: exact counts, and admission by expected response lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def auto_engine(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def rollout(engine: RunningEngine, sampling: Sampling, first: int = 0) -> tuple[list[Completion], KvUsage]:
-    """Sample all requests at once; return their completions and the use of the cache."""
+    """Send all requests at once; return their completions and the usage of the KV cache."""
 
     async def sample() -> tuple[list[Completion], KvUsage]:
         await engine.drop_prefixes()

@@ -1,7 +1,7 @@
-"""Engines of models with latent attention (DeepSeek-V2, DeepSeek-V3, Kimi K2) agree with transformers on every sequence.
+"""Engines of models with latent attention (DeepSeek-V2, DeepSeek-V3, Kimi K2) agree with transformers.
 
-SGLang absorbs the up projections into queries and outputs, transformers expands keys and values. Prompts longer than
-``CHUNK`` are prefilled in chunks.
+SGLang absorbs the up projections into queries and outputs, whereas transformers expands keys and values. Prompts longer
+than ``CHUNK`` are prefilled in chunks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, t
 
 
 def assert_agrees(models: Models, name: str, ids: I32, completion: Completion, temperature: float) -> None:
-    """Assert that log-probabilities agree with transformers, and that greedy tokens are the most probable ones there."""
+    """Assert that logprobs agree with transformers, and that greedy tokens are its most probable tokens."""
     sequence = torch.from_numpy(np.concatenate([ids, completion.token_ids]).astype(np.int64))
     with torch.no_grad():
         logits = models.hf[name](sequence[None]).logits[0, len(ids) - 1 : -1]
@@ -81,14 +81,14 @@ def assert_agrees(models: Models, name: str, ids: I32, completion: Completion, t
 
 
 class SingleTensors(TensorSource):
-    """Weight source in buckets of one tensor, so that the parts of each fused parameter are in different ones."""
+    """Weight source in buckets of one tensor, so that parts of a fused parameter are in different buckets."""
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         yield from (Bucket((entry,)) for entry in self._tensors.items())
 
 
 async def push(engine: RunningEngine, tensors: dict[str, torch.Tensor], version: int) -> None:
-    """Push version 1 over the tensor transport, and later ones over a process group."""
+    """Push version 1 over the tensor transport, and later versions over a process group."""
     source = SingleTensors(tensors)
 
     async def send() -> None:
@@ -110,7 +110,7 @@ async def push(engine: RunningEngine, tensors: dict[str, torch.Tensor], version:
 def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
     name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
-    """Greedy and sampled responses to prompts of 1 to 100 tokens, some of which are prefixes of others; the last ones twice."""
+    """Prompts have 1 to 100 tokens, and some are prefixes of others; repeated prompts hit the prefix cache."""
     models, engine = engines[name_of_engine]
     long_prompt = prompt(100, seed=5)
     prompts = [long_prompt, long_prompt[:60], prompt(1, seed=6), prompt(17, seed=7), long_prompt[:31]]
@@ -137,15 +137,15 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
     options = ENGINES[name_of_engine]
     capacity = options.get("max_total_tokens", 4096) * options.get("dcp", 1)
     assert f"max_total_num_tokens={capacity}," in log_before_last_version
-    repeated = log.read_text().removeprefix(log_before_last_version)
-    cached_tokens = sum(map(int, re.findall(r"#cached-token: (\d+)", repeated)))
+    log_of_last_version = log.read_text().removeprefix(log_before_last_version)
+    cached_tokens = sum(map(int, re.findall(r"#cached-token: (\d+)", log_of_last_version)))
     assert cached_tokens >= len(long_prompt) - 2, "the second generation from the same prompts missed the prefix cache"
 
 
 def test_the_controller_of_data_parallel_attention_waits_for_requests(
     engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
-    """The controller sleeps at least once before each request. One that polls without waiting never does, and uses a core."""
+    """The controller sleeps at least once before each request; a busy loop would occupy a core and never sleep."""
     _, engine = engines["deepseek_v3 dp2"]
     (pid,) = processes.pids_of_part(engine.server.pid, "data_parallel_controller")
 
@@ -164,7 +164,7 @@ def test_the_controller_of_data_parallel_attention_waits_for_requests(
 def test_the_samples_of_a_prompt_share_the_prefix_cache_of_a_data_parallel_rank(
     engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
-    """SGLang's own choice alternates between the ranks, and three prompts in turn reach both of them."""
+    """By default SGLang alternates between the two ranks, so second samples of three prompts miss the cache."""
     _, engine = engines["deepseek_v3 dp2"]
     prompts, sampling = [prompt(60, seed=70 + number) for number in range(3)], make_sampling(1.0, 4)
 
@@ -203,7 +203,7 @@ def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(
 
 
 def test_aborted_requests_of_sharded_latents_are_continued(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
-    """Continue requests as a partial rollout does: the prompt of the continuation has the tokens that the aborted request sampled."""
+    """As in a partial rollout, the prompt of a continuation ends with the tokens that the aborted request sampled."""
     models, engine = engines["deepseek_v3 dcp2"]
     ids = prompt(30, seed=77)
 
@@ -241,9 +241,9 @@ def test_requests_of_sharded_latents_continue_under_new_weights(
 
 
 async def send_stale(client: EngineClient, tensors: dict[str, torch.Tensor]) -> None:
-    """Send weights of which SGLang leaves ``w_kc`` and ``w_vc`` of layer 1 as they were.
+    """Send weights in such a way that SGLang does not update ``w_kc`` and ``w_vc`` of layer 1.
 
-    With ``load_format=direct`` it copies ``kv_b_proj`` to the parameter, without computing the two from it.
+    With ``load_format=direct`` it only copies ``kv_b_proj`` and does not derive the two from it.
     """
     direct = {name: tensors.pop(name) for name in list(tensors) if "layers.1.self_attn.kv_b_proj" in name}
     await client.update_from_tensors(payload(tensors))
@@ -267,7 +267,7 @@ def test_a_commit_names_weights_that_sglang_did_not_compute(
 def test_the_probe_finds_stale_derived_weights_that_a_commit_accepts(
     engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
-    """In one update, ``w_kc`` and ``w_vc`` are computed from the weights of A, and every other weight becomes that of B."""
+    """The update derives ``w_kc`` and ``w_vc`` of layer 1 from the weights of A, and sets all other weights to B."""
     models, engine = engines["kimi_k2"]
 
     async def send_twice() -> None:

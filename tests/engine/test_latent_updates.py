@@ -1,4 +1,4 @@
-"""Updates of a model with latent attention in parts: fused projections are loaded in pairs, derived weights are checked."""
+"""Updates of a model with latent attention: parts of fused projections load together, derived weights are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Q, KV, OTHER = (f"model.layers.1.self_attn.{name}.weight" for name in ("q_a_proj
 
 
 class Loader:
-    """Record of the weights of each call."""
+    """Weight loader that records the weights of each call."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, float]] = []
@@ -50,7 +50,7 @@ def test_parts_of_an_abandoned_update_are_dropped() -> None:
 
 
 class LatentLayer(torch.nn.Module):
-    """A layer with a derived weight, as SGLang keeps it: not a parameter."""
+    """Layer with a derived weight that is not a parameter, as in SGLang."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class LatentLayer(torch.nn.Module):
         self.w_vc: Tensor | None = None
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Unused."""
+        """Do nothing: the test writes the parameters directly."""
 
 
 @pytest.mark.parametrize("stale", [False, True])

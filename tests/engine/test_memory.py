@@ -23,8 +23,8 @@ pytestmark = pytest.mark.engine
 
 MEMORY, FRACTION = 4 * GIB, 0.2
 NO_LIMIT = 2**31 - 1
-# SGLang sizes the cache by free memory, which other processes of this machine change while the engine starts. In an engine with
-# this module on its path, free memory is that of a machine with MEMORY bytes and no other process.
+# SGLang sizes the cache by free memory, which other processes of this machine change while the engine starts. In an
+# engine with this module on its path, free memory is that of a machine with MEMORY bytes and no other process.
 ALONE = f"""
 import psutil
 
@@ -77,12 +77,12 @@ def resident_bytes(engine: RunningEngine) -> int:
                 fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
                 total += int(fields["VmRSS"].split()[0]) * 1024
         except (ProcessLookupError, FileNotFoundError):
-            continue  # it ended meanwhile
+            continue  # the process has ended
     return total
 
 
 def predicted(model: Path, settings: EngineSettings) -> tuple[int, MemoryTable]:
-    """Return KV capacity and resident memory on a machine with ``MEMORY``, of which the scheduler uses its constant."""
+    """Return the planner's KV capacity and resident memory for ``MEMORY`` bytes less its constant for the scheduler."""
     shape = read_shape("model", str(model))
     pool = host_pool(shape, settings, MEMORY - HOST_SCHEDULER.value)
     return pool.tokens, host_engine(shape, settings, pool)

@@ -81,7 +81,7 @@ def test_the_rotated_part_is_that_of_rope_parameters(tmp_path: Path) -> None:
 
 
 def test_the_rotary_base_is_that_of_rope_parameters(tmp_path: Path) -> None:
-    """transformers 5 writes the base only there; SGLang's Qwen3-Next reads it at the top level, and uses 10000 if it is absent."""
+    """transformers 5 writes the base only there; SGLang's Qwen3-Next reads it at the top level (default 10000)."""
     config = HYBRID | {"full_attention_interval": 4, "rope_parameters": {"rope_theta": 1e7}}
     assert overrides(tmp_path, config) == {"rope_theta": 1e7}
     assert overrides(tmp_path, config | {"rope_theta": 1e7}) == {}

@@ -1,4 +1,4 @@
-"""Hooks of the SGLang plugins, their entry points, and the conditions of ``dcp`` on the fields that SGLang resolved."""
+"""Hooks of the SGLang plugins, their entry points, and the requirements of ``dcp`` on fields that SGLang resolved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def self_hook(result: Any) -> Any:
 
 
 def test_a_missing_hook_target_stops_the_engine() -> None:
-    """SGLang's plugin loader logs and ignores other exceptions than SystemExit."""
+    """SGLang's plugin loader logs and ignores all exceptions but SystemExit."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     missing_hook = Hook("sglang.srt.utils.weight_versions.renamed", "after", self_hook)
@@ -68,7 +68,7 @@ def test_two_plugins_hook_the_same_function() -> None:
 
 
 def test_a_hooked_function_is_replaced_in_the_modules_that_imported_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook of a method searches no module."""
+    """A hook of a method does not search the modules."""
     from sglang.srt.plugins import hook_registry
     from sglang.srt.utils import weight_versions
 
@@ -141,7 +141,7 @@ def test_a_whitelist_of_the_user_keeps_the_plugins(user: str, monkeypatch: pytes
 
 @pytest.fixture
 def dcp_obstacle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
-    """Return ``obstacle`` of an engine of two ranks, as a function of what SGLang resolved: backends, model and other fields."""
+    """Return a function from resolved backends, model and fields to the obstacle of a DCP engine, or None."""
     from sglang.srt.arg_groups import overrides
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -184,7 +184,7 @@ def test_dcp_checks_the_projection_the_model_and_its_heads(dcp_obstacle: Callabl
 
 @pytest.mark.parametrize("backend", sorted(UNSUPPORTED_BACKENDS))
 def test_dcp_checks_the_backend_that_sglang_resolved(backend: str, dcp_obstacle: Callable[..., str | None]) -> None:
-    """SGLang chooses the backends of prefill and decode, also where the config names none."""
+    """SGLang chooses a backend for prefill and for decode even if the config names none."""
     assert dcp_obstacle("triton", "flashinfer_dcp", device="cuda") is None
     for backends in ([backend, "triton"], ["triton", backend]):
         text = dcp_obstacle(*backends, device="cuda") or ""

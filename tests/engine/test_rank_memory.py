@@ -33,7 +33,7 @@ def test_a_gpu_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_weights_of_a_rank_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free memory is that of the rank, less parameters, buffers and other tensors. SGLang divides it by the number of NUMA nodes."""
+    """Free memory is the rank's memory less its weights, times the number of NUMA nodes, by which SGLang divides it."""
     from sglang.srt.utils import common
 
     monkeypatch.setattr(common, "get_cpu_ids_by_node", lambda: ["0", "1"])

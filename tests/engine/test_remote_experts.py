@@ -1,4 +1,4 @@
-"""Engines whose experts are partly in a worker return what engines with all experts return, over pushes and failures of the worker."""
+"""Engines with remote experts return the results of engines with all experts, over pushes and worker failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ExpertArm:
 
     @property
     def workers(self) -> list[psutil.Process]:
-        """Workers of the engine's ranks."""
+        """Worker processes of the engine's ranks."""
         return workers(self.engine.server.pid)
 
     @property
@@ -67,7 +67,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "float16 latent tp2 dcp2": {"payload_dtype": "float16", "policy": "fallback"},
 }
-STARTED = {"batched shared"}  # with a worker that the engine starts as a user's; the other workers are forks
+STARTED = {"batched shared"}  # arms whose engine starts its worker as in a user's run; the other workers are forks
 # The other families, in the combinations of mode, transport and payload that ``ARMS`` lacks.
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"mode": "batched", "transport": "socket"},
@@ -95,7 +95,7 @@ def arms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Expe
 def start_arms(
     arms: Mapping[str, tuple[Models, dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, ExpertArm]]:
-    """Yield the engines of models and settings of remote experts, all of which start at the same time."""
+    """Yield an engine for each pair of models and settings of remote experts; the engines start at the same time."""
     start_fork_server()
     with contextlib.ExitStack() as stack:
         launching: dict[str, tuple[Models, Any]] = {}
@@ -136,7 +136,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, 
 
 
 def assert_close(logprobs: F32, expected: F32, bound: float) -> None:
-    """Assert a bound of every difference; if payloads are rounded, of nine in ten, as a token may get another expert."""
+    """Assert that differences are within ``bound``; nine in ten if payloads are rounded, which may change experts."""
     differences = np.abs(logprobs - expected)
     assert np.quantile(differences, 1.0 if bound <= OF_HF else 0.9) <= bound, differences
 
@@ -163,7 +163,7 @@ def results(arm: ExpertArm, seed: int) -> tuple[F32, Completion]:
 
 
 def assert_same(actual: tuple[F32, Completion], expected: tuple[F32, Completion], bound: float) -> None:
-    """Assert equal tokens, and log-probabilities within ``bound``; with a payload that rounds, of the scores only."""
+    """Assert scores within ``bound`` and, unless payloads are rounded, equal greedy tokens with logprobs within it."""
     assert_close(actual[0], expected[0], bound)
     if bound == TOLERANCE:
         np.testing.assert_array_equal(actual[1].token_ids, expected[1].token_ids)
@@ -172,7 +172,7 @@ def assert_same(actual: tuple[F32, Completion], expected: tuple[F32, Completion]
 
 @pytest.mark.parametrize("name", [name for name in ARMS if name != "all local"])
 def test_results_are_those_of_an_engine_with_all_experts(name: str, arms: Mapping[str, ExpertArm]) -> None:
-    """Compare engines at the start, and after pushes over shared memory and a process group in buckets of one tensor."""
+    """Compare engines at the start and after pushes of single tensors over shared memory and over a process group."""
     arm, plain = arms[name], arms["all local"] if name not in BOUNDS else None
     assert len(arm.workers) == (2 if "tp2" in name else 1)
     assert len(re.findall("slime_like remote experts: ", arm.log)) == len(arm.workers)
@@ -199,7 +199,7 @@ def test_a_partial_update_is_refused(arms: Mapping[str, ExpertArm]) -> None:
 
 
 def test_a_worker_that_is_killed_is_replaced(arms: Mapping[str, ExpertArm]) -> None:
-    """Kill the worker of one of two ranks between requests and within an update; the other rank does not wait for it."""
+    """Kill the worker of one of two ranks between requests, and of the other rank within an update."""
     arm = arms["stream socket tp2"]
     first, last = (worker.pid for worker in arm.workers)
     psutil.Process(last).send_signal(signal.SIGKILL)
@@ -233,7 +233,7 @@ def test_a_worker_that_is_stopped_is_replaced_by_the_engine(arms: Mapping[str, E
 
 
 def test_an_engine_ends_with_a_required_worker(arms: Mapping[str, ExpertArm]) -> None:
-    """Kill the worker. This test of the engine runs last, because the engine is lost."""
+    """The engine is lost, so no later test uses it."""
     arm = arms["batched shared"]
     arm.workers[0].send_signal(signal.SIGKILL)
     with pytest.raises(EngineLost):
@@ -250,7 +250,7 @@ def test_no_family_with_experts_is_left_out() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, families: Mapping[str, ExpertArm]) -> None:
-    """Each combination of mode, transport and payload has the results of the same engine with all experts in its own process."""
+    """Results do not change once the worker is killed and the engine computes all experts itself."""
     arm, bound = families[family], PAYLOAD_BOUNDS[FAMILIES[family].get("payload_dtype", "float32")]
     compare(arm, "A", bound, seed=30)
     arm.engine.run(push(arm.engine, arm.models.tensors("B"), 30))
@@ -264,7 +264,7 @@ def test_every_family(family: str, families: Mapping[str, ExpertArm]) -> None:
 
 
 def test_a_rollout_survives_the_loss_of_a_required_worker(arms: Mapping[str, ExpertArm], tmp_path: Path) -> None:
-    """The engine ends, the other one takes over its groups, and the restarted engine has a new worker and the pushed weights."""
+    """The other engine takes over the groups, and the restarted engine has a new worker and the pushed weights."""
     remote = replace(HALF, policy="required", threads=1).to_json()
     pair = EnginePair(arms["all local"].models, tmp_path, max_response_len=48, remote_experts=remote)
 

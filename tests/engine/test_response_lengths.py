@@ -23,7 +23,7 @@ def estimate(pairs: list[tuple[int, bool]]) -> ResponseLengths:
 
 
 def share_longer(pairs: list[tuple[int, bool]], tokens: int) -> float:
-    """The product-limit estimate by its definition, with NUM_ENDLESS more responses that never end."""
+    """Return the product-limit estimate by its definition, with NUM_ENDLESS more responses that never end."""
     share = 1.0
     for length in sorted({length for length, is_complete in pairs if is_complete and length <= tokens}):
         at_risk = NUM_ENDLESS + sum(num_tokens >= length for num_tokens, _ in pairs)
@@ -36,8 +36,8 @@ def test_a_reservation_bounds_every_future_step_and_is_at_most_what_can_be_sampl
     pairs: list[tuple[int, bool]], requests: list[tuple[int, int]]
 ) -> None:
     requests = [(generated, generated + more) for generated, more in requests]
-    reserved = estimate(pairs).reservation(*np.array(requests, np.int64).T)
-    assert reserved <= sum(maximum - generated for generated, maximum in requests)
+    reserved_tokens = estimate(pairs).reservation(*np.array(requests, np.int64).T)
+    assert reserved_tokens <= sum(maximum - generated for generated, maximum in requests)
     for step in range(1, 81):
         alive = [  # (share that is alive, tokens it holds)
             (share_longer(pairs, generated + step - 1) / share_longer(pairs, generated), generated + step)
@@ -47,13 +47,13 @@ def test_a_reservation_bounds_every_future_step_and_is_at_most_what_can_be_sampl
         mean = sum(share * length for share, length in alive)
         deviation = math.sqrt(sum(share * (1 - share) * length**2 for share, length in alive))
         lower_bound = min(mean + DEVIATIONS * deviation, sum(length for _, length in alive))
-        assert reserved >= lower_bound - sum(generated for generated, _ in requests) - 1e-6
+        assert reserved_tokens >= lower_bound - sum(generated for generated, _ in requests) - 1e-6
 
 
 def test_without_observations_responses_reach_their_maximum() -> None:
     assert estimate([]).reservation(np.array([0, 30]), np.array([100, 130])) == 200
-    reserved = estimate([]).reservation(np.array([0, 30]), np.array([100, 100]))
-    assert 140 <= reserved <= 145, "when the second ends, the first has 70 tokens"
+    reserved_tokens = estimate([]).reservation(np.array([0, 30]), np.array([100, 100]))
+    assert 140 <= reserved_tokens <= 145, "when the second ends, the first has 70 tokens"
 
 
 def test_short_responses_that_end_first_do_not_hide_the_long_ones_that_run() -> None:

@@ -1,4 +1,4 @@
-"""A rollout that another manager repeats from the saved state has the same tokens; seeds from a counter are detected."""
+"""A rollout that another manager repeats from a saved state has the same tokens; other seeds are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlowMLA and remote experts in servers that SGLang starts from its own command line, as in examples/flow_mla_server.py."""
+"""FlowMLA and remote experts in servers started by SGLang's command line, as in examples/flow_mla_server.py."""
 
 from __future__ import annotations
 

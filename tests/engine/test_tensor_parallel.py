@@ -1,4 +1,4 @@
-"""An engine of two tensor parallel ranks, which a test kills, and engines that cannot start or lose their parent."""
+"""Engine of two tensor-parallel ranks: results, commits, isolation, death, cleanup, and loss of its parent."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_commit_is_checked_on_every_rank(engine_tp2: RunningEngine, models: Mo
 
 
 def test_other_users_cannot_reach_an_engine(engine_tp2: RunningEngine) -> None:
-    """The engine listens on loopback and on sockets in a private folder; its key is on no command line and not in its log."""
+    """The engine listens on loopback and in a private folder; its key is on no command line and not in its log."""
     pids = [int(process.name) for process in members(engine_tp2.server.pid)]
     addresses = listened_on(pids).values()
     assert engine_tp2.server.url.removeprefix("http://") in addresses

@@ -1,4 +1,4 @@
-"""Examples with several turns on a real engine: the model reads the tokens of tools and environments, but is not trained on them."""
+"""Multi-turn examples on a real engine: the model reads tokens of tools and environments but is not trained on them."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_the_message_about_unwritten_parameters_names_ranks_and_counts() -> None
 
 # ---- server ----------------------------------------------------------------------------------------------------------
 def test_sglang_reads_the_reply_of_a_data_parallel_rank_that_failed() -> None:
-    """SGLang reads the first reply to a flush, in the order of arrival."""
+    """SGLang reads only the reply that arrived first, so the hook moves a failure to the front."""
     replies = [SimpleNamespace(success=success) for success in (True, False, True)]
 
     async def reply(communicator: object, request: object) -> list[SimpleNamespace]:
@@ -154,7 +154,7 @@ def test_crash_dumps_are_disabled_on_a_cpu_unless_the_user_enables_them(
 
     for name in engine_environment.NO_CRASH_DUMPS:
         monkeypatch.delenv(name, raising=False)
-        assert getattr(envs, name).get() is True  # else SGLang does without them itself, or names them otherwise
+        assert getattr(envs, name).get() is True  # fails once SGLang renames the variable or disables the dump itself
         assert engine_environment.child_environment(SPEC, "/scratch")[name] == "0"
         assert name not in engine_environment.child_environment(replace(SPEC, device="cuda"), "/scratch")
         monkeypatch.setenv(name, "1")
@@ -162,7 +162,7 @@ def test_crash_dumps_are_disabled_on_a_cpu_unless_the_user_enables_them(
 
 
 def test_the_ports_of_data_parallel_attention_are_reserved() -> None:
-    """The ports that SGLang derives follow one another at this distance from the server's port."""
+    """SGLang derives consecutive ports at a fixed distance from the server's port."""
     from sglang.srt import server_args
 
     assert derived_ports(2)[0] == server_args.ZMQ_TCP_PORT_DELTA

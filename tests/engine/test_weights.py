@@ -34,7 +34,7 @@ IDS = prompt(40, seed=5)
 
 
 def check_computes(engine: RunningEngine, models: Models, name: str) -> None:
-    """Check that the engine computes what transformers computes with the weights of ``name``."""
+    """Assert that the engine's scores equal those of transformers with the weights of ``name``."""
     (logprobs,) = engine.run(engine.client.score([IDS], 1.0))
     assert_close(logprobs, models.logprobs(name, IDS, 1.0))
 
@@ -220,7 +220,7 @@ def test_invalid_tensors_are_refused_and_the_engine_survives(engine: RunningEngi
         with pytest.raises(EngineError, match="could not be loaded"):
             engine.run(send(body))
     region.close()
-    # A number above those that Linux gives to processes.
+    # A process id above Linux's maximum.
     dead_sender = re.sub(rb'"pid": \d+', b'"pid": 4194305', region.write(Bucket(())))
     with pytest.raises(EngineError, match="the engine cannot open the sender's memory"):
         engine.run(send(dead_sender))

@@ -24,8 +24,8 @@ END = 1  # the model's end of sequence
 def write_words(folder: Path, tokens: Mapping[str, int] | None = None) -> Any:
     """Write a tokenizer with the model's vocabulary size. ``tokens`` maps special tokens to their ids.
 
-    Every id that has no character and no special token decodes to a word. Encoding this word gives the ids of its characters,
-    not the id of the word.
+    Every id without a character or a special token decodes to a word. Encoding this word gives the ids of its
+    characters, not the id of the word.
     """
     from transformers import PreTrainedTokenizerFast  # takes seconds
 

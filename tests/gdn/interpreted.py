@@ -1,9 +1,9 @@
-"""Run fla's Triton kernels on a CPU through Triton's interpreter: ``python -m tests.gdn.interpreted FOLDER`` prints JSON.
+"""Run fla's Triton kernels on a CPU by Triton's interpreter: ``python -m tests.gdn.interpreted FOLDER`` prints JSON.
 
-Runs on one process, and on two ranks that share a stream through fla's context parallelism.
+The kernels run in one process, and on two ranks that share a stream through fla's context parallelism.
 
-A separate process, because transformers' Qwen3-Next does not run on a CPU once fla is importable. FOLDER contains
-fla-core and einops, and may contain a package ``flash_qla`` that must not be called.
+They run in a separate process, because transformers' Qwen3-Next does not run on a CPU once fla is importable. FOLDER
+contains fla-core and einops, and may contain a package ``flash_qla`` that must not be called.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STREAMS = {
 
 
 class _Index(int):
-    """Loop variable with ``to``: kernels call it, Triton compiles it away, and the interpreter's int lacks it."""
+    """Loop variable with the method ``to``, which fla's kernels call and the interpreter's int lacks."""
 
     def to(self, *_: object) -> int:
         return int(self)
@@ -67,7 +67,10 @@ def _first_config(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def interpret() -> None:
-    """Patch fla for Triton's interpreter. Can be removed once the interpreter supports autotuning and such loops."""
+    """Patch Triton's interpreter, which lacks autotuning and ``to`` of loop variables, and fla, which refuses a CPU.
+
+    Each patch can be removed once the kernels run without it.
+    """
     autotuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
     assert hasattr(autotuner, "run") and hasattr(autotuner, "prune_configs")
     autotuner.run = _first_config
@@ -76,11 +79,11 @@ def interpret() -> None:
     for name in ("chunk_delta_h", "chunk_fwd", "chunk_bwd", "chunk_merge"):
         module: Any = importlib.import_module(f"fla.ops.cp.{name}")
         assert hasattr(module, "_check_cp_device")
-        module._check_cp_device = lambda device: None  # asks for a GPU
+        module._check_cp_device = lambda device: None  # would refuse a CPU
 
 
 def on_ranks(world: RankWorld) -> dict[str, Any]:
-    """Return errors of each stream against one rank, the sizes of fla's gathers, and errors without its backward gather."""
+    """Return the errors of each stream, the sizes of fla's gathers, and the errors without its backward gather."""
     join_group(world)
     backend, shared = FlaGDN(), cast("Any", importlib.import_module("fla.ops.cp.chunk_delta_h"))
     gather, calls = shared.all_gather_into_tensor, list[int]()
@@ -109,7 +112,7 @@ def main() -> dict[str, Any]:
     interpret()
     host.install("cpu")
     for name in ("fla.ops.gated_delta_rule", "slime_like_plugins.qwen_gdn.state_passing"):
-        importlib.import_module(name)  # before the fork, also for the ranks
+        importlib.import_module(name)  # before the fork, so that the ranks need not import them
     results: dict[str, Any] = {"ranks": fork_ranks(on_ranks, 2)}
     results["dispatch before"] = active_dispatch("gated_delta_rule")
     backend = FlaGDN()

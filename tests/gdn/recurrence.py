@@ -161,7 +161,7 @@ def of_backend(backend: GatedDeltaRule, case: RecurrenceCase) -> RecurrenceOutpu
 
 
 def errors(actual: RecurrenceOutput, right: RecurrenceOutput) -> dict[str, float]:
-    """Return the largest error of each part, relative to its largest value, or to 0.01 if that is smaller."""
+    """Return the largest error of each part, relative to its largest value, but at least to 0.01."""
     pairs = {"out": (actual.out, right.out), "final": (actual.final, right.final)}
     pairs |= {name: (actual.grads[name], grad) for name, grad in right.grads.items()}
     return {name: _relative(actual_column, true) for name, (actual_column, true) in pairs.items()}

@@ -26,8 +26,8 @@ TORCH = TorchGDN()
     st.booleans(),
 )
 def test_values_and_gradients(lengths: list[int], width: int, tail: int, halo: bool, silu: bool) -> None:
-    measured = conv_errors(TORCH, make_conv(lengths, width, tail=tail, halo=halo), torch.float64, silu=silu)
-    assert max(measured) <= 1e-12, measured
+    largest_errors = conv_errors(TORCH, make_conv(lengths, width, tail=tail, halo=halo), torch.float64, silu=silu)
+    assert max(largest_errors) <= 1e-12, largest_errors
 
 
 def test_a_window_into_the_previous_sequence_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ ONE_THREAD = {
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run ``tests.gdn.interpreted`` once, with an installed FlashQLA that must not be called."""
+    """Return the results of ``tests.gdn.interpreted``, run with an installed FlashQLA that must not be called."""
     folder = tmp_path_factory.mktemp("fla")
     trap = folder / "flash_qla"
     trap.mkdir()
@@ -49,7 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def install(folder: Path) -> Path:
-    """Install fla-core and einops into ``folder`` if setup.sh has not done it; return the folder."""
+    """Install fla-core and einops into ``folder``, as setup.sh does into ``PREPARED``; return the folder."""
     uv = Path(sys.executable).with_name("uv")
     command = [uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", LOCK, "--target", folder]
     subprocess.run(command, check=True, timeout=SECONDS)

@@ -1,4 +1,4 @@
-"""fla and FlashQLA on a GPU: parity with the recurrence, and FlashQLA's speedup over fla (more shapes: ``benchmarks/gdn.py``)."""
+"""Backends on a GPU: parity with the recurrence, and FlashQLA's speedup over fla (more shapes: benchmarks/gdn.py)."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_parity(name: str, decay: float, wide: tuple[str, ...]) -> None:
     backend = backend_or_skip(name)
     shape = CaseShape((200, 1, 0, 70), heads=2, groups=2, key=128, value=128, tail=5)
     case = make_case(shape, decay=decay)
-    measured = errors(of_backend(backend, case.to(torch.bfloat16, "cuda", wide=wide)), oracle(case))
-    assert not has_values() or max(measured.values()) <= BFLOAT16, measured
+    largest_errors = errors(of_backend(backend, case.to(torch.bfloat16, "cuda", wide=wide)), oracle(case))
+    assert not has_values() or max(largest_errors.values()) <= BFLOAT16, largest_errors
 
 
 @pytest.mark.parametrize("name", ["torch", "fla", "flashqla"])
 def test_convolution(name: str) -> None:
     case = make_conv((70, 1, 0, 9), 4, tail=3, halo=True, channels=64).to(torch.float64, "cuda")
-    measured = conv_errors(backend_or_skip(name), case, torch.bfloat16)
-    assert not has_values() or max(measured) <= BFLOAT16
+    largest_errors = conv_errors(backend_or_skip(name), case, torch.bfloat16)
+    assert not has_values() or max(largest_errors) <= BFLOAT16
 
 
 def test_two_gpus_share_a_stream_by_flas_context_parallelism() -> None:

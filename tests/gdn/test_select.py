@@ -69,7 +69,7 @@ REFUSALS: dict[str, tuple[str, Runtime, str, GDNShape, list[str]]] = {
 
 
 def refusal(backend: str, machine: Runtime, dtype: str, shape: GDNShape | None, **options: Any) -> str:
-    """Return the reason why the backend cannot run on the machine, or nothing."""
+    """Return the reason why the backend cannot run on the machine, or an empty string."""
     try:
         check_runtime(GDNConfig(backend=backend, **options), machine, dtype, shape)
     except ConfigError as error:
@@ -133,7 +133,7 @@ def test_a_rank_uses_the_configured_backend_or_fails() -> None:
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # fla is not installed here, so that its import fails.
+    # fla is not installed here, so its import fails.
     monkeypatch.setattr("slime_like_plugins.qwen_gdn.select.check_runtime", lambda *_: None)
     with pytest.raises(ConfigError, match=r"model.gdn.backend=fla.*fla"):
         resolve(GDNConfig(backend="fla"), "cpu")
@@ -188,7 +188,7 @@ def test_the_plan_decides_the_backend(hybrid: list[str], monkeypatch: pytest.Mon
     assert plan_for(hybrid, HOPPER).actor.model.gdn.backend == "fla"
     with pytest.raises(ConfigError, match="fla-core"):
         plan_for(hybrid, without(fla_core=None))
-    # Options are checked on the machine that loads them, which is not the planned one here.
+    # Options are checked for the GPUs of the machine that loads them, which is not the planned machine here.
     monkeypatch.setattr(gdn_rules, "visible_gpus", lambda: (Gpu("H100", (9, 0)),))
     monkeypatch.setattr(gdn_rules, "runtime", lambda *_: HOPPER)
     flash = ["model.gdn.backend=flashqla"]
@@ -199,8 +199,8 @@ def test_the_plan_decides_the_backend(hybrid: list[str], monkeypatch: pytest.Mon
     newer = replace(HOPPER, capability=(12, 0))
     with pytest.raises(ConfigError, match="allow_unvalidated"):
         plan_for(hybrid, newer, *flash)
-    allowed = plan_for(hybrid, newer, *flash, "model.gdn.allow_unvalidated=true")
-    assert any(d.key == "model.gdn.allow_unvalidated" for d in allowed.decisions)
+    allowed_plan = plan_for(hybrid, newer, *flash, "model.gdn.allow_unvalidated=true")
+    assert any(d.key == "model.gdn.allow_unvalidated" for d in allowed_plan.decisions)
 
 
 def test_deterministic_runs_do_not_split(hybrid: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +213,8 @@ def test_deterministic_runs_do_not_split(hybrid: list[str], monkeypatch: pytest.
 
 def test_the_runtime_is_checked_before_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the package were imported first, a CPU would report the package's error instead of the config error."""
-    imported: list[str] = []
-    monkeypatch.setattr("slime_like_plugins.qwen_gdn.select._backend", lambda name, _: imported.append(name))
+    imported_names: list[str] = []
+    monkeypatch.setattr("slime_like_plugins.qwen_gdn.select._backend", lambda name, _: imported_names.append(name))
     with pytest.raises(ConfigError, match="on a CPU"):
         resolve(GDNConfig(backend="flashqla"), "cpu")
-    assert imported == []
+    assert imported_names == []

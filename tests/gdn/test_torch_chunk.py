@@ -35,8 +35,8 @@ TORCH = TorchGDN()
 
 
 def assert_equals_recurrence(case: RecurrenceCase, tolerance: float = EXACT) -> None:
-    measured = errors(of_backend(TORCH, case), oracle(case))
-    assert max(measured.values()) <= tolerance, measured
+    largest_errors = errors(of_backend(TORCH, case), oracle(case))
+    assert max(largest_errors.values()) <= tolerance, largest_errors
 
 
 SHAPES = st.builds(
@@ -89,8 +89,8 @@ def test_lower_precision_keeps_its_dtypes(dtype: torch.dtype, wide: tuple[str, .
     assert actual.out.dtype == dtype
     assert actual.final.dtype == torch.float32
     assert {name: grad.dtype for name, grad in actual.grads.items()} == {n: t.dtype for n, t in case.leaves().items()}
-    measured = errors(actual, oracle(case))
-    assert max(measured.values()) <= tolerance, measured
+    largest_errors = errors(actual, oracle(case))
+    assert max(largest_errors.values()) <= tolerance, largest_errors
 
 
 def test_gradients_by_finite_differences() -> None:
@@ -122,9 +122,11 @@ def test_packing_changes_nothing() -> None:
         single = replace(packed, **rows, cu_seqlens=(0, stop - start)).to(torch.float64)
         right = answer(single, recurrence(single), (part_of("out", weights[0]), part_of("final", weights[1])))
         grads = {name: part_of(name, grad) for name, grad in results.grads.items()}
-        measured = errors(RecurrenceOutput(part_of("out", results.out), part_of("final", results.final), grads), right)
-        assert measured.keys() == {"out", "final", *packed.leaves()}
-        assert max(measured.values()) <= EXACT, (n, measured)
+        largest_errors = errors(
+            RecurrenceOutput(part_of("out", results.out), part_of("final", results.final), grads), right
+        )
+        assert largest_errors.keys() == {"out", "final", *packed.leaves()}
+        assert max(largest_errors.values()) <= EXACT, (n, largest_errors)
 
 
 @settings(max_examples=num_examples(10))

@@ -18,10 +18,10 @@ def disk(tmp_path: Path) -> Generator[Path]:
     """Mount a disk of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
+    mount_result = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)], capture_output=True, check=False
     )
-    if mounted.returncode:
+    if mount_result.returncode:
         pytest.skip("only root may mount a small disk")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)

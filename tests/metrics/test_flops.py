@@ -43,7 +43,8 @@ def test_gated_deltanet_by_hand() -> None:
     config = DENSE | GDN | {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]}
     shape = decoder_shape(config)
     assert (shape.gdn_layers, shape.attention_layers) == (1, 1)
-    # Keys 10, values 24 wide. In: q, k 20, v, z 48, beta, alpha 8 = 76 of 8 each; out 24 of 8; together 800 multiply-adds.
+    # Keys are 10 wide, values 24. In: q and k 20, v and z 48, beta and alpha 8: 76 columns of 8. Out: 24 columns of 8.
+    # Together 800 multiply-adds.
     # Convolution: 44 channels of 4. State: 3 products of 4 heads of 5x6.
     assert gdn_token_flops(shape) == 2 * 800 + 2 * 44 * 4 + 2 * 3 * 4 * 30 == 2672
     # The gate of attention: 8x12 more per token.
@@ -82,7 +83,7 @@ def test_latent_attention_by_hand() -> None:
 
 
 def test_published_shapes() -> None:
-    """Qwen3-Next 80B with 3B active parameters: about 2 FLOPs per active parameter and token."""
+    """Qwen3-Next 80B, with 3B active parameters, needs about 2 FLOPs per active parameter and token."""
     next_80b = DecoderShape(
         hidden=2048,
         vocab=151936,
@@ -111,7 +112,7 @@ def test_published_shapes() -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_torch_counts_the_same(kind: str) -> None:
-    """Count the projections of a transformers model on one token, so that no attention pair is masked."""
+    """torch counts the same projections of a transformers model on one token, where no attention pair is masked."""
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 

@@ -157,9 +157,9 @@ def test_spans_keep_first_start_and_last_stop() -> None:
     spans.add("push", 5.0, 6.0)
     with spans("train"):
         pass
-    drained = spans.drain()
-    assert drained["push"] == (1.0, 6.0)
-    assert drained["train"][0] <= drained["train"][1]
+    drained_spans = spans.drain()
+    assert drained_spans["push"] == (1.0, 6.0)
+    assert drained_spans["train"][0] <= drained_spans["train"][1]
     assert spans.drain() == {}
 
 

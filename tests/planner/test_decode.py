@@ -1,4 +1,4 @@
-"""Time of decode steps, collectives and prefill, against the formulas they stand for."""
+"""Time of decode steps, collectives and prefill, compared with closed formulas."""
 
 from __future__ import annotations
 

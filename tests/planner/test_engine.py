@@ -70,9 +70,8 @@ def test_replicated_query_projections_and_symmetric_memory_are_counted() -> None
     replicated = engine_memory(shape, replace(plain, replicated_q=True), H20)
     symmetric = engine_memory(shape, replace(plain, symmetric_memory=True), H20)
     attention = next(item.num_bytes for item in replicated.table.items if item.name == "attention")
-    assert (
-        attention - sizes["attention"] == 94 * 2 * 4096 * (64 * 128) * 2 / 8
-    )  # layers, bytes, hidden, queries of two ranks
+    # Layers, bytes, hidden size, queries of two ranks.
+    assert attention - sizes["attention"] == 94 * 2 * 4096 * (64 * 128) * 2 / 8
     (reserved,) = (item.num_bytes for item in symmetric.table.items if item.name == "symmetric memory")
     assert reserved == 4 * 2**30 and "symmetric memory" not in sizes
 

@@ -46,16 +46,14 @@ def test_offloaded_state_takes_as_much_memory_as_in_a_trace(model: str) -> None:
 def test_all_ranks_together_save_each_parameter_once(
     layout: TrainerSettings, offload: float, distributed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts have fewer replicas than dense parameters, so that a rank saves more of them."""
-    monkeypatch.setattr(
-        offload_module, "gradient_buffers", lambda parameters, s: 4 * parameters.shard(s)
-    )  # not rounded
+    """Experts have fewer replicas than dense parameters, so a rank saves a larger share of them."""
+    # Buffers without rounding.
+    monkeypatch.setattr(offload_module, "gradient_buffers", lambda parameters, s: 4 * parameters.shard(s))
     shape = find_shape("MODEL", "Qwen3-30B-A3B")
     settings = replace(layout, offload=offload, distributed_optimizer=distributed)
     saved_bytes = offload_items(shape, settings).of("checkpoint") * settings.world_size
-    assert saved_bytes == pytest.approx(
-        (2 + 12) * shape.parameters, rel=0.01
-    )  # norms are counted per tensor-parallel rank
+    # The difference is the norms, which are counted for each tensor-parallel rank.
+    assert saved_bytes == pytest.approx((2 + 12) * shape.parameters, rel=0.01)
 
 
 def test_a_gradients_buffer_is_the_power_of_two_above_its_size() -> None:
@@ -84,7 +82,7 @@ def test_buffers_of_shards_agree_with_a_division_of_joined_tensors(shards: int) 
 
 
 def _buffers_of_parts(sizes: list[int], shards: int) -> int:
-    """Return the bytes of the buffers of all parts into which the boundaries of equal shards cut joined tensors."""
+    """Return the total bytes of the buffers if joined tensors are cut at the boundaries of equal shards."""
     total, start, num_bytes = sum(sizes), 0, 0
     bounds = [total * shard // shards for shard in range(1, shards)]
     for size in sizes:

@@ -21,7 +21,7 @@ from slime_like.rollout.engine.main import EngineLaunch, server_arguments
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow]  # importing SGLang takes seconds
 
-# MiB: GPUs, and the least memory of each of SGLang's classes
+# MiB: memory of GPUs, and the lower bound of each of SGLang's classes
 MEMORY = (15_360, 20_480, 24_564, 35_840, 46_068, 61_440, 61_441, 81_559, 97_871, 143_771, 163_840, 294_912)
 LAYOUTS = ((1, 1, None), (2, 1, 24), (4, 1, None), (8, 1, 400), (4, 2, None), (8, 8, 24), (32, 32, None))
 """Tensor parallel size, dp_attention, max_running_requests."""

@@ -50,11 +50,11 @@ class Weights:
         self._count, self._zeros = count, torch.zeros(size)
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """Return nothing: the sender does not read it."""
+        """Return an empty manifest, which the sender does not read."""
         return ()
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield each tensor in a bucket of its own."""
+        """Yield buckets of ``NUM_TENSORS`` tensors."""
         del max_bytes
         names = [f"w{i}" for i in range(self._count * NUM_TENSORS)]
         return (Bucket(tuple((name, self._zeros) for name in bucket)) for bucket in batched(names, NUM_TENSORS))

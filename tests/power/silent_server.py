@@ -1,4 +1,7 @@
-"""Server that never replies: ``python -m tests.power.silent_server HOST``. It stops to read a request for ``/update...``."""
+"""Server that never replies: ``python -m tests.power.silent_server HOST``.
+
+It reads requests to their end, but only the first line of a request for ``/update...``.
+"""
 
 from __future__ import annotations
 

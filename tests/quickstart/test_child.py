@@ -1,4 +1,4 @@
-"""Child processes: ended by a signal, killed if they ignore it, and ended with their parent; real processes and signals."""
+"""Child processes, real ones: ended by a signal, killed if they ignore it, and killed with their parent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ try:
 except KeyboardInterrupt as stopped:
     sys.exit(str(stopped))
 """
-# Ends at the second signal and reports it, like train.py; by os.write, because a signal may interrupt print.
+# Exits at the second signal, like train.py, and reports both by os.write, because a signal may interrupt print.
 OBEYS = """
 import os, signal
 received = []

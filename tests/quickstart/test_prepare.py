@@ -43,8 +43,10 @@ def test_assets_are_made_once_and_load(job: Callable[[TrainConfig], None], tmp_p
     assert (job in (prepare_next, prepare_moe, prepare_latent)) == (num_experts == 8)
     weights = dict(model.named_parameters(remove_duplicate=False))
     embedding = next(weight for name, weight in weights.items() if name.endswith("embed_tokens.weight"))
-    tied = embedding is weights["lm_head.weight"]
-    assert tied or torch.linalg.vector_norm(embedding, dim=-1).min() > 0, "a token that may be sampled has no embedding"
+    is_tied = embedding is weights["lm_head.weight"]
+    assert is_tied or torch.linalg.vector_norm(embedding, dim=-1).min() > 0, (
+        "a token that may be sampled has no embedding"
+    )
 
 
 def test_another_job_replaces_the_model(tmp_path: Path) -> None:

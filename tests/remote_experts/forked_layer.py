@@ -1,4 +1,4 @@
-"""A layer with local and remote experts whose workers are forks of the test: its sums, and updates of its weights."""
+"""Layer with local and remote experts, whose worker is a fork of the test process: sums and weight updates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REMOTE = {name: matrix[[1, 4]] for name, matrix in MATRICES.items()}
 DEADLINE_S = 0.5
 OPTIONS = RemoteOptions(count=2, capacity=64, deadline_s=DEADLINE_S)
 PATIENT = replace(OPTIONS, deadline_s=20.0)
-BOUNDS = {"float32": 1e-6, "float16": 4e-3, "bfloat16": 3e-2}  # of sums, relative to the largest one
+BOUNDS = {"float32": 1e-6, "float16": 4e-3, "bfloat16": 3e-2}  # maximum errors of sums, relative to the largest sum
 
 
 def batch(num: int = 40, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -43,7 +43,7 @@ def batch(num: int = 40, seed: int = 0) -> tuple[Any, Any, Any]:
 
 
 def update(experts: RemoteExperts, factor: float = 1.0) -> str:
-    """Push weights, as SGLang's loaders do. Returns the failure."""
+    """Push weights as SGLang's loaders do; return the worker's failure, or "" on success."""
     experts.begin()
     for layer, matrices in ((0, weights_of(SHAPES)[0]), (LAYER, REMOTE)):
         for name, matrix in matrices.items():
@@ -59,7 +59,7 @@ def update(experts: RemoteExperts, factor: float = 1.0) -> str:
 def assert_sums(
     experts: RemoteExperts, remote_factor: float = 1.0, seed: int = 0, num: int = 40, bound: float = 1e-6
 ) -> torch.Tensor:
-    """Assert that the sums of a batch are those of all experts in one memory. Returns them."""
+    """Assert that the sums of a batch equal those of all experts in one process; return the sums."""
     x, ids, weights = batch(num, seed)
     local, buckets = split(ids, weights, ROWS)
     sums = experts.add_sums(
@@ -74,7 +74,7 @@ def assert_sums(
 
 
 class ForkedProcess(ExpertProcess):
-    """Worker process without the import of torch, which takes seconds."""
+    """Worker process that is forked, because importing torch takes seconds."""
 
     settings = WorkerSettings()
 

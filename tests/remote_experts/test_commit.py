@@ -1,4 +1,4 @@
-"""A worker that is lost between the commit of the engine's own weights and its own commit: no request mixes two versions."""
+"""A worker that is lost between the engine's commit and its own: no request mixes two weight versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEW = 2.0  # factor of the pushed weights
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork workers, and exchange texts with no other rank."""
+    """Fork workers, and replace the exchange between ranks by that of a single rank."""
     monkeypatch.setattr("slime_like_plugins.remote_experts.link.ExpertProcess", ForkedProcess)
     monkeypatch.setattr(hooks.dist, "get_world_size", lambda group: 1)
     monkeypatch.setattr(hooks.dist, "all_gather_object", lambda per_rank, own, group: per_rank.__setitem__(0, own))
@@ -34,7 +34,7 @@ def push(
     at_own_commit: Callable[[], object] = lambda: None,
     after_commit: Callable[[], object] = lambda: None,
 ) -> Any:
-    """Write new weights and end the update; call a function after SGLang's own commit, and after the worker's."""
+    """Write new weights and commit; call ``at_own_commit`` in SGLang's commit, ``after_commit`` after the worker's."""
     monkeypatch.setattr(hooks, "_models", [SimpleNamespace(experts=experts, record_load=after_commit)])
 
     def commit_own(manager: object, request: object) -> Any:
@@ -56,7 +56,7 @@ def push(
 @pytest.mark.parametrize("moment", ["at_own_commit", "after_commit"])
 @pytest.mark.parametrize("policy", ["required", "fallback", "respawn"])
 def test_a_worker_that_ends_between_both_commits(policy: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """required: the engine ends before it answers. Otherwise the engine computes with, or sends again, the new weights."""
+    """With required the engine ends; with fallback it uses the new weights itself, with respawn it resends them."""
     options = replace(PATIENT, policy=policy)
     monkeypatch.setenv(VARIABLE, options.to_json())
     with experts_of(options) as experts:
@@ -74,7 +74,7 @@ def test_a_worker_that_ends_between_both_commits(policy: str, moment: str, monke
 
 
 def test_no_worker_serves_weights_of_an_update_that_another_rank_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker has complete weights, but another rank's are not: a request is refused until an update is complete."""
+    """This rank's worker has all weights and another rank's has not: a request is refused."""
     monkeypatch.setenv(VARIABLE, PATIENT.to_json())
     with experts_of(PATIENT) as experts:
         with monkeypatch.context() as other_rank:

@@ -1,4 +1,4 @@
-"""Frames: what is sent is received, and a damaged frame is refused before anything is allocated."""
+"""Frames are received as they were sent, and a damaged frame is refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_worker_does_not_wait_forever_for_the_rest_of_a_frame(size: int, monke
 
 
 class SimulatedWait:
-    """Clock, advanced by yields and by polls that wait, of a connection whose peer sends a frame at the first yield."""
+    """Fake clock and poll of a connection. Yields and waits advance the clock; the first yield lets the peer send."""
 
     def __init__(self, connection: Connection, peer: socket.socket) -> None:
         self.now, self.num_yields, self.waits_ms = 0.0, 0, list[int]()
@@ -180,13 +180,13 @@ class SimulatedWait:
         return self.now
 
     def sched_yield(self) -> None:
-        """Take a millisecond."""
+        """Advance the clock by a millisecond; the first time, let the peer send a frame."""
         if not self.num_yields:
             self._peer.send(pack(Header(FrameKind.CLOSE)))
         self.now, self.num_yields = self.now + 0.001, self.num_yields + 1
 
     def poll(self, milliseconds: int) -> list[tuple[int, int]]:
-        """Return the events of the socket; without any, wait."""
+        """Advance the clock by the timeout, and return the events of the socket."""
         if milliseconds:
             self.now += milliseconds / 1000
             self.waits_ms.append(milliseconds)

@@ -17,13 +17,13 @@ MISSING = ("layer 1 w2 of remote expert 0", 3, 6)
 
 @dataclass
 class RankUpdate:
-    """An update on one of two ranks."""
+    """Weight update on one of two ranks, with a fake exchange between the ranks."""
 
     monkeypatch: pytest.MonkeyPatch
     incomplete: list[tuple[str, int, int]] = field(default_factory=list)  # matrices of this rank's worker
     failure: str = ""  # failure of this rank's worker
     commit_failure: str = ""
-    of_other_rank: list[tuple[str, str]] = field(default_factory=list)  # its part in each exchange; then nothing
+    of_other_rank: list[tuple[str, str]] = field(default_factory=list)  # (text, failure) per exchange; then empty
     calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -40,12 +40,12 @@ class RankUpdate:
         self.monkeypatch.setattr(hooks, "_failed", lambda message: SimpleNamespace(success=False, message=message))
 
     def exchange(self, per_rank: list[Any], own: object, group: object) -> None:
-        """Receive the other rank's part."""
+        """Return this rank's and the other rank's message in ``per_rank``."""
         self.calls.append("exchange")
         per_rank[:] = [own, self.of_other_rank.pop(0) if self.of_other_rank else ("", "")]
 
     def original(self, success: bool = True, message: str = "") -> Any:
-        """Return SGLang's function."""
+        """Return a fake of the hooked SGLang function."""
 
         def call(manager: object, request: object) -> Any:
             self.calls.append("original")
@@ -116,7 +116,7 @@ def test_a_required_worker_of_one_rank_ends_every_rank(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_update_of_one_call_that_fails_on_one_rank_fails_on_both(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that failed takes part in the exchange, for which the other one waits."""
+    """The failed rank takes part in the exchange, because the other rank waits for it."""
     update = RankUpdate(monkeypatch, of_other_rank=[("no such file", "")] if rank else [])
     output = hooks.update_at_once(update.original(bool(rank), "no such file"), update.manager, None)
     assert not output.success and output.message == f"rank {rank}: no such file"

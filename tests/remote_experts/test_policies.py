@@ -1,4 +1,4 @@
-"""Sums of remote experts, and workers that are killed, stopped or slow: each ends as its policy says within the deadline."""
+"""Sums of remote experts, and the policies for a worker that is killed, stopped or slow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.remote_experts.workers import SHAPES, private_key
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork workers, instead of starting another interpreter."""
+    """Fork workers instead of starting another interpreter."""
     monkeypatch.setattr("slime_like_plugins.remote_experts.link.ExpertProcess", ForkedProcess)
 
 
@@ -70,7 +70,7 @@ def stop(process: psutil.Process) -> None:
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_sums_are_the_same_in_every_mode_over_every_transport(dtype: str) -> None:
-    """Both transports have the same bits; modes differ by the rounding of products of another size."""
+    """Sums are bitwise equal over both transports; modes differ by rounding, since the sizes of their GEMMs differ."""
     calls: dict[str, int] = {}
     for mode in ("batched", "stream", "auto"):
         results: list[torch.Tensor] = []
@@ -96,7 +96,7 @@ def test_no_request_is_larger_than_the_capacity(capacity: int, mode: str, max_ro
 
 
 def test_the_worker_computes_while_the_engine_does() -> None:
-    """Requests leave before the engine computes its own experts, and replies arrive between two of them."""
+    """Requests are sent before the engine computes its own experts, and replies are read between these experts."""
     with experts_of(PATIENT) as experts:
         x, ids, weights = batch(60)
         local, buckets = split(ids, weights, ROWS)
@@ -116,7 +116,7 @@ def test_the_worker_computes_while_the_engine_does() -> None:
 
 @pytest.mark.parametrize("policy", ["required", "fallback", "respawn"])
 def test_a_slow_worker_within_the_deadline_is_kept(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums have the bits of those of a fast worker."""
+    """The sums are bitwise equal to those of a fast worker."""
     results: list[torch.Tensor] = []
     for slowdown in (1.0, 10.0):
         monkeypatch.setattr(ForkedProcess, "settings", WorkerSettings(slowdown=slowdown))
@@ -151,7 +151,7 @@ def test_a_worker_that_ends_or_stalls(policy: str, fault: Callable[[psutil.Proce
 
 
 def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The update itself reports the failure, a new worker gets what was written so far, and close never hangs."""
+    """The update reports the failure, a new worker gets the weights written so far, and ``close`` does not hang."""
     with experts_of(OPTIONS) as experts:
         kill(worker_of(experts))
         assert "of rank 0" in update(experts)
@@ -178,7 +178,7 @@ def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_worker_that_ends_before_the_check_of_an_incomplete_update() -> None:
-    """With fallback, the engine's copy is checked instead: rows that were not sent are not served."""
+    """With fallback, the engine's copy of the weights is checked, so missing rows are reported."""
     with experts_of(replace(OPTIONS, policy="fallback")) as experts:
         experts.begin()
         kill(worker_of(experts))
@@ -227,7 +227,7 @@ def test_a_worker_that_always_fails_is_replaced_a_few_times(monkeypatch: pytest.
 def test_a_listening_worker_that_nobody_starts_again_ends_the_engine_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit of a new connection with respawn is shorter than that of a start: four starts exceed SGLang's watchdog."""
+    """With respawn, reconnects have a shorter limit than starts, because four starts exceed SGLang's watchdog."""
     monkeypatch.setattr("slime_like_plugins.remote_experts.experts.RECONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         path = private_key(tmp_path)

@@ -25,7 +25,7 @@ MATRICES = weights_of(ExpertShapes((0,), (NUM_EXPERTS,), 8, 12, "float32", 64, 3
 @settings(max_examples=num_examples(40))
 @given(st.integers(0, 80), st.sets(st.integers(0, NUM_EXPERTS - 1)), st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_local_and_remote_sums_are_those_of_all_experts(num: int, remote: set[int], size: int, seed: int) -> None:
-    """Include ids of -1, weights of 0, no remote and no local experts; each token is in at most one request."""
+    """The sums are equal with ids of -1, weights of 0, and no remote or local experts; no token is in two requests."""
     rng = np.random.default_rng(seed)
     rows = ExpertRows(NUM_EXPERTS, sorted(remote))
     ids = np.array([rng.permutation(NUM_EXPERTS)[:3] for _ in range(num)], np.int32).reshape(num, 3)
@@ -56,7 +56,7 @@ def test_local_and_remote_sums_are_those_of_all_experts(num: int, remote: set[in
 def test_grouped_products_have_the_bits_of_one_product_per_expert(
     dtype: str, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decode step takes two products, and a larger batch two per expert; rows of 24 bytes have no grouped products."""
+    """A small batch takes two grouped GEMMs, a larger one two per expert; rows of 24 bytes have no grouped GEMM."""
     matrices = weights_of(ExpertShapes((0,), (NUM_EXPERTS,), hidden, 16, dtype, 64, 3))[0]
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.standard_normal((20, hidden)).astype(np.float32))
@@ -86,12 +86,12 @@ def test_a_bucket_of_consecutive_tokens_is_a_view() -> None:
 
 def measure(chooser: ModeChooser, seconds: dict[str, float], local: float, count: int) -> dict[str, int]:
     """Record ``count`` measurements of a worker with these times; return how often each mode was used."""
-    used = dict.fromkeys(seconds, 0)
+    mode_counts = dict.fromkeys(seconds, 0)
     for _ in range(count):
         mode = chooser.next_mode
-        used[mode] += 1
+        mode_counts[mode] += 1
         chooser.record(1000, max(local, seconds[mode]), max(0.0, seconds[mode] - local))
-    return used
+    return mode_counts
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def measure(chooser: ModeChooser, seconds: dict[str, float], local: float, count
 )
 def test_auto_is_close_to_the_faster_mode(seconds: dict[str, float], local: float, expected: str) -> None:
     chooser = ModeChooser()
-    used = measure(chooser, seconds, local, 1000)
-    assert chooser.mode == expected and used[expected] >= 970
-    elapsed = sum(count * max(local, seconds[mode]) for mode, count in used.items())
+    mode_counts = measure(chooser, seconds, local, 1000)
+    assert chooser.mode == expected and mode_counts[expected] >= 970
+    elapsed = sum(count * max(local, seconds[mode]) for mode, count in mode_counts.items())
     assert elapsed < 1.1 * 1000 * min(max(local, time) for time in seconds.values())
     if expected == "batched" and local >= 1:
-        assert used["stream"] == (0 if seconds["batched"] < local else 2 * -(-1000 // (PROBE_INTERVAL + 2)))
+        assert mode_counts["stream"] == (0 if seconds["batched"] < local else 2 * -(-1000 // (PROBE_INTERVAL + 2)))
 
 
 def test_auto_follows_a_worker_that_changes(caplog: pytest.LogCaptureFixture) -> None:

@@ -101,7 +101,7 @@ def test_a_number_beyond_float16_is_sent_as_float32(transport: str) -> None:
     with running(ClientSettings(transport=transport, row_type=RowType.float16)) as client:
         commit(client)
         rows, ids, weights = requests(SHAPES, 0, 4, 2)
-        for scale in (torch.tensor(1e5), torch.tensor(1e3)):  # numbers beyond float16 in rows, then only in sums
+        for scale in (torch.tensor(1e5), torch.tensor(1e3)):  # the rows exceed float16's range, then only the sums
             expected = reference(rows * scale, ids, weights, MATRICES[0])
             sums = client.result(client.submit(0, rows * scale, ids, weights)).double()
             assert expected.abs().max() > 65504
@@ -109,7 +109,7 @@ def test_a_number_beyond_float16_is_sent_as_float32(transport: str) -> None:
 
 
 def test_weights_are_served_only_when_complete() -> None:
-    """A missing row is named; the same request after an open update, or with another version, is refused."""
+    """A missing row is named; a request during an open update or with another version is refused."""
     with running(ClientSettings()) as client:
         request = requests(SHAPES, 0, 3, 2)
         with pytest.raises(WorkerRefusal, match="weight version 0, the worker has 0"):
@@ -162,7 +162,7 @@ def test_a_request_that_does_not_fit_is_refused_and_the_next_one_served() -> Non
 
 
 def test_replies_that_arrived_before_the_deadline_count_although_they_are_read_later() -> None:
-    """The engine may have computed its own experts meanwhile, or its machine may have slept."""
+    """The engine may have computed its own experts in the meantime, or its machine may have been suspended."""
     with running(ClientSettings(transport="socket")) as client:
         commit(client)
         pending = [client.submit(0, *requests(SHAPES, 0, 30, 2, seed)) for seed in range(3)]
@@ -185,7 +185,7 @@ def test_an_oversized_frame_ends_the_connection_with_its_reason() -> None:
 
 
 def test_a_shared_region_that_is_too_small() -> None:
-    """``auto`` uses the socket, ``shared`` is an error that names the fix; a worker refuses an offer of smaller slots."""
+    """``auto`` falls back to the socket, ``shared`` raises an error with a fix, and a worker refuses small slots."""
     with running(ClientSettings(shared_bytes=1000)) as client:
         assert client.transport == "socket"
     small_client = running(ClientSettings(shared_bytes=1000, transport="shared"))
@@ -258,7 +258,7 @@ def test_a_listening_worker_serves_only_engines_with_its_key(tmp_path: Path, sam
 def test_an_engine_waits_for_a_worker_that_serves_another_engine_or_has_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first attempt is logged, so that nobody waits without a reason on the screen."""
+    """The first failed attempt is logged, so that the user sees the reason for the wait."""
     monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
     monkeypatch.setattr(key, "PROOF_S", 0.3)
     path = private_key(tmp_path)
@@ -282,7 +282,7 @@ def test_an_engine_waits_for_a_worker_that_serves_another_engine_or_has_not_star
 def test_the_kernel_keeps_a_connection_until_the_deadline_of_a_request(
     deadline_s: float, limit_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's limit also counts while a busy worker does not read further requests."""
+    """TCP_USER_TIMEOUT also runs while a busy worker reads no further requests, so it has to cover the deadline."""
     monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         WorkerClient(Connection(sock, "worker 0", 1000), ClientSettings(deadline_s=deadline_s))

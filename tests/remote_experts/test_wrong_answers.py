@@ -1,4 +1,4 @@
-"""Workers that answer wrongly, in a thread: the policy ends or replaces each within the deadline, and no sum is wrong."""
+"""Workers, in threads, that answer wrongly: the policy ends or replaces them in time, and no sum is wrong."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ThreadProcess:
 
 
 class FaultyService(Service):
-    """Worker that answers computations by ``fault``."""
+    """Worker that answers its first ``wrong_answers`` computations by ``fault``."""
 
     fault: Callable[[FaultyService, Frame], None]
     remaining = 1  # wrong answers of the next worker; a worker that was abandoned may still answer
@@ -63,7 +63,7 @@ class FaultyService(Service):
             super()._compute(frame)
 
     def send_raw(self, data: bytes) -> None:
-        """Send bytes that are no frame."""
+        """Send bytes that are not a frame."""
         self._connection._outgoing.append(memoryview(data))
         self._connection.pump()
 
@@ -164,7 +164,7 @@ FAULTS: dict[Any, str] = {
 def test_a_worker_that_answers_wrongly(
     fault: Callable[[FaultyService, Frame], None], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """required names the fault; fallback computes; respawn asks a new worker, which is right."""
+    """With required the error names the fault; with fallback the engine computes, with respawn a new worker answers."""
 
     monkeypatch.setattr("slime_like_plugins.remote_experts.link.ExpertProcess", ThreadProcess)
     monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")

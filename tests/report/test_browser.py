@@ -44,7 +44,7 @@ def test_a_comparison_has_no_console_message_and_no_request(browser: Path, run: 
 
 
 def test_a_bad_page_is_detected(browser: Path, tmp_path: Path) -> None:
-    """Load a page with a request and script errors."""
+    """The page has a request and script errors."""
     page = tmp_path / "bad.html"
     page.write_text("<img src='http://127.0.0.1:9/x.png'><script>console.error('oh'); nowhere()</script>")
     visit = look(browser, page)

@@ -75,7 +75,7 @@ def exits(prompt: Prompt, sample: Sample) -> float:
 
 
 def ends_on_x(prompt: Prompt, sample: Sample) -> float:
-    """End the process for the text ``x``: by the signal named in the row's metadata, or out of memory. A child runs on."""
+    """End the process for the text ``x``, by the metadata's signal or by running out of memory. Its child survives."""
     if sample.text != "x":
         return 1.0
     child = subprocess.Popen(["sleep", "600"])

@@ -119,7 +119,7 @@ def test_a_timeout_counts_as_configured() -> None:
 def test_an_injected_outage_looks_like_a_server_that_is_down(
     fallback: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During the outage no request arrives: retries once, then one attempt per sample. The cost is reported."""
+    """No request arrives during the outage. Only the first sample is retried, and the outage's cost is reported."""
     lasts = [True]
     monkeypatch.setattr(Outage, "is_active", property(lambda _: lasts[0]))
 

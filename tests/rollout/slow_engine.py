@@ -40,10 +40,10 @@ class SlowRequest:
 
 
 class SlowEngine:
-    """Fake ``EngineClient`` for ``ResumableEngine`` and ``EnginePool``; dies with probability 1 / ``dies`` per step (0: never)."""
+    """Fake ``EngineClient``, which dies with probability 1 / ``dies`` per step (0: never)."""
 
     def __init__(self, rng: random.Random, version: int, name: str = "engine", dies: int = 0) -> None:
-        self.num_aborts = 0  # each one ends before any other task runs
+        self.num_aborts = 0  # also the number of ended aborts: ``abort_all`` never yields to another task
         self.version, self.name, self.url = version, name, "nowhere"
         self.address = EngineAddress(name, self.url, "", 1)
         self.num_dp_ranks = 1

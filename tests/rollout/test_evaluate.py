@@ -73,14 +73,14 @@ def test_an_evaluation_by_several_managers_equals_that_by_one() -> None:
     groups = [scored([Reward(r, r) for r in row], [Status.COMPLETED] * len(row)) for row in rewards]
     groups[1] = replace(groups[1], samples=tuple(replace(s, status=Status.TRUNCATED) for s in groups[1].samples))
     prompts = results(*groups)
-    whole = merge_evaluations([ManagerEvaluation({"aime": tuple(prompts)}, (Sum("reward/calls", 13.0),))])
+    single_manager = merge_evaluations([ManagerEvaluation({"aime": tuple(prompts)}, (Sum("reward/calls", 13.0),))])
     parts = [
         ManagerEvaluation({"aime": tuple(prompts[index::2])}, (Sum("reward/calls", calls),))
         for index, calls in ((0, 9.0), (1, 4.0))
     ]
     merged = merge_evaluations(parts)
-    assert reduce_metrics(merged.metrics) == reduce_metrics(whole.metrics)
-    assert merged.answers == whole.answers and len(whole.answers) == 13
+    assert reduce_metrics(merged.metrics) == reduce_metrics(single_manager.metrics)
+    assert merged.answers == single_manager.answers and len(single_manager.answers) == 13
     assert reduce_metrics(merged.metrics)["eval/aime"] == pytest.approx(7 / 13)
     assert reduce_metrics(merge_evaluations([*parts[:1], ManagerEvaluation({"aime": ()}, ())]).metrics)["eval/aime"]
 

@@ -1,4 +1,4 @@
-"""Size of the KV cache of an engine that restarts next to a trainer: as at its first start."""
+"""An engine that restarts next to a trainer gets a KV cache of the same size as at its first start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kv_cache(free: float, baseline: float, static: float, weights: float) -> flo
 
 @given(st.floats(0.3, 0.95), st.floats(0, 1), st.floats(20, 180))
 def test_a_restarted_engine_gets_the_cache_of_its_first_start(static: float, share: float, first: float) -> None:
-    """If the memory of the trainer fits in the share that SGLang leaves to others."""
+    """The cache has the same size if the trainer's memory fits in the share that SGLang does not use."""
     trainer_bytes = share * ((1 - static) * first - size.MIN_SHARE * first)
     free, weights = first - trainer_bytes, 0.1 * first
     baseline = size.baseline_of_first_start(free, first, static)
@@ -50,8 +50,8 @@ def test_the_hook_reports_free_memory_and_applies_that_of_the_first_start(
     context = ModuleType("sglang.srt.runtime_context")
     context.get_schedule = lambda: SimpleNamespace(mem_fraction_static=0.5)  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
-    measured = size.measure(lambda **_: 60.0, device="cuda", is_draft_worker=False)
-    assert measured == expected
+    measured_gib = size.measure(lambda **_: 60.0, device="cuda", is_draft_worker=False)
+    assert measured_gib == expected
     assert free_gib("other\n" + capsys.readouterr().err + "other") == 60.0
     assert size.measure(lambda **_: 60.0, device="cuda", is_draft_worker=True) == 60.0
     assert capsys.readouterr().err == ""
@@ -72,7 +72,7 @@ def test_the_log_of_an_engine_states_the_free_memory(tmp_path: Path) -> None:
 
 
 class ColocatedServer:
-    """Server of an engine that finds 79 GiB free at its first start, and fewer at later ones."""
+    """Server of an engine that finds 79 GiB free at its first start and 50 GiB at later starts."""
 
     def __init__(self, first_free_gib: float | None) -> None:
         self.first_free_gib = first_free_gib

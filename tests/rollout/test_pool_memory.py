@@ -1,4 +1,4 @@
-"""Memory of a pool's engines by phase: order of requests, and lost engines that restart only when there is memory for them."""
+"""Memory of a pool's engines by phase: order of requests, and restarts of lost engines once memory is available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ type Requests = list[tuple[str, Any]]
 
 
 def record(pool: EnginePool, index: int) -> tuple[EngineClient, Requests]:
-    """Put a client into a slot whose requests are answered; return it, and a list that grows by their paths and tags."""
+    """Give a slot a client with a fake connection; return the client, and the list of its requests (path, tags)."""
     requests: Requests = []
 
     async def post(phase: str, path: str, body: dict[str, Any], **_: object) -> None:
@@ -69,7 +69,7 @@ def test_memory_is_released_for_a_step_and_restored_by_the_push() -> None:
 
 
 def test_memory_is_restored_once_if_a_commit_is_cancelled_during_the_restore() -> None:
-    """Another engine's error cancels the commit; SGLang's scheduler would end at a second request for the same parts."""
+    """An error of another engine cancels the commit; SGLang's scheduler would exit at a second request for a part."""
 
     async def scene(pool: EnginePool, engines: list[Any]) -> None:
         client, requests = record(pool, 0)
@@ -185,7 +185,7 @@ def test_a_phase_does_not_wait_for_restarts_that_an_earlier_phase_defers() -> No
 
 def test_a_step_also_waits_for_an_engine_that_is_lost_during_the_wait() -> None:
     class Slow(SlowSupervisor):
-        """Supervisor whose restart waits for a release by the test."""
+        """Supervisor whose restart waits until the test sets an event."""
 
         async def restart(self) -> Any:
             await asyncio.sleep(0)

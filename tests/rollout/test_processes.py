@@ -1,4 +1,4 @@
-"""Shared memory segments: removed when the engine's processes end; files of others are kept."""
+"""Shared memory segments of an engine are removed when its processes end; other files are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAP = "import mmap, os, sys; kept = [mmap.mmap(os.open(path, os.O_RDWR), 64) for
 
 @pytest.fixture
 def names() -> Generator[list[Path]]:
-    """Create a segment named like SGLang's, and two files that are no segments."""
+    """Create a segment with a name like SGLang's, and two files that are not segments."""
     (SHARED / f"models-{os.getpid()}").mkdir()
     files = [SHARED / f"sgl_shm_test_{os.getpid()}_0", SHARED / f"test-{os.getpid()}"]
     paths = [*files, SHARED / f"models-{os.getpid()}" / "sgl_shm_model"]

@@ -1,4 +1,4 @@
-"""Producer of rollouts: runs ahead by the staleness, and reports failures."""
+"""Rollout producer: it runs ahead by the maximum staleness and reports failures."""
 
 import asyncio
 

@@ -24,7 +24,7 @@ ROLLOUT_ID = 7
 
 
 class FakeGroupSampler:
-    """Replacement of ``GroupSampler`` and ``GroupFilters``: prompt i passes if ``passes[i % len]``."""
+    """Fake ``GroupSampler`` and ``GroupFilters``: prompt i passes if ``passes[i % len(passes)]`` is true."""
 
     def __init__(self, passes: Sequence[bool], batch_size: int, max_refills: int) -> None:
         sampler: Any = self
@@ -32,7 +32,7 @@ class FakeGroupSampler:
         self.collector = GroupCollector(config, Sampling(1.0, 1), Counting(), sampler)
         self.collector._filters = sampler
         self.first_id = ROLLOUT_ID * batch_size * (1 + max_refills)
-        self.rounds: list[tuple[int, int]] = []  # (number of groups requested before, number of groups)
+        self.rounds: list[tuple[int, int]] = []  # (number of groups in earlier rounds, number of groups)
         self._passes = passes
 
     async def groups(self, requests: Sequence[GroupRequest]) -> list[SampleGroup]:

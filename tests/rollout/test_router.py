@@ -106,7 +106,7 @@ def test_a_group_keeps_its_engine_until_it_is_withdrawn() -> None:
             assert (first.engine, second.engine) == (a, b)
             first.spend(10)
             await router.wait_for_engine(second)
-            assert second.engine is b  # although the other engine has less load
+            assert second.engine is b  # although engine a has less load
             router.withdraw(b)
             assert router.serving_engine(second) is None  # no request goes to a withdrawn engine
             await router.wait_for_engine(second)

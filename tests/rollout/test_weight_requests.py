@@ -1,4 +1,4 @@
-"""Requests of a weight push: they select the served model, so that the draft model of speculative decoding is left as it is."""
+"""Requests of a weight push select the served model, so a draft model for speculative decoding keeps its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_like.interfaces import TensorMeta
 from slime_like.rollout.engine.client import EngineClient
 
 SELECTING = ("/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_distributed")
-"""Requests whose default at SGLang is every model of the engine; end_weight_update ends the update of the models selected."""
+"""Requests that SGLang applies to every model of an engine by default. ``end_weight_update`` needs no selector."""
 
 
 def test_a_push_selects_the_served_model_only() -> None:

@@ -17,11 +17,11 @@ from slime_like.util.deadline import scale
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "bookworm"  # of the base image for CPUs
-LIBRARIES = "libffi8,libreadline8,libsqlite3-0,libssl3"  # that the base image has for Python
+LIBRARIES = "libffi8,libreadline8,libsqlite3-0,libssl3"  # libraries of the base image that Python needs
 SOURCES = (Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list"))
 SERVER = re.compile(r"^(?:URIs:|deb)\s+(?:\[[^]]*\]\s+)?(https?://\S+/debian)/?(?:\s|$)", re.MULTILINE)
 BOOTSTRAP_S, BUILD_S = 300, 900
-# Nothing that a killed command has mounted or started remains.
+# Namespaces that end with a killed command, so that none of its mounts and processes remains.
 NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private")
 
 pytestmark = pytest.mark.slow

@@ -49,7 +49,7 @@ def test_every_command_names_a_file_or_module_that_exists() -> None:
 
 
 RUN_PARTS = [part for part in gpu_evidence.PARTS if any(command[0] == gpu_evidence.TRAIN for command in part.commands)]
-GPUS = {0: "H100", 80: "H100", 95: "H20", 140: "H200"}  # of a part, by gigabytes
+GPUS = {0: "H100", 80: "H100", 95: "H20", 140: "H200"}  # GPU of a part, by the memory that it needs in GB
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ class ScalarRow:
         return ScalarRow(self.token_ids[:length], self.logprobs[:length], self.versions[:length], experts)
 
     def append(self, tokens: Sequence[tuple[int, float, int]], experts: list[list[list[int]]] | None) -> None:
-        """Append tokens; ``experts`` are those of the first tokens."""
+        """Append tokens; ``experts`` replace those of the row from its first token on, and missing ones are zeros."""
         for token_id, logprob, version in tokens:
             self.token_ids.append(token_id)
             self.logprobs.append(logprob)
@@ -41,7 +41,7 @@ class ScalarRow:
             self.experts = [*experts_kept, *[zero] * (len(self.token_ids) - len(experts_kept))]
 
     def columns(self) -> TokenColumns:
-        """Return the columns."""
+        """Return the row as arrays."""
         experts = (
             None
             if self.experts is None
@@ -61,7 +61,7 @@ def flat(tokens: Sequence[tuple[int, float, int]]) -> TokenColumns:
 
 
 def assert_same(actual: TokenColumns, expected: TokenColumns) -> None:
-    """Fail unless all columns have the same dtype, shape and bytes."""
+    """Assert that all columns have the same dtype, shape and bytes."""
     for name in ("token_ids", "logprobs", "versions", "experts"):
         a, b = getattr(actual, name), getattr(expected, name)
         assert (a is None) == (b is None), name
@@ -70,5 +70,5 @@ def assert_same(actual: TokenColumns, expected: TokenColumns) -> None:
 
 
 def tables(store: SampleStore) -> tuple[object, ...]:
-    """Return the memory of a store, the number of its copies, and the experts that its next row will have space for."""
+    """Return the state of a store that a failed append must not change: memory, counts of copies, shape of experts."""
     return store.nbytes, [*store._slabs], store.num_clones, store.num_moves, store._entry

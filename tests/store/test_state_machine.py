@@ -23,13 +23,13 @@ CAPACITY = 300  # so small that one operation in twenty finds no space
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The store ``store`` and, per row, its reference."""
+    """State machine of a store and of one reference per row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.store = SampleStore(CAPACITY)
         self.rows: dict[int, ScalarRow] = {}
-        self.views: list[tuple[TokenColumns, TokenColumns]] = []  # and the bytes that they had
+        self.views: list[tuple[TokenColumns, TokenColumns]] = []  # (view, copy of the columns when it was taken)
 
     @rule(tokens=TOKENS)
     def add(self, tokens: list[tuple[int, float, int]]) -> None:
@@ -51,7 +51,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, count=st.integers(1, 5), has_space=st.booleans())
     def append_to_all_sharers(self, tokens: list[tuple[int, float, int]], count: int, has_space: bool) -> None:
-        """All rows but one are copied because they share memory, and the last one if no space is free behind it."""
+        """Append to all forks of a row: all but one are copied, and the last moves if there is no space after it."""
         try:
             row = self.store.add(flat([] if has_space else tokens))
         except StoreFull:
@@ -76,7 +76,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), routed=st.booleans())
     def append(self, data: st.DataObject, routed: bool) -> None:
-        """Append to a random subset of the rows, also to finished ones: then nothing may change."""
+        """Append to a random subset of the rows; if one of them is finished, no row may change."""
         rows = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
         tokens = [data.draw(TOKENS) for _ in rows]
         finished_flags = [data.draw(st.booleans()) for _ in rows]

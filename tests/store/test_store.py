@@ -28,7 +28,7 @@ def batch(rows: Any, columns: TokenColumns, counts: Any = None, finished: Any = 
 
 
 def prompt(store: SampleStore, num_tokens: int = 5) -> int:
-    """A row with room behind its tokens."""
+    """Return a new row with free space after its tokens."""
     row = store.add(NO_TOKENS)
     store.append_batch(Batch(np.array([row]), context_columns(np.arange(num_tokens)), np.array([num_tokens])))
     return row
@@ -37,23 +37,23 @@ def prompt(store: SampleStore, num_tokens: int = 5) -> int:
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_k_sharers_make_k_minus_1_copies_in_one_batch(k: int) -> None:
     store = SampleStore()
-    shared = prompt(store)
-    moves, rows = store.num_moves, store.fork(shared, num_rows=k)
+    shared_row = prompt(store)
+    moves, rows = store.num_moves, store.fork(shared_row, num_rows=k)
     memory = store.nbytes
     assert memory == store.nbytes, "forks share the memory of their row"
     store.append_batch(batch(rows, tokens(*range(k))))
     assert (store.num_clones, store.num_moves - moves) == (k - 1, 0)
     assert [store.columns(row).token_ids.tolist() for row in rows] == [[0, 1, 2, 3, 4, i] for i in range(k)]
-    assert store.columns(shared).token_ids.tolist() == [0, 1, 2, 3, 4]
+    assert store.columns(shared_row).token_ids.tolist() == [0, 1, 2, 3, 4]
     store.append_batch(batch(rows, tokens(*range(k))))
     assert store.num_clones == k - 1, "each row has its own memory now"
 
 
 def test_the_sharers_of_a_full_row_are_all_copied() -> None:
     store = SampleStore()
-    shared = store.add(context_columns(np.arange(5)))
-    rows = store.fork(shared, num_rows=3)
-    store.release([shared])
+    shared_row = store.add(context_columns(np.arange(5)))
+    rows = store.fork(shared_row, num_rows=3)
+    store.release([shared_row])
     store.append_batch(batch(rows, tokens(7, 8, 9), finished=[True] * 3))
     assert (store.num_clones, store.num_moves) == (2, 1)
     assert store.nbytes == 3 * 6 * 12, "the shared tokens are released, and finished rows have no room behind them"
@@ -71,7 +71,7 @@ def test_a_fork_of_fewer_tokens_does_not_overwrite_the_others() -> None:
 
 
 def test_without_memory_no_row_changes() -> None:
-    """The first row has room, the others need a copy: the check comes before the first write."""
+    """The first row has space and the others need a copy, but the check precedes the first write."""
     store = SampleStore(capacity=60)
     rows = [prompt(store), *store.fork(prompt(store), num_rows=2)]
     before = [store.columns(row).token_ids.tolist() for row in rows]

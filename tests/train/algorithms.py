@@ -95,7 +95,7 @@ def _own_step(actor: Any, layout: Layout) -> dict[str, float]:
 
 
 def _error_of_names(actor: Any, layout: Layout, names: Iterator[str]) -> str:
-    """Return the error of a step whose loss returns, for each micro-batch, a mean with the next of ``names``."""
+    """Return the error of a step whose loss returns one mean per micro-batch, each under the next name of ``names``."""
     loss: Any = bind_loss(GrpoConfig())
 
     def renamed(view: LossView) -> LossOutput:

@@ -1,4 +1,4 @@
-"""Models, references and results that trainer tests share. The ranks of each world size are started once per session."""
+"""Models, references and results of trainer tests. One set of ranks per world size runs the jobs of all modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BALANCE = {"qwen3_moe balanced": 0.05}  # kind -> coefficient of the routers' au
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return folders of small Qwen3 models, tied and untied: tests without ranks do not wait for the other families."""
+    """Return folders of small Qwen3 models, tied and untied, for tests that need not wait for all ``models``."""
     folder = tmp_path_factory.mktemp("qwen3")
     return {
         kind: make_qwen3(folder / kind, tied=kind == "tied", seed=seed) for seed, kind in enumerate(("tied", "untied"))
@@ -35,7 +35,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def models(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return folders of small models: those of ``qwen3``, and one per other family and variant."""
+    """Return folders of small models: the two of ``qwen3``, and one per other family and variant."""
     folder = tmp_path_factory.mktemp("models")
     folders = qwen3 | {
         "llama": make_model(folder / "llama", "llama", tied=False, seed=2, rope="llama3"),
@@ -86,7 +86,7 @@ def models(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder with the output of the jobs, in one folder per job name."""
+    """Return the folder with the output of the jobs, one subfolder per job name."""
     return tmp_path_factory.mktemp("jobs")
 
 

@@ -37,12 +37,12 @@ class LayerCase:
     layout: Layout
     mode: str = "head"  # model.gdn.cp_mode
     decay: float = 1.0  # size of the log decays
-    fault: str | None = None  # a fault to inject, of FAULTS
+    fault: str | None = None  # key in FAULTS of the fault to inject
     key_heads: int = 4
 
 
 def errors(world: RankWorld, shared: Shared, cases: Sequence[LayerCase]) -> list[dict[str, float]]:
-    """Return per case the largest error of this rank's output and gradients, relative to the largest entry on any rank."""
+    """Return per case this rank's largest errors of output and gradients, relative to the largest entry on any rank."""
     del shared
     errors_of_cases: list[dict[str, float]] = []
     for case in cases:
@@ -138,7 +138,7 @@ def _weights(table: Mapping[str, Weight], decay: float) -> dict[str, Tensor]:
 def layer_reference(
     hidden_TD: Tensor, full: Mapping[str, Tensor], bounds: np.ndarray, eps: float, key_heads: int
 ) -> Tensor:
-    """Compute Qwen3.5's layer by definition: projections, convolution, recurrence token by token, gated norm, projection."""
+    """Compute Qwen3.5's layer by definition: projections, convolution, recurrence per token, gated norm, projection."""
     part = {name.removeprefix(f"{NET}.").removesuffix(".weight"): tensor for name, tensor in full.items()}
     edges = tuple(int(b) for b in bounds)
     qkv, z, b, a = (hidden_TD @ part[f"in_proj_{name}"].T for name in ("qkv", "z", "b", "a"))
@@ -156,7 +156,7 @@ def layer_reference(
 
 
 def _reduce_gradient(parameter: Any, rank_info: Any) -> None:
-    """Reduce a gradient as at the end of an optimizer step: over the cp ranks, and over tp if sequence parallelism marks it."""
+    """Reduce a gradient as an optimizer step does: over the cp ranks, and over tp if sequence parallelism marks it."""
     if rank_info.layout.cp > 1:
         dist.all_reduce(parameter.grad, group=rank_info.cp_group)
     if getattr(parameter, "sequence_parallel", False):

@@ -1,7 +1,7 @@
 """Disk faults in tests: record the operations on a folder, and kill the process or fill the disk before one of them.
 
-After a simulated kill, further operations fail too, so the folder stays as a killed process leaves it. Python's audit events
-report every open for writing, rename and removal in any library; ``fsync`` has no audit event and is wrapped.
+After a simulated kill, further operations fail too, so the folder stays as a killed process leaves it. Python's audit
+events report every open for writing, rename and removal in any library; ``fsync`` has no audit event and is wrapped.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Disk:
     ) -> Generator[list[Operation]]:
         """Record the operations on ``folder`` and yield them.
 
-        From operation ``dies_before`` on, every operation raises ``Killed``. Operations on a path that ends with ``full_at``
-        raise ENOSPC.
+        From operation ``dies_before`` on, every operation raises ``Killed``. Operations on a path that ends with
+        ``full_at`` raise ENOSPC.
         """
         self.operations = []
         self._folder, self._dies_before, self._full_at = str(folder), dies_before, full_at

@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"algo": ALGO, "model": {"megatron": {"moe_router_bia
 
 
 def update_and_resume(world: RankWorld, shared: Shared, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Take one optimizer step. Return this rank's expert biases by key, and those of a rank that resumes from its checkpoint."""
+    """Take one optimizer step. Return this rank's expert biases by key, before and after a save and a resume."""
     from slime_like.train.megatron.model.model import ROUTER_BIAS, named_weights
 
     def biases(actor: Any) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def update_and_resume(world: RankWorld, shared: Shared, layout: Layout) -> tuple
 
 @torch.no_grad()
 def updated_by_hf(folder: Path) -> dict[str, Tensor]:
-    """Return the biases, by key, after an update with the choices of transformers' routers for ``batch()``."""
+    """Return the expert biases by key after one update, from the experts that transformers chooses for ``batch()``."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, config=HFFolder(folder).config(), dtype=torch.float32)

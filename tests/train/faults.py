@@ -26,7 +26,7 @@ def replace_attribute(target: Any, name: str, value: Any) -> Generator[None]:
 
 
 def skipped_tp_reduction() -> Any:
-    """Skip the sum of the hidden states' gradient over the tensor parallel ranks, which have parts of the vocabulary."""
+    """Skip the sum of the hidden states' gradient over tp ranks, each of which has a part of the vocabulary."""
     from slime_like.train.megatron.model import model
 
     stock = model.gather_from_sequence_parallel_region
@@ -139,7 +139,7 @@ def balance_per_trained_token() -> Any:
 
 
 def unsummed_head_norm() -> Any:
-    """Skip the sum of the gradient of DeltaNet's head norm over the tensor parallel ranks, as megatron-core does."""
+    """Skip the sum of the gradient of DeltaNet's head norm over tp ranks, which megatron-core skips too."""
     from slime_like.train.megatron.model import norms
 
     return replace_attribute(norms, "copy_to_tensor_model_parallel_region", lambda weight: weight)
@@ -196,7 +196,7 @@ def unscaled_float8() -> Any:
 
 
 def keys_of_own_heads() -> Any:
-    """Skip the sum, over the heads of other ranks, of the gradient of the rotated key that all heads share."""
+    """Skip the sum over tensor parallel ranks of the gradient of the rotated key, which all heads share."""
     from megatron.core.transformer import multi_latent_attention as upstream
 
     stock = upstream.gather_from_sequence_parallel_region
@@ -224,7 +224,7 @@ def channels_paired_in_halves() -> Any:
 
 
 def groups_ranked_by_megatron() -> Any:
-    """Rank groups of experts as megatron does, whatever the score function."""
+    """Rank groups of experts as megatron does for every score function."""
     from slime_like.train.megatron.model.expert_choice import GroupLimitedChoice
 
     return replace_attribute(
@@ -251,19 +251,19 @@ def experts_of_the_next_token() -> Any:
 
 
 def norms_of_own_heads() -> Any:
-    """Norm queries and keys over the heads of a tensor parallel rank, instead of over those of all ranks."""
+    """Normalise queries and keys over the heads of one tensor parallel rank instead of the heads of all ranks."""
     from slime_like.train.megatron.model import norms
 
     stock = norms.reduce_from_tensor_model_parallel_region
     return replace_attribute(
         norms,
         "reduce_from_tensor_model_parallel_region",
-        lambda x: stock(x) * 0 + 2 * x,  # the same collective
+        lambda x: stock(x) * 0 + 2 * x,  # so that both ranks still issue the collective
     )
 
 
 def gradients_of_own_heads() -> Any:
-    """Skip the sum, over the heads of other ranks, of the gradient of the squares that all heads share."""
+    """Skip the sum over tensor parallel ranks of the gradient of a token's sum of squares, which all heads share."""
     from slime_like.train.megatron.model import norms
 
     return replace_attribute(norms, "copy_to_tensor_model_parallel_region", lambda x: x)

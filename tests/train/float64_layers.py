@@ -1,4 +1,4 @@
-"""Rank functions of test_float64_layers: one kind of layer rounds to four bits, and each kind in turn is computed in float64."""
+"""Rank functions of test_float64_layers: a kind of layer rounds coarsely, and each kind in turn runs in float64."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.train.ranks import RankWorld
 
 
 def coarse(x: torch.Tensor) -> torch.Tensor:
-    """Return float32 ``x`` with three bits of its fraction, a much larger error than the rounding of float32."""
+    """Return float32 ``x`` with only three bits of its fraction, a much larger error than the rounding of float32."""
     return (x.view(torch.int32) & -(1 << 20)).view(torch.float32)
 
 
 def rounding(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with its result rounded, unless that is float64."""
+    """Return ``function`` with a coarse result, unless the result is float64."""
 
     def rounded(*args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
@@ -60,7 +60,7 @@ class Rounding:
 
 
 def attribute(world: RankWorld, shared: Shared, kind: str, layout: Layout, fault: str) -> dict[str, float] | None:
-    """Return the mean |difference| from transformers by kind of float64 layers ("": none) on the reporter, None elsewhere."""
+    """Return the mean |difference| from transformers by kind of float64 layers ("": none); None off the reporter."""
     actor = make_actor(world, shared.models[kind], layout, temperature=TEMPERATURE)
     assert set(actor.layer_kinds()) == {"attention", "gdn", "mlp"}
     micro_batch, expected = batch()[0], shared.references[kind].logprobs[0]

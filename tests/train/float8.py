@@ -22,10 +22,14 @@ BLOCK = (4, 2)
 
 
 def quantise(folder: Path, block: tuple[int, int] = BLOCK) -> Path:
-    """Replace the projections and experts of the model in ``folder``, also those that are carried, by float8 weights."""
+    """Replace the projections and experts of the model in ``folder``, including its MTP tensors, by float8 weights."""
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-    declared: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}
+    config_entry: dict[str, Any] = {
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+        "activation_scheme": "dynamic",
+    }
     settings = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt=None))
     quantizer: Any = Fp8Quantize(settings)
 
@@ -40,13 +44,13 @@ def quantise(folder: Path, block: tuple[int, int] = BLOCK) -> Path:
 
     rewrite(folder, change)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": declared}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config_entry}))
     return folder
 
 
 @contextlib.contextmanager
 def dequantising() -> Generator[None]:
-    """Let transformers load float8 checkpoints as float32 without the package accelerate, which it needs for devices only."""
+    """Let transformers load float8 checkpoints as float32 without accelerate, which it only needs to place weights."""
     from transformers.quantizers import quantizer_finegrained_fp8
 
     with replace_attribute(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True):
@@ -54,7 +58,7 @@ def dequantising() -> Generator[None]:
 
 
 def peak_bytes(world: RankWorld, shared: Shared, kind: str) -> int:
-    """Load the model. Return the largest total size of float32 products that existed at the same time."""
+    """Load the model. Return the largest total size of dequantised tensors that were in memory at the same time."""
     from slime_like.train.megatron.families import hf
 
     live, peak = 0, 0

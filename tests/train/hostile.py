@@ -1,4 +1,4 @@
-"""Rank functions of test_starting: every path that reads a folder, on folders whose pickles would run code."""
+"""Rank functions of test_starting: all code that reads a checkpoint, on folders whose pickles would run code."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def _within_metadata(folder: Path, touch: Touch) -> None:
 
 
 def _object(folder: Path, touch: Touch) -> None:
-    """Replace the state that every load reads first, in a separate file."""
+    """Redirect the state that every load reads first to a separate file."""
     _redirect(folder, touch, "__9_9.distcp")
 
 
 def _outside(folder: Path, touch: Touch) -> None:
-    """Replace the same state, in a file of another folder."""
+    """Redirect the same state to a file of another folder."""
     _redirect(folder, touch, "../elsewhere.distcp")
 
 
 def _common(folder: Path, touch: Touch) -> None:
-    """Add the file of earlier versions of megatron-core."""
+    """Add ``common.pt``, which earlier versions of megatron-core wrote."""
     torch.save({"args": touch}, folder / "common.pt")
 
 

@@ -42,7 +42,7 @@ def resume(
 
 
 def half(world: RankWorld, shared: Shared, kind: str, layout: Layout) -> dict[str, Any]:
-    """Take a step that is too small for bfloat16, save and load. Return the state of the decays."""
+    """Take a step that is too small for bfloat16, save and load. Return checks of the decays and of the resumed run."""
     options: dict[str, Any] = {"algo": SftConfig(), "dtype": "bfloat16", "optim": {"lr": 1e-5}}
     actor = make_actor(world, shared.models[kind], layout, **options)
     before = {name: p.detach().clone() for name, p in _parameters(actor)}
@@ -99,7 +99,7 @@ def upstream(world: RankWorld, shared: Shared, kind: str) -> dict[str, str]:
 
 
 def half_norms(world: RankWorld, shared: Shared) -> dict[str, dict[str, float]]:
-    """Return the relative errors of norms of bfloat16 values against float64, and the bytes saved for backward in other dtypes."""
+    """Return relative errors of bfloat16 norms against float64, and the bytes saved for backward in other dtypes."""
     from slime_like.train.megatron.model.norms import GatedHeadNorm, RMSNorm
 
     config: Any = SimpleNamespace(

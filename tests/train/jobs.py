@@ -1,7 +1,8 @@
-"""Jobs for ranks: test modules list functions to run on ranks, and the ranks of each world size are started once for all jobs.
+"""Jobs for ranks: test modules list functions to run on ranks, and one set of ranks per world size runs all jobs.
 
-A module's ``JOBS`` maps world size -> jobs. The session fixture ``results`` collects the jobs of the selected modules. A
-test reads ``results[name]``, the list of the ranks' results. The result of a failed job is its traceback.
+A module's ``JOBS`` maps world size -> jobs. The session fixture ``results`` collects the jobs of the selected modules.
+A test reads ``results[name]``, the list of the ranks' results. The result of a failed job is its traceback.
+Late jobs run on a second set of ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ SECONDS_PER_JOB = 4
 
 
 def run_pools(world: RankWorld, shared: Shared, by_size: dict[int, list[RankJob]]) -> dict[str, list[Any]]:
-    """Run the jobs of every world size, one size after another, on forks of this process. Return job name -> results."""
+    """Run the jobs of all world sizes, one size after another, on forks of this process. Return job name -> results."""
     assert world.size == 1
     prepare([job for jobs in by_size.values() for job in jobs])
     out: dict[str, list[Any]] = {}
@@ -78,9 +79,9 @@ def run_pools(world: RankWorld, shared: Shared, by_size: dict[int, list[RankJob]
 
 
 def run_forked(calls: Mapping[str, Sequence[Any]], seconds: float = 240) -> Results:
-    """Return the results of ``run_ranks(*call)`` by the call's name, one after another on forks of one process.
+    """Run each call like ``run_ranks(*call)``, in turn, on forks of one process that has imported the trainer.
 
-    The process has imported the trainer. ``seconds``: limit of each call.
+    Return call name -> results. ``seconds``: limit of each call.
     """
     limit = 60 + seconds * len(calls)
     return Results(run_ranks("tests.train.jobs:fork_targets", 1, calls, seconds, seconds=limit)[0])
@@ -100,9 +101,9 @@ def fork_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]], seconds: 
 
 
 def run_on_gpu(calls: Mapping[str, Sequence[Any]], **environment: str) -> Results:
-    """Return the results of ``target(world, *args)`` (module:function) by the call's name, one after another in one process.
+    """Run ``target(world, *args)`` (module:function) of each call, in turn, in one process.
 
-    A process that has used a GPU cannot be forked. ``environment``: further variables of the process.
+    Return call name -> results. A process that has used a GPU cannot be forked. ``environment``: further variables.
     """
     seconds = 60 + 120 * len(calls)
     (out,) = run_ranks("tests.train.jobs:call_targets", 1, calls, seconds=seconds, environment=environment)
@@ -115,7 +116,7 @@ def call_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]]) -> dict[s
     out: dict[str, Any] = {}
     for name, (target, *args) in calls.items():
         gc.collect()
-        gc.freeze()  # so that later collections skip what the calls share
+        gc.freeze()  # so that later collections skip the objects that the calls share
         try:
             out[name] = pkgutil.resolve_name(target)(world, *args)
         except Exception:  # noqa: BLE001 (fault boundary: the test prints the error)
@@ -161,7 +162,7 @@ def run_jobs(world: RankWorld, shared: Shared, jobs: Sequence[RankJob]) -> dict[
 
 
 def reuse_groups() -> None:
-    """Reuse the process groups of an earlier job with the same layout, because each set of gloo groups leaves 60 threads."""
+    """Reuse the process groups of an earlier job with the same layout: each set of gloo groups leaves 60 threads."""
     from megatron.core import parallel_state
 
     groups_of: dict[str, dict[str, Any]] = {}
@@ -212,7 +213,7 @@ def join_and_make_groups(world: RankWorld, spec: RankSpec, local_rank: int = 0) 
 
 
 def annotated(trainer: RankTrainer, micro_batches: Sequence[PackedBatch]) -> list[MicroBatch]:
-    """Return the micro-batches of ``rows`` with the scores and advantages that the loss reads."""
+    """Return ``micro_batches`` with the scores and advantages that the loss reads."""
     trainer.open_rollout([micro_batches])
     trainer.compute_advantages({})
     return trainer.close().micros

@@ -1,4 +1,4 @@
-"""Rank functions of test_checkpoint and test_export: train, save, load in another layout, export."""
+"""Rank functions of tests of checkpoints, exports and training: train, save, load in another layout, export."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.weight_sync.ipc_doubles import CopiedBytes, DeviceEngine
 
 
 def batch(seed: int, version: int = 0) -> list[PackedBatch]:
-    """Return two ragged micro-batches of unequal weight: many sequences (fewer tokens if ``seed`` is even), and one sequence."""
+    """Return two micro-batches of unequal weight: ten ragged sequences (fewer tokens for even seeds), and one of 31."""
     lengths = (23, 9, 14, 5, 2, 8, 6, 11, 17, 12) if seed % 2 else (7, 9, 3, 5, 2, 8, 6, 4, 10, 12)
     return _ragged([lengths, (31,)], seed, version)
 
@@ -69,7 +69,10 @@ def digest(actor: Any) -> str:
 def save_then_continue(
     world: RankWorld, shared: Shared, layout: Layout, kind: str = "tied", export: bool = False
 ) -> dict[str, Any]:
-    """Take two optimizer steps, save, and take two more, which a resumed run must repeat. ``export``: also export the saved weights."""
+    """Take two optimizer steps, save, and take two more, which a resumed run must repeat.
+
+    ``export``: also export the saved weights.
+    """
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     for seed in (1, 2):
         train(actor, layout, seed)
@@ -83,7 +86,7 @@ def save_then_continue(
 
 
 def resume(world: RankWorld, shared: Shared, saved_by: str, layout: Layout, lr: float = 1e-3) -> dict[str, Any]:
-    """Load the checkpoint of job ``saved_by`` and take the same two optimizer steps."""
+    """Load the checkpoint of job ``saved_by`` and take the same two further optimizer steps."""
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), optim={"lr": lr})
     iteration = actor.load(shared.scratch.with_name(saved_by.replace(" ", "_")))
     version, random_number = actor.version, float(torch.rand(()))
@@ -101,7 +104,7 @@ def resume(world: RankWorld, shared: Shared, saved_by: str, layout: Layout, lr: 
 def same_bits(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
     """Take two optimizer steps under ``run.deterministic``, save, and take two more.
 
-    Repeat the last two after a load, from the start with the same seeds, and (as a contrast) from the saved weights alone.
+    Repeat the last two in a second run, in a resumed run, and (as a contrast) from the saved weights alone.
     """
     kind: dict[str, Any] = {"algo": SftConfig(), "deterministic": True}
     out: dict[str, Any] = {}
@@ -181,9 +184,9 @@ def _damage(folder: Path, name: str) -> None:
         case "metadata lost":
             (folder / "iter_0000002" / "metadata.json").unlink()
         case "shard cut":
-            for cut in (folder / "iter_0000002").glob("*.distcp"):
-                with cut.open("r+b") as file:
-                    file.truncate(cut.stat().st_size // 3)
+            for shard_file in (folder / "iter_0000002").glob("*.distcp"):
+                with shard_file.open("r+b") as file:
+                    file.truncate(shard_file.stat().st_size // 3)
         case _:
             pass
 
@@ -255,7 +258,7 @@ def _hashes(bucket: Bucket) -> dict[str, str]:
 
 
 def push_to_engine(world: RankWorld, shared: Shared, kind: str, layout: Layout) -> dict[str, Any]:
-    """Push to an engine with a rank for each of this world's; return the hashes of its tensors, on the rank that sends them."""
+    """Push twice to an engine with as many ranks as this world. Return sent names, received and expected hashes."""
     source = make_actor(world, shared.models[kind], layout).hf_export
     engine: Any = DeviceEngine(tuple(range(layout.world_size)), CopiedBytes())
     transport = TransportSpec("ipc", "gloo", 40_000, 60.0)

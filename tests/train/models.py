@@ -24,7 +24,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 ROPE: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "llama3": {"rope_type": "llama3", **LLAMA3},
-    # Sequences are longer than the original positions; mscale and mscale_all_dim differ, so that angles are scaled.
+    # mscale and mscale_all_dim differ, so that cosines and sines are scaled.
     "yarn": {
         "rope_type": "yarn",
         "factor": 16.0,
@@ -168,7 +168,7 @@ def randomise_constants(model: Any) -> None:
                 parameter.mul_(2.0)  # so that logits are far from uniform
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.02 * torch.randn_like(buffer))  # so that it changes choices, and groups
+                buffer.copy_(0.02 * torch.randn_like(buffer))  # so that it changes the choice of experts and of groups
 
 
 def make_vision(folder: Path, seed: int, *, experts: bool = False) -> Path:
@@ -225,13 +225,13 @@ def rename_to_kimi(folder: Path) -> Path:
 
 
 def rename_to_mimo(folder: Path) -> Path:
-    """Make the Qwen2 in ``folder`` a MiMo, which transformers has no class for, with a layer for multi-token prediction."""
+    """Make the Qwen2 in ``folder`` a MiMo, which transformers has no class for, with a multi-token prediction layer."""
     own = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     return _add_layer(_edit_config(folder, own), "model.mtp_layers.0.")
 
 
 def add_code(folder: Path) -> Path:
-    """Add code that must not be run to ``folder``, as the releases of DeepSeek-V3, Kimi K2, MiniMax-M2 and MiMo have it."""
+    """Add code that must not run to ``folder``. DeepSeek-V3, Kimi K2, MiniMax-M2 and MiMo are released with code."""
     (folder / "own.py").write_text("raise AssertionError('code of a model folder runs')")
     return _edit_config(folder, {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}})
 
@@ -265,7 +265,7 @@ def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_spec(folder: Path, layout: Layout, **changes: Any) -> RankSpec:
-    """Return an RankSpec. Keyword arguments replace its fields; ``model`` and ``optim`` are dicts of config keys."""
+    """Return a RankSpec. Keyword arguments replace its fields; ``model`` and ``optim`` are dicts of config keys."""
     model_keys: dict[str, Any] = {"logits_chunk": 16, **changes.pop("model", {})}
     optim_keys: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, **changes.pop("optim", {})}
     model = ModelConfig(hf_checkpoint=str(folder), **model_keys)
@@ -285,7 +285,7 @@ def make_spec(folder: Path, layout: Layout, **changes: Any) -> RankSpec:
 
 
 def make_rows(lengths: Sequence[int], seed: int, *, version: int = 0) -> PackedBatch:
-    """Return random sequences, each with a third as its prompt, and uneven positive loss weights that are not normalised."""
+    """Return random sequences whose first third is the prompt, with uneven loss weights that are not normalised."""
     rng = np.random.default_rng(seed)
     total = sum(lengths)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

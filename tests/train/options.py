@@ -1,4 +1,4 @@
-"""Rank functions of test_options: recompute, overlap, bfloat16, schedules, AdamW and optimizer offload against references."""
+"""Rank functions of test_options: recompute, overlap, bfloat16, schedules, AdamW, optimizer offload and kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.train.ranks import RankWorld
 # ---- recompute -------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """Largest relative gradient error of a backward pass with recompute, and its number of forward calls per layer part."""
+    """Largest relative gradient error of an optimizer step with recompute, and its forward calls per layer part."""
 
     error: float
     calls: dict[str, int]
@@ -179,7 +179,7 @@ def near(
 
 
 def bfloat16(world: RankWorld, shared: Shared, layout: Layout, kind: str = "tied") -> dict[str, Any]:
-    """Return the float32 state of a bfloat16 model, before and after a resume."""
+    """Return dtypes of a bfloat16 model, the change of its float32 main weights, and whether a resume restores them."""
     from slime_like.train.megatron.model.model import named_weights
 
     out: dict[str, Any] = {}
@@ -201,7 +201,7 @@ def bfloat16(world: RankWorld, shared: Shared, layout: Layout, kind: str = "tied
 
 
 def _main_weights(actor: Any) -> list[Tensor]:
-    """Return copies of the main weights, which the optimizer updates, of this rank."""
+    """Return copies of this rank's main weights, which the optimizer updates."""
     return [p.detach().clone() for group in actor.optimizer.param_groups for p in group["params"]]
 
 
@@ -271,14 +271,14 @@ def adamw(world: RankWorld, shared: Shared) -> dict[str, float]:
 
 
 def _rate(t: int) -> float:
-    """Return the learning rate of optimizer step ``t``, counted from 1: one warmup step, then linear decay to the fourth step."""
+    """Return the learning rate of optimizer step ``t`` (from 1): one warmup step, then linear decay until step 4."""
     return ADAMW["min_lr"] + (ADAMW["lr"] - ADAMW["min_lr"]) * (1 - (t - 1) / 3)
 
 
 def _adamw_float64(
     weights: dict[str, Tensor], moments: dict[str, tuple[Tensor, Tensor]], grads: dict[str, Tensor], t: int
 ) -> float:
-    """Take one AdamW step (https://arxiv.org/abs/1711.05101) in place after clipping. Return the norm before clipping."""
+    """Clip, and take one AdamW step (https://arxiv.org/abs/1711.05101) in place. Return the norm before clipping."""
     cfg = ADAMW
     rate = _rate(t)
     norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
@@ -296,7 +296,7 @@ def _adamw_float64(
 
 # ---- optimizer offload -----------------------------------------------------------------------------------------------
 def offload(world: RankWorld, shared: Shared, layout: Layout, fraction: float) -> dict[str, Any]:
-    """Compare a bfloat16 run with a divided optimizer, as with offload, with an undivided one, and with its resumed run."""
+    """Compare a bfloat16 run, its optimizer divided as by offload, with an undivided run and with its resumed run."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     spec: dict[str, Any] = {"dtype": "bfloat16", "algo": SftConfig(), "optim": {"lr": 1e-3, "weight_decay": 0.1}}
@@ -310,7 +310,7 @@ def offload(world: RankWorld, shared: Shared, layout: Layout, fraction: float) -
         save_checkpoint(divided, shared.scratch, 3)
         resumed = make_actor(world, shared.models["qwen2"], layout, **spec)
         resumed.load(shared.scratch)
-        restored = digest(resumed) == digest(divided)
+        is_restored = digest(resumed) == digest(divided)
         for actor in (divided, resumed):
             for seed in (3, 4):
                 train(actor, layout, seed)
@@ -322,7 +322,7 @@ def offload(world: RankWorld, shared: Shared, layout: Layout, fraction: float) -
             len(g["params"]) for chained in inner if chained.gpu_optimizer for g in chained.gpu_optimizer.param_groups
         ),
         "equal": digest(divided) == digest(plain),
-        "restored": restored,
+        "restored": is_restored,
         "resumed": digest(resumed) == digest(divided),
     }
 

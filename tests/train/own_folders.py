@@ -32,7 +32,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def save_load_and_export(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Save, load and export; return the files of this rank's folder after each of them."""
+    """Save, export and load; return the files of this rank's folder after the save and at the end."""
     folder = shared.scratch / f"node{world.rank}"
     actor = actor_with_own_folder(world, shared, layout)
     train(actor, layout, 1)

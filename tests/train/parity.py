@@ -43,7 +43,7 @@ def batch(kind: str = "") -> list[PackedBatch]:
 
 
 def routed(row: PackedBatch, seed: int) -> PackedBatch:
-    """Return ``row`` with random experts of each token and block, but none at the last tokens of sequences and some others."""
+    """Return ``row`` with random experts per token and block; last tokens of sequences and a tenth of all have none."""
     rng, total = np.random.default_rng(seed), len(row.token_ids)
     experts = rng.random((total, NUM_BLOCKS, NUM_EXPERTS)).argsort(-1)[..., :2].astype(np.uint8)
     experts[row.cu_seqlens[1:] - 1] = 0
@@ -75,7 +75,7 @@ class Reference:
 
 
 def reference(folder: Path, coefficient: float = 0.0, kind: str = "") -> Reference:
-    """Return HF's loss and gradients of ``batch(kind)``. Gradients include the routers' auxiliary loss with ``coefficient``."""
+    """Return HF's loss and gradients of ``batch(kind)``. Gradients include ``coefficient`` times the auxiliary loss."""
     from transformers import AutoModelForCausalLM
 
     config = HFFolder(folder).config()
@@ -146,7 +146,7 @@ def as_saved(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
 
 
 def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` with fused tensors over all experts split into the matrices of each expert, as transformers saves them."""
+    """Return ``tensors`` with fused experts split into one matrix per expert, as transformers saves them."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         before, fused, part = name.partition("mlp.experts.")
@@ -162,7 +162,7 @@ def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def choosing(model: Any, routed_experts: Any = None) -> Generator[None]:
-    """Make transformers' Qwen3-MoE use ``routed_experts`` [T, B, K] for a sequence of T tokens, where they are not zero."""
+    """Make transformers' Qwen3-MoE use ``routed_experts`` [T, B, 2] for T tokens, except where both experts are 0."""
 
     def replay(block: int) -> Any:
         def hook(gate: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
@@ -185,7 +185,7 @@ def choosing(model: Any, routed_experts: Any = None) -> Generator[None]:
 
 @contextlib.contextmanager
 def without_fla(model: Any) -> Generator[None]:
-    """Make transformers use its own functions for Gated DeltaNet. With fla installed it would call fla, also with CPU tensors."""
+    """Make transformers, which calls an installed fla even for CPU tensors, use its own Gated DeltaNet functions."""
     module = importlib.import_module(type(model).__module__)
     names = [name for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn") if hasattr(module, name)]
     with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ class RelativeErrors:
     score: float  # absolute
     decay: float = 0.0  # as ``grad``, of the decays of Gated DeltaNet layers
     balance: float = 0.0  # error of the reported auxiliary loss and load of experts
-    logits: float | None = None  # error of a micro-batch's logits [T, V], relative to the largest; only on one rank
+    logits: float | None = None  # relative error of a micro-batch's logits [T, V]; None if the world has several ranks
 
     @property
     def worst(self) -> float:
@@ -217,14 +217,14 @@ class RelativeErrors:
 
 
 def comparison(results: Results, name: str) -> RelativeErrors:
-    """Return the result of a job of ``compare``: exactly one of its ranks reports."""
+    """Return the result of a job of ``compare``, which exactly one rank reports."""
     (relative_errors,) = [result for result in results[name] if result is not None]
     assert isinstance(relative_errors, RelativeErrors)
     return relative_errors
 
 
 def assert_equals_hf(errors: RelativeErrors, bound: float) -> None:
-    """Assert that loss, gradients and scores, and logits if they were compared, differ from HF's by at most ``bound``."""
+    """Assert that loss, gradients, scores and (if compared) logits differ from HF's by at most ``bound``."""
     assert errors.worst <= bound, errors
     assert errors.score <= bound, errors
     assert errors.logits is None or errors.logits <= bound, errors
@@ -233,7 +233,7 @@ def assert_equals_hf(errors: RelativeErrors, bound: float) -> None:
 def compare(
     world: RankWorld, shared: Shared, kind: str, layout: Layout, model: dict[str, Any], fault: str | None
 ) -> RelativeErrors | None:
-    """Take one optimizer step in ``layout`` and compare it with HF. Return the comparison on the reporter, None elsewhere."""
+    """Compare one optimizer step in ``layout`` with HF. Return the errors on the reporter, None elsewhere."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
         return _compare(world, shared, kind, layout, model)
 
@@ -285,7 +285,7 @@ def _logits_error(actor: Any, micro_batch: PackedBatch, ref: Reference) -> float
 
 
 def logits_of(actor: Any, micro_batch: PackedBatch) -> Any:
-    """Return the logits [T, V] of the tokens in ``rows`` at temperature 1, on the last pipeline stage."""
+    """Return the logits [T, V] of ``micro_batch`` at temperature 1 on the last pipeline stage, None elsewhere."""
     from megatron.core.tensor_parallel import (
         gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region,

@@ -1,8 +1,8 @@
 """Runner of functions on N ranks, one process each.
 
-``run_ranks("tests.train.cases:parity", 2, folder)`` calls ``parity(world, folder)`` in two new interpreters and returns their
-results. Arguments and results are pickled into files of a private folder. If a rank fails, the others are killed at once,
-because they may wait for it in a collective. At the deadline all are killed.
+``run_ranks("package.module:function", 2, folder)`` calls ``function(world, folder)`` in two new interpreters and
+returns their results. Arguments and results are pickled into files of a private folder. If a rank fails, the others are
+killed at once, because they may wait for it in a collective. At the deadline all are killed.
 
 ``fork_ranks`` runs the function in forks of the calling process, which need not repeat its imports.
 """
@@ -47,9 +47,10 @@ class RankWorld:
 def run_ranks(
     target: str, size: int, *args: Any, seconds: float = 240, environment: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """Run ``target`` ("module:function") on ``size`` ranks. Return their results in rank order. Raises AssertionError on a fault.
+    """Run ``target`` ("module:function") on ``size`` ranks. Return their results in rank order.
 
-    ``environment``: further variables of the ranks.
+    ``environment``: further variables of the ranks. Raises AssertionError if a rank fails, and DeadlineExceeded after
+    ``seconds``.
     """
     deadline = Deadline("test", target, seconds)
     with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
@@ -208,7 +209,8 @@ def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str
 
 
 def _work(function: Callable[..., Any], world: RankWorld, args: Sequence[Any], folder: Path, limit: float) -> NoReturn:
-    # Dump stacks shortly before the parent's deadline, so that its message has them; never with a limit of a few seconds.
+    # Dump stacks shortly before the parent's deadline, so that its message has them. With a limit of a few seconds, the
+    # parent kills this process before the dump.
     faulthandler.dump_traceback_later(limit - 5 if limit > 10 else limit + 60, exit=True)
     try:
         result = function(world, *args)
@@ -223,6 +225,6 @@ def _work(function: Callable[..., Any], world: RankWorld, args: Sequence[Any], f
 
 
 if __name__ == "__main__":
-    from tests.train import ranks  # so that World is one class, not __main__'s
+    from tests.train import ranks  # so that RankWorld is the class of tests.train.ranks, not of __main__
 
     ranks._child(*sys.argv[1:])

@@ -23,9 +23,9 @@ PHASES = (PUSH, COLLECT, STEP, SAVE)
 def rollouts(
     world: RankWorld, shared: Shared, layout: Layout, kind: str, spec: Mapping[str, Any], fault: bool = False
 ) -> dict[str, Any]:
-    """Return metrics, weights and scores of two rollouts with and without offload, and the bytes of each part in each phase.
+    """Return the results of two rollouts with and without offload, and the bytes of each part on the device by phase.
 
-    With ``fault``, the host copy of the weights is not copied back.
+    With ``fault``, weights and optimizer state become zeros instead of their host copies.
     """
     resident = _run(world, shared, layout, kind, spec, lambda actor, phase: None)
     num_bytes: dict[str, tuple[int, ...]] = {}
@@ -69,7 +69,7 @@ def _run(
 
 
 def _digest(actor: Any) -> str:
-    """Return a hash of the bytes of this rank's weights. NumPy reads copies, so that the weights' storages stay resizable."""
+    """Return a hash of this rank's weights. NumPy reads copies, so that the storages of the weights stay resizable."""
     sha = hashlib.sha256()
     for parameter in actor.model.parameters():
         sha.update(parameter.detach().clone().view(torch.uint8).numpy().tobytes())

@@ -111,7 +111,7 @@ def ppo(world: RankWorld, shared: Shared, layout: Layout, *, rollouts: int = 2, 
 
 
 def ppo_rollout(actor: Any, critic: Any, layout: Layout, *, frozen: bool = False) -> tuple[list[list[F32]], Any]:
-    """Train on one rollout. Return the values before the update, and the metrics of both."""
+    """Train on one rollout. Return the values before the update, and the metrics of actor and critic."""
     steps, counts = rollout(layout, actor.rank_info.dp_rank)
     values, score_metrics = critic.score(steps)
     assert score_metrics == ()

@@ -1,4 +1,4 @@
-"""Rank function of test_routing_replay: the choice of experts of the pass for old log-probabilities is replayed."""
+"""Rank function of test_routing_replay: training replays the experts chosen in the pass for old log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank functions of test_sample_difference: train on samples as an engine reports them, then on samples with a fault."""
+"""Rank functions of test_sample_difference: train on samples like an engine's, then on samples with a fault."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_engine_logprobs(rows: Sequence[PackedBatch], columns: Columns, version:
 
 
 def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[str, Any]:
-    """Return the metrics of a correct rollout, and for each fault the error and whether weights and version are unchanged."""
+    """Return the metrics of correct rollouts, and per fault the error and whether weights and version are unchanged."""
     actor = make_actor(
         world,
         shared.models["tied"],
@@ -78,7 +78,7 @@ def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[s
 
     initial_scores = scores()
     results: dict[str, Any] = {"healthy": train(initial_scores, 0)}
-    actor.spec = replace(actor.spec, drift_by_layer=False)  # which takes longer than all else, and changes no refusal
+    actor.spec = replace(actor.spec, drift_by_layer=False)  # slow, and without effect on refusals
     current_scores = scores()
     results["older weights"] = train_error(initial_scores)
     results["shifted"] = train_error(
@@ -99,7 +99,7 @@ def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[s
 
 
 def begun_by_another(row: PackedBatch) -> PackedBatch:
-    """Return ``row`` with an older version at the first sampled token of each sequence, and log-probabilities that are 1 too low."""
+    """Return ``row`` with an older version at the first sampled token of each sequence, and logprobs 1 too low."""
     versions = row.versions.copy()
     versions[[start + np.argmax(versions[start:] >= 0) for start in row.cu_seqlens[:-1]]] = 0
     return replace(row, versions=versions, rollout_logprobs=row.rollout_logprobs - np.float32(1))

@@ -28,12 +28,12 @@ from tests.train.ranks import RankWorld
 
 @functools.cache
 def disk() -> Disk:
-    """Return the disk of this process."""
+    """Return the recorder of this process, of which there can be only one."""
     return Disk()
 
 
 def _checkpoints(run_dir: Path, actor: Any, last: int, **run: Any) -> Any:
-    """Return the driver's side of saving, with the rank in the same process as its trainer."""
+    """Return the driver's ``Checkpoints``, with ``actor``, a rank of this process, as its trainer."""
     from slime_like.cluster.run.checkpoints import Checkpoints
     from slime_like.cluster.run.rollouts import DemonstrationRollout
 
@@ -117,9 +117,9 @@ def save_during_training(world: RankWorld, shared: Shared, layout: Layout) -> di
     }
 
 
-# ---- killed saves -----------------------------------------------------------------------------------------------------
+# ---- killed saves ----------------------------------------------------------------------------------------------------
 def kill_at_every_operation(world: RankWorld, shared: Shared) -> dict[str, Any]:
-    """Save iteration 2 repeatedly, each time killed one operation later. Return the iteration that a resume reads each time."""
+    """Save iteration 2 repeatedly, each time killed one operation later. Return the iterations that resumes read."""
     from slime_like.checkpoint.files import iteration_folder, latest_iteration
     from slime_like.checkpoint.record import read_manifest
     from slime_like.cluster.run.checkpoints import remove_leftovers
@@ -175,7 +175,7 @@ FULL = ("iter_0000002.tmp", ".metadata.tmp", "metadata.json", "checkpoint.json.t
 
 
 def full_disks(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Save on a disk that is full at one operation of one rank, then on one with space. Return the errors and remaining files."""
+    """Save on a disk that is full at one operation of one rank, then on one with space. Return errors and files."""
     from slime_like.checkpoint.files import latest_iteration
     from slime_like.checkpoint.record import read_manifest
 

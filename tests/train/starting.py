@@ -28,8 +28,9 @@ PADDED = 384  # our models pad to 256
 def write_gpt(world: RankWorld, shared: Shared, fused_names: bool, kind: str = "untied") -> dict[str, Any]:
     """Save a random GPTModel of megatron's own layers. Return its keys, log-probabilities and logits of some ids.
 
-    The logits F32 [S, V] are computed with torch's attention, as in the trainer. With megatron's attention, which rounds a
-    matrix of scores, they differ by 2e-6. ``fused_names`` gives the norms the keys of TransformerEngine's fused linears.
+    The logits F32 [S, V] are computed with torch's attention, as in the trainer. With megatron's attention, which
+    rounds a matrix of scores, they differ by 2e-6. ``fused_names`` gives the norms the keys of TransformerEngine's
+    fused linears.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -87,7 +88,7 @@ def _next_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> Any:
 
 
 def start_from(world: RankWorld, shared: Shared, folder: str, layout: Layout, kind: str = "untied") -> dict[str, Any]:
-    """Start a trainer from ``folder``. Return its scores and logits of the same ids, and the KL loss of its first rollout."""
+    """Start a trainer from ``folder``. Return scores and logits of the ids of ``write_gpt``, and the first KL loss."""
     import dataclasses
 
     import numpy as np
@@ -124,15 +125,15 @@ def own_weights(world: RankWorld, shared: Shared, saved_by: str) -> dict[str, An
 def bad_starts(world: RankWorld, shared: Shared, gpt: str) -> dict[str, str]:
     """Return the errors on a foreign, a truncated and a garbled folder, which stay unchanged."""
     source = shared.scratch.with_name(gpt)
-    cut = shared.scratch / "cut"
-    shutil.copytree(source, cut)
-    for shard in cut.rglob("*.distcp"):
+    cut_folder = shared.scratch / "cut"
+    shutil.copytree(source, cut_folder)
+    for shard in cut_folder.rglob("*.distcp"):
         shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 3])
-    garbled = shared.scratch / "garbled"
-    shutil.copytree(source, garbled)
-    (garbled / "release" / ".metadata").write_bytes(b"nonsense")
+    garbled_folder = shared.scratch / "garbled"
+    shutil.copytree(source, garbled_folder)
+    (garbled_folder / "release" / ".metadata").write_bytes(b"nonsense")
     out: dict[str, str] = {}
-    cases = {"other family": ("llama", source), "cut": ("untied", cut), "garbled": ("untied", garbled)}
+    cases = {"other family": ("llama", source), "cut": ("untied", cut_folder), "garbled": ("untied", garbled_folder)}
     for name, (kind, folder) in cases.items():
         with unchanged(folder):
             try:
@@ -156,7 +157,7 @@ def export_each(world: RankWorld, shared: Shared, sources: Sequence[str], kind: 
 
 
 def export_checkpoint(world: RankWorld, shared: Shared, saved_by: str) -> dict[str, Any]:
-    """Export a checkpoint as the export script does: float32 and bfloat16, in several files, in a process group of one rank."""
+    """Export a checkpoint as the export script does: in float32 and bfloat16, in several files, on one rank."""
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.model_io.convert import export_checkpoint as export
 

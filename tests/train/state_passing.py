@@ -1,4 +1,4 @@
-"""Rank functions of test_state_passing: convolution and gated delta rule over ranges of a stream, compared with the full stream."""
+"""Rank functions of test_state_passing: convolution and gated delta rule over ranges and over the full stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PackedCase:
 
 
 def errors(world: RankWorld, shared: Shared, cases: list[PackedCase]) -> list[dict[str, float]]:
-    """Return per case the largest error of outputs and gradients, relative to the largest entry. All ranks share the stream."""
+    """Return per case the relative errors of outputs and gradients. The ranks share the stream."""
     del shared
     join_group(world)
     return [range_errors(world, case, _backend(), torch.float64) for case in cases]
@@ -51,7 +51,7 @@ def join_group(world: RankWorld, backend: str = "gloo") -> None:
 
 
 def kept_bounds(world: RankWorld, shared: Shared) -> list[int]:
-    """Return the number of distinct tensors of bounds that a backend has received after each of two layers of two micro-batches."""
+    """Count the distinct bounds tensors that a backend has received after each of two layers of two micro-batches."""
     from slime_like.train.megatron.model.layers import PackedRows
     from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads
     from slime_like_plugins.qwen_gdn.state_passing import StatePassing
@@ -75,7 +75,7 @@ def kept_bounds(world: RankWorld, shared: Shared) -> list[int]:
 def moves_hidden(world: RankWorld, shared: Shared) -> list[bool]:
     """Return whether hidden states, not projections, move between ranks.
 
-    Cases: Qwen3-Next's layer, a layer without hidden states of full tokens, and a layer split over tensor parallel ranks.
+    Cases: Qwen3-Next's layer, the layer with input split by sequence parallelism, and the layer split over tp ranks.
     """
     from slime_like_plugins.qwen_gdn.mixing import MixingHeads
     from slime_like_plugins.qwen_gdn.state_passing import StatePassing

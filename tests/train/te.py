@@ -21,7 +21,7 @@ HALF: dict[str, Any] = {"dtype": "bfloat16", "algo": parity.ALGO, "temperature":
 
 
 def on_cpu(world: RankWorld, shared: Shared, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Return TransformerEngine's inputs per (cp, rank), and the error without TransformerEngine."""
+    """Return TransformerEngine's inputs per (cp, rank), and the error if TransformerEngine is not installed."""
     from slime_like.train.megatron.model.forward import make_micro
     from slime_like.train.megatron.model.model import _core_attention
     from slime_like.train.megatron.platform.groups import RankInfo

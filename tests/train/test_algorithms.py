@@ -1,4 +1,4 @@
-"""Losses that combine tokens: the same loss and gradient norm in every layout, and the loss of a reference in Python floats.
+"""Losses that combine tokens: loss and gradient norm are equal in all layouts, and the loss equals a Python reference.
 
 With context parallelism a sequence has tokens on several ranks.
 """
@@ -85,7 +85,7 @@ def test_sums_over_one_context_parallel_rank_are_detected(results: Results) -> N
 
 
 def test_clipping_and_masking_affect_some_tokens(results: Results) -> None:
-    """Check that the comparisons above cover both sides of every bound."""
+    """The comparisons above cover both sides of every bound."""
     metrics_of, _ = reporter_metrics(results, "single")
     shares: dict[str, Any] = {
         "gspo": "pg_clipfrac",

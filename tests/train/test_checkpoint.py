@@ -40,7 +40,7 @@ def test_a_resumed_run_follows_its_own_learning_rate(results: Results) -> None:
 
 
 def test_a_save_leaves_no_process_behind(results: Results) -> None:
-    """Upstream's result queue is a Manager process, which imports the main program."""
+    """A save does not start the Manager process of upstream's result queue, which would import the main program."""
     assert all(r["children"] == [] for r in [*results["save single"], *results[SAVED]])
 
 

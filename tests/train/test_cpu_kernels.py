@@ -49,7 +49,7 @@ def assert_agree(
     inputs: Sequence[Tensor],
     step: float | None = None,
 ) -> None:
-    """Assert that outputs and gradients agree within the rounding of the dtype (or ``step``), relative to the largest value."""
+    """Assert that outputs and gradients agree within the dtype's rounding or ``step``, relative to the maximum."""
     actual, expected = _outputs_and_gradients(function, inputs), _outputs_and_gradients(definition, _wide(inputs))
     for a, b in zip(actual, expected, strict=True):
         bound = step or (2**-8 if a.dtype is torch.bfloat16 else 2e-6)
@@ -160,7 +160,7 @@ def test_split_norm_rotate(
 def test_scores(
     rows: int, real: int, padding: int, chunk: int, temperature: float, entropy: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    """Compare with float64 scores of the same logits, which torch's product has already rounded in bfloat16."""
+    """Scores equal float64 scores of the same logits, which torch's matrix product has already rounded to the dtype."""
     hidden, weight = random(seed, (rows, 6), (real + padding, 6), dtype=dtype)
     target = torch.randint(0, real, (rows,), generator=torch.Generator().manual_seed(seed))
     part = VocabularyPart(0, real, None)
@@ -185,7 +185,7 @@ def test_scores(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_gradients", [(True, False), (False, True), (True, True)])
 def test_gradients_of_logits_are_rounded_once(dtype: torch.dtype, has_gradients: tuple[bool, bool]) -> None:
-    """Cover more logits than one float32 accumulator, gradients of either or both results, and in-place computation."""
+    """Rows exceed the block of one float32 sum. Gradients are of either or both results, and also in place."""
     (logits,) = random(0, (5, 2500), dtype=dtype)
     target, factors = (
         torch.tensor([0, 17, 1024, 2499, 3]),
@@ -229,7 +229,7 @@ def test_nan_and_infinite_logits_give_nan_scores() -> None:
 
 
 def test_scores_agree_with_the_torch_path() -> None:
-    """Cover one chunk, whose logits are kept, several chunks, and two backward passes."""
+    """Scores and gradients agree for one chunk, whose logits are kept, and for several, also in a second backward."""
     hidden, weight = random(3, (50, 16), (33, 16), dtype=torch.float32)
     target = torch.arange(50) % 33
     options: dict[str, Any] = {"part": VocabularyPart(0, 33, None), "temperature": 0.8, "entropy": True}

@@ -1,7 +1,7 @@
 """A Gated DeltaNet layer on many ranks equals the recurrence, token by token in float64: output and every gradient.
 
-Cases: tensor parallelism with and without sequence parallelism, both modes of context parallelism on two and four ranks, numbers
-of key heads that the ranks do not divide, fast decays and slow decays.
+Cases: tensor parallelism with and without sequence parallelism, both modes of context parallelism on two and four
+ranks, numbers of key heads that the ranks do not divide, fast decays and slow decays.
 """
 
 from __future__ import annotations

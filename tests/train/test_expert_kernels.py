@@ -1,4 +1,4 @@
-"""The C products of experts against their definitions in float64, values and gradients, on any number of threads. No megatron."""
+"""The C products of experts against float64 definitions: values and gradients, on any number of threads."""
 
 from __future__ import annotations
 

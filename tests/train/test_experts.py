@@ -1,5 +1,5 @@
-"""Experts: loss, gradients and log-probabilities equal transformers' in every layout; an export equals the loaded weights bit for
-bit, and a checkpoint can be resumed with another distribution of the experts."""
+"""Experts: loss, gradients and log-probabilities equal transformers' in every layout; an export equals the loaded
+weights bit for bit, and a checkpoint can be resumed with another distribution of the experts."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Pa
     before = tensors_of(models[kind])
     if kind == "vision experts":
         assert "model.language_model.layers.3.mlp.experts.gate_up_proj" in before
-    carried = {"vision experts": {"mtp", "model"}, "qwen3_next experts": {"mtp"}}.get(kind, set())
-    assert {name.split(".")[0] for name in before if name.startswith(("mtp.", "model.visual."))} == carried
+    carried_prefixes = {"vision experts": {"mtp", "model"}, "qwen3_next experts": {"mtp"}}.get(kind, set())
+    assert {name.split(".")[0] for name in before if name.startswith(("mtp.", "model.visual."))} == carried_prefixes
 
 
 def test_shards_of_experts_are_exported_bit_for_bit(models: dict[str, Path], results: Results) -> None:

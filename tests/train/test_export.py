@@ -81,7 +81,7 @@ def test_every_rank_gets_the_tensors_of_all_stages_in_the_same_buckets(name: str
 
 @pytest.mark.parametrize("name", PUSHES)
 def test_a_push_over_ipc_gives_every_rank_of_an_engine_every_tensor(name: str, results: Results) -> None:
-    """Ranks, groups and export are real; an address has the bytes themselves, and the engine is a stand-in."""
+    """Ranks, process groups and export are real. The engine is a stand-in, and addresses contain the bytes."""
     first, second = results[name]
     assert first["requests"] > 6 and second["requests"] == 0, "one rank sends the requests of an engine"
     assert first["received"] == [first["expected"]] * 2

@@ -1,4 +1,4 @@
-"""Families other than Qwen3: loss, gradients and log-probabilities equal transformers', and an export equals the loaded weights.
+"""Llama and Qwen2: loss, gradients and log-probabilities equal transformers', and an export equals the loaded weights.
 
 Models: Llama untied with llama3 rotary scaling, Llama tied without it, and Qwen2 tied, which has biases.
 """

@@ -60,11 +60,11 @@ def test_an_export_has_the_weights_that_transformers_loads(models: dict[str, Pat
     assert expected.keys() == {name for name in exported if not name.startswith("mtp.")}
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    carried = [name for name in HFFolder(models[KIND]).names() if name.startswith("mtp.")]
+    carried_names = [name for name in HFFolder(models[KIND]).names() if name.startswith("mtp.")]
     stored_tensors = tensors_of(models[KIND])
-    assert {stored_tensors[name].dtype for name in carried} == {torch.float8_e4m3fn, torch.bfloat16}
-    assert {name for name in exported if name.startswith("mtp.")} == set(carried)
-    assert all(torch.equal(exported[n], HFFolder(models[KIND]).read_as_stored(n, torch.float32)) for n in carried)
+    assert {stored_tensors[name].dtype for name in carried_names} == {torch.float8_e4m3fn, torch.bfloat16}
+    assert {name for name in exported if name.startswith("mtp.")} == set(carried_names)
+    assert all(torch.equal(exported[n], HFFolder(models[KIND]).read_as_stored(n, torch.float32)) for n in carried_names)
 
 
 def test_transformers_loads_an_export_without_quantisation(results: Results) -> None:

@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4.5: loss, gradients and log-probabilities equal transformers', and an export equals the loaded weights."""
+"""GLM-4 and GLM-4.5: loss, gradients and logprobs equal transformers', and an export equals the loaded weights."""
 
 from __future__ import annotations
 

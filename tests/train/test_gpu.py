@@ -53,7 +53,7 @@ def folders(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Run every function of this module that needs one GPU, except FlashQLA's and TransformerEngine's, in one process."""
+    """Return the results of this module's functions for one GPU, run in one process, except FlashQLA's and TE's."""
     scratch, module = tmp_path_factory.mktemp("gpu"), "tests.train.test_gpu"
     calls = {
         "options": (f"{module}:options_on_gpu", folders["tied"], scratch / "options"),
@@ -81,7 +81,7 @@ def actor_on(device: str, world: RankWorld, folder: Path, **spec: Any) -> Any:
 
 
 def loss_of(metrics: Mapping[str, float]) -> float:
-    """Return the loss; 0 without values, where a step has no metrics."""
+    """Return the loss, or 0 on a phantom GPU, where a step has no metrics."""
     return metrics["train/loss"] if has_values() else 0.0
 
 
@@ -121,7 +121,7 @@ def on_gpu(world: RankWorld, folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def export_error(actor: Any, folder: Path) -> float:
-    """Return the largest difference of the scores of a sequence from those of transformers with an export in bfloat16."""
+    """Return the largest difference between the actor's scores and those of transformers with the bfloat16 export."""
     from transformers import AutoModelForCausalLM
 
     hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")  # pyright: ignore[reportArgumentType]
@@ -178,7 +178,7 @@ def test_one_gpu(kind: str, results: Results) -> None:
 def hybrid_on_gpu(
     world: RankWorld, folder: Path, backends: tuple[str, ...], device: str = "cuda"
 ) -> dict[str, dict[str, float]]:
-    """Return errors of scores and gradients (except of decays) of a Gated DeltaNet model in bfloat16 against HF in float32.
+    """Return errors of scores and gradients (without decays) of a bfloat16 Gated DeltaNet model against HF in float32.
 
     The keys are the descriptions of the kernels that ran, one per backend.
     """

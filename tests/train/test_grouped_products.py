@@ -1,4 +1,4 @@
-"""Grouped experts against their definitions in float64, values and gradients, also of experts without tokens. No megatron."""
+"""Grouped experts against float64 definitions: values and gradients, also of experts without tokens. No megatron."""
 
 from __future__ import annotations
 

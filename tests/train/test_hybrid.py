@@ -1,7 +1,8 @@
-"""Qwen3.5 and Qwen3-Next without experts: loss, every gradient and log-probabilities equal transformers', in every layout.
+"""Qwen3.5 and Qwen3-Next without experts: loss, every gradient and logprobs equal transformers' in every layout.
 
-float32, four blocks of which one is gated attention and three are Gated DeltaNet with grouped value heads, partial
-rotary, ragged packed rows. transformers' delta rule ignores the borders of packed sequences, so it gets one sequence at a time.
+The models are float32, with one block of gated attention, three of Gated DeltaNet with grouped value heads, and partial
+rotary embeddings. The rows are ragged and packed. transformers gets one sequence at a time, because its delta rule
+ignores the borders of packed sequences.
 """
 
 from __future__ import annotations
@@ -182,13 +183,15 @@ def test_untrained_tensors_are_exported_but_not_sent_to_engines(
     exported: list[ExportedWeights] = results[name]
     kind = EXPORTS[name][0]
     before, after = tensors_of(models[kind]), tensors_of(exported[0].folder)
-    carried = {name for name in before if name.startswith(CARRIED[kind])}
-    assert all(any(name.startswith(prefix) for name in carried) for prefix in CARRIED[kind])
-    trained_names = before.keys() - carried
+    carried_names = {name for name in before if name.startswith(CARRIED[kind])}
+    assert all(any(name.startswith(prefix) for name in carried_names) for prefix in CARRIED[kind])
+    trained_names = before.keys() - carried_names
     assert len(trained_names) > 40
     assert {name for e in exported for bucket in e.buckets for name, _, _ in bucket} == trained_names
     assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) and after[name].dtype == before[name].dtype for name in carried)
+    assert all(
+        torch.equal(after[name], before[name]) and after[name].dtype == before[name].dtype for name in carried_names
+    )
     assert not any(torch.equal(after[name], before[name]) for name in trained_names if name.endswith("proj.weight"))
 
 

@@ -1,5 +1,5 @@
-"""Latent attention (DeepSeek-V2, DeepSeek-V3, Kimi K2): loss, gradients and log-probabilities equal transformers', an export equals
-the loaded weights bit for bit, and expert biases follow the load of the whole optimizer step."""
+"""Latent attention (DeepSeek-V2, DeepSeek-V3, Kimi K2): loss, gradients and log-probabilities equal transformers', an
+export equals the loaded weights bit for bit, and expert biases follow the load of the whole optimizer step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
     },
     4: {"pp2 tp2 sp ep2": Layout(pp=2, ep=2, **SP)},
 }
-# The other kinds only in the layouts that split the parts in which they differ from DeepSeek-V3: queries without a low rank and
-# softmax routers of V2, the heads of Kimi K2, which the C kernel of attention takes.
+# The other kinds run only in the layouts that split what differs from DeepSeek-V3: the full-rank queries and softmax
+# routers of V2, and the heads of Kimi K2, whose size the C kernel of attention supports.
 KINDS = {
     "deepseek_v3": tuple(name for layouts in LAYOUTS.values() for name in layouts),
     "deepseek_v2": ("single", "tp2 sp ep2"),
@@ -89,7 +89,7 @@ def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Pa
 
 @pytest.fixture(scope="module")
 def updated_biases(models: dict[str, Path]) -> dict[str, Tensor]:
-    """Return the expert biases after an update with the choices of transformers."""
+    """Return the expert biases after one update, from the experts that transformers chooses."""
     return updated_by_hf(models["deepseek_v3"])
 
 
@@ -106,7 +106,7 @@ def test_expert_biases_follow_the_load_of_all_ranks(
             assert torch.equal(resumed[key], updated[key])
 
 
-# ---- weights and configs, without ranks --------------------------------------------------------------------------------
+# ---- weights and configs, without ranks ------------------------------------------------------------------------------
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_merge_to_the_hf_tensors(models: dict[str, Path], kind: str, tp: int) -> None:

@@ -1,4 +1,4 @@
-"""TokenLayout: every token is on exactly one context parallel rank; next tokens and sums per sequence equal the rows'."""
+"""TokenLayout: each token is on exactly one context parallel rank; next tokens and sums per sequence are correct."""
 
 from __future__ import annotations
 

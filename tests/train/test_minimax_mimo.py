@@ -1,4 +1,4 @@
-"""MiniMax-M2 and MiMo: loss, gradients and log-probabilities equal transformers', and an export equals the loaded weights."""
+"""MiniMax-M2 and MiMo: loss, gradients and logprobs equal transformers', and an export equals the loaded weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_loaded_weights_are_exported_bit_for_bit(name: str, models: dict[str, Pa
 
 
 def test_a_checkpoint_of_two_ranks_converts_on_one(results: Results, scratch: Path) -> None:
-    """Norms over all heads are split over tensor parallel ranks in a checkpoint."""
+    """The export of one rank joins norms over all heads, which tensor parallel ranks save in parts."""
     (converted,) = results[CONVERTED][0].values()
     assert_same_tensors(converted, scratch / SAVED.replace(" ", "_") / "hf")
 

@@ -1,4 +1,4 @@
-"""Options of the trainer: recompute, overlap, bfloat16 with float32 main weights, schedules, AdamW, optimizer offload."""
+"""Options of the trainer: recompute, overlap, bfloat16 with float32 main weights, schedules, AdamW, offload."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ def test_recompute_repeats_only_the_named_modules(name: str, results: Results) -
         norms = once["layernorm"]
         per_block = 4 * NUM_MICROS  # two before attention and MLP, two on heads
         assert norms in (blocks * per_block, blocks * per_block + NUM_MICROS)  # the last stage has the final norm
-        both = {"core_attn": 2 * once["core_attn"], "mlp": 2 * once["mlp"]}
-        assert calls["full"] == calls["full, stretches of 2"] == both | {"layernorm": norms + blocks * per_block}
+        repeats = {"core_attn": 2 * once["core_attn"], "mlp": 2 * once["mlp"]}
+        assert calls["full"] == calls["full, stretches of 2"] == repeats | {"layernorm": norms + blocks * per_block}
         first = {"core_attn": once["core_attn"] + NUM_MICROS, "mlp": once["mlp"] + NUM_MICROS}
         assert calls["full, first block"] == first | {"layernorm": norms + per_block}
-        assert calls["core_attn"] == once | {"core_attn": both["core_attn"]}
-        assert calls["mlp"] == once | {"mlp": both["mlp"]}
+        assert calls["core_attn"] == once | {"core_attn": repeats["core_attn"]}
+        assert calls["mlp"] == once | {"mlp": repeats["mlp"]}
         assert calls["layernorm"] == once | {"layernorm": norms + 2 * blocks * NUM_MICROS}
-        assert calls["all three"] == both | {"layernorm": norms + 2 * blocks * NUM_MICROS}
+        assert calls["all three"] == repeats | {"layernorm": norms + 2 * blocks * NUM_MICROS}
 
 
 # ---- overlap ---------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_adamw_with_clipping_and_decay_equals_float64(results: Results) -> None:
 # ---- optimizer offload -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["offload half", "offload all"])
 def test_offload_does_not_change_the_optimizer(name: str, results: Results) -> None:
-    """megatron divides the parameters; the part for the GPU is on the CPU too (test_gpu uses a GPU)."""
+    """megatron divides the parameters; here the part for the GPU stays on the CPU (test_gpu uses a GPU)."""
     for rank in results[name]:
         assert rank["host"] > 0
         assert (rank["device"] > 0) == (name == "offload half")

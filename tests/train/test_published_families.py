@@ -18,7 +18,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 
 # The planner leaves out biases of experts, and the norms of GLM-4 after attention and MLP.
 TOLERANCE = 1e-4
-SMALL = 2**17  # numbers of a tensor: above the sizes of norms and biases
+SMALL = 2**17  # elements of a tensor; norms and biases have fewer
 
 
 @pytest.mark.parametrize("name", MODELS)

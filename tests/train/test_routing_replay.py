@@ -1,4 +1,4 @@
-"""Replay of experts: loss, gradients and log-probabilities equal transformers' with the same experts in every layout."""
+"""Replay of experts: loss, gradients and logprobs equal transformers' with the same experts in every layout."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_kill_at_every_operation_leaves_a_complete_checkpoint(results: Results
 
 
 def test_files_are_synced_before_they_are_named(results: Results) -> None:
-    """A power failure loses unsynced data, so files are synced before their folder is renamed, and the folder before the latest file."""
+    """Files are synced before their folder is renamed, and the folder before the latest file, as power may fail."""
     (result,) = results["kill at every operation"]
     operations: list[Operation] = result["operations"]
 
@@ -65,11 +65,11 @@ def test_files_are_synced_before_they_are_named(results: Results) -> None:
     assert len(final_paths) >= 4
     for path in final_paths:
         assert any(o == Operation("fsync", path) for o in operations[:target]), path
-    synced = [o.path.rsplit("/", 1)[-1] for o in operations[target:rename_index] if o.event == "fsync"]
+    synced_names = [o.path.rsplit("/", 1)[-1] for o in operations[target:rename_index] if o.event == "fsync"]
     record_names = ["checkpoint.json.tmp", "iter_0000002"]  # the driver adds the settings of the run
-    assert synced == ["checkpoints", *record_names, "latest_checkpointed_iteration.txt.tmp"]
-    removed = [i for i, o in enumerate(operations) if "iter_0000001" in o.path]
-    assert min(removed) > rename_index
+    assert synced_names == ["checkpoints", *record_names, "latest_checkpointed_iteration.txt.tmp"]
+    removal_indices = [i for i, o in enumerate(operations) if "iter_0000001" in o.path]
+    assert min(removal_indices) > rename_index
 
 
 @pytest.mark.parametrize("name", [*FULL, "shard"])
@@ -117,6 +117,6 @@ def test_an_export_is_synced_before_it_is_renamed(results: Results) -> None:
     first, second = results["full disks of exports"]
     operations: list[Operation] = first["operations"]
     rename_index = next(i for i, o in enumerate(operations) if o.to.endswith("/hf"))
-    synced = {o.path.rsplit("/", 1)[-1] for o in operations[:rename_index] if o.event == "fsync"}
-    assert synced >= {*first["files"], "hf.tmp"}
+    synced_names = {o.path.rsplit("/", 1)[-1] for o in operations[:rename_index] if o.event == "fsync"}
+    assert synced_names >= {*first["files"], "hf.tmp"}
     assert "model-stage1-00000.safetensors" in {o.path.rsplit("/", 1)[-1] for o in second["operations"]}

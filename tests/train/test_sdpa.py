@@ -28,7 +28,7 @@ def batched(inputs: list[Tensor], lengths: list[int]) -> Tensor:
 
 
 def by_definition(inputs: list[Tensor], lengths: list[int]) -> Tensor:
-    """Compute causal attention of one sequence by an explicit softmax."""
+    """Compute causal attention of each sequence by an explicit softmax."""
     parts: list[Tensor] = []
     for q, k, v in zip(*(x.split(lengths) for x in inputs), strict=True):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -91,7 +91,7 @@ def test_padding_is_bounded_and_every_token_has_a_slot(lengths: list[int]) -> No
 
 
 def test_padding_slots_give_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inject a fault: keep the gradient of padding queries."""
+    """Without ``index_fill_``, which clears the gradient of padding queries, the gradient of the keys is wrong."""
     lengths = RAGGED
     expected = values_and_gradients(batched, lengths)
     monkeypatch.setattr(torch.Tensor, "index_fill_", lambda self, *_: self)

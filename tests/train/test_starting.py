@@ -36,7 +36,7 @@ JOBS = {
 
 
 def test_gpt_model_stacks_its_layers(results: Results) -> None:
-    """Check the keys of megatron's trainers, for which the reader exists."""
+    """GPTModel stores each parameter of all blocks under one key, which the reader of initial weights supports."""
     (source,) = results["gpt"]
     assert "decoder.layers.self_attention.linear_qkv.weight" in source["keys"]
     assert "decoder.final_layernorm.weight" in source["keys"]

@@ -21,10 +21,10 @@ def streams(draw: st.DrawFn) -> tuple[int, np.ndarray]:
 
 def exchanged(parts: list[StreamPart], tokens_by_rank: list[np.ndarray]) -> list[np.ndarray]:
     """Return the tokens that each rank receives in an all-to-all of ``tokens_by_rank``, in stream order."""
-    cut = [np.split(tokens_by_rank[rank], np.cumsum(part.send)[:-1]) for rank, part in enumerate(parts)]
+    splits = [np.split(tokens_by_rank[rank], np.cumsum(part.send)[:-1]) for rank, part in enumerate(parts)]
     out: list[np.ndarray] = []
     for rank, part in enumerate(parts):
-        pieces = [cut[source][rank] for source in range(len(parts))]
+        pieces = [splits[source][rank] for source in range(len(parts))]
         assert tuple(map(len, pieces)) == part.receive
         out.append(np.concatenate(pieces)[part.order])
     return out
@@ -35,8 +35,8 @@ def test_an_exchange_by_the_plan_gives_every_rank_its_consecutive_tokens(stream:
     cp, bounds = stream
     parts = [stream_part(bounds, cp=cp, cp_rank=rank) for rank in range(cp)]
     tokens_by_rank = [token_layout(bounds, cp=cp, cp_rank=rank).local_index for rank in range(cp)]
-    received = exchanged(parts, tokens_by_rank)
-    assert np.concatenate(received).tolist() == list(range(int(bounds[-1])))
+    received_tokens = exchanged(parts, tokens_by_rank)
+    assert np.concatenate(received_tokens).tolist() == list(range(int(bounds[-1])))
 
 
 @given(streams())
@@ -52,8 +52,8 @@ def test_pieces_histories_and_chains_agree_with_the_sequences(stream: tuple[int,
         before = sequence_of[: rank * size]
         assert part.history == int((before == own_sequences[0]).sum())
         assert part.chain == tuple(r for r in range(rank) if own_sequences[0] in sequence_of[r * size : (r + 1) * size])
-        cut = any(sequence_of[border - 1] == sequence_of[border] for border in range(size, int(bounds[-1]), size))
-        assert part.is_cut == cut
+        is_cut = any(sequence_of[border - 1] == sequence_of[border] for border in range(size, int(bounds[-1]), size))
+        assert part.is_cut == is_cut
 
 
 def test_the_example_of_the_docstring() -> None:

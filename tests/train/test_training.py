@@ -1,4 +1,4 @@
-"""Rollouts of real rows through every algorithm in split layouts, on CPU in float32 and bfloat16."""
+"""Training on rollouts with several algorithms in split layouts, on a CPU in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_training_time_is_that_of_the_optimizer_steps(results: Results) -> N
 
 
 def test_each_step_of_a_rollout_counts_its_own_tokens(results: Results) -> None:
-    """Optimizer steps of unequal length have the gradients that they have as separate rollouts."""
+    """Two optimizer steps with unequal numbers of tokens have the same gradients in one rollout as in two."""
     ((one_rollout, two_rollouts),) = results["steps or rollouts"]
     assert one_rollout == two_rollouts
 

@@ -1,4 +1,4 @@
-"""Faults of megatron-core 0.19.2: each is fixed here and still exists upstream. A patch can be removed when its test fails.
+"""Faults of megatron-core 0.19.2 that are fixed here. If a test fails because upstream has fixed one, remove the patch.
 
 test_parity (selective recompute without TransformerEngine) and test_checkpoint (the result queue) cover two more.
 """

@@ -22,7 +22,7 @@ from tests.train.ranks import RankWorld
 
 
 class FakeClock:
-    """Module ``time`` of a trainer, whose clock advances only by the calls of ``advance``."""
+    """Stand-in for the trainer's module ``time``, whose clock advances only in functions wrapped by ``advance``."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,7 +57,7 @@ def durations(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, flo
 
 
 def steps_or_rollouts(world: RankWorld, shared: Shared, layout: Layout) -> list[tuple[float, str]]:
-    """Return mean gradient norm and weights after two unequal batches: as two optimizer steps of one rollout, and as two rollouts."""
+    """Return mean gradient norm and weights after two unequal batches: as steps of one rollout, and as two rollouts."""
     out: list[tuple[float, str]] = []
     for steps in (2, 1):
         actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), steps_per_rollout=steps)
@@ -67,7 +67,7 @@ def steps_or_rollouts(world: RankWorld, shared: Shared, layout: Layout) -> list[
 
 
 def off_policy(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Train on rollout log-probabilities that are the trainer's plus 0.25; one of the micro-batches has another version."""
+    """Train on rollout logprobs that are the trainer's plus 0.25. One of the micro-batches has another version."""
     actor = make_actor(world, shared.models["tied"], layout)
     micro_batches = batch(1)
     batches: list[PackedBatch] = []
@@ -124,7 +124,7 @@ def another_reference(world: RankWorld, shared: Shared, layout: Layout) -> dict[
 
 
 def rotary_frequencies(world: RankWorld, shared: Shared) -> dict[str, float | str]:
-    """Return the largest difference from transformers' frequencies per kind of scaling, or the error on an unsupported kind."""
+    """Return, per kind of scaling, the difference from transformers' frequencies, or the error if unsupported."""
     import copy
 
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -168,7 +168,7 @@ def _from_reporter(score: np.ndarray | None) -> np.ndarray:
 
 
 def reference_swap(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, bool]:
-    """Return checks that the reference keeps the scores of the initial weights, and the policy is restored bit for bit."""
+    """Return checks that the reference keeps its initial scores, and that the policy is restored bit for bit."""
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1))
     micro_batch = batch(5)[0]
     first = actor.score(micro_batch)
@@ -176,7 +176,7 @@ def reference_swap(world: RankWorld, shared: Shared, layout: Layout) -> dict[str
     policy_digest, trained_scores = digest(actor), actor.score(micro_batch)
     assert actor.reference is not None
     with actor.swap_weights(actor.reference):
-        swapped_digest, referenced = digest(actor), actor.score(micro_batch)
+        swapped_digest, swapped_scores = digest(actor), actor.score(micro_batch)
     (micro,) = annotated(actor, [micro_batch])
     assert micro.ref_logprobs is not None
     column = np.where(micro_batch.loss_weight > 0, micro.ref_logprobs.numpy(), 0.0)
@@ -185,6 +185,6 @@ def reference_swap(world: RankWorld, shared: Shared, layout: Layout) -> dict[str
         or bool(np.allclose(column, np.where(micro_batch.loss_weight > 0, first, 0.0), rtol=0, atol=1e-5)),
         "policy restored": digest(actor) == policy_digest,
         "weights differ while swapped": swapped_digest != policy_digest,
-        "reference scores kept": first is None or bool(np.array_equal(referenced, first)),  # pyright: ignore[reportArgumentType]
+        "reference scores kept": first is None or bool(np.array_equal(swapped_scores, first)),  # pyright: ignore[reportArgumentType]
         "policy moved": first is None or not np.array_equal(trained_scores, first),  # pyright: ignore[reportArgumentType]
     }

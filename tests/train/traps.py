@@ -22,7 +22,7 @@ from tests.train.ranks import RankWorld
 
 
 def stock(module: str, name: str) -> Any:
-    """Return the original that a patch replaced."""
+    """Return the original object that a patch replaced."""
     from slime_like.train.megatron.platform import patches
 
     return patches.STOCK[module, name]
@@ -111,7 +111,7 @@ def lone_replica(world: RankWorld, shared: Shared) -> dict[str, tuple[str, int]]
 
 
 def fused_cross_entropy(world: RankWorld, shared: Shared) -> dict[str, float]:
-    """Return the largest relative error of the logits' gradient in float32 against float64: megatron's fused loss and ours."""
+    """Return the relative errors of the logits' gradient against float64, of megatron's fused loss and of ours."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
@@ -186,7 +186,7 @@ def unmarked_experts(world: RankWorld, shared: Shared) -> dict[str, str]:
 
 
 def pipeline_shapes(world: RankWorld, shared: Shared) -> dict[str, tuple[list[int], list[int]]]:
-    """Return the shapes that each of two pipeline ranks receives when both send to the next and to the previous rank."""
+    """Return the shapes that a pipeline rank receives when both ranks send to their next and to their previous rank."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     trainer = make_actor(world, shared.models["tied"], Layout(pp=2))

@@ -1,4 +1,4 @@
-"""Checks of a family's weights: shards merge, folders hold the same tensors, unsupported variants are refused."""
+"""Assertions about a family's weights: shards merge, folders hold the same tensors, bad variants are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_refused(folder: Path, name: str, tp: int, changes: dict[str, Any], me
 
 
 def assert_shards_merge(family: Family, folder: Path, tp: int, *, only: str = "") -> None:
-    """Assert that the shards of ``tp`` ranks have equal shapes and merge to the HF tensors whose names contain ``only``."""
+    """Assert that shards of ``tp`` ranks have equal shapes and merge to the HF tensors whose names contain ``only``."""
     source, num_weights = HFFolder(folder), 0
     for key, weight in family.weights().items():
         if only not in weight.names[0]:
@@ -53,7 +53,7 @@ def assert_shards_merge(family: Family, folder: Path, tp: int, *, only: str = ""
 
 
 def assert_same_tensors(actual_folder: Path, expected_folder: Path) -> None:
-    """Assert that two HF folders hold the same tensors bit for bit, except that experts in ``expected_folder`` may be fused."""
+    """Assert that two HF folders hold the same tensors bit for bit. Experts in ``expected_folder`` may be fused."""
     actual, expected = tensors_of(actual_folder), by_expert(tensors_of(expected_folder))
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[key], expected[key]) and actual[key].dtype == expected[key].dtype for key in expected)

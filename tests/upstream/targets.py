@@ -209,7 +209,7 @@ def remote_experts() -> None:
 
 
 def unused_libraries() -> None:
-    """Import what an engine imports, check that the libraries of ``sglang_imports`` are not, and use a deferred loss."""
+    """Import SGLang's server, check that ``sglang_imports`` defers its libraries, and use a deferred loss."""
     pkgutil.resolve_name("sglang.srt.entrypoints.http_server")
     imported = sorted({"megatron.core", "mistral_common.tokens", "scipy"} & sys.modules.keys())
     assert not imported, f"SGLang imports {', '.join(imported)}"

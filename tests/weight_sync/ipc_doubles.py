@@ -1,4 +1,4 @@
-"""Stand-ins of the transport over CUDA IPC: addresses that are numbers of tensors of this process, an engine, and ranks."""
+"""Fakes for the CUDA IPC transport: memory addresses within one process, weights, an engine, and trainer ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NUMBERS = itertools.count()
 
 
 class HostHandles:
-    """Memory of the host. As with CUDA IPC, an address can be opened once."""
+    """Fake ``DeviceHandles`` over host memory. As with CUDA IPC, an address can be opened once."""
 
-    shared: dict[int, torch.Tensor] = {}  # noqa: RUF012  of all handles of the process, as CUDA's
+    shared: dict[int, torch.Tensor] = {}  # noqa: RUF012  common to all instances, as CUDA's handles are
 
     def __init__(self, gpu: str = "GPU-0") -> None:
         self.gpu = gpu
@@ -58,7 +58,7 @@ class HostHandles:
 
 
 class CopiedBytes(HostHandles):
-    """Memory whose address is its contents, so that other processes can open it."""
+    """Fake handles whose addresses contain the bytes themselves, so that other processes can open them."""
 
     def share(self, memory: torch.Tensor) -> Mapping[str, Any]:
         return {"contents": bytes(memory.tolist()).hex()}
@@ -68,7 +68,7 @@ class CopiedBytes(HostHandles):
 
 
 class StageWeights:
-    """Weights of one rank of a pipeline stage, which yields those of all stages."""
+    """Weight source of a rank of one pipeline stage; ``replicated_buckets`` yields the tensors of all stages."""
 
     def __init__(self, stages: list[dict[str, torch.Tensor]], stage: int = 0, is_sender: bool = True) -> None:
         self._stages, self._stage, self.is_sender = stages, stage, is_sender
@@ -91,7 +91,7 @@ class StageWeights:
 
 
 class DeviceEngine:
-    """Engine whose ranks copy a bucket some iterations of the event loop after the request."""
+    """Fake engine whose ranks copy a bucket about 10 ms after the request."""
 
     def __init__(self, gpus: tuple[int, ...], handles: DeviceHandles, fails_at: int = -1, error: Any = None) -> None:
         self.gpus, self.tp, self.host = gpus, len(gpus), "127.0.0.1"
@@ -139,7 +139,7 @@ class ThreadRanks:
 
 
 def in_threads(functions: list[Any]) -> list[Any]:
-    """Return the result or the exception of each function, all of them called at the same time."""
+    """Call the functions concurrently; return the result or the exception of each."""
     results: queue.Queue[tuple[int, Any]] = queue.Queue()
 
     def run(index: int, function: Any) -> None:

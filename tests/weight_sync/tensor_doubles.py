@@ -1,4 +1,4 @@
-"""Stand-ins of the transport through host memory: weights of a rank, and an engine."""
+"""Fakes for the tensor transport: weights of a rank, and an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transport by broadcast with stand-ins for a group over NCCL, whose ops end by an abort only."""
+"""Broadcast transport with fake NCCL groups, in which a broadcast to a lost engine ends only by an abort."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HangingGroup:
         self._aborted.set()
 
     def release(self) -> None:
-        """End the waiting broadcasts, if no abort has."""
+        """End the waiting broadcasts if they were not aborted."""
         self._aborted.set()
 
     def destroy(self) -> None:
@@ -50,7 +50,7 @@ class HangingGroup:
 
 
 class BrokenGroup(HangingGroup):
-    """Group that can neither be aborted nor left, as a communicator with an error."""
+    """Group that can neither be aborted nor left, like a communicator in an error state."""
 
     def abort(self) -> None:
         super().abort()
@@ -78,7 +78,7 @@ class BusyEngine(LostEngine):
 
 
 def hanging_sender(monkeypatch: pytest.MonkeyPatch, group: HangingGroup, engine: LostEngine) -> BroadcastSender:
-    """Return a sender to ``engine`` whose ``group`` hangs."""
+    """Return a sender that broadcasts to ``engine`` in ``group``, which hangs."""
     receiver: Any = engine
     hanging: Any = group
     monkeypatch.setattr(broadcast, "_broadcast", lambda group, bucket: group.broadcast())
@@ -93,7 +93,7 @@ def hanging_sender(monkeypatch: pytest.MonkeyPatch, group: HangingGroup, engine:
 def push_to_lost_engine(
     monkeypatch: pytest.MonkeyPatch, group: HangingGroup, push: Callable[[BroadcastSender], Awaitable[object]]
 ) -> None:
-    """Check that ``push`` with a sender whose ``group`` hangs raises the loss of its engine; close the sender."""
+    """Assert that ``push`` raises ``EngineLost`` although its broadcast in ``group`` hangs, then close the sender."""
     sender = hanging_sender(monkeypatch, group, LostEngine())
 
     async def run() -> None:
@@ -108,14 +108,14 @@ def push_to_lost_engine(
 
 
 def test_the_broadcast_to_a_lost_engine_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's watchdog would end the trainer's process at the timeout of the group."""
+    """Without the abort, NCCL's watchdog would end the trainer's process at the timeout of the group."""
     group = HangingGroup()
     push_to_lost_engine(monkeypatch, group, lambda sender: sender._send_bucket(BUCKET))
     assert group.calls == ["abort", "destroy"]
 
 
 def test_the_broadcast_is_aborted_before_other_buckets_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the gathering would wait for the broadcast to the lost engine until the timeout of the group."""
+    """On a GPU, the next gather would wait for the broadcast to the lost engine until the timeout of the group."""
     group = HangingGroup()
 
     class ThreeBuckets:
@@ -166,5 +166,5 @@ def test_a_cancelled_push_aborts_its_broadcast(monkeypatch: pytest.MonkeyPatch) 
 
 
 def one_bucket() -> Any:
-    """Return weights of one bucket."""
+    """Return a weight source with one bucket."""
     return SimpleNamespace(is_sender=True, buckets=lambda max_bytes: iter([BUCKET]))

@@ -1,4 +1,4 @@
-"""Transport over CUDA IPC with stand-ins for the addresses: every engine rank gets every tensor, whatever the order of the copies."""
+"""CUDA IPC transport with fake addresses: every engine rank gets every tensor, and every failure frees the memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stages() -> list[dict[str, torch.Tensor]]:
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Rank and size of the world of a sender that is created."""
+    """Rank and world size that a new sender reads."""
     state = SimpleNamespace(rank=0, size=1)
     monkeypatch.setattr(dist, "get_rank", lambda *_: state.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: state.size)
@@ -123,7 +123,7 @@ def test_a_lost_engine_ends_the_push_after_all_ranks_have_gathered(
 def test_a_rank_without_memory_for_a_bucket_ends_the_push_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, world: SimpleNamespace, stages: list[dict[str, torch.Tensor]], failing_rank: int
 ) -> None:
-    """The other rank of the engine would wait for its message until a deadline."""
+    """If only one rank ended its push, the other rank would wait for its message until a deadline."""
     engine = DeviceEngine((0, 1), HostHandles())
     handles = [HostHandles(), HostHandles()]
     handles[failing_rank].capacity = 1
@@ -137,7 +137,7 @@ def test_a_rank_without_memory_for_a_bucket_ends_the_push_on_all_ranks(
 
 @pytest.mark.parametrize("fails_at", [-1, 2])
 def test_a_push_gives_its_memory_back_at_its_end(stages: list[dict[str, torch.Tensor]], fails_at: int) -> None:
-    """A push that fails frees its memory too, although the error refers to the frames that it passed."""
+    """A failed push frees its memory too, although the traceback of its error refers to the push's frames."""
     buckets: list[weakref.ref[torch.Tensor]] = []
 
     class RecordedBuckets(StageWeights):
@@ -181,7 +181,7 @@ def test_a_bucket_is_dropped_before_the_next_one_is_gathered(stages: list[dict[s
 
 
 def test_memory_goes_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's allocator would keep the memory of a push, and the engine allocates its KV cache after it."""
+    """Otherwise torch would cache the memory of a push, which the engine needs for its KV cache afterwards."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("shared memory"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache"))
@@ -209,7 +209,7 @@ def test_memory_without_handles_is_refused(setting: str, kind: str, monkeypatch:
 
 
 def test_another_shared_memory_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would open the memory, and the sender would never free it."""
+    """Without this check, torch would open the memory, and the sender would never free it."""
     monkeypatch.setattr(cuda_ipc, "SHARED_MEMORY", tmp_path)
     handles: Any = HostHandles()
     handles.open = lambda address: cuda_ipc.open_shared(address, 0)
@@ -280,7 +280,7 @@ def test_bad_messages(payload: Any, message: str) -> None:
 # ---- receiving hook --------------------------------------------------------------------------------------------------
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Weight updater of an engine with one rank, whose replies are pairs."""
+    """Weight updater of an engine with one rank, which replies (success, message)."""
     monkeypatch.setattr(dist, "all_gather_object", lambda out, own, group: out.__setitem__(slice(None), [own]))
     monkeypatch.setattr(dist, "barrier", lambda group: None)
     monkeypatch.setattr(device_tensors, "_failure", lambda message: (False, message))

@@ -1,4 +1,4 @@
-"""Weights from one process to another on one GPU by CUDA IPC: values over several pushes, memory, and the rate of a push.
+"""CUDA IPC transport between two processes on one GPU: values over several pushes, memory, and the rate of a push.
 
 Needs torch and pytest only:
 
@@ -37,7 +37,7 @@ REPLY_S = 120.0
 
 
 class DeviceWeights:
-    """Weights of the only rank of a trainer, on its GPU. A bucket has copies, as of gathered tensors."""
+    """Weights of a single trainer rank on its GPU. Buckets contain copies, as they do of gathered tensors."""
 
     is_sender = True
 
@@ -129,7 +129,7 @@ def push(engine: EngineProcess, tensors: dict[str, torch.Tensor], max_bytes: int
 
 @pytest.mark.usefixtures("world")
 def test_another_process_gets_the_bits_of_every_push(record_property: Callable[[str, object], None]) -> None:
-    """Buckets of one tensor and of many, odd sizes, three pushes; a lost engine leaves no memory behind."""
+    """Three pushes, in buckets of one and of several tensors, arrive bit by bit; a lost engine leaves no memory."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(1,), (3, 5), (1000, 333), (2048, 1024), (7,), (4096, 512)]
     tensors = {

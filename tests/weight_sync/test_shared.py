@@ -1,4 +1,4 @@
-"""Tensors through shared memory: received as written; memory that is not sealed and this user's is refused."""
+"""Tensors in shared memory are received as written; memory that is not sealed is refused."""
 
 from __future__ import annotations
 

@@ -35,6 +35,6 @@ def test_a_bucket_is_copied_to_page_locked_memory(record_property: Callable[[str
     message = memory.write(bucket)
     seconds = time.perf_counter() - start
     record_property("copy_gb_per_s", round(sum(t.nbytes for t in tensors.values()) / seconds / 1e9, 2))
-    with map_tensors(message) as received:
-        assert all(torch.equal(tensor, tensors[name].cpu()) for name, tensor in received)
+    with map_tensors(message) as received_tensors:
+        assert all(torch.equal(tensor, tensors[name].cpu()) for name, tensor in received_tensors)
     memory.close()

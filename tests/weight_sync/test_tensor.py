@@ -1,4 +1,4 @@
-"""Tensor transport: buckets reach engines of this host through shared memory and others in a request, always complete."""
+"""Tensor transport: buckets reach engines on this host through shared memory, and other engines in a request body."""
 
 from __future__ import annotations
 

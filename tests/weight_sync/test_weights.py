@@ -93,7 +93,7 @@ def test_the_factor_of_deadlines_scales_the_rendezvous(monkeypatch: pytest.Monke
 
 
 class Stage:
-    """Weights of a sending rank, without tensors."""
+    """Weight source of a sending rank, without tensors."""
 
     is_sender = True
 

@@ -1,6 +1,7 @@
 """Client of tests/e2e/worker_server.py: runs the command of a starting Python process in a fork of the server.
 
-It imports little, because the imports delay each of Ray's workers, and nothing of ``tests``, which is not on a worker's path.
+It imports little, because its imports delay each Ray worker, and nothing from ``tests``, which is not on a worker's
+path.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def forks(command: list[str]) -> bool:
 
 
 def run_in_fork(command: list[str]) -> NoReturn:
-    """Run ``command`` in a fork of the server with this process's files, folder and environment; end as the fork ends.
+    """Run ``command`` in a fork of the server with this process's files, folder and environment; exit as it exits.
 
     The server kills the fork when this process ends.
     """

@@ -1,8 +1,8 @@
-"""Replacement of the start of engines and of Ray's workers: forks of a test's servers.
+"""Hooks that start engines and Ray workers as forks of a test's servers.
 
 Engines: tests/engine/forked_engines.py. Workers: tests/e2e/worker_server.py.
 
-Python imports this module at its start if this folder is on PYTHONPATH.
+Python imports this module at startup if this folder is on PYTHONPATH.
 """
 
 from __future__ import annotations
