@@ -8,7 +8,7 @@ requests of a run: over HTTP, groups of 8 samples per prompt, seeded, temperatur
 each. transformers gets the same prompts in one batch, samples, and returns no log-probabilities. Prints rows per batch size:
 wall time and CPU time (user and system, of all processes of an engine; other work on the machine affects it least) of whole
 calls including the prefill, and of decoding alone (a call minus a call for one token). Each row has medians of tokens/s and of
-milliseconds per token of a sequence, and the ratios of the medians to the medians of transformers.
+milliseconds per token of a sequence, and the speed relative to transformers: the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def make_model(shape: DecodeShape, folder: Path) -> Qwen3ForCausalLM:
         head_dim=shape.head_dim,
         tie_word_embeddings=True,
         max_position_embeddings=512,
-        eos_token_id=1,
+        eos_token_id=None,  # a sample that ended early would make its engine look faster
         bos_token_id=None,
         pad_token_id=0,
     )
@@ -93,25 +93,29 @@ def make_model(shape: DecodeShape, folder: Path) -> Qwen3ForCausalLM:
     return model
 
 
-class EngineArm:
-    """An engine with one setting of ``rollout.cpu_kernels``."""
+def engine_spec(model: Path, dtype: str, batch: int, log: Path, **settings: Any) -> EngineSpec:
+    """Return the settings of an engine on this CPU that runs ``batch`` requests at the same time."""
+    return EngineSpec(
+        model_path=str(model),
+        device="cpu",
+        dtype=dtype,
+        tp=1,
+        context_length=512,
+        seed=0,
+        log_path=str(log),
+        start_deadline_s=300,
+        max_running_requests=batch,
+        sglang={"max_total_tokens": 65_536},
+        **settings,
+    )
 
-    def __init__(self, kernels: str, model: Path, shape: DecodeShape, batch: int, threads: int) -> None:
+
+class EngineArm:
+    """An engine that generates the samples of prompts."""
+
+    def __init__(self, name: str, spec: EngineSpec, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        spec = EngineSpec(
-            model_path=str(model),
-            device="cpu",
-            dtype=str(shape.dtype).removeprefix("torch."),
-            tp=1,
-            context_length=512,
-            seed=0,
-            log_path=str(model.parent / f"{kernels}.log"),
-            start_deadline_s=300,
-            max_running_requests=batch,
-            cpu_kernels=kernels,
-            sglang={"max_total_tokens": 65_536},
-        )
-        self.name = kernels
+        self.name = name
         self.server = EngineServer(spec, admin_key="bench")
         self.server.start()
 
@@ -165,7 +169,9 @@ def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Gener
             if name == "hf":
                 runners[name] = hf_arm(model)
                 continue
-            engines.append(EngineArm(name, folder / "model", shape, max(options.batches), options.threads))
+            dtype, log = str(shape.dtype).removeprefix("torch."), folder / f"{name}.log"
+            spec = engine_spec(folder / "model", dtype, max(options.batches), log, cpu_kernels=name)
+            engines.append(EngineArm(name, spec, options.threads))
             runners[name] = engines[-1]
         for engine in engines:
             engine.server.wait_ready()
@@ -176,14 +182,16 @@ def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Gener
             engine.server.stop()
 
 
-def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace, shape: DecodeShape) -> None:
-    """Run rounds of all arms in turn for each batch size, and print four rows for each."""
-    print(visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in runners) + " | ratios to hf |"))
+def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace, vocab: int, base: str) -> None:
+    """Run rounds of all arms in turn for each batch size, and print four rows for each, with ratios to ``base``."""
+    print(
+        visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in runners) + f" | ratios to {base} |")
+    )
     for batch in options.batches:
         seconds: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in runners} for kind in KINDS}
         for number in range(options.rounds + 1):
             generator = np.random.default_rng([batch, number])
-            prompts = generator.integers(2, shape.vocab, (batch // SAMPLES_PER_PROMPT, PROMPT)).astype(np.int32)
+            prompts = generator.integers(2, vocab, (batch // SAMPLES_PER_PROMPT, PROMPT)).astype(np.int32)
             for name, arm in runners.items():
                 first, full = timed(arm, prompts, 1), timed(arm, prompts, options.steps)
                 if number:  # the first round warms up
@@ -192,7 +200,7 @@ def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace
                     for kind, value in zip(KINDS, (*full, *decode), strict=True):
                         seconds[kind][name].append(value)
         for kind, times in seconds.items():
-            print_row(batch, kind, {name: statistics.median(all_) for name, all_ in times.items()}, options.steps)
+            print_row(batch, kind, times, options.steps, base)
 
 
 def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[float, float]:
@@ -203,12 +211,16 @@ def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[fl
     return time.perf_counter() - start, cpu_clock() - spent_before
 
 
-def print_row(batch: int, kind: str, median: dict[str, float], steps: int) -> None:
-    """Print one row of the table."""
-    cells = [f"{batch * steps / t:,.0f} ({t / steps * 1e3:.1f})" for t in median.values()]
-    base = median.get("hf", next(iter(median.values())))
-    ratios = ", ".join(f"{name} {base / t:.2f}" for name, t in median.items())
-    print(visible(f"| {batch} | {kind} | " + " | ".join(cells) + f" | {ratios} |"), flush=True)
+def print_row(batch: int, kind: str, times: dict[str, list[float]], steps: int, base: str) -> None:
+    """Print one row of the table. ``times`` are seconds per round; the speed relative to ``base`` is the median of the rounds."""
+    cells: list[str] = []
+    ratios: list[str] = []
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        cells.append(f"{batch * steps / median:,.0f} ({median / steps * 1e3:.1f})")
+        relative = statistics.median(b / a for a, b in zip(seconds, times[base], strict=True))
+        ratios.append(f"{name} {relative:.2f}")
+    print(visible(f"| {batch} | {kind} | {' | '.join(cells)} | {', '.join(ratios)} |"), flush=True)
 
 
 def main() -> None:
@@ -228,7 +240,7 @@ def main() -> None:
     )
     shape = SHAPES[options.model]
     with tempfile.TemporaryDirectory() as folder, arms(options, shape, Path(folder)) as runners:
-        measure(runners, options, shape)
+        measure(runners, options, shape.vocab, "hf" if "hf" in runners else options.arms[0])
 
 
 if __name__ == "__main__":

@@ -16,14 +16,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY)]
@@ -34,9 +31,9 @@ from benchmarks.remote_experts import (  # noqa: E402
     DECODE_STEPS,
     EXPERTS,
     PROMPT,
-    BenchLayer,
     LayerSize,
     Local,
+    LocalSGLang,
     Remote,
     decode,
     make_layers,
@@ -44,30 +41,8 @@ from benchmarks.remote_experts import (  # noqa: E402
 )
 from slime_like.config.schema.remote_experts import RemoteOptions  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from slime_like_plugins.remote_experts.compute import Ids, Weights  # noqa: E402
 
 SIZES = [LayerSize(4, hidden, hidden // 2) for hidden in (128, 256, 512)]
-
-
-class LocalSGLang(Local):
-    """All experts in one process, computed by SGLang."""
-
-    def __init__(self, layers: Sequence[BenchLayer]) -> None:
-        from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
-        from sglang.srt.layers.moe.topk import StandardTopKOutput
-
-        self._forward: Any = moe_forward_native
-        self._topk: Any = StandardTopKOutput
-        self._experts = [
-            SimpleNamespace(num_experts=EXPERTS, w13_weight=layer.w13, w2_weight=layer.w2) for layer in layers
-        ]
-        fields = {"gemm1_alpha": None, "gemm1_clamp_limit": None}
-        self._config = SimpleNamespace(apply_router_weight_on_input=False, activation="silu", **fields)
-
-    def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the sums of one layer."""
-        topk = self._topk(torch.from_numpy(weights), torch.from_numpy(ids), None)
-        return self._forward(self._experts[index], x, topk, self._config)
 
 
 @contextlib.contextmanager

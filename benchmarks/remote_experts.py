@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,7 @@ PROMPT, CHUNK = 4_248, 2_048  # tokens
 DECODE_BATCH, DECODE_STEPS = 16, 30
 SLOW = 10.0
 ROWS = ExpertRows(EXPERTS, range(EXPERTS // 2, EXPERTS))
+LOCAL, LOCAL_PLUGIN = "all local", "all local, by the plugin"
 ARMS: Mapping[str, tuple[str, str]] = {
     "stream, float32": ("stream", "float32"),
     "stream, float16": ("stream", "float16"),
@@ -123,7 +126,7 @@ def make_layers(size: LayerSize = SMALL, seed: int = 0) -> list[BenchLayer]:
 
 
 class Local:
-    """All experts in one process."""
+    """All experts in one process, computed by the plugin."""
 
     def __init__(self, layers: Sequence[BenchLayer]) -> None:
         self._layers = layers
@@ -132,6 +135,27 @@ class Local:
         """Return the sums of one layer."""
         layer = self._layers[index]
         return expert_sums(x, ids, weights, layer.w13, layer.w2)
+
+
+class LocalSGLang(Local):
+    """All experts in one process, computed by SGLang, as in an engine on a CPU without remote experts."""
+
+    def __init__(self, layers: Sequence[BenchLayer]) -> None:
+        from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+        from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+        self._forward: Any = moe_forward_native
+        self._topk: Any = StandardTopKOutput
+        self._experts = [
+            SimpleNamespace(num_experts=EXPERTS, w13_weight=layer.w13, w2_weight=layer.w2) for layer in layers
+        ]
+        fields = {"gemm1_alpha": None, "gemm1_clamp_limit": None}
+        self._config = SimpleNamespace(apply_router_weight_on_input=False, activation="silu", **fields)
+
+    def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
+        """Return the sums of one layer."""
+        topk = self._topk(torch.from_numpy(weights), torch.from_numpy(ids), None)
+        return self._forward(self._experts[index], x, topk, self._config)
 
 
 class Remote:
@@ -203,12 +227,12 @@ def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str
 
 
 def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
-    """Return the results of the arms of a setting; "all local" is the first arm."""
+    """Return the results of the arms of a setting, and before them those of all experts in one process."""
     torch.set_num_threads(1)
     layers = make_layers(setting.size)
     x = torch.randn((PROMPT, setting.size.hidden), generator=torch.Generator().manual_seed(1))
     arms = {name: ARMS[name] for name in setting.arms}
-    runs: dict[str, Local | Remote] = {"all local": Local(layers)}
+    runs: dict[str, Local | Remote] = {LOCAL: LocalSGLang(layers), LOCAL_PLUGIN: Local(layers)}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for number, (name, (mode, dtype)) in enumerate(arms.items()):
             address, key_file = stack.enter_context(worker(Path(folder), setting.slowdown, str(number)))
@@ -223,12 +247,13 @@ def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
             )
             runs[name] = run = Remote(layers, options)
             stack.callback(run.experts.close)
-        expected = prefill(runs["all local"], layers, x)
-        for name, (_, dtype) in arms.items():  # also warms up, and lets auto measure both modes
+        expected = prefill(runs[LOCAL], layers, x)
+        dtypes = {LOCAL_PLUGIN: "float32"} | {name: dtype for name, (_, dtype) in arms.items()}
+        for name, dtype in dtypes.items():  # also warms up, and lets auto measure both modes
             hidden = prefill(runs[name], layers, x)
             difference = float((hidden - expected).abs().max() / expected.abs().max())
             if difference > TOLERANCE[dtype]:
-                raise SystemExit(f"{name} differs from all local by {difference:.1e}")
+                raise SystemExit(f"{name} differs from {LOCAL} by {difference:.1e}")
         return results(runs, layers, x, rounds, setting.decodes)
 
 
@@ -290,7 +315,9 @@ def page(tables: Mapping[str, Mapping[str, ArmResult]], about: str, command: str
         f"Command: `{command}`. MoE layers without attention: {EXPERTS} experts, {TOP_K} per token, float32, of which {EXPERTS // 2} per "
         f"layer are in a worker with one thread; the engine's part has one thread too. {SMALL}; larger: {LARGE}. "
         f"Prefill: one prompt of {PROMPT:,} tokens in chunks of {CHUNK:,}. Decode: {DECODE_STEPS} steps of {DECODE_BATCH} requests. "
-        f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) of one prompt.",
+        f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) of one prompt. "
+        f"{LOCAL}: by SGLang's function, as in an engine on a CPU without remote experts; {LOCAL_PLUGIN}: by the plugin's function, "
+        "which computes the halves.",
     ]
     for title, arms in tables.items():
         lines += ["", f"## {title}", "", *table(arms)]

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like_plugins.remote_experts import compute
 from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.mode import PROBE_INTERVAL, STREAM_ROWS, ModeChooser
 from slime_like_plugins.remote_experts.routing import ExpertRows, split
@@ -50,24 +49,6 @@ def test_local_and_remote_sums_are_those_of_all_experts(num: int, remote: set[in
     else:
         assert all((bucket.ids >= 0).all() for bucket in buckets)
     np.testing.assert_allclose(sums, reference(x, ids, weights, MATRICES), atol=2e-6)
-
-
-@pytest.mark.parametrize(("dtype", "hidden"), [("float32", 8), ("bfloat16", 8), ("float16", 16), ("float32", 6)])
-def test_grouped_products_have_the_bits_of_one_product_per_expert(
-    dtype: str, hidden: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A small batch takes two grouped GEMMs, a larger one two per expert; rows of 24 bytes have no grouped GEMM."""
-    matrices = weights_of(ExpertShapes((0,), (NUM_EXPERTS,), hidden, 16, dtype, 64, 3))[0]
-    rng = np.random.default_rng(0)
-    x = torch.from_numpy(rng.standard_normal((20, hidden)).astype(np.float32))
-    ids = np.array([rng.permutation(NUM_EXPERTS - 1)[:3] for _ in range(20)], np.int32)  # no token has the last expert
-    ids[::4, 1] = -1
-    weights = rng.random(ids.shape).astype(np.float32)
-    calls: list[int] = []
-    sums = expert_sums(x, ids, weights, matrices["w13"], matrices["w2"], lambda: calls.append(1))
-    assert len(calls) == (NUM_EXPERTS - 1 if hidden == 6 else 0)
-    monkeypatch.setattr(compute, "GROUPED_ROWS", 0)
-    assert torch.equal(sums, expert_sums(x, ids, weights, matrices["w13"], matrices["w2"]))
 
 
 def test_a_bucket_of_consecutive_tokens_is_a_view() -> None:

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slime_like_plugins.sglang_cpu.expert_sums import expert_sums_kernel
+
 type Ids = NDArray[np.int32]  # [N, K]; -1: no expert
 type Weights = NDArray[np.float32]  # [N, K]
-GROUPED_ROWS = 32  # maximum rows of a batch whose experts are computed by two grouped GEMMs
-GROUPED_ALIGNMENT = 16  # bytes; torch's grouped GEMMs require it of rows
+KERNEL_ROWS = 64  # maximum rows of a batch for which the C kernel, which packs no weights, is faster than torch
 
 
 def nothing() -> None:
@@ -30,9 +31,12 @@ def expert_sums(
     """Return the float32 sums [N, H] of ``weights * expert(x)`` over the experts ``ids``, in the order of the columns.
 
     ``w13`` [E, 2I, H] has each expert's gate projection followed by its up projection, ``w2`` [E, H, I] its down projection.
-    ``between`` is called after each expert, unless all experts are computed at once by grouped GEMMs.
+    ``between`` is called after each expert, unless the C kernel for a few rows computes all of them.
     """
     num_rows, num_selected = ids.shape
+    kernel = expert_sums_kernel() if num_rows <= KERNEL_ROWS else None
+    if kernel is not None and kernel.supports(w13, w2):
+        return kernel(x_NH, torch.from_numpy(ids), torch.from_numpy(weights), w13, w2)
     hidden, device = w2.shape[1], w2.device
     flat = ids.reshape(-1)
     order = flat.argsort(kind="stable")
@@ -43,9 +47,7 @@ def expert_sums(
     x = x_NH.to(device=device, dtype=w13.dtype)
     empty = torch.zeros if start else torch.empty
     out = empty((num_rows * num_selected, hidden), dtype=torch.float32, device=device)
-    if num_rows <= GROUPED_ROWS and _supports_groups(w13, w2):
-        out.index_copy_(0, pairs, _grouped_products(x.index_select(0, tokens), ends[1:] - start, w13, w2).float())
-    elif len(tokens):
+    if len(tokens):
         counts = np.diff(ends)
         experts = np.flatnonzero(counts).tolist()
         sizes = counts[experts].tolist()
@@ -55,22 +57,6 @@ def expert_sums(
             between()
     scale = torch.from_numpy(np.where(ids < 0, np.float32(0), weights)).to(device)
     return out.view(num_rows, num_selected, hidden).mul_(scale[:, :, None]).sum(1)
-
-
-def _supports_groups(w13: Tensor, w2: Tensor) -> bool:
-    """Return True if torch has grouped GEMMs for these matrices."""
-    is_aligned = not any(matrix.shape[2] * matrix.itemsize % GROUPED_ALIGNMENT for matrix in (w13, w2))
-    return is_aligned and len(w13) > 0 and w13.device.type == "cpu" and hasattr(F, "grouped_mm")
-
-
-def _grouped_products(x: Tensor, ends: NDArray[np.int64], w13: Tensor, w2: Tensor) -> Tensor:
-    """Return the experts' outputs for rows ``x`` that are sorted by expert; ``ends`` [E] is the end of each expert's rows.
-
-    GEMMs of a few rows take less time than their calls from Python. The results are bitwise those of one GEMM per expert.
-    """
-    offsets = torch.from_numpy(ends.astype(np.int32))
-    gate, up = F.grouped_mm(x, w13.transpose(1, 2), offs=offsets).chunk(2, -1)
-    return F.grouped_mm(F.silu(gate).mul_(up), w2.transpose(1, 2), offs=offsets)
 
 
 def _index(indices: NDArray[np.int64], device: torch.device) -> Tensor:

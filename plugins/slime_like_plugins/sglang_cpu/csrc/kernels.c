@@ -160,6 +160,7 @@ int64_t has_products(void) { return PRODUCTS; }
 #define NAME(name) name##_f32
 #define DEPTH 1
 #include "typed.h"
+#include "experts.h"
 #if PRODUCTS
 #include "product.h"
 #include "step.h"
@@ -171,6 +172,7 @@ int64_t has_products(void) { return PRODUCTS; }
 #define NAME(name) name##_bf16
 #define DEPTH 2
 #include "typed.h"
+#include "experts.h"
 #if PRODUCTS
 #include "product.h"
 #include "step.h"

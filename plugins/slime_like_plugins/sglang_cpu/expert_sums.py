@@ -1,0 +1,74 @@
+"""Weighted sums of SwiGLU experts for the rows of a decode step, by the C kernel in ``csrc/experts.h``.
+
+Axes: N rows (tokens), K selected experts of a row, H hidden, F intermediate, E experts in this memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime_like_plugins.sglang_cpu import KERNELS_VARIABLE
+from slime_like_plugins.sglang_cpu.build import BuildError, build
+from slime_like_plugins.sglang_cpu.kernels import SUFFIX
+
+logger = logging.getLogger(__name__)
+
+
+class ExpertSums:
+    """Bindings to the kernel in the shared object at ``path``. Arguments that could make C read out of bounds are checked."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self._functions = {dtype: library[f"expert_sums_{suffix}"] for dtype, suffix in SUFFIX.items()}
+        for function in self._functions.values():
+            function.argtypes, function.restype = [*[pointer] * 10, *[integer] * 5], None
+        self._threads = library["threads"]
+        self._threads.argtypes, self._threads.restype = [], integer
+
+    def supports(self, w13: Tensor, w2: Tensor) -> bool:
+        """Return True if the kernel multiplies these matrices."""
+        return w13.dtype in SUFFIX and w13.device.type == "cpu" and w13.is_contiguous() and w2.is_contiguous()
+
+    def __call__(self, x_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """Return the float32 sums [N, H] of ``weights * expert(x)`` over the experts ``ids``, in the order of the columns.
+
+        An id outside of [0, E) stands for no expert. ``w13`` [E, 2F, H] has each expert's gate projection followed by its up
+        projection, ``w2`` [E, H, F] its down projection.
+        """
+        (rows, selected), (experts, hidden, inner) = ids_NK.shape, w2.shape
+        x_NH, ids_NK = x_NH.to(torch.float32).contiguous(), ids_NK.contiguous()
+        weights_NK = weights_NK.contiguous()
+        assert x_NH.shape == (rows, hidden) and weights_NK.shape == ids_NK.shape, f"rows {tuple(x_NH.shape)}"
+        assert ids_NK.dtype is torch.int32 and weights_NK.dtype is torch.float32, f"ids are {ids_NK.dtype}"
+        assert w13.shape == (experts, 2 * inner, hidden) and w13.dtype is w2.dtype, f"w13 {tuple(w13.shape)}"
+        assert self.supports(w13, w2), f"{w13.dtype} on {w13.device}"
+        pairs = rows * selected
+        sums = torch.empty((rows, hidden), dtype=torch.float32)
+        workspace = torch.empty(pairs * (hidden + inner * int(self._threads())), dtype=torch.float32)
+        indices = torch.empty(pairs + experts + 1, dtype=torch.int64)  # the pairs need half of theirs
+        self._functions[w13.dtype](
+            *(tensor.data_ptr() for tensor in (x_NH, ids_NK, weights_NK, w13, w2, sums, workspace)),
+            *(workspace.data_ptr() + 4 * pairs * hidden, indices.data_ptr(), indices.data_ptr() + 8 * pairs),
+            *(rows, selected, experts, hidden, inner),
+        )
+        return sums
+
+
+@cache
+def expert_sums_kernel() -> ExpertSums | None:
+    """Return the compiled kernel; None without a C compiler, or if ``rollout.cpu_kernels`` is off or torch."""
+    if os.environ.get(KERNELS_VARIABLE) in ("off", "torch"):
+        return None
+    try:
+        return ExpertSums(build().path)
+    except BuildError as error:
+        logger.info("slime_like: experts of decode steps are computed by torch: %s", error)
+        return None
