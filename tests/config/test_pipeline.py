@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +103,6 @@ def test_the_plan_counts_and_shows_the_segments(argv: list[str]) -> None:
     assert "pp 2 of 2 virtual stages" in text and "layers per pipeline segment" in text
 
 
-def test_a_model_that_does_not_fit_is_refused_at_load(argv: list[str], tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_refused_at_load(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match="first_stage_layers=5 leave -1 of the model's 4 layers"):
         load_config([*argv, "parallel.pp=2", "parallel.first_stage_layers=5"])

@@ -202,7 +202,7 @@ def local_memory(machine: Machine) -> MemoryPlan:
     )
 
 
-def test_this_machines_gpus_are_checked_by_the_drivers_name(tmp_path: Path) -> None:
+def test_this_machines_gpus_are_checked_by_the_drivers_name() -> None:
     here = replace(H100, gpu_names=("NVIDIA H100 80GB HBM3",) * 8)
     with pytest.raises(ConfigError, match="but each H100 has"):
         plan("qwen3_4b_gsm8k", "model.recompute=none", machine=here)

@@ -144,7 +144,7 @@ def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv(PLUGINS_VARIABLE, "cpu")
     monkeypatch.delenv(VARIABLE, raising=False)
-    text = "--remote-experts-ids 1 --model-path m".replace("ids 1", "experts 3 1") + " --remote-experts-policy fallback"
+    text = "--remote-experts-experts 3 1 --model-path m --remote-experts-policy fallback"
     assert flags.is_used(text.split()) and not flags.is_used(["--model-path", "m"])
     flags.enable([*text.split(), "--remote-experts-deadline-s", "7"], "remote_experts")
     assert os.environ[PLUGINS_VARIABLE] == "cpu,remote_experts"

@@ -53,7 +53,9 @@ def test_a_critic_has_its_own_layout_and_devices(plan) -> None:
     assert (run_plan.critic.rank.layout.tp, run_plan.critic.rank.layout.dp, run_plan.num_gpus) == (2, 2, 8)
     shared = plan("algo=ppo", "parallel.tp=4", "critic.tp=2", machine=SERVER)
     assert (shared.roles[-1].devices, shared.num_gpus) == (((0,), (1,)), 4)
-    assert not shared.critic.rank.layout.sequence_parallel or shared.critic.rank.layout.tp > 1
+    unsplit = plan("algo=ppo", "parallel.tp=4", "critic.tp=1", machine=SERVER)
+    assert shared.actor.layout.sequence_parallel and shared.critic.rank.layout.sequence_parallel
+    assert unsplit.actor.layout.sequence_parallel and not unsplit.critic.rank.layout.sequence_parallel
 
 
 def test_a_teacher_is_swapped_in_or_a_role(plan, model: Path, tmp_path: Path) -> None:
