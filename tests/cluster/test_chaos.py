@@ -60,9 +60,9 @@ def test_a_fault_is_injected_once_by_the_end_of_its_phase(tmp_path: Path) -> Non
     with injector("step", 2), injector("collect", 2), injector("push", 3):
         pass
     assert engine.signals == []
-    for _ in range(2):
+    for num_faults in range(2):
         with injector("step", 3):
-            assert engine.signals == ["SIGKILL"] * _
+            assert engine.signals == ["SIGKILL"] * num_faults
     assert engine.signals == ["SIGKILL"]
     resumed, engine = chaos(tmp_path, "kill_engine:step:3:1000", "stop_engine:collect:3:1000")
     with resumed("collect", 3), resumed("step", 3):

@@ -231,12 +231,12 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
 def test_another_temperature_shows_as_another_slope() -> None:
     rng = np.random.default_rng(0)
     logits_TV = rng.normal(scale=2.0, size=(400, 50))
+    tokens_T = rng.integers(0, 50, 400)
 
     def logprobs(temperature: float) -> np.ndarray:
         scaled_logits = logits_TV / temperature
-        return (scaled_logits - np.log(np.exp(scaled_logits).sum(-1, keepdims=True)))[
-            np.arange(400), rng.integers(0, 50, 400) * 0 + 7
-        ]
+        logprobs_TV = scaled_logits - np.log(np.exp(scaled_logits).sum(-1, keepdims=True))
+        return logprobs_TV[np.arange(400), tokens_T]
 
     def table_at(temperature: float) -> TokenTable:
         source = sample(0, (Span(0, 1, Source.PROMPT), Span(1, 401, Source.MODEL, 3)))

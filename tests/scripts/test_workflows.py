@@ -40,15 +40,15 @@ def parts() -> Mapping[str, str]:
 
 def commands(workflow: Path) -> Sequence[str]:
     """Return the ``run:`` of each step, once for each value of its job's matrix."""
-    problems: list[str] = []
+    result: list[str] = []
     for job in load_yaml(workflow)["jobs"].values():
         matrix: dict[str, list[str]] = job.get("strategy", {}).get("matrix", {})
         for step, values in itertools.product(job["steps"], itertools.product(*matrix.values())):
             text: str = step.get("run", "")
             for name, value in zip(matrix, values, strict=True):
                 text = text.replace(f"${{{{ matrix.{name} }}}}", value)
-            problems.append(text)
-    return problems
+            result.append(text)
+    return result
 
 
 def selects(expression: Expression, markers: Sequence[str]) -> bool:
