@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from tests.hypothesis_examples import num_examples
 
 SPEC = AssembleSpec(grpo, "token_mean", 1, 1, 1000, 16)
 COMPLETED = Status.COMPLETED
+FAILURES = "(aborted|failed) [0-9]+"
+TRAINS_NOTHING = rf"none of its [0-9]+ samples has a token to train on \({FAILURES}(, {FAILURES})*\)"
 
 
 def rows_of(step: StepBatch) -> list[PackedBatch]:
@@ -52,7 +55,8 @@ def test_every_sample_is_packed_once_and_weights_sum_to_one(
     spec = replace(SPEC, aggregation=aggregation, dp=dp, max_tokens_per_rank=budget, steps_per_rollout=steps)
     try:
         batch = assemble(groups, spec, rollout_id=3)
-    except DataError:  # a step with failures only
+    except DataError as error:  # a step with failures only; each group has a completed sample
+        assert steps > 1 and re.search(TRAINS_NOTHING, str(error)), error
         return
     samples = {s.sample_id: s for g in groups for s in g.samples}
     counts = Counter(int(i) for step in batch.steps for row in rows_of(step) for i in row.sample_ids if i != FILLER_ID)
