@@ -38,9 +38,9 @@ def prompt(store: SampleStore, num_tokens: int = 5) -> int:
 def test_k_sharers_make_k_minus_1_copies_in_one_batch(k: int) -> None:
     store = SampleStore()
     shared_row = prompt(store)
-    moves, rows = store.num_moves, store.fork(shared_row, num_rows=k)
-    memory = store.nbytes
-    assert memory == store.nbytes, "forks share the memory of their row"
+    moves, num_bytes = store.num_moves, store.nbytes
+    rows = store.fork(shared_row, num_rows=k)
+    assert store.nbytes == num_bytes, "forks share the memory of their row"
     store.append_batch(batch(rows, tokens(*range(k))))
     assert (store.num_clones, store.num_moves - moves) == (k - 1, 0)
     assert [store.columns(row).token_ids.tolist() for row in rows] == [[0, 1, 2, 3, 4, i] for i in range(k)]
