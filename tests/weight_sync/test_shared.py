@@ -81,6 +81,16 @@ def test_only_sealed_memory_is_opened(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give memory to another user")
+def test_sealed_memory_of_another_user_is_refused() -> None:
+    region = SharedBucketMemory()
+    payload = region.write(Bucket((("w", torch.zeros(4)),)))
+    os.fchown(json.loads(payload[len(MAGIC) :])["fd"], 65_534, -1)
+    with pytest.raises(WeightSyncError, match="is not sealed memory of this user"), map_tensors(payload):
+        pass
+    region.close()
+
+
 def test_a_garbled_message_is_refused() -> None:
     region = SharedBucketMemory()
     complete = region.write(Bucket((("w", torch.zeros(4)),)))
