@@ -32,9 +32,6 @@ class Hung(SlowSupervisor):
     async def restart(self) -> Any:
         raise EngineError(f"{self._name} does not start")
 
-    async def stopped_pids(self) -> tuple[int, ...]:
-        return ()
-
 
 def play(
     kind: type[SlowSupervisor], health: HealthConfig, scene: Callable[[EnginePool, list[Any]], Awaitable[None]]

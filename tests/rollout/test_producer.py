@@ -113,16 +113,16 @@ def test_wait_until_idle_waits_for_admitted_rollouts_and_restore_continues_after
         assert not idle.done()
         gate.set()
         await idle
-        completed_task = producer.completed_rollouts()
+        completed_rollouts = producer.completed_rollouts()
         await producer.stop()
 
         resumed_ids: list[int] = []
         resumed_producer = RolloutProducer(recording(resumed_ids), first=1, last=9, max_staleness=2)
-        resumed_producer.restore(completed_task)
-        assert await resumed_producer.get(1) is completed_task[0]
+        resumed_producer.restore(completed_rollouts)
+        assert await resumed_producer.get(1) is completed_rollouts[0]
         await run_pending_tasks()
         await resumed_producer.stop()
-        return ids, [produced.rollout_id for produced in completed_task], resumed_ids
+        return ids, [rollout.rollout_id for rollout in completed_rollouts], resumed_ids
 
     assert asyncio.run(scenario()) == ([0, 1, 2], [1, 2], [3])
 
