@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,10 @@ class ThreadGroup:
         """Make the calling thread ``rank``."""
         self._local.rank = rank
 
+    def abort(self) -> None:
+        """Raise ``BrokenBarrierError`` in all ranks that wait for the others."""
+        self._barrier.abort()
+
     def _exchange(self, tensor: Tensor) -> list[Tensor]:
         self._inputs[self.rank_in_group] = tensor.clone()
         self._barrier.wait()
@@ -53,20 +58,23 @@ class ThreadGroup:
 
 
 def by_threads[T](group: ThreadGroup, work: Callable[[int], T]) -> list[T]:
-    """Return the result of ``work`` on each rank."""
-    results: dict[int, T] = {}
+    """Return the result of ``work`` on each rank. Raises the error of the first rank that fails."""
 
-    def enter(rank: int) -> None:
+    def enter(rank: int) -> T:
         group.enter(rank)
-        with torch.no_grad():
-            results[rank] = work(rank)
+        try:
+            with torch.no_grad():
+                return work(rank)
+        except BaseException:
+            group.abort()  # otherwise the other ranks wait for this one until their deadline
+            raise
 
-    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(group.world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [results[rank] for rank in range(group.world_size)]
+    with ThreadPoolExecutor(group.world_size) as executor:
+        futures = [executor.submit(enter, rank) for rank in range(group.world_size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
 
 
 class Pool:
@@ -111,11 +119,6 @@ class ShardedCase:
     def total(self) -> list[int]:
         """Length of each sequence with its new tokens."""
         return [n + p for n, p in zip(self.new, self.prefix, strict=True)]
-
-    @property
-    def cached(self) -> list[int]:
-        """Number of cached tokens of each request: all tokens in a decode step, the prefix in a prefill."""
-        return self.total if self.decode else self.prefix
 
     def pools(self) -> list[Pool]:
         """Return the pool of each rank with its cached tokens."""
