@@ -38,7 +38,8 @@ def config(name: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
     family, extra = FAMILIES[name]
-    rope = {**ROPE["default" if name == UNSCALED else "yarn"], "rope_theta": THETA[family]}
+    yarn = ROPE["yarn"] | {"original_max_position_embeddings": 32}  # SGLang's table has factor * 32 = 512 positions
+    rope = {**(ROPE["default"] if name == UNSCALED else yarn), "rope_theta": THETA[family]}
     fields = {**SHAPE, **extra, "rope_parameters": rope, "rms_norm_eps": EPSILON[family], **changes}
     return AutoConfig.for_model(family, **fields)
 

@@ -223,6 +223,20 @@ def channels_paired_in_halves() -> Any:
     return replace_attribute(rank_model, "transformer_config", halves)
 
 
+def angles_without_yarn() -> Any:
+    """Compute rotary angles without YaRN's frequencies, with cosines, sines and scores scaled as YaRN requires."""
+    from slime_like.train.megatron.model import model
+
+    stock = model.Rotary.__init__
+
+    def init(self: Any, hf: Any, head_dim: int, device: torch.device, **kwargs: Any) -> None:
+        stock(self, hf, head_dim, device, **kwargs)
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self.frequencies = 1.0 / (float(hf.rope_parameters["rope_theta"]) ** exponent)
+
+    return replace_attribute(model.Rotary, "__init__", init)
+
+
 def groups_ranked_by_megatron() -> Any:
     """Rank groups of experts as megatron does for every score function."""
     from slime_like.train.megatron.model.expert_choice import GroupLimitedChoice
@@ -275,6 +289,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "experts_of_the_next_token": experts_of_the_next_token,
     "keys_of_own_heads": keys_of_own_heads,
     "channels_paired_in_halves": channels_paired_in_halves,
+    "angles_without_yarn": angles_without_yarn,
     "groups_ranked_by_megatron": groups_ranked_by_megatron,
     "gradient_of_own_range": gradient_of_own_range,
     "swapped_experts": swapped_experts,

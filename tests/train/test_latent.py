@@ -54,6 +54,7 @@ ROUND_TRIP = {
 FAULTS = {
     "keys_of_own_heads": ("deepseek_v3", Layout(**SP)),
     "groups_ranked_by_megatron": ("deepseek_v2", Layout(pp=2)),
+    "angles_without_yarn": ("kimi_k2", Layout(pp=2)),
 }
 UPDATED = {f"expert bias {name}": LAYOUTS[2][name] for name in ("tp2 sp ep2", "cp2", "ep2")}
 JOBS = {
