@@ -188,9 +188,9 @@ def full_disks(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, An
     out: dict[str, Any] = {}
     for name in FULL:
         with disk().watching(folder, full_at=name if world.rank == 0 else None):
-            out[name] = _load_error(actor, folder)
+            out[name] = _save_error(actor, folder)
     with small_files(20_000 if world.rank == world.size - 1 else None):
-        out["shard"] = _load_error(actor, folder)
+        out["shard"] = _save_error(actor, folder)
     dist.barrier()
     files = sorted(path.name for path in folder.iterdir())
     dist.barrier()
@@ -206,7 +206,8 @@ def full_disks(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, An
     }
 
 
-def _load_error(actor: Any, folder: Path) -> str:
+def _save_error(actor: Any, folder: Path) -> str:
+    """Return the message with which a save of step 2 fails."""
     try:
         actor.begin_save(folder, 2)
         actor.finish_save(wait=True)

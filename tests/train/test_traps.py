@@ -1,5 +1,6 @@
 """Faults of megatron-core 0.19.2 that are fixed here. If a test fails because upstream has fixed one, remove the patch.
 
+The last two tests are about no fault and no patch: norms do not decay, and an error of the trainer names its key.
 test_parity (selective recompute without TransformerEngine) and test_checkpoint (the result queue) cover two more.
 """
 
