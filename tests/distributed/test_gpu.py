@@ -131,8 +131,9 @@ def test_nccl_ops_pass_the_wrapper(tmp_path: Path, record_property: Callable[[st
             torch.cuda.synchronize()
             assert not has_values() or torch.equal(tensor.cpu(), torch.arange(1024.0))
             record_property(f"all_reduce_{name}_drop_bytes", free_before - source.free())
+        free_before = source.free()
         install.release()
-        record_property("released_bytes", source.free())
+        record_property("released_bytes", source.free() - free_before)
         with install.phase("step"):
             tensor = torch.arange(1024.0, device=DEVICE)
             dist.all_reduce(tensor)
