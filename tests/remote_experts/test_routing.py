@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like_plugins.remote_experts.compute import expert_sums
+from slime_like_plugins.remote_experts.compute import KERNEL_ROWS, expert_sums
 from slime_like_plugins.remote_experts.mode import PROBE_INTERVAL, STREAM_ROWS, ModeChooser
 from slime_like_plugins.remote_experts.routing import ExpertRows, split
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
@@ -22,7 +22,12 @@ MATRICES = weights_of(ExpertShapes((0,), (NUM_EXPERTS,), 8, 12, "float32", 64, 3
 
 
 @settings(max_examples=num_examples(40))
-@given(st.integers(0, 80), st.sets(st.integers(0, NUM_EXPERTS - 1)), st.integers(1, 20), st.integers(0, 2**32 - 1))
+@given(
+    st.integers(0, 2 * KERNEL_ROWS),
+    st.sets(st.integers(0, NUM_EXPERTS - 1)),
+    st.integers(1, 20),
+    st.integers(0, 2**32 - 1),
+)
 def test_local_and_remote_sums_are_those_of_all_experts(num: int, remote: set[int], size: int, seed: int) -> None:
     """The sums are equal with ids of -1, weights of 0, and no remote or local experts; no token is in two requests."""
     rng = np.random.default_rng(seed)
@@ -44,7 +49,7 @@ def test_local_and_remote_sums_are_those_of_all_experts(num: int, remote: set[in
             sums[chunk.index()] += answer
             tokens += chunk.tokens.tolist()
     assert len(tokens) == len({*tokens})
-    if len(tokens) <= STREAM_ROWS:
+    if len(tokens) <= KERNEL_ROWS:
         assert len(buckets) == bool(tokens)  # one request
     else:
         assert all((bucket.ids >= 0).all() for bucket in buckets)
