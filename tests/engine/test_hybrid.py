@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,18 +121,23 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
 def test_continuations_of_cached_prefixes_agree(
     name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
-    """A turn and its fork continue from the cached states of the last prompt; a shorter prompt misses the cache."""
+    """A turn continues from the state after the previous response, its fork from that after the turn's own prompt.
+
+    States are cached at the ends of prompts and responses only, so a prompt that is one token shorter than the turn's
+    continues from the previous turn's prompt.
+    """
     models, engine = engines[name_of_engine]
     ids, name = prompt(30, seed=4), "A"  # every test restores the weights of A
     for turn in range(3):
         fork = np.concatenate([ids, prompt(3, seed=20 + turn)]).astype(np.int32)
-        scores: list[Completion] = []
-        for requests in (ids, fork, ids[:-1]):
-            scores += engine.run(engine.client.generate(requests, [turn], make_sampling(0.9, 8)))
-            assert_agrees(models, name, [Answer(requests, scores[-1], 0.9)])
-        ids = np.concatenate([ids, scores[0].token_ids]).astype(np.int32)
-    log = Path(engine.server._spec.log_path).read_text()  # pyright: ignore[reportPrivateUsage]
-    assert any(f"#cached-token: {length}," in log for length in (30, 38)), "no request hit the prefix cache"
+        completions: list[Completion] = []
+        for request_ids in (ids, fork, ids[:-1]):
+            completions += engine.run(engine.client.generate(request_ids, [turn], make_sampling(0.9, 8)))
+            assert_agrees(models, name, [Answer(request_ids, completions[-1], 0.9)])
+        # The last token of a response is not in the cache: no request has computed its state yet.
+        expected = (len(ids) - 1, len(ids), len(ids) - 8) if turn else (0, len(ids), 0)
+        assert tuple(completion.cached_tokens for completion in completions) == expected
+        ids = np.concatenate([ids, completions[0].token_ids]).astype(np.int32)
 
 
 def test_requests_in_flight_continue_under_new_weights(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
@@ -162,10 +166,10 @@ PATTERN_OF_UNWRITTEN = {
 def test_a_commit_names_parameters_that_were_not_written(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
     """A commit checks every kind of parameter of a hybrid MoE model, also an expert's part of a fused parameter."""
     models, engine = engines["qwen3_next"]
-    for name, scores in PATTERN_OF_UNWRITTEN.items():
+    for name, pattern in PATTERN_OF_UNWRITTEN.items():
         tensors = models.tensors("B")
         assert tensors.pop(name) is not None
-        with pytest.raises(EngineError, match=f"not complete.*1 parameters: model.*{scores}"):
+        with pytest.raises(EngineError, match=f"not complete.*1 parameters: model.*{pattern}"):
             engine.run(engine.push(tensors, 7))
     engine.run(engine.push(models.tensors("A"), 8))
 
