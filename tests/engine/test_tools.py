@@ -44,7 +44,10 @@ def test_a_calculator_is_called_and_not_trained_on(engine: RunningEngine, models
     np.testing.assert_array_equal(sample.token_ids[tool.start : tool.stop], result)
     np.testing.assert_array_equal(sample.token_ids[: tool.start], [*ids, completion.token_ids[0], *call_ids])
     assert sample.num_response_tokens <= 60
-    assert "12" not in sample.text[:2], "the reward reads the last turn, not the tool"
+    last_turn = sample.spans[-1]
+    assert last_turn.source is Source.MODEL
+    last_ids = sample.token_ids[last_turn.start : last_turn.stop].tolist()
+    assert sample.text == tokenizer.decode(last_ids, skip_special_tokens=True), "the reward reads only the last turn"
     check_samples(engine, models, prompt, samples)
 
 
