@@ -89,16 +89,45 @@ def test_weights_of_replayed_experts_have_gradients_and_unknown_tokens_choose() 
     assert choose(choice, scores)[1].tolist() == [[0, 1], [0, 1]]
 
 
+def is_chosen(
+    choice: ExpertChoice, groups: tuple[int | None, int | None], scores_E: torch.Tensor, expert: int, rise: float
+) -> bool:
+    """Return True if the router itself chooses ``expert`` when the score of this expert alone rises by ``rise``."""
+    raised_E = scores_E.clone()
+    raised_E[expert] += rise
+    return expert in choose(choice, raised_E[None], groups)[1][0].tolist()
+
+
+def is_best_group(scores_E: torch.Tensor, num_ranked: int, group: int, rise: float) -> bool:
+    """Return True if ``group`` is one of the best two of three groups when its sum of scores alone rises by ``rise``."""
+    sums: list[float] = [sum(sorted(scores, reverse=True)[:num_ranked]) for scores in scores_E.reshape(3, 2).tolist()]
+    sums[group] += rise
+    return group in sorted(range(3), key=lambda index: -sums[index])[:2]
+
+
 @settings(max_examples=num_examples(50), deadline=None)
-@given(seed=st.integers(0, 10_000), ranked=st.integers(1, 2))
-def test_a_gap_is_the_least_change_of_scores_that_allows_the_choice(seed: int, ranked: int) -> None:
-    """The gap is 0 for the router's own choice, and above 0 for any other set of experts."""
+@given(seed=st.integers(0, 10_000), num_ranked=st.integers(1, 2))
+def test_a_gap_is_the_least_rise_with_which_the_router_chooses_each_expert(seed: int, num_ranked: int) -> None:
+    """The router chooses each expert whose score alone rises by the gap, and with a smaller rise not all of them.
+
+    If the router's groups do not include all experts, the same is true of the scores and the choice of groups. The gap is 0
+    only for the router's own set.
+    """
     rng = np.random.default_rng(seed)
     scores = torch.from_numpy(rng.normal(size=(4, 6)))
     random_choice = torch.from_numpy(rng.random((4, 6)).argsort(-1)[:, :2].copy())
-    for choice, groups in ((ExpertChoice(), (None, None)), (GroupLimitedChoice(ranked), (3, 2))):
+    for choice, groups in ((ExpertChoice(), (None, None)), (GroupLimitedChoice(num_ranked), (3, 2))):
         own = choose(choice, scores, groups)[1]
         assert choice.gap(scores, own, own.flip(1), *groups).abs().max() == 0
-        gaps = choice.gap(scores, own, random_choice, *groups)
-        for gap, own_set, other_set in zip(gaps.tolist(), own.tolist(), random_choice.tolist(), strict=True):
-            assert (gap > 0) == (set(own_set) != set(other_set))
+        gaps = choice.gap(scores, own, random_choice, *groups).tolist()
+        for scores_E, gap, own_set, experts in zip(scores, gaps, own.tolist(), random_choice.tolist(), strict=True):
+            assert (gap > 0) == (set(own_set) != set(experts))
+            in_groups = groups == (None, None) or all(is_best_group(scores_E, num_ranked, e // 2, 0) for e in experts)
+            for rise, is_enough in ((gap + 1e-9, True), (gap - 1e-9, gap == 0)):
+                are_chosen = [
+                    is_chosen(choice, groups, scores_E, expert, rise)
+                    if in_groups
+                    else is_best_group(scores_E, num_ranked, expert // 2, rise)
+                    for expert in experts
+                ]
+                assert all(are_chosen) == is_enough
