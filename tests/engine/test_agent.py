@@ -166,12 +166,12 @@ def test_the_example_agent_calculates(engine: RunningEngine, models: Models, tmp
     )  # imports openai, which takes a second in each process that collects this file
 
     plain_tokenizer = write_words(tmp_path / "plain", {"</calc>": 499})
-    first_tokens = AgentRuns(engine, plain_tokenizer).play(calculator_agent.agent, list(range(16)))
-    start = first_tokens[0].num_prompt_tokens
-    firsts = [sample.token_ids[start : start + 2].tolist() for sample in first_tokens]
+    plain_samples = AgentRuns(engine, plain_tokenizer).play(calculator_agent.agent, list(range(16)))
+    start = plain_samples[0].num_prompt_tokens
+    first_tokens = [sample.token_ids[start : start + 2].tolist() for sample in plain_samples]
     seed, (call_id, end_id) = next(
         (seed, ids)
-        for seed, ids in enumerate(firsts)
+        for seed, ids in enumerate(first_tokens)
         if ids[0] != ids[1]
         and all(plain_tokenizer.decode([i]).startswith("w") for i in ids)  # no token of the prompt changes
     )

@@ -101,7 +101,7 @@ def test_sampling_that_the_kernels_do_not_support_is_left_to_sglang(arms: dict[s
         default = make_sampling(tokens=30)
         stop = replace(default, stop_token_ids=tuple(range(2, 30)))
         samplings = [default, replace(default, top_p=0.8), replace(default, top_k=5), stop]
-        groups = [arm.client.generate(prompt(6, seed=9), [i, 7], launching) for i, launching in enumerate(samplings)]
+        groups = [arm.client.generate(prompt(6, seed=9), [i, 7], sampling) for i, sampling in enumerate(samplings)]
         return [completion for group in await asyncio.gather(*groups) for completion in group]
 
     assert {completion.finish for completion in assert_same(arms, work)} == {"length", "stop"}

@@ -91,9 +91,9 @@ def test_the_layers_are_packed_if_the_head_is_too_large(
 ) -> None:
     model = TwoLayers()
     head = nn.Linear(64, 100, dtype=torch.bfloat16)
-    outputs_of_layers = Products(model, list(model.layers), head, C())
-    assert outputs_of_layers.packed_by == "C" and outputs_of_layers.bytes == 2 * (40 * 96 + 64 * 40 + 100 * 64)
-    monkeypatch.setattr(products, "MAX_BYTES", outputs_of_layers.bytes - 1)
+    packed_model = Products(model, list(model.layers), head, C())
+    assert packed_model.packed_by == "C" and packed_model.bytes == 2 * (40 * 96 + 64 * 40 + 100 * 64)
+    monkeypatch.setattr(products, "MAX_BYTES", packed_model.bytes - 1)
     assert Products(model, list(model.layers), head, C()).packed_by == "oneDNN"
 
 
@@ -126,10 +126,10 @@ def test_products_in_c_equal_float64_up_to_rounding(
 def test_the_bits_of_a_row_are_independent_of_the_other_rows() -> None:
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     packed_weight = C().pack(torch.randn(70, 64, generator=torch.Generator().manual_seed(1)).bfloat16())
-    float32_model = C().product(x, packed_weight, None, torch.empty(200, 70, dtype=x.dtype))
+    product_of_all_rows = C().product(x, packed_weight, None, torch.empty(200, 70, dtype=x.dtype))
     for first, last in ((0, 1), (3, 16), (50, 199)):
         part = C().product(x[first:last], packed_weight, None, torch.empty(last - first, 70, dtype=x.dtype))
-        assert torch.equal(part, float32_model[first:last])
+        assert torch.equal(part, product_of_all_rows[first:last])
 
 
 @needs_products

@@ -193,8 +193,8 @@ def test_a_rank_holds_the_bytes_of_the_formula(pair: EngineArms) -> None:
     line += f", at most {full // 2 + slots // 2} while loading"
     assert text.count(line) == 2, re.findall(r"slime_like FlowMLA .*", text)
     assert slots == 2 * full // len(shape.layers)
-    saved_bytes = [rank_weights(shape, s) for s in (replace(settings, flow_mla=()), settings)]
-    assert saved_bytes[0] - saved_bytes[1] == full // 2 - slots
+    bytes_without, bytes_with = (rank_weights(shape, s) for s in (replace(settings, flow_mla=()), settings))
+    assert bytes_without - bytes_with == full // 2 - slots
     assert "module by module" in text, "the fused forward would read packed copies of the weights"
     assert "slime_like FlowMLA" not in log_text(pair.plain)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,9 +102,8 @@ def outputs(layers: list[BlockLayer]) -> Tensor:
 @pytest.mark.parametrize("transport", ["collective", "p2p"])
 def test_fp8_blocks_are_sharded_after_post_processing(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Post-processed loads agree with full layers; a load without post-processing gives other results."""
-    group, models = GlooRanks(RANKS, SLOTS), SimpleNamespace()
+    group = GlooRanks(RANKS, SLOTS)
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
-    monkeypatch.setattr(hooks, "_models", models)
     rank_models: dict[int, tuple[list[BlockLayer], ShardedWeights]] = {}
     for rank in range(RANKS):
         weights = ShardedWeights(FlowOptions(), rank, RANKS, group.gather(rank, transport))

@@ -146,8 +146,8 @@ def test_a_completion_on_a_paused_engine_can_be_interrupted(engine: RunningEngin
         group.gate.open()
         return expected, await answer
 
-    expected, completions_of_groups = engine.run(scenario())
-    assert_equal_completions(completions_of_groups, expected)
+    expected, completions = engine.run(scenario())
+    assert_equal_completions(completions, expected)
 
 
 def test_prefix_cache_hits_of_a_group_are_counted(engine: RunningEngine) -> None:
@@ -156,9 +156,9 @@ def test_prefix_cache_hits_of_a_group_are_counted(engine: RunningEngine) -> None
         group = GroupUnderTest(engine)
         await group.generate()
         first_metrics = reduce_metrics(group.usage.drain())
-        second_metrics = GroupUnderTest(engine)
-        await second_metrics.generate()
-        return first_metrics, reduce_metrics(second_metrics.usage.drain())
+        second_group = GroupUnderTest(engine)
+        await second_group.generate()
+        return first_metrics, reduce_metrics(second_group.usage.drain())
 
     first_metrics, second_metrics = engine.run(scenario())
     assert first_metrics["rollout/prefix_cache_hit_rate"] < second_metrics["rollout/prefix_cache_hit_rate"]
