@@ -98,7 +98,7 @@ def test_no_request_is_larger_than_the_capacity(capacity: int, mode: str, max_ro
 def test_the_worker_computes_while_the_engine_does() -> None:
     """Requests are sent before the engine computes its own experts, and replies are read between these experts."""
     with experts_of(PATIENT) as experts:
-        x, ids, weights = batch(60)
+        x, ids, weights = batch(100)
         local, buckets = split(ids, weights, ROWS)
         assert len(buckets) > 1
         pending, deadline = experts._link.client._pending, Deadline("a test", "receive replies", 20.0)
@@ -111,7 +111,7 @@ def test_the_worker_computes_while_the_engine_does() -> None:
             return expert_sums(x, local, weights, LOCAL["w13"], LOCAL["w2"], feed)
 
         sums = experts.add_sums(LAYER, x, buckets, compute_local)
-        assert torch.equal(sums, assert_sums(experts, num=60))
+        assert torch.equal(sums, assert_sums(experts, num=100))
 
 
 @pytest.mark.parametrize("policy", ["required", "fallback", "respawn"])
