@@ -150,7 +150,7 @@ def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
 
 
 def table(results: Mapping[str, FlowArm]) -> list[str]:
-    """Return the Markdown table: medians over rounds."""
+    """Return the Markdown table. Times and rates are medians over rounds; requests at once are maxima, and retractions sums."""
     base = results["off"].rounds
     lines = [
         "| engine | attention weights per rank, kB | while loading | `max_total_num_tokens` of a group | by the planner | at once | retractions | one "

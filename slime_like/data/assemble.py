@@ -38,8 +38,9 @@ from slime_like.types import F32, I32, UNTRAINED, Reward, Sample, SampleGroup, S
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Return the indices of ``lengths`` in ``parts`` lists, each ascending, with nearly equal sums of lengths.
 
-    Assigns each index, longest first, to the list with the smallest sum (Graham 1969, LPT: the largest sum is at most 4/3 of
-    the optimum). Deterministic: ties go to the lower index. No list is empty if there are at least ``parts`` lengths.
+    Assigns each index, in descending order of length, to the list with the smallest sum (Graham 1969, LPT: the largest sum is
+    at most 4/3 of the optimum). Deterministic: of equal lengths, the one with the lower index is assigned first; of equal sums,
+    the list with fewer indices is chosen, then the first. No list is empty if there are at least ``parts`` lengths.
 
     Example: ``balance([5, 4, 3, 2], 2) == [[0, 3], [1, 2]]``.
     """

@@ -61,7 +61,7 @@ def table_path(folder: Path, rollout_id: int) -> Path:
 def choose_samples(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) -> PackedBatch | None:
     """Return the best and worst samples of the first groups as one micro-batch: at most ``MAX_SAMPLES`` and ``max_tokens``.
 
-    Returns None if none of these samples is in ``batch``.
+    Samples that are not in ``batch`` or do not fit are skipped. Returns None if no sample remains.
     """
     places = {
         int(sample_id): (micro_batch, index)

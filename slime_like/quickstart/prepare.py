@@ -70,7 +70,7 @@ def prepare_tool(cfg: TrainConfig) -> None:
 
 
 def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
-    """Create the missing inputs of ``cfg``: datasets and random model, and unless algo=sft the warm-started model.
+    """Create the missing inputs of ``cfg``: datasets, a random model and, unless algo=sft, a warm-started model.
 
     Each folder has a stamp of the specs and sources of its files, and is rewritten when a spec or source changes. Raises
     ``ConfigError`` as ``check_folders`` does, and ``WorkerError`` if the warm start fails.

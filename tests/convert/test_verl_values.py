@@ -1,4 +1,4 @@
-"""verl values: mapped to an equivalent key and value or refused; errors are one message."""
+"""verl's settings: each value is mapped to an equivalent key and value, or refused; an invalid one gives one message."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def train(*arguments: str, log: Path, environment: Mapping[str, str] | None = No
 
 
 def describe_processes(pids: list[int], run_dir: Path | None) -> str:
-    """Return a line with the state of each process, and the stacks of those that write them to the run folder."""
+    """Return the state of each process, one per line, and the stacks that the processes of ``run_dir`` write on request."""
     lines: list[str] = []
     for pid in pids:
         with suppress(psutil.Error):  # it has ended in the meantime

@@ -165,7 +165,7 @@ def convolution_across_borders() -> Any:
 
 
 def gradient_of_own_range() -> Any:
-    """Keep only this rank's gradient of its state in state passing, without the gradients of the later ranks."""
+    """Drop, in the backward pass of state passing, the gradients of this rank's state that come from later ranks."""
     from slime_like_plugins.qwen_gdn import ranges
 
     return replace_attribute(ranges, "gather_from_sequence_parallel_region", _GatherOwnGradient.of)

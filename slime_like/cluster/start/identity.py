@@ -1,4 +1,4 @@
-"""Settings and inputs of a run as recorded in its checkpoints, and their changes at a resume."""
+"""Settings and inputs of a run as recorded in its checkpoints, and their changes on resume."""
 
 from __future__ import annotations
 

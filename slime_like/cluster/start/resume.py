@@ -22,7 +22,7 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from slime_like.printable import visible
 
-# Keys that may change at a resume without making the run a different experiment.
+# Keys that may change on resume without making the run a different experiment.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
 FIXED_KEYS = ("run.seed", "run.deterministic")
 REMOTE_EXPERTS = tuple(item.name for item in fields(RemoteOptions))

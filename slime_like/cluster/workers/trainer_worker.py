@@ -127,7 +127,7 @@ class TrainerWorker(RankWorker):
         return self.trainer.device_state
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
-        """Keep only ``parts`` on the device. If there are none, record the remaining memory as the peak of phase collect."""
+        """Keep only ``parts`` on the device. If ``parts`` is empty, record the remaining memory as the peak of phase collect."""
         super().keep_on_device(parts)
         if not parts:
             with self._peaks(COLLECT):

@@ -172,7 +172,7 @@ class PolicyStep(OptimizerStep):
 
 @dataclass(slots=True)
 class StepReport:
-    """Sums over the micro-batches of one optimizer step on this rank."""
+    """Sums and maxima over the micro-batches of one optimizer step on this rank."""
 
     sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # F64 []
     maxima: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
