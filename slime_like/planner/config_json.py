@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from slime_like.config.schema.family_entry import FamilyEntry
+from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import CheckpointError
 from slime_like.planner.shapes import (
     ATTENTION,
@@ -126,14 +128,14 @@ def _attention(fields: _Fields) -> Attention:
     kv_heads = heads if fields.values.get("num_key_value_heads") is None else fields.count("num_key_value_heads")
     if heads % kv_heads:
         raise fields.file.refused(f"has num_key_value_heads={kv_heads}, which does not divide its {heads} heads")
-    kind = str(fields.values.get("model_type") or "")
+    family = FAMILIES.get(str(fields.values.get("model_type")), FamilyEntry(""))
     return Attention(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=_head_dim(fields, heads),
-        gated=fields.optional("linear_num_value_heads") > 0,  # Qwen3-Next and Qwen3.5
-        normed=kind.startswith("qwen3"),
-        bias=kind in ("qwen2", "mimo") or bool(fields.values.get("attention_bias")),
+        gated=family.output_gate,
+        normed=family.head_norms,
+        bias=family.qkv_bias or bool(fields.values.get("attention_bias")),
     )
 
 

@@ -37,5 +37,12 @@ def test_a_family_has_the_tensors_that_the_planner_counts(name: str, tmp_path: P
     assert _large(sizes) == _large(planned)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_entry_has_the_norms_and_biases_of_its_class(name: str) -> None:
+    entry, family = FAMILIES[name], family_class(name)
+    assert getattr(family, "qk_norm", entry.head_norms) == entry.head_norms
+    assert getattr(family, "qkv_bias", entry.qkv_bias) == entry.qkv_bias
+
+
 def _large(sizes: Counter[int] | Counter[float]) -> dict[float, float]:
     return {size: count for size, count in sizes.items() if size > SMALL}

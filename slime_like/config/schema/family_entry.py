@@ -12,6 +12,8 @@ class FamilyEntry:
 
     path: str  # "module:attribute"
     output_gate: bool = False  # attention has an output gate as wide as its queries
+    head_norms: bool = False  # attention has a norm on every query and key head
+    qkv_bias: bool = False  # query, key and value have biases, whether or not config.json sets attention_bias
     engine_ties: bool = True  # SGLang's model reads tie_word_embeddings
     fused_engine_model: str = (
         ""  # SGLang's class, if sglang_cpu's fused forward can replace its forward; empty: SGLang's forward runs

@@ -97,7 +97,10 @@ FAMILIES = {
         fused_engine_model="LlamaForCausalLM",
     ),
     "mimo": FamilyEntry(
-        "slime_like.train.megatron.families.mimo:Mimo", engine_dp_attention=False, config_class="qwen2"
+        "slime_like.train.megatron.families.mimo:Mimo",
+        qkv_bias=True,
+        engine_dp_attention=False,
+        config_class="qwen2",
     ),
     "minimax_m2": FamilyEntry(
         "slime_like.train.megatron.families.minimax:MinimaxM2",
@@ -112,19 +115,32 @@ FAMILIES = {
     ),
     "qwen2": FamilyEntry(
         "slime_like.train.megatron.families.qwen2:Qwen2",
+        qkv_bias=True,
         engine_dp_attention=False,
         fused_engine_model="Qwen2ForCausalLM",
     ),
     "qwen3": FamilyEntry(
-        "slime_like.train.megatron.families.qwen3:Qwen3", fused_engine_model="Qwen3ForCausalLM", bitwise=True
+        "slime_like.train.megatron.families.qwen3:Qwen3",
+        head_norms=True,
+        fused_engine_model="Qwen3ForCausalLM",
+        bitwise=True,
     ),
-    "qwen3_5": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35", output_gate=True),
-    "qwen3_5_moe": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35Moe", output_gate=True),
-    "qwen3_5_moe_text": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35Moe", output_gate=True),
-    "qwen3_5_text": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35", output_gate=True),
-    "qwen3_moe": FamilyEntry("slime_like.train.megatron.families.qwen3_moe:Qwen3Moe", engine_ties=False),
+    "qwen3_5": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35", output_gate=True, head_norms=True),
+    "qwen3_5_moe": FamilyEntry(
+        "slime_like.train.megatron.families.qwen3_5:Qwen35Moe", output_gate=True, head_norms=True
+    ),
+    "qwen3_5_moe_text": FamilyEntry(
+        "slime_like.train.megatron.families.qwen3_5:Qwen35Moe", output_gate=True, head_norms=True
+    ),
+    "qwen3_5_text": FamilyEntry("slime_like.train.megatron.families.qwen3_5:Qwen35", output_gate=True, head_norms=True),
+    "qwen3_moe": FamilyEntry(
+        "slime_like.train.megatron.families.qwen3_moe:Qwen3Moe", head_norms=True, engine_ties=False
+    ),
     "qwen3_next": FamilyEntry(
-        "slime_like.train.megatron.families.qwen3_next:Qwen3Next", output_gate=True, engine_ties=False
+        "slime_like.train.megatron.families.qwen3_next:Qwen3Next",
+        output_gate=True,
+        head_norms=True,
+        engine_ties=False,
     ),
 }
 """``model_type`` of config.json -> family."""
@@ -157,4 +173,4 @@ COLOCATED_TRANSPORTS = {
 SPLIT_TRANSPORTS = {
     "broadcast": "slime_like.weight_sync.broadcast:BroadcastSender",
 }
-"""``weights.transport`` by ``placement.mode``; ``auto`` is the first of its table, or ``ipc`` on GPUs."""
+"""``weights.transport`` by ``placement.mode``. ``cluster.plan.transport`` chooses that of ``auto``."""
