@@ -243,7 +243,7 @@ def _register() -> None:
     store = ConfigStore.instance()
     store.store(name="train_schema", node=TrainConfig, provider="slime_like")
     for name, schema in ALGORITHMS.items():
-        store.store(group="algo", name=name, node=schema, provider="slime_like")
+        store.store(group="algo", name=name, node=schema(name=name), provider="slime_like")
 
 
 def _sort(argv: Sequence[str]) -> _Overrides:

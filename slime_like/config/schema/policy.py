@@ -1,14 +1,15 @@
-"""Keys shared by several algorithms. The schema of each algorithm is in ``schema.algo`` or ``schema.role_algo``."""
+"""Keys shared by several algorithms. Table ``ALGORITHMS`` names the schema of each algorithm."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from slime_like.config.schema.base import Config, key, within
+from slime_like.config.schema.names import KL_ESTIMATORS
 from slime_like.config.schema.unread import refuse_unread
 from slime_like.errors import ConfigError
 
-KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
+KL_TYPES = tuple(KL_ESTIMATORS)
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 ROUTING_REPLAYS = ("off", "rollout", "old")
 REJECTIONS = ("none", "product", "geometric")
@@ -16,7 +17,11 @@ REJECTIONS = ("none", "product", "geometric")
 
 @dataclass(kw_only=True)
 class AlgoConfig(Config):
-    """Keys of every algorithm: names in the tables of ``schema.names`` and the aggregation of token losses."""
+    """Keys of every algorithm: names in the tables of ``schema.names`` and the aggregation of token losses.
+
+    The loader sets ``name`` to the algorithm's key in table ``ALGORITHMS``. The schemas of this project repeat it for code that
+    constructs them without the loader.
+    """
 
     name: str = key("grpo", "Algorithm.")
     loss: str = key("policy_gradient", "Token loss (table LOSSES, or a path); by default the algorithm's.")
