@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 
 from slime_like.algo.loss import PackedSequences, cispo, gspo, policy_gradient, sft
 from slime_like.algo_interfaces import LossOutput, LossView
+from slime_like.config.rules.tree import LOSS_SCHEMAS
 from slime_like.config.schema.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfig
 from slime_like.config.schema.names import LOSSES
-from slime_like.config.schema.policy import PolicyConfig
+from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.metrics.dictionary import unknown
 from slime_like.registry import resolve
 from tests.algo.simulate import LocalReduce
@@ -169,3 +170,8 @@ def test_every_metric_of_a_loss_is_in_the_dictionary() -> None:
     ):
         output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(tokens)
         assert unknown(f"train/{name}" for name in [*output.means, *output.maxima]) == []
+
+
+@pytest.mark.parametrize("name", [name for name, path in LOSSES.items() if path.startswith("slime_like.algo.loss:")])
+def test_the_rules_know_the_schema_that_a_loss_reads(name: str) -> None:
+    assert get_type_hints(resolve("algo.loss", name, LOSSES))["cfg"] is LOSS_SCHEMAS.get(name, AlgoConfig)

@@ -149,6 +149,28 @@ def test_a_missing_file_is_named(argv: list[str], folder: Path) -> None:
     assert "reward.name='own_part.py:score'" in text and str(folder) in text
 
 
+ENTRIES = {
+    "rollout.filters": (names.FILTERS, "rollout.filters=[mine]", "'mine' cannot be called as filter(group)"),
+    "algo.group_advantage": (names.GROUP_ADVANTAGES, "algo.group_advantage=mine", "cannot be called as advantage"),
+    "metrics.sinks": (names.SINKS, "metrics.sinks=[mine]", "'mine' cannot be called as sink(config, context)"),
+}
+
+
+@pytest.mark.parametrize("key", ENTRIES)
+def test_a_table_entry_is_checked_as_a_path_is(
+    key: str, argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, line, words = ENTRIES[key]
+    monkeypatch.setitem(table, "mine", "own_parts:missing")
+    assert f"{key}='mine': module 'own_parts' has no 'missing'; known: SCORE, Sink" in message(argv, line, files=False)
+    monkeypatch.setitem(table, "mine", "own_parts:agent")
+    assert "own_parts.py:" in message(argv, line, files=False)
+    (folder / "own_parts.py").write_text("def three(a, b, c): ...\n")
+    monkeypatch.delitem(sys.modules, "own_parts")
+    monkeypatch.setitem(table, "mine", "own_parts:three")
+    assert words in message(argv, line, files=False)
+
+
 PARTS = {
     "model.attention": (names.ATTENTIONS, "Attention"),
     "model.gdn.backend": (names.GDN_BACKENDS, "Backend"),
@@ -229,24 +251,65 @@ def test_a_line_in_the_table_of_families_adds_a_family(argv: list[str], folder: 
 
 OWN_ALGORITHM = """
 from dataclasses import dataclass
-from slime_like.config.schema.algo import GrpoConfig
+from slime_like.config.schema.algo import GrpoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.config.schema.base import key
 
 @dataclass(kw_only=True)
 class MineConfig(GrpoConfig):
-    name: str = key("mine", "Algorithm.")
     loss: str = key("mine", "Token loss.")
     warmth: float = key(0.5, "Weight of something.")
+
+@dataclass(kw_only=True)
+class WithoutClip(PolicyConfig):
+    group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
+
+@dataclass(kw_only=True)
+class WithoutAdvantage(PolicyGradientConfig):
+    pass
+
+def kl(logprobs_T, ref_logprobs_T):
+    return logprobs_T - ref_logprobs_T
+
+class Loss:
+    needs_entropy = False
+
+    def __init__(self, config):
+        self.warmth = config.warmth
+
+    def __call__(self, view):
+        return None
 """
 LOAD_OWN_ALGORITHM = """
 import sys
 from slime_like.config.schema import names
 names.ALGORITHMS["mine"] = "own_algo:MineConfig"
+names.ALGORITHMS["without_clip"] = "own_algo:WithoutClip"
+names.ALGORITHMS["without_advantage"] = "own_algo:WithoutAdvantage"
 names.LOSSES["mine"] = "own_algo:Loss"
+names.LOSSES["missing"] = "own_algo:Los"
+names.KL_ESTIMATORS["mine"] = "own_algo:kl"
 from slime_like.config.load.loader import from_yaml, load_config, to_yaml
-cfg = load_config([*sys.argv[1:], "algo=mine", "algo.warmth=0.25"], files=False)
+from slime_like.errors import ConfigError
+
+def refused(*extra):
+    try:
+        load_config([*sys.argv[1:], *extra], files=False)
+    except ConfigError as error:
+        print(error)
+
+cfg = load_config(
+    [*sys.argv[1:], "algo=mine", "algo.warmth=0.25", "algo.kl_loss_type=mine", "algo.kl_loss_coef=0.1"], files=False
+)
 assert from_yaml(to_yaml(cfg)) == cfg
-print(cfg.algo.name, cfg.algo.loss, cfg.algo.warmth)
+print(cfg.algo.name, cfg.algo.loss, cfg.algo.warmth, cfg.algo.kl_loss_type)
+refused("algo=without_clip")
+refused("algo=without_advantage")
+refused("algo=without_advantage", "algo.group_advantage=grpo")
+refused("algo.loss=mine")
+names.LOSSES["mine"] = names.LOSSES["missing"]
+refused("algo=mine")
+names.KL_ESTIMATORS["mine"] = "own_algo:Loss"
+refused("algo.kl_loss_type=mine", "algo.kl_loss_coef=0.1")
 """
 
 
@@ -255,4 +318,17 @@ def test_a_table_entry_adds_an_algorithm(argv: list[str], folder: Path) -> None:
     (folder / "own_algo.py").write_text(OWN_ALGORITHM)
     command = [sys.executable, "-c", LOAD_OWN_ALGORITHM, *argv]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.stdout.split() == ["mine", "mine", "0.25"], result.stderr
+    assert result.returncode == 0, result.stderr
+    loaded, *refusals = result.stdout.splitlines()
+    assert loaded == "mine mine 0.25 mine"
+    no_advantage = "own_algo:WithoutAdvantage has neither group_advantage nor token_advantage"
+    expected = (
+        "own_algo:WithoutClip has loss='policy_gradient', which reads keys of PolicyGradientConfig",
+        no_advantage,
+        no_advantage,
+        "choose the algorithm with algo=mine",
+        "algo.loss='mine': module 'own_algo' has no 'Los'; did you mean 'Loss'?",
+        "algo.kl_loss_type='mine' cannot be called as estimator(logprobs_T, ref_logprobs_T) -> kl_T",
+    )
+    for text, words in zip(refusals, expected, strict=True):
+        assert words in text

@@ -1,8 +1,13 @@
 """Names of parts and paths of user functions: resolved, or refused with the nearest known name."""
 
+import ast
+import importlib.util
+from pathlib import Path
+
 import pytest
 
 from slime_like.config.schema import names
+from slime_like.config.schema.family_entry import FamilyEntry
 from slime_like.errors import ConfigError
 from slime_like.registry import check, closest, metric_part, nearest, resolve
 
@@ -82,8 +87,9 @@ def test_another_short_name_is_not_a_misspelling() -> None:
     assert nearest("gpu", ["auto", "cpu", "cuda"]) == "known: auto, cpu, cuda"
 
 
-# These import megatron, which must stay out of this process: tests/train resolves them.
+# These import megatron, which must stay out of this process, so the source is searched for the definition.
 MEGATRON_TABLES = ("FAMILIES", "ATTENTIONS", "MIXERS", "FLOAT64_LAYERS", "CPU_KERNELS")
+MEGATRON_ENTRIES = [(name, entry) for name in MEGATRON_TABLES for entry in getattr(names, name).items()]
 TABLES = {
     name: table
     for name, table in vars(names).items()
@@ -94,3 +100,28 @@ TABLES = {
 @pytest.mark.parametrize(("table", "entry"), [(table, entry) for table, entries in TABLES.items() for entry in entries])
 def test_every_name_resolves(table: str, entry: str) -> None:
     assert callable(resolve(table, entry, TABLES[table]))
+
+
+def defines(path: str) -> bool:
+    """Return whether the file of the module in ``path`` defines the function or class, without importing it."""
+    module, _, attribute = path.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, f"no module {module}"
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return any(
+        isinstance(node, kinds) and node.name == attribute for node in ast.parse(Path(spec.origin).read_text()).body
+    )
+
+
+@pytest.mark.parametrize(("table", "item"), MEGATRON_ENTRIES)
+def test_every_megatron_entry_is_defined(table: str, item: tuple[str, str | FamilyEntry]) -> None:
+    name, entry = item
+    path = entry.path if isinstance(entry, FamilyEntry) else entry
+    assert defines(path), f"{table}[{name!r}]={path!r}"
+    assert not defines(f"{path}_missing")
+
+
+def test_a_missing_attribute_lists_no_private_names() -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve("reward.name", "tests.reward.rewards_of_users:zzz", {})
+    assert "known: " in str(error.value) and " _" not in str(error.value)

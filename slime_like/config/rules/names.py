@@ -15,24 +15,31 @@ from slime_like.registry import check, is_path
 type NameEntry = tuple[str, str, dict[str, str]]  # key, name, table
 
 
-def check_names(cfg: TrainConfig, *, code: bool) -> None:
-    """Raise ``ConfigError`` on a name that is not in its table and, with ``code``, on a path that cannot be called."""
+def check_names(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` on a name that is neither in its table nor a path."""
     for key, name, table_name in _closed_names(cfg):
         check(key, name, getattr(names, table_name), table_name=table_name)
     check_reward_name("reward.name", cfg.reward.name, dotted=True)
     for key, name, table in _open_names(cfg):
         check(key, name, table, dotted=True)
-        if code:
-            check_function(key, name, table)
     for key, name, table in _algorithm_names(cfg):
         check(key, name, table, dotted=True)
-        if code and is_path(name):
-            check_bound(key, name, cfg.algo)
     # run.prepare is imported only when it is called, because its imports may be slow.
     if cfg.run.prepare is not None and not is_path(cfg.run.prepare):
         raise ConfigError(
             f"run.prepare={cfg.run.prepare!r} is not a path such as my_file.py:function or my_package.my_module:function"
         )
+
+
+def check_functions(cfg: TrainConfig) -> None:
+    """Import the functions that ``cfg`` names, except this project's own. Raises ``ConfigError`` if one cannot be called."""
+    for key, name, table in _open_names(cfg):
+        check_function(key, name, table)
+    for key, name, table in _algorithm_names(cfg):
+        check_bound(key, name, table, cfg.algo)
+    for key in ("kl_loss_type", "kl_reward_type"):
+        if hasattr(cfg.algo, key):
+            check_function(f"algo.{key}", getattr(cfg.algo, key), names.KL_ESTIMATORS)
 
 
 def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:

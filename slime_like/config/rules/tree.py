@@ -17,7 +17,7 @@ from slime_like.config.rules.float8_engines import check_float8_engines
 from slime_like.config.rules.flow_mla import check_flow_mla
 from slime_like.config.rules.gdn import check_gdn
 from slime_like.config.rules.managers import check_managers
-from slime_like.config.rules.names import check_names
+from slime_like.config.rules.names import check_functions, check_names
 from slime_like.config.rules.no_token import OFF, refuse_no_token
 from slime_like.config.rules.offload import check_offload
 from slime_like.config.rules.over_sampling import check_over_sampling
@@ -31,27 +31,35 @@ from slime_like.config.schema import names
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.base import within
 from slime_like.config.schema.known import ALGORITHMS
-from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
+from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.config.schema.role_algo import DistillConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import check, is_path
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *EXPERT_RECOMPUTE_MODULES)  # for any model family
+LOSS_SCHEMAS: dict[str, type[AlgoConfig]] = {
+    "policy_gradient": PolicyGradientConfig,
+    "gspo": PolicyGradientConfig,
+    "cispo": PolicyConfig,
+}
+"""Loss of table LOSSES -> base of the schemas whose keys it reads; other losses read keys of ``AlgoConfig``."""
 BIG = 1e12
 
 
 def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, num_rollout_known: bool = True) -> None:
     """Raise ``ConfigError`` on the first rule that ``cfg`` breaks.
 
-    With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no path is
-    imported. With ``num_rollout_known=False``, rules that read loop.num_rollout are skipped.
+    With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no function
+    is imported. With ``num_rollout_known=False``, rules that read loop.num_rollout are skipped.
     """
     _check_ranges(cfg)
-    check_names(cfg, code=code)
+    check_names(cfg)
     check_agent(cfg.rollout)
     check_overrides(cfg.evaluation, cfg.reward)
     _check_algorithm(cfg)
+    if code:
+        check_functions(cfg)
     _check_mode(cfg)
     samples_per_step(cfg)
     _check_lengths(cfg)
@@ -184,6 +192,7 @@ def _check_algorithm(cfg: TrainConfig) -> None:
     algorithm = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
     if algo.name != algorithm:
         raise ConfigError(f"algo.name={algo.name!r} cannot be set: choose the algorithm with algo={algo.name}")
+    _check_schema(algo, algorithm)
     _check_components(algo, algorithm)
     n = cfg.rollout.n_samples_per_prompt
     if isinstance(algo, SftConfig):
@@ -197,6 +206,23 @@ def _check_algorithm(cfg: TrainConfig) -> None:
         raise ConfigError(
             f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
             "would be 0, because a sample would be its own baseline; set n_samples_per_prompt to at least 2, or algo=reinforce_pp"
+        )
+
+
+def _check_schema(algo: AlgoConfig, algorithm: str) -> None:
+    """Raise ``ConfigError`` if the schema of ``algorithm`` lacks the keys that its loss reads, or an advantage."""
+    schema, default = names.ALGORITHMS[algorithm], ALGORITHMS[algorithm]()
+    base = LOSS_SCHEMAS.get(algo.loss, AlgoConfig)
+    if not isinstance(algo, base) and algo.loss == default.loss:
+        raise ConfigError(
+            f"algo={algorithm}: the schema {schema} has loss={algo.loss!r}, which reads keys of {base.__name__}: derive the "
+            f"schema from {base.__name__}, or give it another loss (docs/extending.md, Algorithm)"
+        )
+    has_advantage = default.group_advantage or default.token_advantage or algo.token_advantage
+    if isinstance(algo, PolicyConfig) and not has_advantage:
+        raise ConfigError(
+            f"algo={algorithm}: the schema {schema} has neither group_advantage nor token_advantage, by which the loss weights "
+            "tokens: set one of them in the schema (docs/extending.md, Algorithm)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Signatures of user functions named by path, checked before any process starts."""
+"""Signatures of user functions, named by a path or an entry of a table, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.errors import ConfigError
-from slime_like.registry import resolve
+from slime_like.registry import is_shipped, resolve
 from slime_like.util.user_code import check_signature, describe, location
 
 
@@ -35,6 +35,8 @@ SIGNATURES = {
     "algo.off_policy": FunctionSignature(
         "correction(config, old_logprobs, rollout_logprobs, sequences) -> Correction", 4
     ),
+    "algo.kl_loss_type": FunctionSignature("estimator(logprobs_T, ref_logprobs_T) -> kl_T", 2),
+    "algo.kl_reward_type": FunctionSignature("estimator(logprobs_T, ref_logprobs_T) -> kl_T", 2),
 }
 METHODS = {
     "data.source": (
@@ -56,12 +58,12 @@ BOUND = {
 
 
 def check_function(key: str, name: str, table: dict[str, str]) -> None:
-    """Raise ``ConfigError`` unless ``name`` is in ``table``, or the path of a function with the signature of ``key``.
+    """Raise ``ConfigError`` unless ``name``, a path or an entry of ``table``, is a function with the signature of ``key``.
 
-    If a coroutine function is expected, a class is also accepted: the run constructs it with the config group and calls
-    the instance.
+    An entry that names code of this project is not imported, because a loss imports torch. If a coroutine function is
+    expected, a class is also accepted: the run constructs it with the config group and calls the instance.
     """
-    if name in table:
+    if is_shipped(name, table):
         return
     function = resolve(key, name, table)
     if not callable(function):
@@ -87,15 +89,16 @@ def check_methods(key: str, name: str, target: object) -> None:
         check_signature(key, name, method, signature.call, signature.num_args + inspect.isclass(target))
 
 
-def check_bound(key: str, name: str, config: AlgoConfig) -> None:
-    """Raise ``ConfigError`` unless the function at path ``name`` can be called as a component of the algorithm.
+def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) -> None:
+    """Raise ``ConfigError`` unless the function that ``name`` names can be called as a component of the algorithm.
 
-    A loss or a token advantage is constructed from ``config``, as on each rank.
+    As in ``check_function``, an entry of ``table`` that names code of this project is not imported. A loss or a token
+    advantage is constructed from ``config``, as on each rank.
     """
-    check_function(key, name, {})
-    if (signature := BOUND.get(key)) is None:
+    check_function(key, name, table)
+    if (signature := BOUND.get(key)) is None or is_shipped(name, table):
         return
-    function = resolve(key, name, {})
+    function = resolve(key, name, table)
     try:
         bound = function(config)
     except Exception as error:  # user code may raise anything
