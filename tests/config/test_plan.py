@@ -212,6 +212,11 @@ def test_a_model_made_by_prepare_can_be_planned(argv: list[str]) -> None:
     assert "written by run.prepare" in text
 
 
+def test_a_plan_refuses_a_reward_that_cannot_be_called(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.name=.* cannot be called as reward\(prompt, sample\)"):
+        show_plan([*argv, "reward.name=tests.reward.rewards_of_users:three_arguments"])
+
+
 def test_the_printed_plan_names_numbers_and_reasons(argv: list[str]) -> None:
     cfg = load_config(
         [*argv, "parallel.tp=2", "placement.mode=split", "loop.steps_per_rollout=2", "algo.kl_loss_coef=0.1"]

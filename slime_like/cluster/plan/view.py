@@ -18,6 +18,7 @@ from slime_like.config.rules.files import check_files, check_model
 from slime_like.config.schema.resolved import Layout
 from slime_like.config.schema.root import TrainConfig
 from slime_like.quickstart.prepare import check_folders
+from slime_like.reward.check import check_reward
 from slime_like_compat.flags.translate import Command
 
 
@@ -40,6 +41,8 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
     tokenizer and data may be missing. With ``trace``, run a step of the trainer on a phantom GPU and append its memory.
     """
     cfg = load_config(argv, files=False, machine=description is None)
+    if cfg.run.replay_from is None:
+        check_reward(cfg.reward)
     machine = probe_machine() if description is None else described_machine(description)
     if description is None and cfg.run.prepare in PREPARED:
         check_folders(cfg)
