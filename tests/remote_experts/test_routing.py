@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_like_plugins.remote_experts.compute import KERNEL_ROWS, expert_sums
+from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.mode import PROBE_INTERVAL, STREAM_ROWS, ModeChooser
-from slime_like_plugins.remote_experts.routing import ExpertRows, split
+from slime_like_plugins.remote_experts.routing import ONE_REQUEST_ROWS, ExpertRows, split
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
 from tests.hypothesis_examples import num_examples
 from tests.remote_experts.workers import reference, weights_of
@@ -23,7 +23,7 @@ MATRICES = weights_of(ExpertShapes((0,), (NUM_EXPERTS,), 8, 12, "float32", 64, 3
 
 @settings(max_examples=num_examples(40))
 @given(
-    st.integers(0, 2 * KERNEL_ROWS),
+    st.integers(0, 2 * ONE_REQUEST_ROWS),
     st.sets(st.integers(0, NUM_EXPERTS - 1)),
     st.integers(1, 20),
     st.integers(0, 2**32 - 1),
@@ -49,7 +49,7 @@ def test_local_and_remote_sums_are_those_of_all_experts(num: int, remote: set[in
             sums[chunk.index()] += answer
             tokens += chunk.tokens.tolist()
     assert len(tokens) == len({*tokens})
-    if len(tokens) <= KERNEL_ROWS:
+    if len(tokens) <= ONE_REQUEST_ROWS:
         assert len(buckets) == bool(tokens)  # one request
     else:
         assert all((bucket.ids >= 0).all() for bucket in buckets)

@@ -18,7 +18,9 @@ from slime_like_plugins.sglang_cpu.expert_sums import expert_sums_kernel
 
 type Ids = NDArray[np.int32]  # [N, K]; -1: no expert
 type Weights = NDArray[np.float32]  # [N, K]
-KERNEL_ROWS = 64  # maximum rows of a batch for which the C kernel, which packs no weights, is faster than torch
+# Maximum rows of a batch that the C kernel computes. It packs no weights, and so is faster than torch for a few rows; in bfloat16
+# some processors have instructions that only torch uses.
+KERNEL_ROWS = {torch.float32: 64, torch.bfloat16: 32}
 
 
 def nothing() -> None:
@@ -34,7 +36,7 @@ def expert_sums(
     ``between`` is called after each expert, unless the C kernel for a few rows computes all of them.
     """
     num_rows, num_selected = ids.shape
-    kernel = expert_sums_kernel() if num_rows <= KERNEL_ROWS else None
+    kernel = expert_sums_kernel() if num_rows <= KERNEL_ROWS.get(w13.dtype, -1) else None
     if kernel is not None and kernel.supports(w13, w2):
         return kernel(x_NH, torch.from_numpy(ids), torch.from_numpy(weights), w13, w2)
     hidden, device = w2.shape[1], w2.device

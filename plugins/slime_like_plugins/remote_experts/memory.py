@@ -10,6 +10,7 @@ from torch import Tensor
 from slime_like_plugins.remote_experts.compute import Ids, Weights, expert_sums
 from slime_like_plugins.remote_experts.frames import FrameError
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
+from slime_like_plugins.sglang_cpu.expert_sums import expert_sums_kernel
 
 MAX_NAMED = 8  # matrices that a report names
 
@@ -19,6 +20,8 @@ class ExpertMemory:
 
     def __init__(self, shapes: ExpertShapes, device: torch.device) -> None:
         self.shapes = shapes
+        if device.type == "cpu":
+            expert_sums_kernel()  # may be compiled now: the deadline of a request is shorter than that of the start
         self._layers: dict[int, dict[str, Tensor]] = {}
         for layer, num_experts in zip(shapes.layers, shapes.num_experts, strict=True):
             gate_up = (num_experts, 2 * shapes.intermediate, shapes.hidden)
@@ -75,6 +78,7 @@ class ExpertMemory:
         """Return the float32 sums [N, H] of a request. Raises ``FrameError`` if an id is neither -1 nor that of an expert."""
         matrices = self._matrices(layer)
         num_experts = len(matrices["w13"])
+        ids = ids.copy()  # the engine could change shared memory after the check
         if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= num_experts):
             named = int(ids.max()) if int(ids.min()) >= -1 else int(ids.min())
             raise FrameError(f"layer {layer} has {num_experts} remote experts, and a request names {named}")

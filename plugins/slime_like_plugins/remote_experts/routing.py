@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
-from slime_like_plugins.remote_experts.compute import KERNEL_ROWS, Ids, Weights
+from slime_like_plugins.remote_experts.compute import Ids, Weights
+
+ONE_REQUEST_ROWS = 64  # maximum number of tokens with remote experts that form a single bucket
 
 
 class ExpertRows:
@@ -56,7 +58,7 @@ class TokenBucket:
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
     """Return the rows of local experts [T, K] (-1 if a pair is not local), and buckets in ascending order of remote experts per token.
 
-    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. If at most ``KERNEL_ROWS`` tokens
+    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. If at most ``ONE_REQUEST_ROWS`` tokens
     have remote experts, as in a decode step, they form a single bucket: the worker then computes each expert once, and a layer
     needs one request.
     """
@@ -68,7 +70,7 @@ def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[Token
     tokens = np.flatnonzero(counts)
     if not len(tokens):
         return local, []
-    if len(tokens) <= KERNEL_ROWS:
+    if len(tokens) <= ONE_REQUEST_ROWS:
         return local, [_padded(tokens, counts, remote, weights)]
     return local, [
         _selected(np.flatnonzero(counts == count), is_remote, remote, weights)

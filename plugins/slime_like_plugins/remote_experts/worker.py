@@ -92,6 +92,7 @@ def main(argv: Sequence[str] = ()) -> int:
         if options.threads < 1:
             raise ConfigError(f"--threads {options.threads} must be at least 1")
         torch.set_num_threads(options.threads)
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of the C kernel, if its OpenMP library is not torch's
         if options.fd is not None:
             serve(socket.socket(fileno=options.fd), settings)
         elif options.key_file is None:

@@ -18,6 +18,7 @@ from slime_like_plugins.sglang_cpu import KERNELS_VARIABLE
 from slime_like_plugins.sglang_cpu.build import BuildError, build
 from slime_like_plugins.sglang_cpu.kernels import SUFFIX
 
+CHUNK = 64  # pairs of an expert that the kernel computes together; the same constant is in csrc/experts.h
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +36,9 @@ class ExpertSums:
 
     def supports(self, w13: Tensor, w2: Tensor) -> bool:
         """Return True if the kernel multiplies these matrices."""
-        return w13.dtype in SUFFIX and w13.device.type == "cpu" and w13.is_contiguous() and w2.is_contiguous()
+        return w13.dtype in SUFFIX and all(
+            matrix.dtype is w13.dtype and matrix.device.type == "cpu" and matrix.is_contiguous() for matrix in (w13, w2)
+        )
 
     def __call__(self, x_NH: Tensor, ids_NK: Tensor, weights_NK: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         """Return the float32 sums [N, H] of ``weights * expert(x)`` over the experts ``ids``, in the order of the columns.
@@ -52,7 +55,8 @@ class ExpertSums:
         assert self.supports(w13, w2), f"{w13.dtype} on {w13.device}"
         pairs = rows * selected
         sums = torch.empty((rows, hidden), dtype=torch.float32)
-        workspace = torch.empty(pairs * (hidden + inner * int(self._threads())), dtype=torch.float32)
+        active = min(pairs, CHUNK) * inner * int(self._threads())
+        workspace = torch.empty(pairs * hidden + active, dtype=torch.float32)
         indices = torch.empty(pairs + experts + 1, dtype=torch.int64)  # the pairs need half of theirs
         self._functions[w13.dtype](
             *(tensor.data_ptr() for tensor in (x_NH, ids_NK, weights_NK, w13, w2, sums, workspace)),
@@ -69,6 +73,6 @@ def expert_sums_kernel() -> ExpertSums | None:
         return None
     try:
         return ExpertSums(build().path)
-    except BuildError as error:
+    except (BuildError, OSError) as error:  # OSError: the object cannot be loaded, for example from a noexec folder
         logger.info("slime_like: experts of decode steps are computed by torch: %s", error)
         return None

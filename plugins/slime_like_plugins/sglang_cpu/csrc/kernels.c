@@ -7,6 +7,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -57,6 +60,15 @@ INLINE vf pair_sums(vf a, vf b) { return __builtin_shuffle(a, b, (vi){EVEN}) + _
 #endif
 
 INLINE vf broadcast(float x) { return x - (vf){0}; }
+
+/* a * b + c, rounded once if the CPU can: a compiler decides from the code around a sum, so that its bits would depend on it. */
+#if defined(__AVX512F__)
+INLINE vf fma_of(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__AVX__) && defined(__FMA__)
+INLINE vf fma_of(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#else
+INLINE vf fma_of(vf a, vf b, vf c) { return a * b + c; }
+#endif
 
 /* Lane j of the result is the sum over the lanes of v[j]. */
 INLINE vf row_sums(vf *v) {
@@ -140,7 +152,6 @@ INLINE void prefetch(const void *p, int64_t bytes) {
 
 /* ---- products: for CPUs without AMX, on which they were measured to be as fast as oneDNN's or faster ----------------*/
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#include <immintrin.h>
 #define PRODUCTS 1
 #define COLUMNS (2 * LANES)
 INLINE vf mac_f32(vf sum, const float *x, const float *w) { return sum + *x * load_f32(w); }
