@@ -70,7 +70,7 @@ class RankTimes:
 
 
 def measure(num_ranks: int, rounds: int) -> RankTimes:
-    """Start ``num_ranks`` ranks in a Ray of their own; return the medians of ``rounds`` rollouts after one that warms up."""
+    """Start ``num_ranks`` ranks in a new Ray cluster; return the medians over ``rounds`` rollouts after one warm-up rollout."""
     start = time.perf_counter()
     local_ray.start("scale")
     try:

@@ -1,4 +1,4 @@
-"""Damage every file that a run reads, in many ways, and read it as a run does. Starts no process; takes some minutes.
+"""Damage every file that a run reads, in many ways, and read it as a run does. Starts no process of a run; takes minutes.
 
 python scripts/soak_files.py [--count 1200] [--seed 0] [--write] [--show]
 

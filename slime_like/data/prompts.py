@@ -57,10 +57,10 @@ def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
 
 
 def delay_repeats(order: Sequence[int], previous: Sequence[int]) -> list[int]:
-    """Return ``order`` with the rows of ``previous``, the last rows of the previous epoch, delayed.
+    """Return ``order``, changed so that no row repeats too soon after ``previous``, the last rows of the previous epoch.
 
-    At least ``len(previous)`` positions then lie between a row's place in ``previous`` and its next one. Rows move as few
-    positions as possible. ``previous`` must be shorter than ``order``.
+    At least ``len(previous)`` other rows then lie between two occurrences of a row. Rows move as few positions as possible.
+    ``previous`` must be shorter than ``order``.
     """
     earliest_places = {row: place for place, row in enumerate(previous, 1)}
     remaining, delayed_rows, free_rows, moved_rows = iter(order), set[int](), deque[int](), list[int]()

@@ -136,7 +136,7 @@ def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> tuple[Item, ...]:
-    """Return the memory outside the static fraction that an engine rank uses: context, buffers, graphs, activations."""
+    """Return the items of an engine rank's memory outside the static fraction: context, buffers, graphs, activations."""
     s = settings
     width = max(
         2 * shape.dense_width / s.gpus,

@@ -131,7 +131,7 @@ def kl(config: PpoConfig, token: Token) -> float:
 
 
 def naive_gae(groups: Sequence[SampleGroup], config: PpoConfig) -> tuple[dict[Token, float], dict[Token, float]]:
-    """Return advantages before whitening and returns, by backward recursion through each sample."""
+    """Return (advantages before whitening, returns), by backward recursion through each sample."""
     advantages: dict[Token, float] = {}
     returns: dict[Token, float] = {}
     for sample_id, (sample, actions) in trained_positions(groups).items():

@@ -1,4 +1,4 @@
-"""Preparation of public data sets, from small local copies, as rows that the default source reads."""
+"""scripts/prepare_data.py: rows in the formats of public data sets become rows that the default source reads."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def problem(install: Callable[[], object]) -> str | None:
 
 
 def sglang() -> dict[str, str | None]:
-    """Install each set of hooks of the engine plugins."""
+    """Install each set of hooks of the engine plugins; return the problem of each set, or None, by its name."""
     with sglang_imports():
         from slime_like_plugins.rollout_sampling import hooks as sampling
         from slime_like_plugins.sglang_cpu import data_parallel, exact, expert_parallel, process

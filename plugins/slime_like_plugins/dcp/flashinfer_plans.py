@@ -1,4 +1,4 @@
-"""Plans for FlashInfer's kernels over the rows of one DCP rank's tokens, for ``flashinfer_attention``."""
+"""Plans for FlashInfer's kernels over the cache rows of one DCP rank's tokens, for ``flashinfer_attention``."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Connection:
         self._send()
 
     def pump(self, timeout_s: float = 0.0) -> None:
-        """Send as much as possible, and receive up to one frame. Waits for up to ``timeout_s`` if nothing is possible at once.
+        """Send as much as possible, and receive up to one frame. Waits up to ``timeout_s`` if neither is possible immediately.
 
         Raises ``PeerLost`` or ``FrameError``.
         """

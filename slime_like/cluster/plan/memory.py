@@ -64,5 +64,5 @@ def _host_warning(plan: MemoryPlan) -> str:
 
 
 def _source(machine: Machine) -> str:
-    """Return a note on the source of a GPU's memory if this machine's driver did not report it."""
+    """Return a note if the memory size of this machine's GPUs is from the planner's table; else an empty string."""
     return "" if machine.gpu_bytes or not machine.is_local else "memory from the planner's table, not from the driver"

@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
 
 
 class KernelModule(ModuleType):
-    """Module with a kernel for each name."""
+    """Module in which every name is a stand-in for a kernel."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
