@@ -306,6 +306,7 @@ refused("algo=without_clip")
 refused("algo=without_advantage")
 refused("algo=without_advantage", "algo.group_advantage=grpo")
 refused("algo.loss=mine")
+refused("algo.loss=missing")
 names.LOSSES["mine"] = names.LOSSES["missing"]
 refused("algo=mine")
 names.KL_ESTIMATORS["mine"] = "own_algo:Loss"
@@ -327,6 +328,7 @@ def test_a_table_entry_adds_an_algorithm(argv: list[str], folder: Path) -> None:
         no_advantage,
         no_advantage,
         "choose the algorithm with algo=mine",
+        "set algo.loss=own_algo:Los, or add an algorithm whose schema has loss='missing'",
         "algo.loss='mine': module 'own_algo' has no 'Los'; did you mean 'Loss'?",
         "algo.kl_loss_type='mine' cannot be called as estimator(logprobs_T, ref_logprobs_T) -> kl_T",
     )

@@ -233,17 +233,15 @@ def _check_components(algo: AlgoConfig, algorithm: str) -> None:
     """
     default = ALGORITHMS[algorithm]()
     if algo.loss != default.loss and not is_path(algo.loss):
-        algorithms = [name for name, schema in ALGORITHMS.items() if schema().loss == algo.loss]
         raise ConfigError(
             f"algo.loss={algo.loss!r} under algo={algorithm}: that loss would not read the keys of algo={algorithm}; "
-            f"choose the algorithm with algo={' or '.join(algorithms)}"
+            f"{_algorithm_of('loss', algo.loss, names.LOSSES)}"
         )
     is_user_function = isinstance(algo, PolicyConfig) and is_path(algo.token_advantage)
     if algo.token_advantage != default.token_advantage and not is_user_function:
-        algorithms = [name for name, schema in ALGORITHMS.items() if schema().token_advantage == algo.token_advantage]
         raise ConfigError(
             f"algo.token_advantage={algo.token_advantage!r} under algo={algorithm}: it would not read the keys of "
-            f"algo={algorithm}; choose the algorithm with algo={' or '.join(algorithms)}"
+            f"algo={algorithm}; {_algorithm_of('token_advantage', algo.token_advantage, names.TOKEN_ADVANTAGES)}"
         )
     if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
         source = default.token_advantage or "none, because it learns from labels"
@@ -252,6 +250,19 @@ def _check_components(algo: AlgoConfig, algorithm: str) -> None:
             f"algo.group_advantage={algo.group_advantage!r} under algo={algorithm}, whose advantages are "
             f"{default.group_advantage or source}: {fix}, or choose another algo"
         )
+
+
+def _algorithm_of(key: str, name: str | None, table: dict[str, str]) -> str:
+    """Return the fix for the component of another algorithm: the algorithms that have it or, if none has, its path."""
+    algorithms = [algorithm for algorithm, schema in ALGORITHMS.items() if getattr(schema(), key) == name]
+    if algorithms:
+        return f"choose the algorithm with algo={' or '.join(algorithms)}"
+    if name not in table:  # a path
+        return f"remove algo.{key}, or choose another algo"
+    return (
+        f"no algorithm has it by default: set algo.{key}={table[name]}, or add an algorithm whose schema has {key}={name!r} "
+        "(docs/extending.md, Algorithm)"
+    )
 
 
 def _check_mode(cfg: TrainConfig) -> None:
