@@ -17,6 +17,7 @@ from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
 from slime_like_plugins.sglang_cpu import KERNELS_VARIABLE
 from slime_like_plugins.sglang_cpu import expert_sums as sums_module
+from slime_like_plugins.sglang_cpu.build import SOURCE
 from slime_like_plugins.sglang_cpu.expert_sums import expert_sums_kernel
 from tests.remote_experts.workers import reference
 
@@ -69,6 +70,11 @@ def test_a_kernel_that_cannot_be_loaded_is_replaced_by_torch(tmp_path: Path, mon
     (tmp_path / "kernels.so").write_bytes(b"not a shared object")
     monkeypatch.setattr(sums_module, "build", lambda: SharedObject(tmp_path / "kernels.so", "cc"))
     assert expert_sums_kernel.__wrapped__() is None
+
+
+def test_the_workspace_has_the_pairs_that_the_kernel_computes_together() -> None:
+    """With a smaller workspace, C would write behind its end."""
+    assert f"#define CHUNK {sums_module.CHUNK} " in (SOURCE / "experts.h").read_text()
 
 
 def test_the_kernel_is_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
