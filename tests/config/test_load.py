@@ -212,3 +212,10 @@ def test_nothing_heavy_is_imported(statement: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60 * scale(), check=True
     )
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_recipe_with_keys_of_another_algorithm_is_refused_with_the_algorithms_that_have_them() -> None:
+    with refusal(
+        ("algo.kl_loss_coef (in configs/recipe/quickstart.yaml) exists only under algo=grpo or ", "has algo=sft")
+    ):
+        load_config(["+recipe=quickstart", "algo=sft"])

@@ -85,6 +85,7 @@ def test_the_kernel_is_compiled_before_the_first_request(monkeypatch: pytest.Mon
     assert builds
 
 
+@pytest.mark.slow
 def test_several_threads_compute_the_same_bits() -> None:
     """In a process of its own, because torch's number of threads belongs to a process."""
     code = (
@@ -104,4 +105,4 @@ def test_several_threads_compute_the_same_bits() -> None:
         ).stdout
         for threads in ("1", "3")
     }
-    assert len(outputs) == 1
+    assert len(outputs) == 1 and (outputs != {b"None\n"} or expert_sums_kernel() is None)

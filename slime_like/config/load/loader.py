@@ -188,7 +188,8 @@ def _compose(overrides: _Overrides) -> DictConfig:
     try:
         tree = _compose_groups(overrides)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, *UNREADABLE) as error:
-        raise explain(error, overrides.values, None) from error
+        chosen = next((group.partition("=")[2] for group in overrides.groups if group.startswith("algo=")), None)
+        raise explain(error, overrides.values, chosen) from error
     for key, value in overrides.parsed:
         free = bool(free_root(key))
         try:
