@@ -96,7 +96,10 @@ def train_flops(shape: DecoderShape, lengths: Iterable[int]) -> int:
 
 
 def gdn_token_flops(shape: DecoderShape) -> int:
-    """Return the FLOPs per token of a Gated DeltaNet layer, 0 if the model has none: projections, convolution, recurrence."""
+    """Return the FLOPs per token of a Gated DeltaNet layer: projections, convolution, recurrence.
+
+    Return 0 if the model has no such layer.
+    """
     gdn = shape.gdn
     if gdn is None:
         return 0

@@ -119,7 +119,7 @@ class JsonlSink:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
-        """Write one line at once, so that a killed run loses no step."""
+        """Write one line immediately, so that a killed run loses no step."""
         row: dict[str, Any] = {
             "step": step,
             "time": time.time(),

@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class PhantomGpu:
-    """Phantom GPUs. Each process has their whole memory to itself, and can open what another shares by CUDA IPC."""
+    """Phantom GPUs. Each process has all their memory to itself, and can open memory that others share by CUDA IPC."""
 
     memory_bytes: int = 80 * GIB
     num_devices: int = 1

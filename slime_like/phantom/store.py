@@ -35,7 +35,7 @@ class SoloStore(dist.Store):
         return ALL_RANKS + value
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set ``key`` and return its value."""
+        """Set ``key``, whatever its value, and return the new value."""
         self.set(key, desired_value)
         return self.get(key)
 
@@ -44,7 +44,7 @@ class SoloStore(dist.Store):
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def delete_key(self, key: str) -> bool:
         """Remove ``key``."""

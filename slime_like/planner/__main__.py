@@ -142,7 +142,7 @@ def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def _static(text: str) -> tuple[float | None, bool]:
-    """Parse ``--static``: the fraction, or None if it is computed, and True for the highest with which the engine starts."""
+    """Parse ``--static``; return the fraction (None: to be computed) and whether it is to be the highest possible."""
     if text in ("default", "most"):
         return None, text == "most"
     try:

@@ -1,4 +1,4 @@
-"""Number of requests that an engine can run at once, what limits it, and the effect of each change."""
+"""Number of requests that an engine can run at the same time, what limits it, and the effect of each change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineAnswer:
 
     @property
     def limit(self) -> str:
-        """Name of what limits the number of running requests."""
+        """Name of the factor that limits the number of running requests."""
         if self.batch < 1:
             return "weights" if self.memory.pool <= 0 else "the KV cache, which is smaller than one request"
         if self.settings.max_running is not None and self.settings.max_running <= self.batch:
@@ -54,7 +54,10 @@ TRAINER_REMAINDER = ("CUDA context", "communicators")
 
 
 def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
-    """Return the memory of a shared GPU for three ways of sharing: both keep theirs, the engine releases its own, both do."""
+    """Return the memory of a shared GPU for three ways of sharing.
+
+    Trainer and engine both keep their memory, only the engine releases its memory, or both release theirs.
+    """
     fixed_bytes = engine.table.total - engine.table.of("KV cache")
     engine_remainder, trainer_remainder = engine.table.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
     return tuple(

@@ -15,7 +15,7 @@ from slime_like.planner.table import Item, MemoryTable, items
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 """Bytes per weight of the linear layers. Embedding, output layer, router and norms of an FP8 model stay bfloat16."""
-# Share of a hybrid model's pool: SGLang's mamba_full_memory_ratio is 0.9, states to keys and values.
+# Share of recurrent states in a hybrid model's pool. SGLang's mamba_full_memory_ratio, states / KV cache, is 0.9.
 STATE_SHARE = 0.9 / 1.9
 STATE_BYTES = 4  # SGLang keeps recurrent states in float32
 
@@ -42,13 +42,16 @@ class EngineMemory:
         return max(0, int(self.pool // self.token_bytes)) if self.token_bytes else 2**31
 
     def requests(self, tokens_per_request: float) -> int:
-        """Return the number of requests of this length that the engine holds at once."""
+        """Return the number of requests of this length that the engine holds at the same time."""
         num_requests = int(self.group_tokens // max(1.0, tokens_per_request))
         return self.groups * (min(num_requests, self.state_requests) if self.slot_bytes else num_requests)
 
 
 def useful_dcp(shape: ModelShape, settings: EngineSettings) -> int:
-    """Return the largest DCP size that adds KV capacity: ranks of an attention group / KV heads."""
+    """Return the largest DCP size that adds KV capacity: ranks per attention group / KV heads, at least 1.
+
+    Return 1 for a model without a KV cache.
+    """
     return max(1, settings.attention_tp // shape.kv_heads) if shape.count(RECURRENT) < len(shape.layers) else 1
 
 

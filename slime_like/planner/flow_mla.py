@@ -44,8 +44,8 @@ def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
 def flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
     """Return the number of weights in buffers for gathered layers.
 
-    This project's buffers contain whole layers. The article maps the rank's own part of a layer into the buffer, so needs
-    ``2 * W / layers * (dp - 1) / dp``.
+    This project's buffers contain whole layers. The article maps the rank's own part of a layer into the buffer, and
+    therefore needs ``2 * W / layers * (dp - 1) / dp``.
     """
     s = settings
     if not s.flow_mla:

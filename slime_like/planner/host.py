@@ -12,10 +12,10 @@ from slime_like.planner.table import Item, MemoryTable, items
 from slime_like.planner.trainer import TrainerSettings, allocated_items
 
 KV_TOKENS = 65_536  # default max_total_tokens of an engine on a CPU (slime_like_plugins.sglang_cpu.platform)
-MEMORY_FRACTION = 0.3  # its default mem_fraction_static
-RUNNING = 512  # its default max_running_requests for recurrent states (sglang_cpu.hybrid.states)
+MEMORY_FRACTION = 0.3  # default mem_fraction_static of such an engine
+RUNNING = 512  # default max_running_requests of such an engine with recurrent states (sglang_cpu.hybrid.states)
 SLOTS_PER_REQUEST = 4
-MAX_STATE_BYTES = 2**30  # bytes of these states; SGLang chooses their number if they need more
+MAX_STATE_BYTES = 2**30  # SGLang chooses the number of recurrent states if they need more bytes
 MAX_PACKED_BYTES = 2**28  # a rank's weights up to this size are packed for C kernels (sglang_cpu.products)
 
 

@@ -18,7 +18,7 @@ DENSE = 5  # norm, gate and up, activation, down, all-reduce
 EXPERTS = 10
 SHARED = 4  # gate and up, activation, down, addition
 QUANTIZED = {ATTENTION: 2, LATENT: 4, RECURRENT: 2, "mlp": 2}
-"""Linear layers whose inputs an FP8 model quantizes, in a separate kernel for each layer."""
+"""Mixer or MLP -> number of its linear layers whose inputs an FP8 model quantizes, each in a kernel of its own."""
 EXCHANGE = 3  # kernels of a DCP exchange: queries, log-sum-exp, outputs
 
 

@@ -55,7 +55,7 @@ class PrefillTime:
     square: float
 
     def seconds(self, tokens: float, squares: float) -> float:
-        """Return the seconds for a prompt of ``tokens`` with squared length ``squares``; from means, the mean seconds."""
+        """Return the seconds for a prompt of ``tokens`` and squared length ``squares``; for means, the mean seconds."""
         return self.token * tokens + self.square * squares
 
 

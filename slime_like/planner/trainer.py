@@ -102,7 +102,10 @@ def num_replicas(settings: TrainerSettings) -> tuple[int, int]:
 
 
 def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -> RankParameters:
-    """Return the parameters of pipeline stage ``stage`` on one rank. The first has the embedding, the last the head."""
+    """Return the parameters of pipeline stage ``stage`` on one rank.
+
+    The first stage has the embedding, the last one has the head.
+    """
     s, part = settings, _part(shape, _segments(shape, settings, stage))
     is_last = stage == s.pp - 1
     num_norms = 2 * len(part.layers) + is_last + (is_last and s.task == VALUE)  # and a critic's value head

@@ -1,8 +1,8 @@
 """Child process that runs a command while this process waits, and that ends if this process ends.
 
 The child has its own session, so that Ctrl-C on a terminal reaches it once, through this process. An unfinished warm start
-is useless, so the child is stopped at once, not after its step, by two signals: ``train.py`` stops at once after the second
-(``slime_like/cluster/run/stop.py``).
+is useless, so two signals stop the child immediately, not after its step: on the second one, ``train.py`` stops without
+a checkpoint (``slime_like/cluster/run/stop.py``).
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def keep_caches_private() -> None:
     """Set private cache folders for libraries that compile code, in this process and its children.
 
     torch's default is ``/tmp/torchinductor_<user>``, which another user can create first. Triton, FlashInfer, SGLang and CUDA
-    cache in the home folder: if that is read-only, HOME is replaced. Models already downloaded to the old one stay available.
+    cache in the home folder: if that is read-only, HOME is replaced. Models that were downloaded to the old home folder stay
+    available.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
     home = Path(os.path.expanduser("~"))
@@ -76,5 +77,5 @@ def keep_caches_private() -> None:
 def _base() -> Path | None:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME, and a user without an entry
+    except RuntimeError:  # no HOME, and no entry of the user in the password database
         return None

@@ -30,7 +30,7 @@ async def gather_or_cancel[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T
 
 
 async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
-    """Run ``waits`` until the first of them ends, and cancel the others. Their exceptions are dropped."""
+    """Run ``waits`` until the first of them ends, and cancel the others. Exceptions of all of them are dropped."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

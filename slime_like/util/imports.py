@@ -34,7 +34,7 @@ def heavy_imports() -> Generator[None]:
 def first_import(module: str) -> AbstractContextManager[None]:
     """Return ``heavy_imports()`` if ``module`` has not been imported, otherwise a context manager without effect.
 
-    Objects are frozen once, at the import. Later they could be garbage, which is not collected when it is frozen.
+    Objects are frozen only at the first import. Later, some may be garbage, which is never collected once frozen.
     """
     return nullcontext() if module in sys.modules else heavy_imports()
 

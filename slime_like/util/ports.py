@@ -86,8 +86,8 @@ class PortLease:
     """A free TCP port, and ports at ``offsets`` from it, reserved among this project's local processes until released.
 
     Between choosing a port and the server's bind, seconds later, another process could choose it too. An abstract unix
-    socket named after the port is bound until then; the kernel closes it with the process. Raises ``SlimeLikeError`` if
-    no port is free.
+    socket named after the port is therefore bound until ``release``; the kernel closes it with the process. Raises
+    ``SlimeLikeError`` if no port is free.
     """
 
     def __init__(self, host: str, offsets: Iterable[int] = ()) -> None:

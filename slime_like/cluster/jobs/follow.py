@@ -43,7 +43,10 @@ async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -
 
 
 async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> ClusterJob:
-    """Wait for the job to end and return it. Raises ``DeadlineExceeded``, also if the server does not answer for ``LOST_S``."""
+    """Wait for the job to end and return it.
+
+    Raises ``DeadlineExceeded`` after ``deadline``, or if the server does not answer for ``LOST_S``.
+    """
     while True:
         job = await _patient(lambda: server.job(job_id), f"the job server at {server.address.url}")
         if job.has_ended:
@@ -67,7 +70,10 @@ async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> t
 
 
 async def _patient[T](call: Callable[[], Awaitable[T]], waits_for: str) -> T:
-    """Return the result of ``call``; repeat it while the connection is lost. Raises ``DeadlineExceeded`` after ``LOST_S``."""
+    """Return the result of ``call``; repeat it after a lost connection or a missed deadline, for at most ``LOST_S``.
+
+    Raises ``DeadlineExceeded`` after that.
+    """
     deadline = Deadline("scripts/submit.py", "follow", LOST_S)
     while True:
         try:

@@ -41,7 +41,10 @@ class ClusterJob:
 
     @property
     def code(self) -> int:
-        """Exit code for a command that waited for the job: that of train.py if known, else 0, 130 or 1 by the job's state."""
+        """Exit code for a command that waited for the job.
+
+        It is the exit code of train.py if that is 0 or more, else 0, 130 or 1 by the job's state.
+        """
         if self.exit_code is not None and self.exit_code >= 0:
             return self.exit_code
         return {"SUCCEEDED": 0, "STOPPED": STOPPED_CODE}.get(self.state, 1)

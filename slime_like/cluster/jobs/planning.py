@@ -69,7 +69,7 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
 
 
 def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[str, ...]:
-    """Return a warning if ``placement.device=auto`` selects the CPU, perhaps only because nodes with GPUs have yet to join."""
+    """Return a warning if ``placement.device=auto`` selects the CPU while GPU nodes may still join (``grows``)."""
     if not grows or machine.num_gpus or cfg.placement.device != "auto":
         return ()
     return (

@@ -112,7 +112,7 @@ class JobServer:
         return tuple(sorted(jobs, key=lambda job: job.started_at or float("inf")))
 
     async def job(self, job_id: str) -> ClusterJob:
-        """Return one job. Raises ``DataError`` if there is none."""
+        """Return one job. Raises ``DataError`` if the server has no such job, or if it was not submitted as a job."""
         job = read_job(await self._request("GET", f"/api/jobs/{_quote(job_id)}"))
         if job is None:
             raise DataError(f"{job_id} at {self.address.url} is a driver that was not submitted as a job")

@@ -97,7 +97,7 @@ def job_request(submission: Submission) -> JobRequest:
 def control_request(job_id: str, metadata: Mapping[str, str], request: str, wait_s: float) -> JobRequest:
     """Return a helper job that sends ``request`` to the run of job ``job_id`` through its control files and awaits the reply.
 
-    Raises ``DataError`` if ``metadata``, that of the job, lacks the run's folder or code.
+    ``metadata`` is the job's metadata. Raises ``DataError`` if it lacks the run's folder or code.
     """
     try:
         paths, run_dir = NodePaths(metadata[CODE], metadata[PYTHON], metadata.get(PACKAGE)), metadata[RUN_DIR]

@@ -18,13 +18,13 @@ KV_CACHE, STATES = "the KV cache", "recurrent states"
 class EngineLoad:
     """Requests that a rollout sends to one engine."""
 
-    num_samples: int  # samples that the rollout starts at once
+    num_samples: int  # samples that a rollout starts on the engine at the same time
     sequence_len: int  # maximum tokens of one request, prompt and response
     max_running: int | None = None  # rollout.max_running_requests, if it is a number
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that the engine would run at once if its KV cache held them."""
+        """Number of requests that the engine would run at the same time if its KV cache held them."""
         return self.num_samples if self.max_running is None else min(self.num_samples, self.max_running)
 
     def limit_on(self, engine: EngineMemory) -> str:

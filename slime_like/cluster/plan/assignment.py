@@ -41,7 +41,10 @@ class Assignment:
 
     @property
     def summary(self) -> str:
-        """Number of GPUs or, on CPUs, of processes of each role on each node, in one line; empty in a run on one machine."""
+        """Number of GPUs on each node or, on CPUs, of processes of each role on each node, in one line.
+
+        Empty in a run on one machine.
+        """
         if self.processes is None:
             counts = Counter(node.address for node in self.gpus)
             return ", ".join(f"{number} GPUs on {address}" for address, number in counts.items())
@@ -59,7 +62,7 @@ class NodeBlock:
 
     role: str
     indices: tuple[int, ...]
-    engine: int = -1  # first GPU of the engine of which this block is a part; -1 if it is no part of an engine
+    engine: int = -1  # first GPU of the engine of which this block is one part; -1 for a whole engine or another role
 
 
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
@@ -157,9 +160,10 @@ def _with_engine_parts(
 
 
 def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode]) -> int:
-    """Return the number of nodes of each engine. Raises ``ConfigError`` unless it is the same for all, with equal parts.
+    """Return the number of nodes of each engine, the same for all engines.
 
-    The nodes of engines that share the trainer's GPUs are those of the trainer.
+    Raises ``ConfigError`` if engines would have unequal parts, or if engines that share the trainer's GPUs do not have
+    ``rollout.engine_num_nodes`` nodes.
     """
     engines = [devices for role in plan.roles if role.name == ENGINE for devices in role.devices]
     parts = [[len(list(part)) for _, part in groupby(gpus[i].node_id for i in devices)] for devices in engines]
@@ -216,7 +220,10 @@ def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
 def _no_node(
     cfg: TrainConfig, block: NodeBlock, nodes: Sequence[ClusterNode], nodes_per_engine: int, max_free: int
 ) -> str:
-    """Return the error message for a block that fits on no node. ``max_free``: most GPUs of a node left by other blocks."""
+    """Return the error message for a block that fits on no node.
+
+    ``max_free`` is the largest number of GPUs that the other blocks leave free on a node.
+    """
     size = len(block.indices)
     if block.role == TRAINER:
         num_nodes = cfg.placement.actor_num_nodes

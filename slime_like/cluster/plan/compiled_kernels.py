@@ -101,7 +101,7 @@ def compile_engine(job: CompileJob) -> list[dict[str, Any]]:
 def engine_shape(job: CompileJob) -> EngineShape:
     """Return the shape of a rank of the run's first engine.
 
-    Raises ``ConfigError`` if the run has no engines on GPUs, or its model no config.json yet.
+    Raises ``ConfigError`` if the run has no engines on GPUs, or if its model has no config.json yet.
     """
     cfg, plan = _plan(job)
     values = config_values(cfg)
@@ -143,6 +143,6 @@ def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> En
 
 def _environment(job: CompileJob) -> dict[str, str]:
     """Return a child's environment variables: its phantom GPU, the cache, the CUDA compiler of NVIDIA's wheels if installed."""
-    # Above the largest host tensor of the compilers, which run in the same process and need the values of their tensors.
+    # The limit is above the largest host tensor of the compilers, which run in the child and need its values.
     gpu = replace(TRACED_GPU, capability=job.capability, host_limit=32 << 20)
     return {**gpu.environment(), **cache_variables(job.folder), **NO_RESULTS, **toolkit_environment(os.environ)}

@@ -65,7 +65,10 @@ def is_undecided(cfg: TrainConfig, machine: Machine) -> bool:
 
 
 def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> Iterator[str]:
-    """Yield a line that suggests the largest ``rollout.dcp`` if the KV cache of ``engine`` limits its load and would grow."""
+    """Yield a line that suggests the largest ``rollout.dcp``.
+
+    Yield nothing unless the KV cache of ``engine`` limits its load and this size would enlarge the cache.
+    """
     if engine is None or load.limit_on(engine) != KV_CACHE:
         return
     if plan.largest != plan.size and plan.largest_tokens > engine.tokens:

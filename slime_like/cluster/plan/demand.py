@@ -25,11 +25,11 @@ class MemoryPlan:
 
     tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its processes on one GPU
     gpu: str = ""
-    available: float = 0.0  # bytes of one GPU
+    available: float = 0.0  # bytes of one GPU or, in a run on a CPU, of main memory
     busiest: tuple[str, ...] = ()  # roles on the busiest GPU
     engine: EngineMemory | None = None
     unknown: str = ""  # the reason, if nothing is predicted
-    warning: str = ""  # if the run fits only without the allocator's overhead
+    warning: str = ""  # for example, that the run fits only without the allocator's overhead
     source: str = ""  # source of ``available``, if it is not the driver
     host: MemoryTable | None = None  # main memory of one node of a run on GPUs
     demand: Demand | None = None  # inputs, from which changes are predicted
@@ -142,7 +142,10 @@ class Demand:
             yield "teacher", rank_memory(self.shapes.teacher, self.role_settings(teacher.rank, SCORING))
 
     def _scoring(self) -> MemoryTable | None:
-        """Return the memory of a trainer rank with only its weights, computing log-probabilities; None without offloading."""
+        """Return the memory of a trainer rank with only its weights that computes log-probabilities.
+
+        None without ``placement.offload_train``, or if the model is unknown.
+        """
         if self.shapes.actor is None or not self.offload_settings.train:
             return None
         return trainer_memory(self.shapes.actor, replace(self.settings, task=SCORING))

@@ -15,7 +15,8 @@ from slime_like.errors import ConfigError
 def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, decisions: PlanDecisions) -> str:
     """Return the device of trainer and engines, after checking device-specific settings.
 
-    ``model`` is None while it is unknown. Raises ``ConfigError`` if no GPU is visible or a setting does not support the device.
+    ``model`` is None while it is unknown. Raises ``ConfigError`` if a setting does not support the device, or if
+    ``placement.device=cuda`` is set for a run on this machine and no GPU is visible.
     """
     device = cfg.placement.device
     if device == "auto":

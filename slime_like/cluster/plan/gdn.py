@@ -16,7 +16,10 @@ from slime_like.config.schema.root import TrainConfig
 def resolve_gdn(
     cfg: TrainConfig, actor: RankSpec, model: HfConfig | None, machine: Machine, decisions: PlanDecisions
 ) -> RankSpec:
-    """Return ``actor`` with ``model.gdn`` fully resolved. Raises ``ConfigError`` if the kernels cannot run on this machine."""
+    """Return ``actor`` with ``model.gdn.backend`` and ``model.gdn.auto_cp`` resolved; record all decisions.
+
+    Raises ``ConfigError`` if the kernels cannot run on this machine or do not work with the optimizer.
+    """
     config = cfg.model.gdn
     backend = gdn_backend(config.backend, actor.device)
     auto_cp, auto_cp_reason = _auto_cp(config.auto_cp, backend, actor)

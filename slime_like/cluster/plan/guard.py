@@ -81,7 +81,7 @@ def profile_folder(run_dir: str) -> Path:
 
 
 def guard_lines(spec: GuardSpec) -> Iterator[str]:
-    """Yield lines that describe the policy of every op, then the overrides for process groups."""
+    """Yield lines that describe the guard and list, for each policy, the ops that have it in all groups or in one."""
     if not spec.wrap:
         yield "guard      none: torch's collectives are used directly"
         return

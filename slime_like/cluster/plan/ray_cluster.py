@@ -33,8 +33,8 @@ class ClusterNode:
     num_cpus: int
     memory_bytes: int  # available when the node joined: Ray's memory and its object store
     gpu_name: str = ""  # the planner's or Ray's name; "" if the node reports none
-    node_id: str = ""  # Ray's
-    num_taken_gpus: int = 0  # by other jobs of the cluster
+    node_id: str = ""  # assigned by Ray
+    num_taken_gpus: int = 0  # GPUs reserved by other jobs of the cluster
 
     @property
     def free_gpus(self) -> int:
@@ -150,6 +150,9 @@ def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
 
 
 def _gpu_name(name: str) -> str:
-    """Return the planner's name of a GPU that Ray calls ``H100`` or ``GeForce-RTX-4090``, otherwise Ray's."""
+    """Return the planner's name of the GPU that Ray calls ``name``, for example ``H100`` or ``GeForce-RTX-4090``.
+
+    If the planner does not know the GPU, return ``name``.
+    """
     gpu = known_gpu(name) or known_gpu(name.replace("-", " "))
     return name if gpu is None else gpu.name

@@ -120,7 +120,7 @@ def role_devices(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the GPUs of each rank of a role: the trainer's or, if split, those from index ``first_free`` on; none on CPUs.
 
-    Raises ``ConfigError`` if a role that shares the trainer's GPUs has more ranks than there are.
+    Raises ``ConfigError`` if a role that shares the trainer's GPUs has more ranks than the trainer has GPUs.
     """
     world = layout.world_size
     if device == "cpu":

@@ -148,7 +148,10 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
 
 
 def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return the row for the end of a push, when the trainer has only its weights; none unless its state is offloaded."""
+    """Return the row for the end of a push, when the trainer has only its weights.
+
+    Return no row if the trainer's state is not offloaded, or with pipeline stages.
+    """
     traced = next((phase["allocated"] for phase in trace["phases"] if phase["name"] == PUSH), None)
     table = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)
     if traced is None or table is None or plan.actor.layout.pp > 1:
@@ -157,7 +160,7 @@ def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
 
 
 def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return the row for a rank's tensors in main memory; none if they take less than ``SMALL``."""
+    """Return the row for a rank's tensors in main memory; none if they are below ``SMALL`` or have no estimate."""
     traced, planned = trace["pinned"] + trace["pageable"], planned_host_bytes(plan, trace["stage"])
     if traced < SMALL or planned is None:
         return []

@@ -33,7 +33,7 @@ def num_gpus(roles: tuple[Role, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoleShapes:
-    """Shapes of the models of a run; None if a folder has no config.json yet."""
+    """Shapes of the models of a run; None for a role that the run lacks, or whose folder has no config.json yet."""
 
     actor: ModelShape | None
     critic: ModelShape | None = None

@@ -35,7 +35,7 @@ SIGNALS = {
     "hangup": "SIGHUP",
 }
 VERBS = {"kill": "SIGKILL", "stop": "SIGSTOP"}  # signals of the other kinds, by prefix, such as kill in kill_rank
-# Kinds that affect one process of an engine; the others affect all of them.
+# Kinds that affect one process of an engine; the other kinds affect all its processes.
 ENGINE_PARTS = {
     "kill_http_server": "http server",
     "kill_detokenizer": "detokenizer",
@@ -176,7 +176,7 @@ def _signal_of(fault: Fault) -> str:
 def report_lines(
     injections: Sequence[InjectedFault], recoveries: Sequence[Recovery], pending: Sequence[Fault] = ()
 ) -> list[str]:
-    """Return the recovery report: a summary and one line per fault; empty if there were none.
+    """Return the recovery report: a summary and one line per fault; no lines if there were no faults.
 
     ``pending`` are the faults that were not injected.
     """

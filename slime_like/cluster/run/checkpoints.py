@@ -37,9 +37,9 @@ class Checkpoints:
     def save(self, num_trained: int, *, final: bool = False, wait: bool = False) -> bool:
         """Save a checkpoint after ``num_trained`` rollouts: rollout files first, the file that names the latest one last.
 
-        Waits for completion if ``wait`` or ``final``. Returns True if the checkpoint is complete. Raises
-        ``CheckpointError`` if this or the previous save failed, unless ``run.on_failed_save=continue`` is set and this
-        is not the ``final`` save.
+        Waits for completion if ``wait`` or ``final``, or with ``run.async_save=false``. Returns True if the checkpoint
+        is complete. Raises ``CheckpointError`` if this or the previous save failed, unless
+        ``run.on_failed_save=continue`` is set and this is not the ``final`` save.
         """
         if not self.enabled:
             return False

@@ -104,7 +104,7 @@ class Control:
         self._write()
 
     def read(self, num_trained: int) -> tuple[Request, ...]:
-        """Read new requests; return all unanswered ones, each once, in order of execution, after ``num_trained`` rollouts."""
+        """Read new requests, after ``num_trained`` rollouts; return all unanswered ones once, in order of execution."""
         self._status = replace(self._status, step=num_trained)
         for text, time_s, by in sorted(self._take(), key=lambda entry: entry[1]):
             if text.request == Request.ENGINES and (older := self._open.get(Request.ENGINES)) is not None:

@@ -62,7 +62,7 @@ class Run:
     num_empty: int = 0  # empty rollouts since the start or resume
 
     def start(self) -> None:
-        """Push the initial weights, and evaluate if the run is new."""
+        """Push the initial weights; evaluate if the run is new and ``evaluation.before_train`` is set."""
         with self.timer("update_weights"):
             metrics = self.sync.push(self.trainer.version)
         if self.cfg.evaluation.before_train and self.first_rollout == 0:
@@ -99,7 +99,7 @@ class Run:
 
     @contextmanager
     def timer(self, name: str) -> Generator[None]:
-        """Time a phase: ``perf/<name>_time`` and a span in metrics.jsonl."""
+        """Time a phase (``perf/<name>_time`` and a span in metrics.jsonl) and inject its faults of ``chaos.*``."""
         with self.spans(name), self.chaos(PHASES.get(name, name), self.rollout_id):
             yield
 

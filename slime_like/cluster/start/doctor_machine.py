@@ -90,7 +90,7 @@ def _flags() -> str:
 
 
 def check_storage() -> Iterator[DoctorFinding]:
-    """Check /dev/shm for Ray's object store, and the disks of runs/ and the temporary folder."""
+    """Check /dev/shm for Ray's object store, and the disks of the current folder (runs/) and the temporary folder."""
     for subject, folder, min_gib, fix in (
         ("/dev/shm", "/dev/shm", 1.0, "docker run --shm-size=4g ...; Ray falls back to the disk, which is slow"),
         ("disk", os.getcwd(), 5.0, "free some space: checkpoints go to run.dir"),

@@ -83,7 +83,10 @@ def check_plugins() -> Iterator[DoctorFinding]:
 
 
 def check_cpu_kernels() -> Iterator[DoctorFinding]:
-    """Report which decode kernels an engine uses on this CPU, compiling the C kernels if they are not cached."""
+    """Report which decode kernels an engine uses on this CPU, after compiling the C kernels if they are not cached.
+
+    Report nothing on a machine with GPUs.
+    """
     if installed_gpus():
         return
     command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]

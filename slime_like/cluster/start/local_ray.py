@@ -194,7 +194,7 @@ def without_unused_processes() -> Generator[None]:
 
 
 def _agent_command(original: Any) -> Callable[..., list[str]]:
-    """Wrap Ray's function that returns the first words of a process's command line, to return a stand-in's for an agent."""
+    """Wrap Ray's function for the first words of a process's command line: for an agent, return a stand-in's."""
 
     def command(component: str, *arguments: Any, **options: Any) -> list[str]:
         if component in (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT):

@@ -159,7 +159,10 @@ class Cluster:
         return addresses, rollout
 
     def _with_moves(self, trainer: Trainer, rollout: RolloutSource) -> tuple[Trainer, RolloutSource]:
-        """Return trainer and rollout source that first move the memory needed by each call; themselves if nothing is moved."""
+        """Return wrappers of trainer and rollout source that first move the memory needed by each call.
+
+        If the run moves no memory, return the arguments themselves.
+        """
         if self.residency is None:
             return trainer, rollout
         if isinstance(rollout, EngineRollout):
@@ -303,7 +306,10 @@ class Cluster:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """Return the causes of death of the engines that report one within ``POST_MORTEM_S``."""
+        """Return the causes of death of the engines that report one within ``POST_MORTEM_S``.
+
+        With ``suspected``, engines that still run wait a few seconds for their death.
+        """
         refs = {
             f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(self.engines)
         }

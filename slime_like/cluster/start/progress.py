@@ -11,9 +11,10 @@ QUIET_S = 10.0
 
 @dataclass(slots=True)
 class Progress:
-    """Printer of progress lines with the seconds since the start: for each ready component, and after every 10 s without one.
+    """Printer of progress lines with the seconds since the start.
 
-    Example: ``run: trainer is up after 6 s; waiting for engines``.
+    It prints a line for each ready component and, during a wait, after every 10 s without a line. Example:
+    ``run: trainer is up after 6 s; waiting for engines``.
     """
 
     say: Callable[[str], None]

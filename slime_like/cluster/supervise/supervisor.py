@@ -44,7 +44,10 @@ STOPPED_CODE = 130
 
 
 def supervise(run: Callable[[], int]) -> int:
-    """Run the driver ``run`` in a child process; return its exit code, or after an abnormal end 1, or 130 if it was stopped."""
+    """Run the driver ``run`` in a child process and return its exit code.
+
+    After an abnormal end, return 130 if the run was stopped, otherwise 1.
+    """
     parent_end, driver_end = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -152,7 +155,10 @@ class Supervisor:
         return None
 
     def _confirm_ray(self) -> None:
-        """Confirm to a driver that has lost an actor that Ray is alive, once a dead Ray process would have been detected."""
+        """Tell the driver, which has lost an actor, that Ray is alive.
+
+        The answer comes ``TOGETHER_S`` after the question: by then, a dead Ray process would have been detected.
+        """
         requested_at = self._state.ray_check_requested_at
         if requested_at is not None and time.monotonic() - requested_at > TOGETHER_S:
             self._state.ray_check_requested_at = None

@@ -33,7 +33,7 @@ ANSWER_S = 10.0
 class NodeSlot:
     """Node and GPUs of a part of an engine."""
 
-    node_id: str  # Ray's
+    node_id: str  # assigned by Ray
     address: str
     gpus: str = ""  # comma-separated ids of the node's GPUs
 

@@ -17,7 +17,7 @@ class FrozenTrainer:
     version: int
 
     def step(self, batch: object) -> StepStats:
-        """Return no metrics, with the next version as after a step. ``version`` stays that of the engines' fixed weights."""
+        """Return no metrics and the next version, as after a step. ``version`` stays that of the engines' weights."""
         del batch
         return StepStats(self.version + 1, ())
 

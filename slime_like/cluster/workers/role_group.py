@@ -84,7 +84,7 @@ class RoleWorker(RankWorker):
         self.critic.begin_save(Path(folder), iteration)
 
     def finish_save(self, wait: bool) -> bool:
-        """Return True if the pending checkpoint is complete."""
+        """Return True if the pending checkpoint is complete; with ``wait``, block until it is."""
         return self.critic.finish_save(wait=wait)
 
     def load(self, folder: str, iteration: int) -> None:

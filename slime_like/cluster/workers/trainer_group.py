@@ -22,13 +22,13 @@ from slime_like.metrics.types import Metric
 from slime_like.types import F32, StepStats
 from slime_like.util.deadline import Deadline
 
-# Time allowed for releasing communicators, in multiples of a collective's deadline: it is one collective without computation.
+# Time limit for releasing communicators, in multiples of a collective's deadline. A release is one collective.
 RELEASE_DEADLINES = 2
 type Refs[R] = dict[str, ObjectRef[R]]  # rank name -> pending result
 
 
 class RankGroup[W: RankWorker](ABC):
-    """The workers of one role. ``start`` calls them; ``wait_all`` collects the results, even of several roles at once."""
+    """The workers of one role. ``start`` calls them; ``wait_all`` collects the results of one or several roles."""
 
     def __init__(self, role: str, workers: Sequence[ActorHandle[W]], rank: RankSpec) -> None:
         self.role = role

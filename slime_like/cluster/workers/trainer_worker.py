@@ -188,7 +188,7 @@ class TrainerWorker(RankWorker):
             self.trainer.begin_save(Path(folder), iteration)
 
     def finish_save(self, wait: bool) -> bool:
-        """Return True if the pending checkpoint is complete."""
+        """Return True if the pending checkpoint is complete; with ``wait``, block until it is."""
         return self.trainer.finish_save(wait=wait)
 
     def load(self, folder: str, iteration: int) -> int:

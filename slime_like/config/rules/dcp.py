@@ -150,7 +150,7 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
 
 
 def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the settings with which engines on ``device`` cannot serve ``model`` with DCP; if it is None, any model."""
+    """Yield the settings with which engines on ``device`` cannot serve ``model`` (None: any model) with DCP."""
     kinds = _attention_kinds(model)
     for field in BACKEND_FIELDS:
         if (value := cfg.rollout.sglang.get(field)) is None:

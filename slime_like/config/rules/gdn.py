@@ -16,7 +16,7 @@ FLASHQLA_VALIDATED = ((9, 0), (10, 0), (10, 3))
 FLASHQLA_UNVALIDATED = ((12, 0), (12, 1))  # kernels exist, but have not been compared with a reference there
 NEEDS: dict[str, dict[str, Version]] = {
     "fla": {"torch": (2, 7), "triton": (3, 3), "fla-core": (0, 6, 0)},
-    # flash-qla before 0.1.3 has wrong gradients of g under strong decay; the convolution is fla's.
+    # flash-qla before 0.1.3 has wrong gradients of g under strong decay. fla-core provides the convolution.
     "flashqla": {"torch": (2, 8), "flash-qla": (0, 1, 3), "tilelang": (0, 1, 12), "fla-core": (0, 6, 0)},
 }
 FLASHQLA_CUDA = (12, 8)

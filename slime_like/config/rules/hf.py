@@ -184,7 +184,7 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
 
 
 def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if reading the folder needs code that the JSON ``values`` of ``path`` name.
+    """Raise ``CheckpointError`` if ``values``, the JSON content of ``path``, name code needed to read the folder.
 
     Such code is never run. A model_type of table FAMILIES does not need it, because transformers prefers its own class.
     """

@@ -38,7 +38,8 @@ FLOAT8 = "F8_E4M3"
 SCALE = "_scale_inv"  # suffix of the name of a float8 weight's scales
 SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 IGNORED = ".activation_scale"  # suffix of static activation scales, which 16-bit and 32-bit models do not use
-BUFFERS = (".position_ids", ".num_batches_tracked", ".attn.bias", ".masked_bias")  # neither float nor weights
+# Suffixes of the names of tensors that are neither float nor weights.
+BUFFERS = (".position_ids", ".num_batches_tracked", ".attn.bias", ".masked_bias")
 FIX = (
     "give the model's bfloat16, float16 or float32 checkpoint, one with float8 weights and a scale per block "
     "(quant_method 'fp8', weight_block_size), or a dequantised copy of this one"

@@ -96,7 +96,7 @@ def samples_per_rollout(cfg: TrainConfig) -> int:
 
 
 def samples_per_step(cfg: TrainConfig) -> int:
-    """Return the samples per optimizer step.
+    """Return the number of samples per optimizer step.
 
     Raises ``ConfigError`` unless prompts * samples per prompt = global batch size * steps per rollout.
     """
@@ -253,7 +253,11 @@ def _check_components(algo: AlgoConfig, algorithm: str) -> None:
 
 
 def _algorithm_of(key: str, name: str | None, table: dict[str, str]) -> str:
-    """Return the fix for the component of another algorithm: the algorithms that have it or, if none has, its path."""
+    """Return the fix for component ``name`` of another algorithm.
+
+    It is to choose an algorithm that has the component; if none has it, to set its path in ``table``; for a path,
+    to remove the key.
+    """
     algorithms = [algorithm for algorithm, schema in ALGORITHMS.items() if getattr(schema(), key) == name]
     if algorithms:
         return f"choose the algorithm with algo={' or '.join(algorithms)}"

@@ -90,7 +90,7 @@ def check_methods(key: str, name: str, target: object) -> None:
 
 
 def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) -> None:
-    """Raise ``ConfigError`` unless the function that ``name`` names can be called as a component of the algorithm.
+    """Raise ``ConfigError`` unless the function ``name`` can be called as a component of the algorithm.
 
     As in ``check_function``, an entry of ``table`` that names code of this project is not imported. A loss or a token
     advantage is constructed from ``config``, as on each rank.

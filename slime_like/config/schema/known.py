@@ -36,7 +36,8 @@ TYPE_WORDS = {
 def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
     """Map dotted keys to dataclass fields, with the algo.* keys of ``algo``, or of all algorithms if it is None.
 
-    If several algorithms have a key, the default algorithm's field is used, or else the first algorithm's that has it.
+    If several algorithms have a key, the default algorithm's field is used, otherwise the field of the first algorithm
+    that has it.
     """
     fields_by_key = {name: item for name, item in keys(TrainConfig) if name != "algo"}
     for name in ALGORITHMS if algo is None else [algo]:
@@ -55,7 +56,7 @@ def type_of(item: Field[Any]) -> str:
 
 @functools.cache
 def free_keys() -> frozenset[str]:
-    """Return the keys whose value is a free mapping, such as rollout.sglang, with keys defined by another project."""
+    """Return the keys whose value is a mapping with free keys, such as rollout.sglang or evaluation.datasets."""
     return frozenset(name for name, item in known_keys().items() if type_of(item).startswith("dict["))
 
 

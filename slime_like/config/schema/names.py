@@ -173,4 +173,4 @@ COLOCATED_TRANSPORTS = {
 SPLIT_TRANSPORTS = {
     "broadcast": "slime_like.weight_sync.broadcast:BroadcastSender",
 }
-"""``weights.transport`` by ``placement.mode``. ``cluster.plan.transport`` chooses that of ``auto``."""
+"""``weights.transport`` by ``placement.mode``. ``cluster.plan.transport`` chooses the transport of ``auto``."""

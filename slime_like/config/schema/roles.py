@@ -1,4 +1,4 @@
-"""critic.* and teacher.*: models next to the actor, each on its own Megatron ranks."""
+"""critic.* and teacher.*: models next to the actor, each on its own Megatron ranks unless a teacher is swapped in."""
 
 from __future__ import annotations
 

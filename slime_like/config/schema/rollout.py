@@ -248,9 +248,10 @@ class RewardConfig(Config):
             )
 
     def components(self, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
-        """Return name -> weight of the rewards of a row, whose own reward is its rm_type unless ``name`` is a path.
+        """Return name -> weight of the rewards of a row with this ``rm_type``.
 
-        With ``unshaped`` (evaluation), only the row's own reward is returned if ``rm_type`` is among the weights.
+        The row's own reward is its ``rm_type``, or ``name`` if it has none or if ``name`` is a path. With ``unshaped``
+        (evaluation), only the row's own reward is returned if the key ``rm_type`` is among the weights.
 
         Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
         """

@@ -3,7 +3,7 @@
 // A block above PHANTOM_GPU_HOST_LIMIT, pinned or of torch's CPU allocator, is address space whose pages all map one small file
 // again and again. Its bytes are counted, and take no memory when they are written. All such blocks have the same values, which
 // mean nothing: no large copy from a phantom GPU is carried out either.
-#define WINDOW ((size_t)16 << 20)  // of the file: fits a CPU's cache, and 64 GiB need few mappings (vm.max_map_count)
+#define WINDOW ((size_t)16 << 20)  // bytes of the file: they fit a CPU's cache, and 64 GiB need few mappings (vm.max_map_count)
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif

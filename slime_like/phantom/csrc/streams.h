@@ -1,4 +1,4 @@
-// Streams, events and graphs as objects: all work is complete at once.
+// Streams, events and graphs as objects: all work is complete immediately.
 API cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = new_handle(); return 0; }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { *s = new_handle(); return 0; }
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, int priority) { *s = new_handle(); return 0; }

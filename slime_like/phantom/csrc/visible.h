@@ -1,7 +1,7 @@
 // GPUs of the machine, and those that CUDA_VISIBLE_DEVICES names: as in a driver, the first invalid entry ends the list. Entries are
 // numbers: a UUID, which a driver accepts, is invalid here, and a repeated number, which a driver refuses, is accepted.
 #define MAX_DEVICES 64
-#define UUID_BYTE 17  // of GPU 0, in each place
+#define UUID_BYTE 17  // value of every byte of the UUID of GPU 0
 
 static int num_installed(void) { size_t n = setting("PHANTOM_GPU_DEVICES", 1); return n > MAX_DEVICES ? MAX_DEVICES : (int)n; }
 static int visible[MAX_DEVICES], num_visible;
