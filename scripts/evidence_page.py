@@ -50,7 +50,10 @@ TOKENS, SECONDS = "train/num_tokens", "perf/actor_train_time"
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """Result of a part. ``codes``: of each started command; None: stopped at the limit. ``commit``: a sentence."""
+    """Result of a part.
+
+    ``codes`` are the exit codes of the started commands, None for one stopped at the limit. ``commit`` is a sentence.
+    """
 
     codes: tuple[int | None, ...]
     seconds: float

@@ -20,7 +20,7 @@ if [[ ! -x $VENV/bin/uv ]]; then
 fi
 use_pip_settings
 
-# compile LOCK ARGUMENTS...
+# compile LOCK ARGUMENTS...: resolve the requirements that ARGUMENTS name into scripts/requirements/LOCK.
 compile() {
     local lock=$1
     shift

@@ -18,7 +18,7 @@ version() {
     "$PYTHON" -c 'import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))' "${packages[0]}"
 }
 
-# install_next: a pre-release in the bound makes uv accept pre-releases of this package only.
+# install_next: install the newest versions. A pre-release in the bound makes uv accept pre-releases of these packages only.
 install_next() {
     local package
     local -a install=("$VENV/bin/uv" pip install --python "$PYTHON" --overrides scripts/requirements/cpu.overrides)

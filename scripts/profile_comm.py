@@ -4,9 +4,10 @@ python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS O
 python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                         profile each op alone
 python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                        read a profiled run, even a failed one
 
-Prints a table (maximum over ranks, in MiB; allocator: growth of the process's memory, driver: drop of free memory; on a CPU:
-resident memory, and free memory of the host and its control groups) and writes DIR/guard/NAME.yaml with a reason for each op.
-First use is the first call and every call with more bytes than any before; all others are later calls. Use the policy with
+Prints a table and writes DIR/guard/NAME.yaml with a reason for each op. Drops of memory are maxima over ranks, in MiB.
+The drop of the allocator is the growth of the process's memory, that of the driver the drop of free memory; on a CPU
+they are the growth of resident memory and the drop of free memory of the host and its control groups. First use is the
+first call and every call with more bytes than any before; all other calls are the steady state. Use the policy with
 ``--config-dir DIR guard=NAME``.
 """
 

@@ -10,7 +10,7 @@ source "$REPO/scripts/lib/package_index.sh"
 cd "$REPO"
 trap 'exit 130' INT # even if the interrupted command exits differently
 
-# Exists during installation: a package left incomplete by an interrupted set-up would count as installed.
+# This file exists during installation: a package left incomplete by an interrupted set-up would otherwise count as installed.
 INCOMPLETE=$VENV/.slime_like_half_made
 # Names of the distributions whose bytecode has been compiled.
 COMPILED=$VENV/.slime_like_compiled
@@ -106,10 +106,11 @@ install_package() {
     uv_install --no-build-isolation -e .
 }
 
-# compile_all: uv creates no .pyc, and importing SGLang takes 19 s instead of 8 without them. Some packages contain
-# templates that are not Python; their errors are ignored. NOT_COMPILED is 37% of the bytecode, of which a run imports little or
-# nothing; Python compiles those files when it imports them. Reading all files takes 20 s, so nothing is compiled if the installed
-# packages are those of the last time, or with SLIME_LIKE_BYTECODE=off, for an environment that runs a few commands only.
+# compile_all: compile the installed packages to .pyc files. uv creates none, and without them importing SGLang takes 19 s instead
+# of 8. Some packages contain templates that are not Python; their errors are ignored. NOT_COMPILED is 37% of the bytecode, of which
+# a run imports little or nothing; Python compiles those files when it imports them. Reading all files takes 20 s, so nothing is
+# compiled if the installed packages are those of the last time, or with SLIME_LIKE_BYTECODE=off, for an environment that runs a
+# few commands only.
 compile_all() {
     [[ ${SLIME_LIKE_BYTECODE:-} != off ]] || return 0
     local packages distributions

@@ -119,7 +119,7 @@ class SoakPart:
 
     @property
     def explained(self) -> bool:
-        """True if there is one crash bundle, which names the target, or none as expected."""
+        """True if there is one crash bundle that names the target or, if the final fault requires no bundle, none."""
         if self.end not in TARGETS:
             return not self.causes
         return len(self.causes) == 1 and TARGETS[self.end] in self.causes[0]
@@ -140,7 +140,7 @@ def main() -> int:
     soak = FaultSoak(options.folder or temporary_folder("soak_faults"), options.seed, options.rollouts)
     soak.reference()
     stop_at = min(options.faults, soak.num_faults + options.max_faults_per_call)
-    idle_parts = 0  # without an injected fault, in sequence
+    idle_parts = 0  # number of consecutive parts without an injected fault
     while soak.num_faults < stop_at and not soak.finished and idle_parts < MAX_IDLE_PARTS:
         num_faults = soak.num_faults
         soak.part(min(stop_at, num_faults + 5) - num_faults)

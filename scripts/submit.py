@@ -109,7 +109,7 @@ async def _dispatch(args: argparse.Namespace) -> int:
 
 
 async def _run(server: JobServer, args: argparse.Namespace) -> int:
-    """Check, plan, submit and follow a job."""
+    """Check, plan and submit a job; follow it and return its exit code, or return 0 with ``--detach``."""
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
     environment = _environment(args.env)
     check_no_secrets(arguments, environment)

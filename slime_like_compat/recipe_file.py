@@ -63,7 +63,7 @@ def _arguments(path: Path) -> list[str]:
 
 
 def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
-    """Return the recipe: every key that the script sets, with the flag that sets it."""
+    """Return the recipe: every key that a flag of the script or a default of ``project`` sets, with the flag's name."""
     return "\n".join(_lines(mapped, launch, project)) + "\n"
 
 

@@ -1,6 +1,6 @@
 # Sourced: find_python prints the path of a working Python 3.12 that can create virtual environments.
 
-# Runs in a candidate: prints the interpreter behind shims and environments if it is usable, else exits with the reason.
+# Program for a candidate. It prints the interpreter behind shims and environments, or exits with the reason against it.
 PYTHON_TEST='
 import sys
 if sys.version_info[:2] != (3, 12) or sys.implementation.name != "cpython":

@@ -12,7 +12,7 @@ default() {
     [[ -n ${!1:-} || -z $2 ]] || export "$1=$2"
 }
 
-# use_pip_settings: needs .venv's pip.
+# use_pip_settings: export pip's settings as uv's where uv has none. Needs .venv's pip.
 use_pip_settings() {
     PIP_SETTINGS=$("$PYTHON" -m pip config list 2>/dev/null || true)
     default UV_DEFAULT_INDEX "${UV_INDEX_URL:-$(pip_setting index-url)}"

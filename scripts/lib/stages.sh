@@ -55,7 +55,7 @@ static() {
 }
 
 # parallel_pytest ARG...: run pytest in two processes more than there are cores, because runs often wait for a peer or a
-# deadline. tests/groups.py decides which tests share a process. Deadlines are scaled, because each has less than a core.
+# deadline. tests/groups.py decides which tests share a process. Deadlines are scaled, because a process has less than a core.
 parallel_pytest() {
     local processes=$(($(nproc) + 2))
     SLIME_LIKE_DEADLINE_FACTOR=${SLIME_LIKE_DEADLINE_FACTOR:-3} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} \

@@ -48,7 +48,7 @@ def dr_grpo(rewards_G: F32) -> F32:
 def rloo(rewards_G: F32) -> F32:
     """Return [G]: reward minus the mean reward of the other episodes, a baseline independent of the episode.
 
-    Equal to ``G / (G - 1)`` times the reward minus the group's mean.
+    Equal to ``G / (G - 1)`` times (reward minus the group's mean); 0 for a group of one episode.
     Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740, section 3.2 (from Kool et al. 2019).
     """
     num_episodes = len(rewards_G)
@@ -76,7 +76,10 @@ class UserGroupAdvantage:
     advantage: Callable[[F32], Any]
 
     def __call__(self, rewards_G: F32) -> F32:
-        """Return the advantages. Raises ``UserCodeError`` if the function raises or does not return one number per reward."""
+        """Return the advantages.
+
+        Raises ``UserCodeError`` if the function raises or does not return one finite number per reward.
+        """
         subject = f"a group with rewards {rewards_G.tolist()}"
         with name_user_errors(GROUP, self.name, subject):
             advantages_G = np.asarray(self.advantage(rewards_G), dtype=np.float32)

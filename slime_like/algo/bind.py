@@ -57,7 +57,7 @@ class UserLoss:
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
-        """Return the loss. Raises ``UserCodeError`` if the user's loss raises or does not return one number per token."""
+        """Return the loss. Raises ``UserCodeError`` if the user's loss raises or returns columns of wrong shapes."""
         subject = f"a micro-batch of {len(view.logprobs)} tokens on this rank"
         with name_user_errors(LOSS, self.name, subject):
             output = cast(object, self.loss(view))  # user code may return anything
@@ -82,7 +82,7 @@ def _columns_of(output: LossOutput) -> dict[str, object]:
 
 
 def _shape(column: object) -> object:
-    """Return the shape of a tensor, otherwise the name of the type."""
+    """Return the shape of a column, or the name of its type if it is not a tensor."""
     return tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
 
 

@@ -21,7 +21,7 @@ from slime_like.errors import ConfigError
 class ReverseKL:
     """Token advantage ``opd_kl_coef * (log teacher - log student)``: a one-sample estimate of -KL(student || teacher).
 
-    ``reward_coef`` times the sequence's reward and the group advantage are added, if configured. The student's
+    If configured, ``reward_coef`` times the sequence's reward is added, and so is the group advantage. The student's
     log-probabilities are ``old_logprobs`` or, if the ranks computed none, ``rollout_logprobs``.
     Source: Agarwal et al. 2024, arXiv:2306.13649 (GKD); Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab.
     """
@@ -41,7 +41,10 @@ class ReverseKL:
         return whiten(advantages_T, [view.loss_weight > 0 for view in views], reduce)
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
-        """Return ``teacher_kl``: the mean of log student - log teacher over the trained tokens of all ranks."""
+        """Return ``teacher_kl``: the mean of log student - log teacher over the trained tokens of all ranks.
+
+        The result is empty without views.
+        """
         gaps_of_views = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
         if not gaps_of_views:
             return {}

@@ -19,7 +19,7 @@ from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 
-MIN_VARIANCE = 1e-12  # returns with a smaller variance count as constant: the explained variance is 0
+MIN_VARIANCE = 1e-12  # returns with a smaller sum of squared deviations count as constant: the explained variance is 0
 
 
 class GeneralisedAdvantage:
@@ -48,7 +48,10 @@ class GeneralisedAdvantage:
         return [self._advantages(view) + torch.where(view.loss_weight > 0, _values(view), 0.0) for view in views]
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
-        """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks."""
+        """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks.
+
+        The result is empty without views.
+        """
         pairs_2A = [
             torch.stack([returns_T, returns_T - _values(view)])[:, view.loss_weight > 0].double()
             for returns_T, view in zip(self.returns(views), views, strict=True)

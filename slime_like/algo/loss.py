@@ -48,8 +48,9 @@ class PolicyLoss:
     def __call__(self, view: LossView) -> LossOutput:
         """Return the [T] loss, and metrics with slime's names (``train/<name>``).
 
-        The ratio's denominator is the engine's policy if ``algo.use_rollout_logprobs``, otherwise that of ``old_logprobs``. If
-        ``old_logprobs`` is None, the current policy is its own old policy: the ratio is 1, but carries a gradient.
+        The ratio's denominator is the engine's policy if ``algo.use_rollout_logprobs``, otherwise the policy of
+        ``old_logprobs``. If ``old_logprobs`` is None, the current policy is its own old policy: the ratio is 1, but
+        carries a gradient.
         """
         cfg = self.config
         old_logprobs_T = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
@@ -127,7 +128,8 @@ def ppo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: 
 def gspo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
     """Return GSPO's clipped surrogate, with the ratio ``(pi(y) / pi_old(y)) ** (1 / |y|)`` at each token of sequence y.
 
-    All tokens of a sequence have the same loss; with ``algo.aggregation=sequence_mean`` each sequence has the same weight.
+    With a group advantage, all tokens of a sequence have the same loss. With ``algo.aggregation=sequence_mean``, all
+    sequences have the same weight.
     Source: Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 and 7.
     """
     assert view.sequences is not None, "GSPO's ratio needs sequences"

@@ -1,4 +1,4 @@
-"""Gloo devices: one for all process groups of a process, and own devices of a group whose connections can be closed."""
+"""Gloo devices: one shared by a process's groups, and separate ones for groups whose connections can be closed."""
 
 # torch has no public API for its registry of backends or for gloo's options.
 # pyright: reportPrivateUsage=false
@@ -75,7 +75,7 @@ class GlooConnections:
         self._epolls = _epoll_instances() - before
 
     def close(self) -> None:
-        """Close the connections. Pending ops of this rank fail at once, and so do those of peers that wait for this rank."""
+        """Close the connections. Pending ops of this rank, and of peers that wait for it, fail immediately."""
         for epoll in self._epolls & _epoll_instances():
             for fd, inode in TARGET.findall((FD_INFO / str(epoll)).read_text()):
                 with contextlib.suppress(OSError):  # gloo has closed it in the meantime, or it is the listener

@@ -193,7 +193,10 @@ def _last(flags: FlagValues, flag: str) -> str | None:
 
 
 def _engines(flags: FlagValues) -> Iterator[str]:
-    """Yield the number of engines, from slime's rollout GPUs, and the placement, split without --colocate, as overrides."""
+    """Yield the override of the number of engines and, without --colocate, that of the split placement.
+
+    Yields nothing if the flags do not determine the number of slime's rollout GPUs.
+    """
     gpus_per_engine = count("--rollout-num-gpus-per-engine", _last(flags, "--rollout-num-gpus-per-engine") or "1")
     gpus, nodes = _last(flags, "--rollout-num-gpus"), _last(flags, "--actor-num-nodes") or "1"
     if gpus is None and "--colocate" in flags and "--actor-num-gpus-per-node" in flags:

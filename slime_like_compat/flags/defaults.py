@@ -77,4 +77,4 @@ NEEDED: dict[str, str] = {
     flag: f"without it slime trains with Megatron's dropout of 0.1, which is not supported here: add {flag} 0.0 to the script"
     for flag in ("--attention-dropout", "--hidden-dropout")
 }
-"""Flags that slime needs, because its default has no equivalent here."""
+"""Flags that a script has to give, because slime's default has no equivalent here -> the reason."""

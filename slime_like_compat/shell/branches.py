@@ -32,7 +32,7 @@ from slime_like_compat.shell.values import Scope, Value
 from slime_like_compat.shell.words import Token, Word
 
 type Run = Callable[[Sequence[Token], str], None]
-"""Function that is called with the words of a command and the condition under which it runs; empty if it runs."""
+"""Function that is called with a command's words and the condition under which it runs, empty if it surely runs."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 
 
 def tokens(text: str, name: str) -> Iterator[Token]:
-    """Yield the tokens of ``text``, the script ``name``. Raises ``ConfigError`` with file and line if a quote does not end."""
+    """Yield the tokens of ``text``, the script ``name``. Raises ``ConfigError``, for example for an open quote."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{name} has {len(text)} characters, more than {MAX_CHARS}: give the launch script alone")
     reader = _Lexer(text, name)

@@ -49,7 +49,7 @@ def named_file(command: str, arguments: list[str], script: Path) -> str | None:
 
 
 def seq(text: str) -> str | None:
-    """Return the numbers that ``seq`` prints; None for any other command."""
+    """Return the numbers that ``seq`` prints; None for other commands, step 0 and more than ``MAX_WORDS`` numbers."""
     match = _SEQ.fullmatch(text)
     if match is None:
         return None

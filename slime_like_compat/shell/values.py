@@ -53,7 +53,7 @@ class Scope:
             self.values, self.unknown_reasons, self.incomplete = snapshot
 
     def assign(self, name: str, values: tuple[Value, ...], *, append: bool = False) -> None:
-        """Set a variable (one value) or an array."""
+        """Set a variable (one value) or an array; with ``append``, add ``values`` to it."""
         self.values[name] = (self.values.get(name, ()) if append else ()) + values
         if not append:
             self.unknown_reasons.pop(name, None)

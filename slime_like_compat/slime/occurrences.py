@@ -51,7 +51,7 @@ class Flags:
         return flag in self.by_name
 
     def text(self, flag: str, default: str = "") -> str:
-        """Return the values of ``flag`` as text."""
+        """Return the values of ``flag`` as text; ``default`` if the flag is not given."""
         return self.by_name[flag].text if flag in self.by_name else default
 
     def is_positive(self, flag: str) -> bool:

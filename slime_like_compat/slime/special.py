@@ -41,7 +41,7 @@ HARMLESS_VARIABLE = re.compile(
 )
 
 type VerdictFunction = Callable[[FlagOccurrence, Flags], tuple[str, str] | None]
-"""Returns the verdict and its note; None to treat the flag like any other."""
+"""Function that returns a flag's verdict and its note; None to treat the flag like any other."""
 
 
 def _needs(switch: str, project: str = "slime") -> VerdictFunction:

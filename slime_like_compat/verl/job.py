@@ -35,7 +35,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Job:
-    """Settings by key, and a report row for each. ``user_overrides`` maps our keys that ``--with`` sets to its text."""
+    """Settings by key, and a report row for each. ``user_overrides`` maps our keys to the texts of ``--with``."""
 
     settings: dict[str, Setting]
     drop: frozenset[str]
@@ -120,7 +120,7 @@ class Job:
         return text
 
     def texts(self, key: str) -> list[str]:
-        """Return the value of ``key`` as a list of texts; one text is a list of one, null is an empty one."""
+        """Return the value of ``key`` as a list of texts: a single text as a list of one, null as an empty list."""
         value = self.value(key)
         items = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
         texts = [text for item in items if (text := _text(item)) is not None]

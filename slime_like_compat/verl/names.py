@@ -66,6 +66,6 @@ def switch(key: str) -> str | None:
 
 
 def _longest[T](table: dict[str, T], key: str) -> T | None:
-    """Return the entry of the longest pattern that matches ``key``."""
+    """Return the entry of the longest pattern that matches ``key``; None if no pattern matches."""
     patterns = [pattern for pattern in table if fnmatchcase(key, pattern)]
     return table[max(patterns, key=len)] if patterns else None

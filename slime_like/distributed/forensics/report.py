@@ -198,7 +198,7 @@ def missing_ranks(readings: Mapping[str, Reading], ranks: Iterable[int], role: s
 
 
 def report(folder: Path | None) -> str:
-    """Return the findings in a folder of rings as text, the likeliest cause first; empty if there are none."""
+    """Return the findings in a folder of rings as text, likeliest cause first; empty without findings or a folder."""
     if folder is None or not folder.is_dir():
         return ""
     return "\n".join(str(finding) for finding in findings(read_rings(folder)))

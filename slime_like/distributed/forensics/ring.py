@@ -104,7 +104,7 @@ class Ring:
         self.words[1], self.words[2], self.words[3] = os.getpid(), start_time(os.getpid()), self.slots
         self.words[4] = pid_namespace()
         self.words[0] = MAGIC
-        # Returns, for the next op: its index, the offset of its record in bytes, and the word for its end time.
+        # ``next_record`` returns the next op's index, the offset of its record in bytes, and the word for its end time.
         offsets = [self.first_word(slot) * 8 for slot in range(self.slots)]
         ends = [self.first_word(slot) + ENDED for slot in range(self.slots)]
         self.next_record: Callable[[], tuple[int, int, int]] = zip(

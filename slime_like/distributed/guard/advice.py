@@ -63,7 +63,10 @@ def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
 
 
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
-    """Yield a Markdown table with a row per op and kind of group: maxima over all ranks, in MiB."""
+    """Yield a Markdown table with a row per op and kind of group.
+
+    Drops (in MiB) and query durations are maxima over all ranks, numbers of calls are sums, bytes per call are means.
+    """
     columns = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
     yield f"| op | group | ranks | calls | bytes per call | {columns} | query us |"
     yield "|---|---|---|---|---|---|---|---|---|---|"

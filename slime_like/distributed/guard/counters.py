@@ -41,7 +41,7 @@ class Counter:
     check_at: float  # the guard checks the first op issued at or after this time, in ns of perf_counter_ns
     code: int  # op, phase and group, encoded as in the ring
     next_sequence: Callable[[], int]  # returns the number of the group's next collective
-    peers: dict[int, Callable[[], int]]  # peer -> returns the number of the next send to it or receive from it
+    peers: dict[int, Callable[[], int]]  # peer -> function that numbers its sends (or receives)
     target: Any  # the ProcessGroup that executes the op
     # Set at creation or changed only by the guard.
     op: Op

@@ -21,7 +21,7 @@ class QuerySchedule:
 
     - Over any period, queries and cheap checks cost at most the share ``budget`` of the time plus ``MAX_OVERDRAFT`` queries.
     - The next query runs before free memory can reach the threshold at ``SAFETY_FACTOR`` times the measured rate. It
-      runs at once if a cheap check shows that this process has taken half of the remaining memory.
+      runs immediately if a cheap check shows that this process has taken half of the remaining memory.
     - If the budget allows no query in time, ``too_late`` is set, and the guard acts without waiting for a query.
     """
 

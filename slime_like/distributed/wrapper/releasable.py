@@ -2,7 +2,7 @@
 
 megatron-core keeps references to its ``ProcessGroup`` objects, including the world, so these persist with their ranks, names
 and stores. With ``guard.release`` their backend is a ``ReleasableBackend``, a placeholder that refuses every op. A second
-group of the same ranks, referenced only by the wrapper, executes their ops. ``reload`` releases and rebuilds them.
+group of the same ranks, referenced only by the wrapper, executes their ops. ``reload`` releases and rebuilds backends.
 
 Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``; in torch 2.14 gloo's cannot).
 """
@@ -109,7 +109,7 @@ def restore(originals: list[tuple[str, Any]]) -> None:
 
 
 def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a function that creates a releasable backend, or a plain one if a group is split or has outside processes."""
+    """Return a creator of releasable backends, plain ones for groups split from another or with outside processes."""
 
     def create(request: Any, options: Any) -> Any:
         foreign = not request.global_ranks_in_group and dist.is_initialized()
@@ -123,7 +123,7 @@ def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, A
 
 
 def target(group: Any) -> Any:
-    """Return the group that executes the ops of ``group``: itself, unless its communicators are reloadable."""
+    """Return the group that executes the ops of ``group``: itself if it has no live reloadable communicators."""
     reloadable = reloadables.get(group)
     if reloadable is None or group not in c10d._world.pg_backend_config:
         return group

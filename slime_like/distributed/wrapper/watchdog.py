@@ -15,16 +15,16 @@ from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.printable import visible
 
 EXIT_CODE = 70
-LIMIT_FACTOR = 1.1  # times the deadline plus GRACE_S: gloo and NCCL have the same deadline and should fail first
+LIMIT_FACTOR = 1.1  # the limit is this factor times the deadline, plus GRACE_S: gloo and NCCL should fail first
 GRACE_S = 2.0
 MEMORY_QUERY_S = 2.0  # limit of the memory query for the report
 
 
 class Watchdog:
-    """Thread that reports the state of all ranks and ends the process if an op is in flight for longer than ``seconds``.
+    """Thread that reports the state of all ranks and ends the process if an op is in flight for too long.
 
-    Most hangs end earlier, because the process group has the same deadline and raises an error. The watchdog covers hangs that
-    the process group does not notice.
+    The limit is above ``seconds``, the deadline of the process group, whose error ends most hangs earlier. The watchdog
+    covers hangs that the process group does not notice.
     """
 
     def __init__(self, wrapper: Wrapper, seconds: float, end_process: Callable[[], None] | None = None) -> None:
@@ -73,7 +73,7 @@ def _print_error(text: str) -> None:
 
 
 def oldest_in_flight(wrapper: Wrapper) -> int | None:
-    """Return the issue time of this rank's oldest op that has not ended, in ns of ``perf_counter_ns``."""
+    """Return the issue time of this rank's oldest op in flight, in ns of ``perf_counter_ns``; None if there is none."""
     ring = wrapper.ring
     width = RECORD.size // 8
     first, stop = ring.first_word(0), ring.first_word(0) + ring.slots * width

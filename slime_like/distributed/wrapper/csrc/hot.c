@@ -1,4 +1,4 @@
-/* The hot path of slime_like.distributed.wrapper.op_wrappers in C, which takes a quarter of the time.
+/* The hot path of slime_like.distributed.wrapper.op_wrappers in C, which takes a quarter of the time of the Python code.
 
    It handles plain calls: the counter exists, the guard need not check, and the arguments are those that torch passes.
    All other calls and all errors go to the equivalent function in Python (``fallback``), which defines the behaviour; a
@@ -20,7 +20,7 @@
 
 static PyObject *name_async, *name_opts, *name_group, *name_default, *any_peer, *no_peer;
 
-/* Return 1 if the caller waits for the op itself (opts.asyncOp, or no such option), else 0; -1 with an error. */
+/* Return 1 if torch leaves the wait to the caller (opts.asyncOp, or no such option), else 0; -1 with an error. */
 static int is_asynchronous(PyObject *opts)
 {
     PyObject *flag = PyObject_GetAttr(opts, name_async);
@@ -94,7 +94,7 @@ static PyObject *call_point(PyObject *callable, PyObject *const *args, size_t na
     if (names != NULL || n < 2 || n > 4 || key == NULL || !PyLong_CheckExact(key)
         || (counter = plain_counter(self, args[0], started)) == NULL)
         return PyObject_Vectorcall(self->fallback, args, nargsf, names);
-    /* Before the look-up of the peer, because it may run Python code that changes ``peers``. */
+    /* bytes_of runs before the look-up of the peer, because it may run Python code that changes ``peers``. */
     if (self->payload >= 0 && (size = bytes_of(self, args[1])) < 0) goto done;
     if ((sequence_counter = PyDict_GetItemWithError(counter->peers, key)) == NULL) { /* first op with this peer */
         Py_DECREF(counter);

@@ -162,7 +162,7 @@ class Family(ABC):
         return 0
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Raise ``ConfigError`` unless the HF config's ``key`` has one of the ``allowed`` values."""
+        """Raise ``ConfigError`` unless the HF config's ``key`` is missing or has one of the ``allowed`` values."""
         value = getattr(self.hf, key, allowed[0])
         if value not in allowed:
             self.refuse(f"{key}={value!r}", " or ".join(repr(a) for a in allowed))

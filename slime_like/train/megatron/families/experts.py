@@ -189,7 +189,10 @@ def global_key(key: str, num_local: int, ep_rank: int) -> str:
 
 
 def keys_of_peers(key: str, num_experts: int, ep: int) -> tuple[str, ...]:
-    """Return the keys on all expert parallel ranks, in rank order, that correspond to ``key`` on this rank."""
+    """Return the keys on all expert parallel ranks, in rank order, that correspond to ``key`` on this rank.
+
+    For a parameter outside the routed experts, that is ``key`` alone.
+    """
     prefix, expert, numbered = key.partition(EXPERTS)
     if not expert:
         return (key,)

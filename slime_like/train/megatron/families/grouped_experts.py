@@ -22,7 +22,7 @@ class GroupedExperts(Experts):
     score_function: ClassVar[str] = "softmax"
     topk_methods: ClassVar[tuple[str, ...]] = ("greedy", "group_limited_greedy")
     num_group_scores: ClassVar[int] = 1
-    """Number of best scores whose sum ranks a group; megatron's router has the same number for this score function."""
+    """Number of best scores whose sum ranks a group; ``moe.expert_choice`` sums as many for this score function."""
 
     def __init__(self, hf: Any, tp: int) -> None:
         super().__init__(hf, tp)

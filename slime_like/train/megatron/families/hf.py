@@ -93,8 +93,8 @@ class HFFolder:
     def apply_scales(self, name: str, tensor: Tensor, index: int | None = None) -> Tensor:
         """Return ``tensor``, which is stored as ``name``, multiplied by its scales if it has scales.
 
-        With ``index``, ``tensor`` is that part of the stored tensor. Raises ``CheckpointError`` if the dtype is not that
-        of a weight, or if the folder has scales for it that cannot be applied.
+        With ``index``, ``tensor`` is that part of the stored tensor. Raises ``CheckpointError`` if the stored dtype is
+        not that of a weight, or if the scales are missing or cannot be applied.
         """
         entry = self._entry(name)
         scale = self._all_scales().name_of(name, entry.dtype)

@@ -98,7 +98,7 @@ class HybridDecoder(DenseDecoder):
 
 
 def _text(hf: Any) -> Any:
-    """Return the config of the language model, with ``tie_word_embeddings`` of the composite model."""
+    """Return a composite model's text config with its ``tie_word_embeddings``; any other model's config unchanged."""
     if not hasattr(hf, "text_config"):
         return hf
     text = copy.copy(hf.text_config)

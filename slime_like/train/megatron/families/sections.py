@@ -46,7 +46,7 @@ class Sections(Weight):
 
 @dataclass(frozen=True, slots=True)
 class InterleavedByHead(Weight):
-    """HF tensors that interleave their sections by key head. ``rows[i][j]``: rows of section j of tensor i per head.
+    """HF tensors that interleave their sections by key head. Section j of tensor i has ``rows[i][j]`` rows per head.
 
     Qwen3-Next stores query, key, value and gate of key head 0, then those of key head 1, and so on.
     """

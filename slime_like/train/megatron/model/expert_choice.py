@@ -34,7 +34,7 @@ class ChoiceCounts:
 
 
 class ExpertChoice:
-    """Expert choice of one router, in place of megatron's router replay object, which is called for each choice.
+    """Expert choice of one router, which calls this object for each choice in place of megatron's router replay object.
 
     The padding mask is the only tensor of a micro-batch that reaches a router in forward passes and in all kinds of recompute.
     Its address therefore identifies the micro-batch.

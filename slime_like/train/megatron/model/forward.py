@@ -40,7 +40,7 @@ class MicroBatch:
     returns: Tensor | None = None  # the critic's targets
     advantages: Tensor | None = None
     experts: Tensor | None = (
-        None  # [routers of this rank, L, experts per token], to be replayed; as ``PackedRows.padding``
+        None  # [routers of this rank, L, experts per token], to be replayed; L / tp with sequence parallelism
     )
 
 
@@ -106,7 +106,7 @@ def run_schedule(
     """Run every micro-batch through megatron's schedule, and call ``after(micro, hidden)`` on the last stage.
 
     With ``train``, ``after`` returns megatron's (loss, count, report), and gradients are accumulated and reduced; the result
-    is the list of reports. Otherwise it is the list of what ``after`` returns. It is empty on the other stages.
+    is the list of reports. Otherwise it is the list of the results of ``after``. It is empty on other stages.
     """
     padding = _padding_micros(wrapped, micros)
     count = len(padding) + len(micros)
@@ -153,7 +153,7 @@ def _no_sequences(batch: PackedBatch) -> PackedBatch:
 
 
 def _zero_loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
-    """Return a loss of zero over no tokens, so that every stage runs the backward pass."""
+    """Return a loss of zero over no tokens, so that every stage runs the backward pass; None for scores."""
     if non_loss_data:
         return None
     return hidden.sum() * 0.0, torch.zeros((), dtype=torch.int32, device=hidden.device), {}

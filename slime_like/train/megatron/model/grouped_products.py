@@ -67,7 +67,7 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 class WeightedSwiGLU(torch.autograd.Function):
-    """SwiGLU with a weight per row that saves only its inputs: (gate and up [R, 2 F], probabilities [R]) -> [R, F]."""
+    """Row-weighted SwiGLU, which saves only its inputs: (gate and up [R, 2 F], probabilities [R]) -> [R, F]."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, probs_R: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ class PackedRows(PackedSeqParams):
     """megatron's packed-sequence parameters with sequence bounds on the host, so that no kernel launch waits for the GPU.
 
     ``cu_seqlens_q`` and ``cu_seqlens_kv`` are host tensors over the P padded tokens of all context parallel ranks.
-    ``pieces`` divides this rank's attention into pieces; ``query_cu``, ``key_cu`` and ``key_index`` are its arrays on the
-    device.
+    ``pieces`` divides this rank's attention into pieces; ``query_cu``, ``key_cu`` and ``key_index`` are the arrays of
+    ``pieces`` on the device.
     """
 
     pieces: AttentionPieces | None = None
@@ -107,7 +107,8 @@ class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences, which context parallelism may split.
 
     16-bit attention on a GPU runs one variable-length flash kernel for all sequences. Otherwise, scaled dot product
-    attention runs per batch of sequences of similar length, without the masked scores of a block-diagonal mask.
+    attention runs per batch of sequences of similar length or, with context parallelism, per piece, without the masked
+    scores of a block-diagonal mask.
 
     Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
     in one collective per layer, and the backward pass scatters the summed gradients. With grouped queries there are few key

@@ -52,7 +52,7 @@ class TokenLayout:
         return _gather(column_T, self.token_index, fill)
 
     def next_token[Scalar: np.generic](self, column_T: npt.NDArray[Scalar], fill: Any) -> npt.NDArray[Scalar]:
-        """Return the column's value [L] at the token after each local token, or ``fill`` if there is none."""
+        """Return the column's value [L] at the token after each local token; ``fill`` at sequence ends and padding."""
         return _gather(column_T, self.next_index, fill)
 
     def predictions(self, mask_T: npt.NDArray[np.bool_]) -> Predictions:
@@ -66,7 +66,7 @@ class TokenLayout:
         return np.searchsorted(self.cu_seqlens, token_index, side="right").astype(np.int64) - 1
 
     def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], token_index_N: I64) -> npt.NDArray[Scalar]:
-        """Return [S]: the sum per sequence of values [N] at token indices [N]. With cp > 1, sum the results of the cp ranks."""
+        """Return [S]: the sum per sequence of values [N] at token indices [N], those of one cp rank or of all."""
         out = np.zeros(self.num_sequences, values_N.dtype)
         np.add.at(out, self.sequence_of(token_index_N), values_N)
         return out

@@ -205,7 +205,7 @@ def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, 
 
 
 def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
-    """Return ``parts`` with the kernels of ``model.cpu_kernels``: for auto, C kernels if they can be compiled."""
+    """Return ``parts`` with the kernels of ``model.cpu_kernels``: for auto, C kernels if they compile, else torch's."""
     if kernels == "torch":
         return parts
     try:
@@ -259,7 +259,10 @@ def _order(key: str) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_hf(model: ModelSegments, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
-    """Load this rank's weights from an HF folder. Raises ``CheckpointError`` on a missing tensor or a wrong shape."""
+    """Load this rank's weights from an HF folder; a critic's value head is not changed.
+
+    Raises ``CheckpointError`` on a missing tensor or a wrong shape.
+    """
     for key, target in named_weights(model):
         if key.startswith(VALUE_HEAD):
             continue

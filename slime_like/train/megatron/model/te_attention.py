@@ -27,7 +27,7 @@ class TEAttention(_Base):
 
     TransformerEngine selects a kernel of flash-attn or cuDNN. Under context parallelism it exchanges keys and values in a ring,
     overlapped with attention (Ring Attention, https://arxiv.org/abs/2310.01889), with the same chunks per rank as ``layout``.
-    It has no parameters, so checkpoints do not depend on the attention backend.
+    This module has no parameters, so checkpoints do not depend on the attention backend.
     """
 
     def __init__(

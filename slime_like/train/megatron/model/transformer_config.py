@@ -75,7 +75,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     }
     default_fields: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",  # the default rejects rows of different lengths, even without experts
-        "moe_grouped_gemm": family.num_experts > 0,  # ``GroupedMLP``; megatron's needs TransformerEngine
+        "moe_grouped_gemm": family.num_experts > 0,  # by ``GroupedMLP``; megatron's class needs TransformerEngine
         "moe_router_dtype": "fp32",
         "moe_router_bias_update_rate": 0.0,  # an expert bias is not trained, but can be updated to balance the load
         # With virtual stages on two ranks, one batch would pair messages of opposite directions (see patches).

@@ -133,11 +133,11 @@ def vocab_scores(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probability and (if ``entropy``) entropy F32 [N] of ``softmax(hidden @ weight.T / temperature)``.
+    """Return F32 [N] each: the log-probabilities of ``target_N`` and (if ``entropy``, else None) the entropies.
 
-    The vocabulary excludes padding rows, and ``weight_VH`` is this rank's part of it. Results are equal on all ranks. The
-    gradient of ``hidden_NH`` is this rank's share, which the caller's tensor parallel region sums. Token ids in
-    ``target_N`` are global.
+    The distribution is ``softmax(hidden @ weight.T / temperature)`` over the vocabulary without padding rows, of which
+    ``weight_VH`` is this rank's part. Results are equal on all ranks. The gradient of ``hidden_NH`` is this rank's
+    share, which the caller's tensor parallel region sums. Token ids in ``target_N`` are global.
     """
     return _Scores.apply(hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)  # pyright: ignore[reportReturnType]
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from slime_like.checkpoint.record import CheckpointRecord, Manifest, check_content, read_record
 from slime_like.errors import CheckpointError, SlimeLikeError
 
-# Raised by readers on truncated, missing or foreign files. CheckpointException is a BaseException.
+# Errors that readers raise on truncated, missing or foreign files. CheckpointException is a BaseException.
 READ_ERRORS = (
     CheckpointException,
     CheckpointingException,

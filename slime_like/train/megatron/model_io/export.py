@@ -266,7 +266,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _write_metadata(scratch: Path, weight_map: dict[str, str], num_bytes: int, source: HFFolder, dtype: str) -> None:
-    """Write the index and the config, and copy the source's files that are not weights."""
+    """Write config and index (or rename a single file of weights), and copy the source's files that are not weights."""
     files = sorted(set(weight_map.values()))
     if len(files) == 1:
         (scratch / files[0]).rename(scratch / SINGLE)

@@ -11,7 +11,7 @@ from slime_like.train.megatron.families.base import Family
 
 
 def fingerprint(family: Family, head: str) -> dict[str, Scalar]:
-    """Return the sizes that two models must share to load each other's checkpoints."""
+    """Return the properties that two models must share to load each other's checkpoints."""
     hf = family.hf
     keys = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     shape = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")

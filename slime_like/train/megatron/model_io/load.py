@@ -58,7 +58,7 @@ def load_weights(state: RankState, source: Path) -> None:
 def _restore(state: RankState, source: Path, manifest: Manifest) -> None:
     groups = state.optimizer.param_groups
     configured_lrs = [(group["max_lr"], group["min_lr"]) for group in groups]
-    for group in groups:  # megatron also matches saved groups by these; the config may have changed
+    for group in groups:  # megatron also matches saved groups by these rates, which the config may have changed
         group.update(max_lr=manifest.max_lr, min_lr=manifest.min_lr)
     sharded = sharded_state(state, loading=True)
     same_layout = manifest.layout == layout_sizes(state.rank_info)

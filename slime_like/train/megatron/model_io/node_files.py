@@ -141,7 +141,7 @@ def _send(path: Path, receivers: Sequence[int], device: torch.device) -> str:
 
 
 def _read_into(file: BinaryIO, chunk: torch.Tensor) -> int:
-    """Fill a chunk; return the number of bytes read."""
+    """Fill a chunk; return the number of bytes read, which is below the chunk's size if the file ends."""
     view, count = memoryview(chunk.numpy()), 0
     while count < len(view) and (data := file.read(len(view) - count)):
         view[count : count + len(data)] = data

@@ -12,7 +12,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW on torch's fused kernel that counts steps per parameter group, as apex's FusedAdam does.
 
     megatron's DistributedOptimizer restores torch's AdamW with one step tensor shared by all parameters, so the first
-    update after a resume advances the count once per parameter. It restores a count per group correctly.
+    update after a resume advances the count once per parameter. A count per group is restored correctly.
     Update rule: Loshchilov and Hutter 2019 (https://arxiv.org/abs/1711.05101).
     """
 

@@ -35,7 +35,7 @@ class _Finder:
         self.patched: set[str] = set()  # names of modules
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        """Return the spec of a megatron module with a loader that adapts it (``sys.meta_path`` protocol)."""
+        """Return a megatron module's spec whose loader adapts it; None for others (protocol of ``sys.meta_path``)."""
         if not name.startswith("megatron.core"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)

@@ -185,7 +185,10 @@ def _collect_errors(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def _checkpoint_writer(module: ModuleType) -> None:
-    """Pass a save's results through a plain queue: upstream's queue spawns a Manager process that imports __main__."""
+    """Pass a save's results through a plain queue, and add its errors to the list of ``save_errors``.
+
+    Upstream's queue spawns a Manager process that imports __main__.
+    """
 
     def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
         return queue.Queue()  # one per save, because a failed save leaves results in its queue

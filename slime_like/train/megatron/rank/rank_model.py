@@ -137,7 +137,7 @@ class RankModel:
             self._pending_save = begin_save(self.state(), folder, iteration, self.version)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Complete the pending checkpoint and return True. Without ``wait``, return False while a rank is still writing.
+        """Complete any pending checkpoint and return True. Without ``wait``, return False while a rank writes.
 
         Raises ``CheckpointError`` on every rank if a rank could not write its part.
         """

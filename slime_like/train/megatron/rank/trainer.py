@@ -176,7 +176,10 @@ class RankTrainer(RankModel):
         return sample_difference
 
     def _drift_by_layer(self, rollout: OpenRollout) -> list[Metric]:
-        """Measure, for each kind of layer, the difference that remains with it in float64, on each rank's first micro-batch."""
+        """Measure the difference from the engine with each kind of layer in float64, on each rank's first micro-batch.
+
+        If the engine's experts are replayed, also measure the difference with the router's own experts.
+        """
         metrics: list[Metric] = []
         micros = rollout.micros_by_step[0][:1]
         for kind in (*self.model_layer_kinds, ALL):
@@ -247,7 +250,7 @@ class RankTrainer(RankModel):
         return zip(micros, columns, strict=True) if columns else iter(())
 
     def _advantages(self, micros: Sequence[MicroBatch]) -> Sequence[Tensor | None]:
-        """Return F32 [T] per micro-batch: group advantages repeated over their sequences, or token advantages."""
+        """Return F32 [T] per micro-batch: token advantages, or a group advantage per sequence; None without either."""
         if self.token_advantage is not None:
             views = [self._view(micro) for micro in micros]
             return token_advantages(self.spec.algo, self.token_advantage, views, GroupSum(self.rank_info.dp_group))

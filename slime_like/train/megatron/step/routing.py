@@ -80,7 +80,7 @@ class RoutingReplay:
 
     @contextmanager
     def record(self, micros: Sequence[MicroBatch]) -> Generator[None]:
-        """Record the experts that the routers choose for ``micros`` in their ``experts``, to be replayed."""
+        """Record the experts that the routers choose for ``micros``, and store them in each ``MicroBatch.experts``."""
         for choice in self._choices():
             choice.recorded_experts = {}
         try:

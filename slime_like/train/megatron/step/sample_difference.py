@@ -35,11 +35,11 @@ class SampleLogprobDifference:
     version: int  # version of the trainer's weights
     rank_info: RankInfo
     tolerance: float | None = None  # largest allowed difference; None: no check
-    on_policy: list[Tensor] = field(default_factory=list[Tensor])  # in samples with only the trainer's version
+    on_policy: list[Tensor] = field(default_factory=list[Tensor])  # at tokens of samples of the trainer's version only
     # differences at tokens of the trainer's version in samples of several versions
     mixed: list[Tensor] = field(default_factory=list[Tensor])
     stale: list[Tensor] = field(default_factory=list[Tensor])  # differences at tokens of other versions
-    sample_ids: list[I64] = field(default_factory=list[I64])  # at each token of ``on_policy``
+    sample_ids: list[I64] = field(default_factory=list[I64])  # sample of each token in ``on_policy``
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor) -> None:
@@ -80,7 +80,10 @@ class SampleLogprobDifference:
         return metrics
 
     def metrics(self, suffix: str) -> list[Metric]:
-        """Return mean and maximum absolute difference of ``on_policy`` over all ranks; [] except on the last pipeline stage."""
+        """Return mean and maximum absolute difference of ``on_policy`` over all ranks.
+
+        Returns [] if no rank has such a token, and except on the last pipeline stage.
+        """
         if not self.rank_info.is_last:
             return []
         magnitudes = np.abs(self._gather()[0])

@@ -31,7 +31,7 @@ class TracedBatch:
 
     length: int  # tokens of a sequence
     num_micro_batches: int
-    trained_share: float = 1.0  # share of the tokens; the others are prompts
+    trained_share: float = 1.0  # share of the tokens that are trained on; the others are prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """Traced memory of a rank in bytes, and the calls of its second step.
+    """Traced memory of a rank in bytes, and the calls of its second rollout.
 
     ``pinned`` and ``pageable`` are on the host: page-locked blocks as torch's allocator rounds them, and other tensors above
     the phantom GPU's ``host_limit``. torch keeps pinned blocks, so ``pinned`` includes those of earlier phases.

@@ -157,7 +157,10 @@ def _note_shape(stock: Callable[..., Any], batch: Any, rank_info: RankInfo) -> A
 def _own_shape(
     stock: Callable[..., Any], communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
 ) -> Any:
-    """Exchange shapes, and return the shapes of this rank's hidden states."""
+    """Exchange shapes, and return the shape of this rank's hidden states for each of the two directions.
+
+    The shape is [0, 0, 0] for a direction from which nothing is received.
+    """
     stock(send_next, send_prev, recv_prev, recv_next)
     shape = [_hidden_shape[0], 1, int(communicator.config.hidden_size)]
     return (shape if recv_prev else [0, 0, 0]), (shape if recv_next else [0, 0, 0])
