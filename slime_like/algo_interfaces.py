@@ -103,7 +103,7 @@ class LossView:
     entropy: Tensor | None  # F32 [T], carries the gradient; present if the loss sets needs_entropy
     loss_weight: Tensor  # F32 [T]
     advantages: Tensor | None  # F32 [T]
-    # F32 [T]; None if algo.kl_coef is 0 and there is one optimizer step per rollout or algo.use_rollout_logprobs is set
+    # F32 [T]; None if algo.kl_coef is 0 and either a rollout has one optimizer step or algo.use_rollout_logprobs is set
     old_logprobs: Tensor | None
     rollout_logprobs: Tensor  # F32 [T]
     ref_logprobs: Tensor | None  # F32 [T]

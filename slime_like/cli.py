@@ -29,7 +29,7 @@ def _exit_code_of(run: Callable[[], int]) -> int:
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
-    except OSError as error:  # about a path in the configuration; a run handles its own errors when it ends
+    except OSError as error:  # its file is named in the configuration: a run handles its own errors
         if error.filename is None:
             raise
         config_error = ConfigError(f"{error.filename}: {error.strerror}: correct the path, or its permissions")
@@ -50,7 +50,7 @@ def _run(argv: list[str]) -> int:
             from slime_like.cluster.supervise.supervisor import supervise
             from slime_like.util.deadline import scale
 
-            scale()  # rejects a malformed value before any process starts
+            scale()  # rejects a malformed SLIME_LIKE_DEADLINE_FACTOR before any process starts
             tolerate_write_errors()
             return supervise(partial(_exit_code_of, partial(_train, argv)))
         case _:

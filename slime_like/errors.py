@@ -22,7 +22,7 @@ class SlimeLikeError(Exception):
 
 
 class ConfigError(SlimeLikeError, ValueError):
-    """A configuration key, flag or layout that cannot work; raised before any process starts."""
+    """A configuration key, flag or layout that cannot work; raised before any process starts, where possible."""
 
 
 class MissingResources(ConfigError):
@@ -46,11 +46,11 @@ class UserCodeError(SlimeLikeError, RuntimeError):
 
 
 class AgentError(SlimeLikeError, RuntimeError):
-    """An agent that fails every time or returns something other than a reward."""
+    """An agent that fails many times in a row, or returns something other than a reward or None."""
 
 
 class StoreFull(SlimeLikeError, MemoryError):
-    """A group with more tokens in flight than its store may hold or memory has room for."""
+    """A group whose tokens in flight exceed the limit of its store or the free memory."""
 
 
 class EngineError(SlimeLikeError, RuntimeError):

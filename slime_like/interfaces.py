@@ -107,12 +107,12 @@ class GenerateFn(Protocol):
 
 @runtime_checkable
 class Generator(GenerateFn, Protocol):
-    """A stateful ``GenerateFn``: an instance of the class ``rollout.generate``, constructed with the ``RolloutConfig``."""
+    """A stateful ``GenerateFn``: the class that ``rollout.generate`` names, instantiated with the ``RolloutConfig``."""
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics since the last call. Each name needs an entry in ``metrics.dictionary``, which documents it.
 
-        The driver reduces the metrics of all rollout managers; of a ``Last``, it keeps the value of the last manager.
+        The driver reduces the metrics of all rollout managers. For a ``Last``, it keeps the value of the last manager.
         """
         ...
 
@@ -298,7 +298,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def update_from_tensors(self, *payloads: bytes) -> None:
-        """Load one payload on every rank of the engine or, given a payload per rank, each on its own rank.
+        """Load one payload on every rank of the engine, or one payload per rank, each on the rank at its position.
 
         A payload is a pickled ``[(name, host tensor)]``, or a message of ``weight_sync.shared`` or ``weight_sync.device_memory``.
         """
@@ -325,7 +325,7 @@ class WeightSender(Protocol):
     """Transport of one rank's weights to the engines."""
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets and return the metadata of the sent tensors.
+        """Send all buckets and return the metadata of the sent tensors, an empty list on a rank that sends none.
 
         This is a collective over the ranks of a pipeline stage (with IPC, over all trainer ranks). If an engine is lost, the
         rank completes the collective before it raises.

@@ -16,7 +16,7 @@ HIDDEN = ("Cc", "Cf", "Cs", "Co")  # control, format (such as text direction), l
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with control, format, surrogate and private-use characters escaped, so that none affects a terminal."""
+    """Return ``text`` with control, format, surrogate and private-use characters escaped, except newlines and tabs."""
     if text.isprintable():
         return text
     return "".join(
@@ -59,8 +59,8 @@ def complaint(error: BaseException) -> str:
 def hide_in_logs(secret: str) -> None:
     """Mask ``secret`` in every record that this process logs from now on, for current and future handlers.
 
-    The message, its arguments and the traceback are masked. An argument that is not a string is replaced by its masked text if
-    that text contains the secret.
+    The message, its arguments and the traceback are masked. An argument that is not a string is replaced by its masked
+    ``str`` or ``repr`` if that contains the secret, and is otherwise unchanged.
     """
     base_factory = logging.getLogRecordFactory()
 

@@ -20,9 +20,10 @@ SHORT_WORD = 3  # letters; in words up to this length, one letter makes a differ
 def closest(name: str, names: Iterable[str]) -> str | None:
     """Return the known name that was probably meant by ``name``, or None if none is similar.
 
-    A name is similar if nearly all characters match, or if each word of ``name`` occurs in it: ``n_samples`` is similar to
-    ``n_samples_per_prompt``, but ``port`` is not similar to ``transport``. Ties go to the last name: ``qwen4`` gives
-    ``qwen3``, not ``qwen2``.
+    A known name is similar if nearly all its characters match, or if it contains each word of ``name`` (allowing for
+    typing errors) and at most twice as many words: ``n_samples_per_prompt`` is similar to ``n_samples``, but
+    ``transport`` is not similar to ``port``. Of equally similar names, the last in alphabetical order is returned: for
+    ``qwen4``, this is ``qwen3``, not ``qwen2``.
     """
     scores = {option: _similarity(name.lstrip("-"), option.lstrip("-")) for option in sorted(names, reverse=True)}
     best = max(scores, key=lambda option: scores[option], default=None)
@@ -91,7 +92,7 @@ def _own_part(name: str, dotted: bool, table_name: str) -> str:
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
     """Import and return the object that ``table`` maps ``name`` to or, if ``name`` is a path, the object at that path.
 
-    Raises ``ConfigError`` naming ``key`` if the module or attribute does not exist.
+    Raises ``ConfigError`` naming ``key`` if ``name`` is unknown, its module cannot be imported or lacks the attribute.
     """
     target = table.get(name, name)
     module_name, colon, attribute = target.rpartition(":")

@@ -1,4 +1,4 @@
-"""Files of checkpoints, written in an order in which the latest file always names a complete checkpoint. Imports no torch.
+"""Files of checkpoints, written in such an order that the latest file never names an incomplete one. Imports no torch.
 
     latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
@@ -57,7 +57,8 @@ def latest_iteration(folder: Path) -> int:
 def resumable_iteration(folder: Path) -> int | None:
     """Return the iteration that a run in ``folder`` resumes from; None before the first save is complete.
 
-    Raises ``CheckpointError`` if the latest file is unreadable, or missing although there are iterations.
+    Raises ``CheckpointError`` if the latest file is unreadable or holds no number, if it is missing although there are
+    iterations, or if it says ``none`` although there are several.
     """
     path, present = folder / LATEST, iterations(folder)
     if not path.exists():

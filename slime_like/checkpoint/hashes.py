@@ -50,7 +50,10 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
 
 
 def changed_files(folder: Path, records: Mapping[str, FileRecord]) -> list[Path]:
-    """Return the sorted paths of files in ``folder`` whose SHA-256 differs from ``records``; files without one are skipped."""
+    """Return the sorted paths of files in ``folder`` whose SHA-256 differs from ``records``.
+
+    Files without a recorded SHA-256 are skipped.
+    """
     names = sorted((name for name, file in records.items() if file.sha256), key=lambda name: -records[name].size)
     hashes = hash_files([folder / name for name in names])
     return sorted(folder / name for name, digest in zip(names, hashes, strict=True) if digest != records[name].sha256)

@@ -5,7 +5,7 @@ Imports no torch. Fields:
 format, iteration, version, ...   fields of ``Manifest``
 files, rollout                    size and SHA-256 of every file of the folder, and of this iteration's rollout files
 run                               settings and inputs of the run (``cluster.start.identity``)
-sha256                            of all of the above
+sha256                            SHA-256 of all of the above
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slime_like.errors import CheckpointError
 from slime_like.util.reading import Count, InputFile, abbreviate, reason
 
 FORMAT = 2
-FORMATS = (1, FORMAT)  # 1: sizes without hashes or run
+FORMATS = (1, FORMAT)  # format 1 has sizes but neither hashes nor run
 SEAL = "sha256"
 Scalar = str | int | float | bool | None
 
@@ -127,7 +127,8 @@ def read_manifest(folder: Path) -> Manifest:
 def read_record(folder: Path) -> CheckpointRecord:
     """Return the record of ``folder`` after checking the size of each of its files.
 
-    Raises ``CheckpointError`` naming the folder or file that is missing, truncated, garbled or in another format.
+    Raises ``CheckpointError`` naming the folder or file that is missing, truncated, garbled, in another format or of
+    another iteration.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -221,9 +222,10 @@ def _without_manifest(folder: Path) -> str:
 
 
 def critic_source(folder: Path) -> Path:
-    """Return the critic's iteration folder: ``folder`` itself, or else the newest iteration in it.
+    """Return the critic's iteration folder: ``folder`` itself if it is one, otherwise an iteration in it.
 
-    Raises ``CheckpointError`` if there is none, or if it belongs to an actor, which has no value head.
+    This is the iteration that the latest file names or, without a latest file, the newest one. Raises
+    ``CheckpointError`` if there is no iteration, or if it belongs to an actor, which has no value head.
     """
     present = iterations(folder)
     if not (folder / MANIFEST).is_file() and present:

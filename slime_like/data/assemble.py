@@ -10,7 +10,7 @@ Decisions that define the loss:
   enter no baseline and no denominator. Truncated samples are trained on; ``mask_truncated`` sets their weight to 0 but
   leaves their rewards in the group's baseline.
 - **Baselines are per episode.** An episode with several samples counts once, with the mean of their rewards.
-- **Groups are not split between optimizer steps** if there are at least as many groups as steps.
+- **Groups are not split between optimizer steps**, unless a step would otherwise have fewer samples than dp ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> list[list[int]]:
-    """Split ``rows`` into ``num_rows``: repeatedly halve the row with the most tokens of those with several sequences.
+    """Split ``rows`` into ``num_rows``, always halving the row with the most tokens among rows of several sequences.
 
     Returns fewer rows if no row with several sequences is left.
     """
@@ -147,9 +147,10 @@ class SequenceColumns:
 def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int) -> TrainBatch:
     """Return all optimizer steps of one rollout.
 
-    There are no steps if ``groups`` is empty, because filters dropped all groups or they are carried over to the next rollout.
-    Raises ``ConfigError`` if a step has fewer samples than dp ranks, ``DataError`` if a step has
-    no token to train on, ``EngineError`` if log-probabilities or routed experts of trained tokens are missing.
+    There are no steps if ``groups`` is empty, because filters dropped all groups or all are carried over to the next
+    rollout. Raises ``ConfigError`` if a step has fewer samples than dp ranks, ``DataError`` if a step has no token to
+    train on, ``EngineError`` if log-probabilities or routed experts of trained tokens are missing or if the samples'
+    extras do not match.
     """
     if not groups:
         return TrainBatch(rollout_id, ())
@@ -302,7 +303,10 @@ def pack_columns(columns: Sequence[SequenceColumns], token_weights: Sequence[flo
 
 
 def _extras(samples: Sequence[Sample]) -> dict[str, npt.NDArray[Any]]:
-    """Return the per-token extras of all sequences, concatenated. Raises ``EngineError`` unless all have the same extras."""
+    """Return the per-token extras of all sequences, concatenated.
+
+    Raises ``EngineError`` unless all sequences have the same extras, with one entry per token.
+    """
     names = set(samples[0].extras)
     for sample in samples:
         if set(sample.extras) != names:

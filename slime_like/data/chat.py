@@ -1,4 +1,4 @@
-"""Rendering and tokenization of prompts. The tokenizer's template renders chat messages; plain strings are unchanged.
+"""Rendering of chat messages by the tokenizer's chat template, and tokenization of texts.
 
 Tokenization adds no special tokens: a template writes them itself, and a plain prompt is taken literally.
 """

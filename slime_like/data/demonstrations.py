@@ -17,10 +17,11 @@ from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, 
 
 
 class Demonstrations:
-    """Source of one-sample groups: prompt, label and end-of-sequence token, or a conversation rendered by its template.
+    """Source of one-sample groups: prompt, label and end-of-sequence token, or a conversation in the chat template.
 
-    Rows are tokenised once. ``source`` keeps the cursor. The constructor raises ``DataError`` for a row that has no
-    label or is longer than the context, and ``ConfigError`` for a tokenizer without an end-of-sequence token.
+    Rows are tokenised once. ``source`` keeps the cursor. The constructor raises ``DataError`` for a row that has
+    neither a label nor a trained assistant turn, is longer than the context, or is refused by the template, and
+    ``ConfigError`` for an unsuitable tokenizer, for example one without an end-of-sequence token.
     """
 
     def __init__(

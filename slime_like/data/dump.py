@@ -82,7 +82,7 @@ def digest(columns: Mapping[str, Any]) -> str:
 
 
 def check_digest(columns: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if columns do not match their digest. Columns without one, of older versions, are accepted."""
+    """Raise ``ValueError`` if columns do not match their digest. Columns without digest (older versions) are valid."""
     if DIGEST in columns and str(columns[DIGEST]) != digest(columns):
         raise ValueError("its columns do not match its digest")
 

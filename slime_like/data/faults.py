@@ -1,4 +1,4 @@
-"""faults.jsonl of a run: injected faults, lost engines and their recoveries."""
+"""faults.jsonl of a run: injected faults, and the losses and recoveries of engines and of the reward server."""
 
 from __future__ import annotations
 

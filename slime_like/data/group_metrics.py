@@ -12,7 +12,10 @@ from slime_like.types import SampleGroup, Status
 
 
 def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[Metric]:
-    """Return metrics of rewards, lengths, statuses and staleness. ``trainer_version`` is the version before the update."""
+    """Return metrics of rewards, lengths, statuses, staleness and log-probabilities; an empty list without samples.
+
+    ``trainer_version`` is the version of the trainer's weights before the update.
+    """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return []

@@ -22,7 +22,7 @@ from slime_like.types import Prompt
 from slime_like.util.reading import Count, abbreviate, typed
 
 MAX_REASONS = 5  # number of reasons kept for bad rows
-MIN_ROLLOUTS_APART = 4  # between two uses of a prompt, if the file has enough rows
+MIN_ROLLOUTS_APART = 4  # minimum number of rollouts between two uses of a prompt, if the file has enough rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,10 @@ class FileSource:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue at the cursor ``state``. Raises ``DataError`` if the prompts or their order differ."""
+        """Continue at the cursor ``state``.
+
+        Raises ``DataError`` if it is malformed, or if the prompts or their order have changed.
+        """
         try:
             typed(state, _Cursor)
         except ValueError as error:

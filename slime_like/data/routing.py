@@ -85,7 +85,8 @@ def routing_column(experts_NBK: RoutedExperts | None, num_tokens: int) -> dict[s
 def with_routing(groups: Sequence[SampleGroup], shape: RoutingShape) -> tuple[SampleGroup, ...]:
     """Return ``groups`` with a column of experts in every sample, zeros in untrained samples that have none.
 
-    Raises ``EngineError`` if the experts of a token from which a trained token was sampled are missing.
+    Raises ``EngineError`` if the experts of a token from which a trained token was sampled are missing, or if a column
+    of experts has another shape or dtype.
     """
     return tuple(
         replace(group, samples=tuple(_with_experts(sample, shape) for sample in group.samples)) for group in groups

@@ -61,8 +61,8 @@ class PromptRow:
 class RowReader:
     """Converter of raw rows to ``PromptRow``, configured by the keys of ``data``.
 
-    Raises ``BadRow`` for a row that cannot be used, ``ConfigError`` for chat messages without a chat template,
-    which affect more than one row.
+    Raises ``BadRow`` for a row that cannot be used, and ``ConfigError`` if the chat template that a row needs is
+    missing, since other rows will need it too.
     """
 
     config: DataConfig

@@ -31,11 +31,11 @@ class ManagerShare:
         return self.name.replace(" ", "_")
 
     def size(self, total: int) -> int:
-        """Return the number of items in this share of ``total`` items, a multiple of ``num_shares``."""
+        """Return the size of this share of ``total`` items. ``total`` must be a multiple of ``num_shares``."""
         return total // self.num_shares
 
     def global_id(self, position: int) -> int:
-        """Return the position among all items of the item at ``position`` in this share."""
+        """Return the position among all items that corresponds to ``position`` in this share."""
         return position * self.num_shares + self.index
 
     def of[T](self, items: Sequence[T]) -> Sequence[T]:

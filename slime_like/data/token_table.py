@@ -105,7 +105,10 @@ def token_table(batch: PackedBatch, trainer_logprobs_T: F32, version: int) -> To
 
 
 def with_advantages(table: TokenTable, new_advantages: Mapping[int, F32]) -> TokenTable:
-    """Return the table with the ranks' ``new_advantages`` (sample id -> [L]); untrained tokens keep nan."""
+    """Return the table with the ranks' ``new_advantages`` (sample id -> [L]); untrained tokens keep nan.
+
+    Samples that are not in ``new_advantages``, or have another length there, keep their advantages.
+    """
     advantages = table.advantages.copy()
     for index, sample_id in enumerate(table.sample_ids):
         span = table.sequence(index)

@@ -21,7 +21,7 @@ from slime_like.util.imports import heavy_imports
 from slime_like.util.reading import InputFile, parse_json, reason
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-# With these classes transformers uses tokenizer.json unchanged; other settings could change its behaviour.
+# With one of these classes and only these settings, transformers uses tokenizer.json unchanged.
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 PLAIN_SETTINGS = {*NAMED_TOKENS, "backend", "chat_template", "is_local", "model_max_length", "tokenizer_class"}
 OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")

@@ -70,7 +70,10 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 
 
 def row_rule(config: RewardConfig) -> RowRule:
-    """Return ``SourceContext.row_problem``: a function that runs the checks of a row's rewards, other than for a label."""
+    """Return ``SourceContext.row_problem``: a function that returns the first reason for which a reward refuses a row.
+
+    It runs the checks attached by ``checks_rows``; a missing label is the concern of ``label_rule``.
+    """
 
     @cache
     def checks(rm_type: str | None) -> list[RowCheck]:
@@ -87,7 +90,7 @@ def _functions(config: RewardConfig, rm_type: str | None) -> list[AnyReward]:
     functions: list[AnyReward] = []
     for name in config.components(rm_type):
         key = "reward.name" if name == config.name else "reward.weights" if name in config.weights else "rm_type"
-        if key == "rm_type":  # named by a data file, which must not choose the code that runs
+        if key == "rm_type":  # the name comes from a data file, which must not choose the code that runs
             check_reward_name(key, name)
         if split_prefix(name)[1] == REMOTE and config.remote_url is None:
             raise ConfigError(f"{key}={name!r} needs a reward server: set reward.remote_url to its address")

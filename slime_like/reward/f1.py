@@ -17,7 +17,7 @@ from slime_like.types import Prompt, Reward, Sample
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-EXACT_ONLY = {"yes", "no", "noanswer"}  # must match completely
+EXACT_ONLY = {"yes", "no", "noanswer"}  # answers that must match completely
 
 
 def words(text: str) -> list[str]:
@@ -35,7 +35,10 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
 @needs_label
 @checks_rows(_scorable)
 def f1(prompt: Prompt, sample: Sample) -> Reward:
-    """Return the harmonic mean of precision and recall over the words of response and label, 0 to 1, without an accuracy."""
+    """Return the harmonic mean of precision and recall over the words of response and label (0 to 1), and no accuracy.
+
+    If either text is one of ``EXACT_ONLY``, the score is 0 unless both have the same words.
+    """
     expected, actual = words(label_of(prompt)), words(sample.text)
     for text in (" ".join(expected), " ".join(actual)):
         if text in EXACT_ONLY and expected != actual:

@@ -1,8 +1,9 @@
 """Reward ``gpqa``: 1 if a response chooses the correct option of a multiple-choice question.
 
-The row gives the correct option: its label is a letter or the text of a choice; ``metadata.choices`` (a list, or a
-mapping by letter) names the options, ``metadata.correct_letter`` and ``metadata.valid_letters`` the letters, as in data
-for slime's rm_type ``gpqa``.
+The row gives the correct option: its label is a letter, an index from 0, or the text of a choice. The metadata may
+have ``choices`` (texts of the options, as a list or a mapping by letter), ``valid_letters`` (letters of the options),
+``correct_letter``, and ``correct_answer`` or ``answer_text`` (text of the correct option), as in data for slime's
+rm_type ``gpqa``.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ def gpqa(prompt: Prompt, sample: Sample) -> Reward:
 
 
 def chosen_letter(text: str, letters: tuple[str, ...]) -> str | None:
-    """Return the letter that a response chooses: the last letter that is named as the answer, or that stands alone.
+    """Return the letter that a response chooses; None if it chooses none of ``letters``.
+
+    Of the kinds of ``STATEMENTS`` that the response contains, the most explicit one counts, and of that kind the last
+    statement.
 
     Example: ``chosen_letter("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
     """

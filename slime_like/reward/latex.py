@@ -1,10 +1,10 @@
 """LaTeX answers: the last ``\\boxed{}`` of a text, and equality by value.
 
-math-verify (Hugging Face) parses LaTeX into sympy with a grammar and compares values. It is used here only on inputs that
-terminate and run no code. Excluded are:
+math-verify (Hugging Face) parses LaTeX into sympy with a grammar and compares values. It is used here only
+where evaluation terminates and runs no code. Excluded are:
 
 - its parser for plain expressions, which uses sympy's ``parse_expr`` and so Python's ``eval`` on text that a model
-  wrote: only LaTeX is passed to it;
+  wrote: math-verify gets only LaTeX;
 - its own time limits, which are signal handlers: the reward pool enforces the deadline by ending the process;
 - expressions that take sympy minutes or gigabytes, such as ``9^{9^{9}}`` and integrals: these are compared as text.
 """
@@ -72,14 +72,17 @@ def only_boxed(sample: Sample) -> Sample:
 
 
 def equal(label: str, answer: str) -> bool:
-    """Return whether label and answer have the same value. Text that is not maths is compared as text, ignoring case."""
+    """Return whether label and answer have the same value; False if either is empty.
+
+    Text that is not maths, or that sympy cannot evaluate safely, is compared as text, ignoring case and appearance.
+    """
     label, answer = label.strip(), answer.strip()
     if not plain(label) or not plain(answer):
         return False
     if plain(label) == plain(answer):
         return True
     if INTEGER.fullmatch(label) and INTEGER.fullmatch(answer):
-        return int(label) == int(answer)  # most wrong answers: no need for sympy
+        return int(label) == int(answer)  # decides most wrong answers without sympy
     if not (is_safe(label) and is_safe(answer)):
         return False
     # Fault boundary: model output goes through a grammar and sympy, and must not be able to end the run.

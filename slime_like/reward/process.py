@@ -23,7 +23,10 @@ PIPE_S = 5.0  # limit of a write or read without progress: a stopped process doe
 
 
 class WorkerDied(Exception):
-    """Error of a process that ended during a call; ``killed``: by a signal or its memory limit. Internal to this package."""
+    """Error of a process that ended during a call. Internal to this package.
+
+    ``killed`` is True if a signal or the memory limit ended the process.
+    """
 
     def __init__(self, message: str, *, killed: bool) -> None:
         super().__init__(message)

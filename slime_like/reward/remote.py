@@ -1,7 +1,7 @@
 """Reward ``remote_rm``: scores from an HTTP server, with retries within one deadline. A run survives a server outage.
 
-Posts the body of slime's rm_type ``remote_rm``: ``{"prompt": ..., "response": ..., "label": ...}``. The server returns a
-number, or an object with ``score`` and optionally ``acc`` (0 or 1).
+A request has the body of slime's rm_type ``remote_rm``: ``{"prompt": ..., "response": ..., "label": ...}``. The server
+returns a number, or an object with ``score`` and optionally ``acc`` (0 to 1).
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class _FormulaReader:
             return size
         if token[0].isdecimal() or token[0] == ".":
             integer = token.partition(".")[0].lstrip("0")
-            leading = float(integer[:15] or "1") or 1.0  # 0: zeros of another script, which lstrip leaves
+            leading = float(integer[:15] or "1") or 1.0  # zeros of another script, which lstrip leaves, give 0
             return Size(math.log10(leading) + max(0, len(integer) - 15), 1.0, is_number=True)
         return ONE
 

@@ -58,7 +58,7 @@ def _number(value: object) -> float:
 
 LOAD_S = 120.0  # limit of a reward's imports, once per process
 OUT_OF_MEMORY = 86  # exit code of a process that exceeded ``reward.memory_gb``
-GRACE_S = 5.0  # seconds after the deadline when a call ends its own process, in case the parent has ended
+GRACE_S = 5.0  # seconds from the deadline until the process ends itself, in case the parent has ended
 
 _load = lru_cache(load_reward)
 

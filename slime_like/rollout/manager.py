@@ -288,7 +288,7 @@ class RolloutManager:
 
         A resumed run generates rollouts in flight again, with the same prompts and seeds, and continues groups that an earlier
         rollout left unfinished. In a deterministic run, rollouts in flight are complete at this point, or have failed.
-        Complete ones are saved too, because no engine will have the weights that generated them again; a failed one is
+        Complete ones are saved too, because the weights that generated them will not be available; a failed one is
         generated again, with the checkpoint's weights.
         """
         completed = self._producer.completed_rollouts() if self._spec.deterministic else []
@@ -320,7 +320,7 @@ class RolloutManager:
 
     async def stop(self) -> None:
         """Cancel requests in flight, close the generate function and stop the reward pool, each even if another step fails."""
-        async with AsyncExitStack() as teardown:  # in reverse order
+        async with AsyncExitStack() as teardown:  # callbacks run in reverse order
             teardown.push_async_callback(self._rewards.stop)
             teardown.push_async_callback(self._pool.stop)
             if self._resizer is not None:

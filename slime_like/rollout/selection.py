@@ -1,7 +1,7 @@
 """Selection, in the driver, of the groups that a rollout trains on, from the groups of all rollout managers.
 
-Groups beyond ``samples_per_rollout`` are carried to the next rollout or dropped. Rollouts without learning signal (no group
-left to train on, or rewards that do not differ) are warned about.
+Groups beyond ``samples_per_rollout`` are carried to the next rollout or dropped. Warnings report rollouts without
+learning signal (no group left to train on, or rewards that do not differ).
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ class GroupSelection:
         self._leftover: tuple[SampleGroup, ...] = ()
 
     def select(self, rollout_id: int, parts: Sequence[ManagerRollout]) -> CollectedRollout:
-        """Return whole groups that fill the rollout's optimizer steps, carried-over groups first; carry or drop the others."""
+        """Return whole groups that fill the rollout's optimizer steps, carried-over groups first.
+
+        Carried-over groups that lag by more than ``max_staleness`` versions are dropped. Other groups that do not fit
+        are carried over or dropped, depending on ``leftover``.
+        """
         spec = self._spec
         generated_groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.group_id)
         oldest_version = max(part.version for part in parts) - spec.max_staleness

@@ -169,7 +169,7 @@ class ExtentTable:
     num_rows: I64 = field(default_factory=_integers)  # reference count
 
     def add(self, slab: int, starts: I64, capacities: I64) -> I64:
-        """Add extents that one row each refers to, and return their ids."""
+        """Add extents in one slab, each for a single row, and return their ids."""
         ids = np.arange(self.size, self.size + len(starts))
         self.size += len(starts)
         if self.size > len(self.slab):

@@ -46,8 +46,8 @@ class SampleStore:
         self._next_slab = 0
         self._num_entries = 0
         self._entry: ExpertEntry | None = None  # shape and dtype of the experts of a token
-        self.num_clones = 0  # rows copied because another row shares their tokens
-        self.num_moves = 0  # rows copied because there was no space after them
+        self.num_clones = 0  # copies of rows whose tokens another row shared
+        self.num_moves = 0  # copies of other rows: there was no space after them, or experts were set
 
     # ---- rows --------------------------------------------------------------------------------------------------------
     def add(self, columns: TokenColumns) -> int:
@@ -102,7 +102,10 @@ class SampleStore:
         return TokenColumns(views.token_ids, views.logprobs, views.versions, experts)
 
     def longest_prefix(self, columns: TokenColumns) -> int | None:
-        """Return the index of the longest row whose tokens ``columns`` begins with; None if there is none."""
+        """Return the index of the longest non-empty row that is a prefix of ``columns``; None if no row is.
+
+        Only token ids are compared.
+        """
         size, ids = self._rows.size, columns.token_ids
         length = self._rows.length[:size]
         candidates = np.flatnonzero((self._rows.extent[:size] >= 0) & (length <= len(ids)) & (length > 0))
@@ -120,13 +123,18 @@ class SampleStore:
     def append_batch(self, batch: Batch) -> None:
         """Append tokens to rows.
 
-        Raises ``StoreFull``, or ``ValueError`` if a row is finished, released or repeated. Neither error changes a row.
+        Raises ``StoreFull``, or ``ValueError`` if a row is finished, released or repeated or the batch is inconsistent.
+        No row is changed in these cases.
         """
         if not self._append_token_per_row(batch):
             self._append_any(batch)
 
     def _append_token_per_row(self, batch: Batch) -> bool:
-        """Append one token to each row with one indexed write per column. Return False, unchanged, if a row needs more."""
+        """Append one token to each row with one indexed write per column; return False, without a change, if it cannot.
+
+        It cannot if the batch has other fields than rows and columns, or if a row is invalid, may have to be moved or
+        is in another slab than the first row.
+        """
         table, rows, columns = self._rows, batch.rows, batch.columns
         n = len(rows)
         if batch.counts is not None or batch.is_finished is not None or batch.experts or not n == len(columns) > 0:
@@ -194,7 +202,7 @@ class SampleStore:
             fits[first] = True
         fits |= counts == 0
         for position, experts in enumerate(batch.experts):
-            if experts is not None:  # they cover all tokens, including tokens shared with other rows or views
+            if experts is not None:  # experts are set for all tokens, including tokens that other rows or views share
                 fits[position] = False
         return np.flatnonzero(~fits)
 
@@ -237,7 +245,7 @@ class SampleStore:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
     def _expert_entry(self, experts: Iterable[RoutedExperts | None]) -> ExpertEntry | None:
-        """Return the shape and dtype of ``experts`` and all earlier experts; None without experts.
+        """Return the shape and dtype common to ``experts`` and all earlier experts; None if the store has none yet.
 
         Raises ``ValueError`` if they differ.
         """

@@ -53,7 +53,10 @@ class BroadcastSender:
         self._is_aborted = False
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets of ``source`` in order; return the metadata of the tensors. Every rank of a stage must call this."""
+        """Send all buckets of ``source`` in order, and return the metadata of the tensors.
+
+        Every rank of a stage must call this. Ranks other than the stage's sender send nothing and return an empty list.
+        """
         tensors: list[TensorMeta] = []
         buckets = source.buckets(self._transport.max_bytes)
         try:
@@ -89,7 +92,7 @@ class BroadcastSender:
             self._is_broadcasting = not broadcast.done()
             # The broadcast's thread may wait for a lost engine until the group's timeout: nothing can interrupt a send of gloo.
             broadcast.cancel()
-        # Raise the engine's own error rather than that of the broadcast, whose connection it broke.
+        # Raise an engine's own error first: a broadcast that fails too does so because the engine broke its connection.
         for task in sorted(done, key=lambda task: task is broadcast):
             task.result()
         assert not self._pending, "asyncio.wait returned before all tasks were done, but no task raised"
@@ -103,7 +106,7 @@ class BroadcastSender:
     async def _join_groups(self, address: RendezvousAddress) -> dist.ProcessGroup:
         """Create the group at this rank and let all engines join it.
 
-        Raises ``EngineLost`` if an engine is lost, after it has released the other engines, which wait for the lost one.
+        Raises ``EngineLost`` if an engine is lost. The other engines, which wait for the lost one, are released first.
         """
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         self._store = join_store(address, world, is_master=True, timeout=self._timeout)
@@ -191,7 +194,7 @@ class BroadcastSender:
                 await run_in_thread(self._abort, self._group)
 
     def _abort(self, group: dist.ProcessGroup) -> None:
-        """Make the ops of the group that wait for an engine fail.
+        """Abort the unfinished ops of the group, so that they fail.
 
         If the abort fails, only report it: the caller already has the error that ended the push.
         """

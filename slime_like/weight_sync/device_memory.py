@@ -50,7 +50,7 @@ class DeviceHandles(Protocol):
         ...
 
     def collect(self) -> None:
-        """Give memory that this process has dropped and its receivers have closed back to the device for other processes."""
+        """Free device memory that this process has dropped and its receivers have closed, so that others can use it."""
         ...
 
 
@@ -86,7 +86,7 @@ class DeviceBucketMemory:
     def __init__(self, handles: DeviceHandles) -> None:
         self._handles = handles
         self._bytes: Tensor | None = None
-        self._address: Mapping[str, Any] | None = None  # of the last bucket; None once its receiver has closed it
+        self._address: Mapping[str, Any] | None = None  # address of the last bucket, until its receiver has closed it
 
     def write(self, bucket: Bucket) -> bytes:
         """Copy a bucket's tensors into the memory, and return the message for one ``OpenedBucket``.

@@ -21,7 +21,7 @@ from slime_like.weight_sync.manifest import meta_of
 
 # Messages instead of a bucket's: the engine failed, this rank failed, there are no more buckets.
 LOST, UNWRITTEN, END = b"", b"unwritten", b"end"
-SEND_S = 0.005  # lets a request leave this process before the gathering of the next bucket blocks the event loop
+SEND_S = 0.005  # wait that lets a request go out before the gathering of the next bucket blocks the event loop
 
 
 class EngineRanks(Protocol):
@@ -73,7 +73,7 @@ class _Delivery:
         self._has_failed = False
 
     async def hand_over(self, bucket: Bucket, memory: DeviceBucketMemory) -> None:
-        """Give the engine a bucket, once it has replied to the request with the previous one."""
+        """Give the engine a bucket, once it has replied to the request with the previous one. No-op after a failure."""
         if self._receiver is None or self._has_failed:
             return
         messages = await self._exchange(self._write(bucket, memory))
@@ -83,7 +83,7 @@ class _Delivery:
         self._last = memory
 
     async def finish(self) -> None:
-        """Wait, on every trainer rank, until the engine has copied the last bucket."""
+        """Wait, on every trainer rank, until the engine has copied the last bucket. No-op after a failure."""
         if self._receiver is not None and not self._has_failed:
             await self._exchange(END)
 
@@ -101,7 +101,10 @@ class _Delivery:
         return UNWRITTEN
 
     async def _exchange(self, message: bytes) -> list[bytes]:
-        """Wait for the reply to the last request, and return the messages of all ranks. All ranks record a failure."""
+        """Wait for the reply to the last request, send ``message`` to the engine's ranks, and return their messages.
+
+        After an error reply, LOST is sent instead. If any message is LOST or UNWRITTEN, every rank records a failure.
+        """
         is_copied = await self.settle()
         messages = self._ranks.gather(message if is_copied else LOST)
         self._has_failed = LOST in messages or UNWRITTEN in messages
@@ -110,7 +113,7 @@ class _Delivery:
         return messages
 
     async def settle(self) -> bool:
-        """Wait for the reply to the last request, and store its error, if any. Return True if there was none."""
+        """Wait for the reply to the last request, and store its error, if any. Return True if the request succeeded."""
         request, self._request = self._request, None
         if request is None:
             return True

@@ -58,7 +58,7 @@ class OpenAIAgent:
     async def __call__(
         self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
     ) -> Sequence[Sample]:
-        """Run the agent once per seed, concurrently."""
+        """Run the agent once per seed, concurrently, and return the samples of all these runs."""
         await self._endpoint.open()
         renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
         sessions = [Session(engine, context, renderer, index=i, seed=seed) for i, seed in enumerate(seeds)]
@@ -137,7 +137,7 @@ class OpenAIAgent:
         return Status.FAILED
 
     def _record_failure(self, session: Session, error: BaseException) -> Status:
-        if session.end_status is not None:  # caused by a refused call, not by a bug in the agent
+        if session.end_status is not None:  # the cause is a refused call, not a bug in the agent
             return session.end_status
         self._counts["failures"] += 1
         self._last_failure = self._warnings["failure"] = f"rollout.agent={self._path} failed: {_error_line(error)}"

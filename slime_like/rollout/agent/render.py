@@ -33,7 +33,8 @@ class Renderer:
     def after_answer(self, request: ChatRequest, answer: int) -> I32:
         """Return the tokens from the end of the answer ``request.messages[answer]`` to the start of the next one.
 
-        They start with the template's end-of-answer token, if it has one.
+        They start with the template's end-of-answer token, if it has one. Raises ``ConfigError`` if the template alters
+        the content of answers.
         """
         marked = Message(role="assistant", content=MARK)
         text = self._text(request, [*request.messages[:answer], marked, *request.messages[answer + 1 :]])
@@ -46,7 +47,7 @@ class Renderer:
         return self._ids(following)
 
     def stop_token(self, text: str) -> int:
-        """Return the token of ``text``. Raises ``ApiError`` if it is not a single token, since engines stop only at those."""
+        """Return the token of ``text``. Raises ``ApiError`` unless it is exactly one: engines stop only at tokens."""
         ids = self._ids(text)
         if len(ids) != 1:
             raise ApiError(

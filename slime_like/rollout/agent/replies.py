@@ -66,7 +66,10 @@ class AgentReply:
         return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage}
 
     def events(self) -> Iterator[bytes]:
-        """Yield the reply as server-sent events: all at once, not as tokens arrive, so that a sample is recorded completely or not at all."""
+        """Yield the complete reply as server-sent events.
+
+        Tokens are not sent as they arrive, so that a sample is recorded completely or not at all.
+        """
         delta = self.message
         for i, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = i

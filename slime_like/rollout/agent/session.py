@@ -107,7 +107,10 @@ class Session:
         return samples
 
     def _find_continued(self, request: ChatRequest) -> Turn | None:
-        """Return the turn with the longest conversation that the request continues, preferring one not yet continued."""
+        """Return the turn with the longest conversation that the request continues; None if it continues no turn.
+
+        Among turns with equal conversations, a turn that has not been continued takes precedence.
+        """
         messages, tools = tuple(message.identity() for message in request.messages), _tools(request)
 
         def begins(turn: Turn) -> bool:
@@ -197,5 +200,5 @@ class Session:
 
 
 def _tools(request: ChatRequest) -> str:
-    """Return a key, equal for equal requests, of tools and template arguments, which templates render before the messages."""
+    """Return a key of a request's tools and template arguments, which templates may render before the messages."""
     return repr((request.tools, sorted(request.chat_template_kwargs.items())))

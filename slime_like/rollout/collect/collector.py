@@ -37,7 +37,7 @@ class PromptQueue:
         return [*first, *map(QueuedPrompt, new_prompts)]
 
     def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
-        """Move prompts that were taken but not used back to the front of the queue."""
+        """Put prompts that were taken, but not used, at the front of the queue."""
         self.queued = (*prompts, *self.queued)
 
 
@@ -66,7 +66,8 @@ class GroupCollector:
     async def generate(self, rollout_id: int) -> GeneratedRollout:
         """Return the groups of one rollout, scored and filtered, ordered by id.
 
-        Raises ``DataError`` if too few passed after ``max_refills`` rounds, for example with a filter that hardly any prompt passes.
+        Raises ``DataError`` if too few groups passed after ``max_refills`` further rounds, for example with a filter
+        that hardly any group passes.
         """
         self._initial_states[rollout_id] = self.state()
         start = time.time()
@@ -209,7 +210,7 @@ class RolloutProducer:
                     raise
                 self._fail(slot, _uncaused_cancel(self._next, error))
                 return
-            except Exception as error:  # noqa: BLE001  fault boundary of the task: raised in the waiter of this rollout
+            except Exception as error:  # noqa: BLE001  fault boundary of the task: the rollout's waiter raises it
                 self._fail(slot, error)
                 return
             self._next += 1

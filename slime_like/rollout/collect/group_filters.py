@@ -96,7 +96,7 @@ class GroupFilters:
     def report(self) -> FilterReport:
         """Return metrics since the last call: dropped groups per filter and reason, and means over all generated groups.
 
-        A reason that has been reported once is reported as 0 from then on, so that its curve has no gaps.
+        A reason that has been reported once is always reported from then on, even as 0, so that its curve has no gaps.
         """
         summary, metrics = self._summary(), list[Metric]()
         for name, _ in self._rules:

@@ -48,7 +48,7 @@ class EngineCall:
         self._rows = _fork_prompt(store, token_ids, len(seeds))
         self._finishes = [ABORT] * len(seeds)
         self._usage = [(0, 0)] * len(seeds)  # per seed: prompt and cached tokens, summed over its requests
-        self.oldest_version: int | None = None  # oldest version of the sampled tokens; None if there are none
+        self.oldest_version: int | None = None  # oldest version of the sampled tokens; None before any token is sampled
 
     def unfinished_indices(self) -> list[int]:
         """Return the indices of completions that may be continued."""
@@ -134,7 +134,7 @@ class CallJournal:
         return call
 
     def close(self) -> None:
-        """Drop the calls that this run of the function did not repeat, as no sample contains them. Call this when it ends."""
+        """Drop the calls that this run of the function did not repeat, as no sample has them. Call this at its end."""
         for call in self._unclaimed:
             self._calls.remove(call)
             call.release()

@@ -49,7 +49,7 @@ class GroupTask:
     journal: CallJournal = field(default_factory=CallJournal)
     is_generated: bool = False  # True once only the reward is missing
     task: asyncio.Task[SampleGroup] | None = None
-    group: SampleGroup | None = None  # scored, and passed the filters
+    group: SampleGroup | None = None  # the group, once it is scored and has passed the filters
 
     def on_generated(self) -> None:
         """Mark the group as generated: only its reward is missing."""
@@ -98,7 +98,7 @@ class OverSamplingCollector(GroupCollector):
         self._restart_stale(rollout_id)
         self._gate.open()
         batch_size, round_size, max_refills = self._batch_size, self._round_size, self._cfg.max_refills
-        for group_task in self._in_flight:  # restored from an earlier process
+        for group_task in self._in_flight:  # groups restored from an earlier process have no task yet
             if group_task.task is None:
                 self._start(group_task)
         num_requested = self._start_groups(rollout_id, 0, round_size - len(self._in_flight))
@@ -166,7 +166,7 @@ class OverSamplingCollector(GroupCollector):
 
     # ---- phases of a rollout -----------------------------------------------------------------------------------------
     def _start_groups(self, rollout_id: int, num_requested: int, num_groups: int) -> int:
-        """Start groups for ``num_groups`` more prompts, after the ``num_requested`` of this rollout. Return the number started."""
+        """Start ``num_groups`` groups, after ``num_requested`` earlier ones of this rollout. Return their number."""
         prompts = self._take(rollout_id, num_requested, max(0, num_groups))
         group_tasks = [GroupTask(group_id, queued.prompt, queued.num_aborts) for group_id, queued in prompts]
         self._in_flight += group_tasks

@@ -136,7 +136,7 @@ class GroupSampler:
             await self.generate.close()
 
     def _check_samples(self, returned: object, subject: str, group_id: int) -> tuple[Sample, ...]:
-        """Return the samples of a generate function. Raises ``UserCodeError`` if it returned anything else."""
+        """Return the samples of a generate function. Raises ``UserCodeError`` if it returned none or an invalid one."""
         if isinstance(returned, Sequence):
             items = cast("Sequence[object]", returned)
             wrong_items = [item for item in items if not isinstance(item, Sample)]
@@ -265,7 +265,7 @@ class ResumableEngine:
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
         """Send one request for all unfinished completions; return whether those still unfinished may be requested again."""
         engine = self._pool.router.serving_engine(self._assignment)
-        if engine is None:  # withdrawn while the gate was closed
+        if engine is None:  # the engine was withdrawn while the gate was closed
             return True
         indices = call.unfinished_indices()
         result = await self._pool.call_assigned(self._assignment, self._extend(engine, call, indices, sampling))

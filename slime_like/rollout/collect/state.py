@@ -83,12 +83,12 @@ class RolloutState:
 
 
 def generated_path(base: Path, rollout_id: int) -> Path:
-    """Return the path of a rollout that was generated but not trained on: next to ``base``, beginning with its stem."""
+    """Return the path of a rollout that was generated but not trained on: a file next to ``base``, named after it."""
     return base.with_name(f"{base.stem}_made_{rollout_id}.npz")
 
 
 def in_flight_path(base: Path) -> Path:
-    """Return the path of groups in flight and prompts given back: next to ``base``, beginning with its stem."""
+    """Return the path of groups in flight and prompts given back: a file next to ``base``, named after it."""
     return base.with_name(f"{base.stem}_in_flight.npz")
 
 

@@ -58,7 +58,7 @@ class EngineClient:
         self.num_dp_ranks = num_dp_ranks
         self.address = EngineAddress(name, url, admin_key, tp)
         self.num_aborts = 0  # calls of ``abort_all``
-        self._aborting = 0  # calls in progress
+        self._aborting = 0  # calls of ``abort_all`` in progress
         self._routing = routing
         self._released: set[str] = set()
         self._restoring: asyncio.Task[None] | None = None
@@ -184,7 +184,10 @@ class EngineClient:
     async def score_with_experts(
         self, token_ids: Sequence[I32], temperature: float
     ) -> list[tuple[F32, RoutedExperts | None]]:
-        """Return per sequence the result of ``score``, and the routed experts of tokens 0 .. L - 2, None if there are none."""
+        """Return per sequence the result of ``score``, and the routed experts of tokens 0 .. L - 2.
+
+        The experts are None if the engine returns none.
+        """
         reply, lengths = await self._score(token_ids, temperature), [len(ids) for ids in token_ids]
         experts = [None] * len(lengths) if self._routing is None else scored_experts(reply, lengths, self._routing)
         return list(zip(scores(reply, lengths), experts, strict=True))
@@ -322,8 +325,8 @@ class EngineClient:
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
         """Return whether the server responds within ``seconds``. Raises ``EngineLost`` if there is no server.
 
-        With ``decodes``, the scheduler must respond too; an idle scheduler decodes a token for this. A paused engine decodes
-        nothing.
+        With ``decodes``, the scheduler must respond too; an idle scheduler decodes a token for this. A paused engine
+        cannot decode, so it fails this check.
         """
         path = "/health_generate" if decodes else "/health"
         try:

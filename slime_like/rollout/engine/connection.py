@@ -20,7 +20,7 @@ from slime_like.types import F32, I32, RoutedExperts
 from slime_like.util.deadline import Deadline, scale
 from slime_like.util.peers import end_with_lost_peer
 
-LOGPROBS = "slime_like_logprobs"  # base64 of float32, by the plugin ``rollout_sampling``
+LOGPROBS = "slime_like_logprobs"  # field that the plugin ``rollout_sampling`` adds: base64 of float32
 
 
 def completions(reply: Any, num_samples: int, routing: RoutingShape | None = None) -> list[Completion]:
@@ -53,7 +53,7 @@ def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) ->
 
 @dataclass(frozen=True, slots=True)
 class KvUsage:
-    """KV cache usage of an engine since the previous report, which its scheduler counts at every batch.
+    """KV cache usage of an engine since the previous report. The engine's scheduler counts at every batch.
 
     With data-parallel attention, the engine has a cache per attention group: ``capacity_tokens`` and ``used_tokens_max`` are
     those of the fullest cache, ``running_requests_max`` and ``retractions`` are sums, and the others are maxima over groups.
@@ -128,7 +128,7 @@ def _completion(item: Any, routing: RoutingShape | None) -> Completion:
     experts = None
     if routing is not None and (
         finish != "abort" or ROUTED_EXPERTS in meta
-    ):  # absent if aborted before it was scheduled again
+    ):  # experts are absent if the request was aborted before it was scheduled again
         experts = _experts(item, _prompt(meta)[0] + len(token_ids) - 1, routing)
     return Completion(token_ids, logprobs, spans, finish, *_prompt(meta), experts)
 

@@ -17,7 +17,7 @@ from slime_like.util.ports import interface_environment
 
 LOOPBACK = "127.0.0.1"
 SGLANG_PLUGINS = "SLIME_LIKE_SGLANG"  # comma-separated plugins to activate (slime_like_plugins.sglang_hooks)
-# Spin count of libgomp's threads at the end of a parallel region before they sleep: about 0.03 ms. Decoding opens hundreds
+# Number of spins of a libgomp thread after a parallel region, before it sleeps: about 0.03 ms. Decoding opens hundreds
 # of regions per token, a few microseconds apart; waking a thread for each costs more than two threads gain. With a
 # higher count, spinning threads would occupy the core that the scheduler, the detokenizer and the server share.
 SPIN_COUNT = "2000"
@@ -33,7 +33,7 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of an engine's server; ``scratch`` is a private folder for its temporary files and sockets.
 
-    Raises ``ConfigError`` if ``RANK_MEMORY`` is set for an engine on GPUs.
+    Raises ``ConfigError`` if ``RANK_MEMORY`` is set for an engine on GPUs, ``EngineError`` if ``SPIN`` is not a number.
     """
     environment = {**interface_environment(host), **os.environ}
     if rank_memory() is not None and spec.device != "cpu":
@@ -63,7 +63,7 @@ def child_environment(
             environment["SGLANG_ENABLE_FAST_INPUT_LOGPROBS"] = "0"  # score by log-softmax, as in sampling
         environment |= {"SGLANG_PLATFORM": "slime_like_cpu", "CUDA_VISIBLE_DEVICES": "", CPU_KERNELS: spec.cpu_kernels}
         environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling a few small functions takes seconds and a C++ compiler
-        # Only one thread until the workers start, so that they can be forked; the model's worker then restores the count.
+        # The server has one thread until the workers start, so that it can fork; the model's worker restores the count.
         environment[THREADS] = environment.get("OMP_NUM_THREADS", "1")
         environment["OMP_NUM_THREADS"] = "1"
         environment["GOMP_SPINCOUNT"] = spin_count()

@@ -124,7 +124,7 @@ def last_lines(path: str, begin: int = 0) -> list[str]:
 
 
 def headline(lines: list[str]) -> str:
-    """Return ": " and the line of a log that best explains a failure; empty if there is none. The log's last lines follow it.
+    """Return ": " and the line of a log that best explains a failure; empty if no line does.
 
     A plugin's message takes precedence, because the server's own errors are consequences of the worker that it stopped. Next is
     the last exception of this project, then the last line that looks like an error.

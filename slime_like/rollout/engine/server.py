@@ -30,9 +30,9 @@ from slime_like.util.ports import PortLease
 
 POLL_S = 0.05
 HEALTH_S = 5.0  # limit for one health request to a starting server
-KILL_S = 10.0  # for a killed process to end
-EXIT_S = 8.0  # on a GPU SGLang waits five seconds before it exits
-REPLACED_EXIT_S = 1.0  # for the exit code of a server that is about to be replaced
+KILL_S = 10.0  # limit for a killed process to end
+EXIT_S = 8.0  # limit for a dying server to end; on a GPU SGLang waits five seconds before it exits
+REPLACED_EXIT_S = 1.0  # the same for a server that is about to be replaced
 _DIRECT = build_opener(ProxyHandler({}))  # http_proxy is for other hosts
 DERIVED_PORTS = 233  # ZMQ_TCP_PORT_DELTA of sglang.srt.server_args
 DECODE_LINE = "slime_like decodes with "

@@ -67,7 +67,7 @@ def deferred_losses() -> Generator[None]:
 
 
 class DeferredLosses(Mapping[str, Any]):
-    """``LOSS_MAPPING`` of transformers, imported on first use, which must follow the block of ``deferred_losses``."""
+    """``LOSS_MAPPING`` of transformers, imported on first use. Do not use it in the block of ``deferred_losses``."""
 
     @functools.cached_property
     def _losses(self) -> Mapping[str, Any]:

@@ -45,7 +45,7 @@ class EnginePool:
         self._may_restart.set()
         self.num_pushes = 0
         self._messages: list[str] = []
-        self._num_restarts = self._num_moved_groups = 0  # since take_restart_counts
+        self._num_restarts = self._num_moved_groups = 0  # counts since the last take_restart_counts
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -67,7 +67,8 @@ class EnginePool:
     async def call[T](self, slot: EngineSlot, engine: EngineClient, request: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of ``request`` to ``engine``; None if the engine was lost and is being restarted.
 
-        Raises the error of the request if the engine is alive, or the fatal error if the run is ending.
+        Raises the error of the request if the engine is alive or must not be restarted, or the fatal error if the run
+        is ending.
         """
         try:
             return await _unless_lost(slot.lost_event, engine, request)

@@ -16,7 +16,7 @@ class HealthMonitor:
 
     Between pushes the engine's scheduler must respond. A paused engine decodes nothing: during a push its server must
     respond, and none of its processes may be stopped at two consecutive checks. A check interrupted by a push is repeated
-    immediately.
+    immediately. An engine that has completed no request is first checked ``health.first_wait_s`` after its start.
     """
 
     def __init__(self, pool: EnginePool) -> None:

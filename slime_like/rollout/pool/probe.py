@@ -24,7 +24,7 @@ from slime_like.rollout.pool.engine_slot import EngineSlot
 from slime_like.types import F32, I32, RoutedExperts, SampleGroup
 
 NUM_DECODED = 8  # tokens of a continuation: prefill samples the first, decode steps the others
-MAX_PREFIX_LEN = 256  # tokens before a continuation: each engine samples its own, and the trainer scores them all
+MAX_PREFIX_LEN = 256  # limit of tokens before a continuation, as the trainer scores the continuations of all engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,11 @@ def to_rows(sequences: Sequence[ScoredSequence]) -> PackedBatch:
 
 
 def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: float) -> tuple[Metric, ...]:
-    """Return metrics ``probe/*``. Raises ``ConsistencyError`` if any log-probability differs by more than ``tolerance``."""
+    """Return metrics ``probe/*`` of one engine after the push of ``version``.
+
+    Raises ``ConsistencyError`` if the engine serves another version, or if any log-probability differs by more than
+    ``tolerance``.
+    """
     if scores.version != version:
         raise ConsistencyError(
             f"an engine serves weights of version {scores.version} after the push of version {version}"
@@ -252,7 +256,7 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
 
 
 def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
-    """Return metrics ``probe/logprob_abs_diff_*/<kind>``: differences if the trainer computes layers of ``kind`` in float64."""
+    """Return ``probe/logprob_abs_diff_*/<kind>``: differences if the trainer computes layers of ``kind`` in float64."""
     difference = prefill_differences(scores, trainer)
     return (
         Max(f"probe/logprob_abs_diff_max/{kind}", float(difference.max())),

@@ -58,7 +58,7 @@ class PoolResizer:
         """Start or remove engines until there are ``num_engines``; return a description of the change.
 
         Added engines start in the background. Engines that are still starting are removed first, then those with the highest
-        index.
+        index. Raises ``ConfigError`` if ``num_engines`` is less than 1.
         """
         if num_engines < 1:
             raise ConfigError(f"engines={num_engines}: a run needs at least one engine; to end it, request stop")
