@@ -22,7 +22,7 @@ from benchmarks.processes import RUN_S, STOP_S, command_text, stop
 REPOSITORY = Path(__file__).resolve().parents[1]
 REQUIREMENTS = REPOSITORY / "scripts" / "requirements" / "trl.txt"
 LEARNING_RATE = 1e-3
-WARM_UP = 2  # steps left out of every figure
+WARM_UP = 2  # steps of each run whose times are left out
 SAMPLE_S = 1.0  # interval of the memory readings
 INSTALL_S = 1_800.0  # limit of each command that creates TRL's environment
 
@@ -50,7 +50,7 @@ class ArmRecord:
         return statistics.median(self.parts_s[name])
 
     def add(self, steps: Sequence[float], parts: dict[str, list[float]], rewards: Sequence[float]) -> None:
-        """Add one run without its warm-up steps."""
+        """Add one run: the times of its steps and their parts without the warm-up, and the rewards of all steps."""
         measured_steps = list(steps[WARM_UP:])
         self.step_s += measured_steps
         self.runs.append(statistics.median(measured_steps))
@@ -93,7 +93,7 @@ def run_tree(
 
 
 def _memory(pid: int) -> float:
-    """Return the proportional set size of a process and all its descendants in MiB: shared pages count once."""
+    """Return the proportional set size in MiB of a process and its descendants; a process that has ended counts 0."""
     total = 0
     try:
         for process in (root := psutil.Process(pid), *root.children(recursive=True)):
@@ -110,7 +110,7 @@ def _memory(pid: int) -> float:
 def run_train_py(
     record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, extra: Sequence[str]
 ) -> Path:
-    """Run train.py unchanged, on the same model, rows and sizes as TRL, and return the folder of the run."""
+    """Run train.py on the same model, rows and sizes as TRL; add the run to ``record`` and return its folder."""
     run_dir = work / f"ours-{dtype}-{len(record.runs)}"
     overrides = [
         f"run.dir={run_dir}",
@@ -148,7 +148,7 @@ def run_train_py(
 
 
 def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
-    """Raise ``SystemExit`` unless every step sampled and trained on all tokens and changed the weights."""
+    """Raise ``SystemExit`` unless every step sampled all tokens, trained on all of them and had a gradient above 0."""
     tokens = {row["train/num_tokens"] for row in rows}
     lengths = {row["rollout/response_len/min"] for row in rows} | {row["rollout/response_len/max"] for row in rows}
     if len(rows) != steps or tokens != {TOKENS} or lengths != {NEW_TOKENS}:
@@ -160,7 +160,7 @@ def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
 
 
 def run_trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, python: Path) -> None:
-    """Run TRL's GRPOTrainer in its own environment, with all cores."""
+    """Run TRL's GRPOTrainer in its own environment, with all cores; add the run to ``record``."""
     out = work / f"trl-{dtype}-{len(record.runs)}.json"
     options: dict[str, Any] = {
         "model": inputs.model,

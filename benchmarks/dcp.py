@@ -1,12 +1,12 @@
-"""Benchmark of decode context parallelism on this CPU: engines of two ranks without it, and with each exchange.
+"""Benchmark of decode context parallelism on this CPU: engines of two ranks without it, and with each kind of exchange.
 
     python benchmarks/dcp.py --write
     python benchmarks/dcp.py --rounds 5 --case narrow
 
 The first command takes about five minutes on an idle machine. All engines of a case run at the same time and serve the
 same random Qwen3 with one KV head, by C kernels. They take turns, so that a busy machine slows all of them; quote the
-ratios. In a round, each engine first decodes one request. Then it gets more requests at once than its small KV cache
-holds. Requests are greedy, so the engines return the same tokens.
+ratios. In a round, each engine first decodes one request. Then it gets more simultaneous requests than its small KV
+cache holds. Requests are greedy, so the engines return the same tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DcpCase:
     rows: int  # tokens in the KV cache of a rank
     prompt: int  # tokens of a request
     response: int
-    num_requests: int  # sent to an engine at once
+    num_requests: int  # sent to an engine at the same time
 
 
 CASES: Mapping[str, DcpCase] = {
@@ -152,7 +152,10 @@ async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCas
 
 
 def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
-    """Return the Markdown table: medians over rounds, and in brackets the medians of ratios to the first engine's same round."""
+    """Return the Markdown table, with the medians of the rounds' ratios to the first engine in brackets.
+
+    Values are medians over rounds, but the number of requests at once is a maximum, and that of equal responses a sum.
+    """
     base = next(iter(results.values()))
     lines = [
         "| engine | `max_total_num_tokens` | one request, ms/token | all requests, tokens/s | at once | exchanges | retractions per "

@@ -3,12 +3,14 @@
     python benchmarks/decode.py --model tiny --batches 16 64 256 --rounds 5
     python benchmarks/decode.py --model 20m --arms off c hf --steps 64
 
-All arms run at the same time and take turns, so that a busy machine slows all of them; quote the ratios. Engines get the
-requests of a run: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned. One thread
-each. transformers gets the same prompts in one batch, samples, and returns no log-probabilities. Prints rows per batch size:
-wall time and CPU time (user and system, of all processes of an engine; other work on the machine affects it least) of whole
-calls including the prefill, and of decoding alone (a call minus a call for one token). Each row has medians of tokens/s and of
-milliseconds per token of a sequence, and the speed relative to transformers: the median of the rounds' ratios.
+All arms run at the same time and take turns, so that a busy machine slows all of them; quote the ratios. Engines get
+the requests of a run: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned.
+Each arm has one thread by default. transformers gets the same prompts in one batch, samples, and returns no
+log-probabilities. The script prints four rows per batch size: wall time and CPU time of whole calls, including the
+prefill, and of decoding alone (a call minus a call for one token). CPU time is the user and system time of all
+processes of an engine; other work on the machine affects it least. Each row has medians of tokens/s and of milliseconds
+per token of a sequence, and the speed relative to transformers (without it, to the first arm): the median of the
+rounds' ratios.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ class EngineArm:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def __call__(self, prompts: np.ndarray, tokens: int) -> None:
-        """Generate samples, each with its own seed."""
+        """Generate ``SAMPLES_PER_PROMPT`` samples of each prompt, with different seeds."""
 
         async def generate() -> None:
             client = EngineClient(self.server.url, admin_key="bench", name=self.name, deadline_s=600)
@@ -145,7 +147,7 @@ class EngineArm:
 
 
 def hf_arm(model: Qwen3ForCausalLM) -> Callable[[np.ndarray, int], None]:
-    """Return transformers' generate, which repeats every prompt for its samples."""
+    """Return a function that calls transformers' generate, with every prompt repeated for its samples."""
 
     model_generate: Any = getattr(model, "generate")  # noqa: B009  (its declared type fits no model)
 
@@ -212,7 +214,7 @@ def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[fl
 
 
 def print_row(batch: int, kind: str, times: dict[str, list[float]], steps: int, base: str) -> None:
-    """Print one row of the table. ``times`` are seconds per round; the speed relative to ``base`` is the median of the rounds."""
+    """Print one row: medians over rounds of ``times``, in seconds, and the median ratio of ``base`` to each arm."""
     cells: list[str] = []
     ratios: list[str] = []
     for name, seconds in times.items():

@@ -3,10 +3,11 @@
     python benchmarks/experts.py                                        # 64 experts, 8 per token, 4096 tokens
     python benchmarks/experts.py --dtype bfloat16 --hidden 256 --width 128
 
-Each arm is a layer with router, dispatch and combination: transformers' with two of its implementations, megatron's experts one
-by one (moe_grouped_gemm=false), and this project's grouped experts with the passes over memory in torch and in C. A round
-runs every arm once. Figures are medians over the rounds, ratios medians of a round's ratios to the arm "one by one". The script
-ends with an error if an arm's output or input gradient differs.
+Each arm is a layer with router, dispatch and combination: transformers' with two of its implementations, megatron's
+experts one by one (moe_grouped_gemm=false), and this project's grouped experts with the passes over memory in torch and
+in C. A round runs every arm once. Times are medians over the rounds. A ratio is the median of the rounds' ratios of the
+time of the arm "one by one" to the arm's own time. The script ends with an error if an arm's output or input gradient
+differs.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--common", type=float, default=0.0, help="size of the part that all tokens of a round share")
     args = parser.parse_args(argv)
-    os.environ |= CPU_ENV  # threads that wait sleep, as in a run
+    os.environ |= CPU_ENV  # makes waiting threads sleep, as in a run
     head = (
         f"{args.tokens} tokens, {args.experts} experts, {args.top_k} per token, hidden {args.hidden}, expert size "
         f"{args.width}, {args.dtype}, {args.threads} threads"
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(rank: int, port: int, args: argparse.Namespace, folder: str) -> None:
-    """Run the rounds in a separate process, and write the table. Raises ``SystemExit`` if the arms disagree."""
+    """Run the rounds in a spawned process; write a table to ``folder``. Raises ``SystemExit`` if the arms disagree."""
     torch.set_num_threads(args.threads)
     arms = make_arms(args, port)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/flow_load.py
 
-Engines of two ranks with data-parallel attention load one random Qwen3, whose weights are mostly attention weights, one
-after another. The anonymous and shared memory of each rank is sampled from the start of its process until it serves.
-Files that are mapped, such as the checkpoint, are not counted.
+One after another, engines of two ranks with data-parallel attention load the same random Qwen3, whose weights are
+mostly attention weights. The anonymous and shared memory of each rank is sampled from the start of its process until it
+serves. Files that are mapped, such as the checkpoint, are not counted.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/flow_mla.py --rounds 2 --write
 
 All engines serve one random DeepSeek-V3 with two groups of data-parallel attention. Each rank has a fixed amount of
-memory, and SGLang gives its KV cache what the weights leave of it, as on a GPU. Engines run one after another, as four
-of them do not fit a laptop. In a round, an engine decodes one request, then it gets more requests at once than its
-cache holds. Requests are greedy, so the engines return the same tokens.
+memory, and SGLang uses the part that the weights leave for its KV cache, as on a GPU. Engines run one after another,
+because four of them exceed a laptop's memory. In a round, an engine decodes one request; then it gets more simultaneous
+requests than its cache holds. Requests are greedy, so the engines return the same tokens.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class FlowArm:
     """Results of one engine."""
 
     rounds: tuple[DcpRound, ...]
-    planned_tokens: int  # capacity of a group by the planner
-    weight_bytes: int  # sharded projections on a rank, from the engine's log; without FlowMLA from the shapes
-    loading_bytes: int  # maximum of these while the engine loaded its weights
+    planned_tokens: int  # KV capacity of a group by the planner
+    weight_bytes: int  # of the sharded projections on a rank, from the engine's log; without FlowMLA from the shapes
+    loading_bytes: int  # largest size of the sharded projections on a rank while the engine loaded its weights
 
 
 def sharded_bytes(flow_mla: bool) -> int:
-    """Return the bytes of attention weights on a rank: ``W``, or ``W / dp + 2 W / L``."""
+    """Return the bytes of sharded projections on a rank: ``W`` for ``L`` layers; with FlowMLA ``W / dp + 2 W / L``."""
     full = MODEL["num_hidden_layers"] * LAYER_BYTES
     return full // GROUPS + 2 * LAYER_BYTES if flow_mla else full
 
@@ -131,7 +131,7 @@ async def measure(server: EngineServer, name: str, num_rounds: int) -> tuple[Dcp
 
 
 def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
-    """Start the engine of an arm, measure, and stop it."""
+    """Start the engine of an arm, measure it, stop it, and return the results."""
     spec = make_spec(name, model)
     server = EngineServer(spec, admin_key=KEY)
     try:

@@ -75,7 +75,7 @@ class TracedGather:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the duration of ``work`` on ranks that begin together."""
+    """Return the duration of ``work`` on this rank; all ranks begin at the same time."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -83,7 +83,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(transport: str, batch: int, rounds: int, gather: Gather, rank: int) -> PrefetchResult:
-    """Return the result of one batch size."""
+    """Return the result of one transport and batch size on this rank."""
     layout = layer_layout([Matrix(SHAPE, (SHAPE[1], 1), torch.float32)], RANKS)
     generator = torch.Generator().manual_seed(rank)
     parts = [gather.allocate(layout.part_bytes, torch.device("cpu")) for _ in range(LAYERS)]
@@ -138,7 +138,7 @@ def measure(transport: str, batch: int, rounds: int, gather: Gather, rank: int) 
 
 
 def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
-    """Measure on one rank, with one thread; rank 0 puts the results."""
+    """Measure on one rank, with one thread; rank 0 puts its measurements into the queue ``results``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     groups = create_groups([range(RANKS)], SLOTS, "gloo")

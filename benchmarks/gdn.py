@@ -6,10 +6,11 @@
     python benchmarks/gdn.py --end-to-end +recipe=quickstart_gdn      # runs of --rollouts steps, one per backend
 
 A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for N packed sequences. Parity: output, final
-state and every gradient, including the gradient of the initial state, against the recurrence, token by token in float64
-(tests/gdn/recurrence.py), relative to the largest value of each. Every arm runs once per
-round. Times are medians over rounds: device time on a GPU, the process's CPU time (one thread) on a CPU. Ratios are medians of
-the rounds' ratios. The first call, which compiles and tunes kernels, is listed separately. Exit code 1 if parity fails.
+state and every gradient, including the gradient of the initial state, are compared with the recurrence, computed token
+by token in float64 (tests/gdn/recurrence.py); errors are relative to the largest value of each tensor. Every arm runs
+once per round. Times are medians over rounds: device time on a GPU, the process's CPU time (one thread) on a CPU.
+Ratios are medians of the rounds' ratios. The first call, which compiles and tunes kernels, is listed separately. The
+exit code is 1 if parity fails or no arm can run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.gdn import recurrence  # noqa: E402
 
 ARMS = ("hf", "torch", "fla", "flashqla")
 SHAPES = ("2048,4,4,64", "2048,8,8,128", "2048,4,16,128", "512,16,16,128", "64x32,4,4,64")
-LONG = (512, 1024, 2048, 4096, 8192)  # tokens, of the plot
+LONG = (512, 1024, 2048, 4096, 8192)  # lengths in the plot, in tokens
 LONG_SHAPE = (4, 4, 64)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 PARTS = ("out", "final", "dq", "dk", "dv", "dg", "dbeta", "dinitial")  # keys of recurrence.errors
@@ -43,7 +44,7 @@ PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
 
 
 def shape_of(text: str) -> GdnShape:
-    """Parse a shape such as ``2048,16,32,128`` or ``64x32,4,4,64``. Raises ``ArgumentTypeError`` naming the form."""
+    """Parse a shape such as ``2048,16,32,128`` or ``64x32,4,4,64``. Raises ``ArgumentTypeError`` with the form."""
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*),([1-9]\d*),([1-9]\d*),([1-9]\d*)", text, re.ASCII)
     if match is None or int(match[4]) % int(match[3]):
         raise argparse.ArgumentTypeError(f"{text!r} is not T,H,HV,D or NxT,H,HV,D, with HV a multiple of H")
@@ -154,7 +155,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
 
 
 def machine(device: str) -> str:
-    """Return the name of the GPU, or the model of the CPU; one thread computes on it."""
+    """Return the name of the GPU, or the number of cores and the model of the CPU, on which one thread computes."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{os.cpu_count()} cores of {cpu_model()}, one thread"

@@ -53,7 +53,7 @@ class GdnArm:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Timing of one arm on one shape: seconds of the first call, MiB, and seconds of each round."""
+    """Timing of one arm on one shape: seconds of the first call, peak memory in MiB, and seconds of each round."""
 
     cold: float
     peak: float
@@ -62,7 +62,7 @@ class Timing:
 
 
 def ratio(base: Sequence[float], arm: Sequence[float]) -> float:
-    """Return the median over rounds of the arms' ratio. Other work on the machine slows both arms of a round."""
+    """Return the median over rounds of ``base`` / ``arm``. Other work on the machine slows both arms of a round."""
     return statistics.median(b / a for b, a in zip(base, arm, strict=True))
 
 
@@ -92,7 +92,7 @@ class TransformersFallback:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute one sequence; key heads are repeated for the value heads that read them, as in its layer."""
+        """Compute one sequence. Key heads are repeated for their value heads, as in transformers' layer."""
         assert len(cu_seqlens_cpu) == 2
         q, k = (t.repeat_interleave(v.shape[2] // q.shape[2], 2) for t in (q, k))
         return self._rule(
@@ -205,7 +205,7 @@ def peak_mib(run: Callable[[], object], device: str) -> float:
 
 
 def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.dtype, rounds: int) -> dict[str, Timing]:
-    """Return timings by arm, for the arms that support the shape. Peak memory is measured in a separate call, as this is slow."""
+    """Return timings by arm, for the arms that support the shape. Peak memory is measured in a call without timing."""
     calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
     timings = {
         name: Timing(cold_seconds(call.forward_backward, device), peak_mib(call.forward_backward, device))
@@ -219,7 +219,7 @@ def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.d
 
 
 def kernels_seen(run: Callable[[], object], device: str, max_names: int = 4) -> list[str]:
-    """Return the names of the most expensive kernels of one call, by torch's profiler."""
+    """Return the most expensive kernels of a call by torch's profiler: up to ``max_names`` of the rule, then of all."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as profiler:
         run()

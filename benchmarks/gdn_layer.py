@@ -1,4 +1,4 @@
-"""Cost of one Gated DeltaNet layer on each rank of the trainer: parameters, activations kept for backward, bytes, CPU time.
+"""Cost of one Gated DeltaNet layer on a trainer rank: parameters, activations for backward, collectives, CPU time.
 
     python benchmarks/gdn_layer.py --tokens 2048 --layouts tp1 tp2 tp2-sp cp2 tp2-cp2 tp4 cp4
     python benchmarks/gdn_layer.py --tokens 8192 --sequences 1 --layouts tp1 cp2 cp2-state cp4 cp4-state
@@ -7,7 +7,8 @@ Ranks are processes of this machine over gloo, with one thread each. Bytes are e
 parameters, that autograd keeps between forward and backward, each counted once. Bytes of collectives are counted by the
 trainer's wrapper in forward and backward, including the part that stays on the rank. Time is the CPU time of a rank's process
 in forward and backward, including all-to-alls: the minimum over the repeats. Other ranks on the same cores do not affect it.
-A layer that every rank computes in full costs each rank as much as ``tp1``.
+A layer that every rank computes in full costs each rank as much as ``tp1``. The table has the maximum over the ranks,
+and in brackets the ratio to the first layout.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LAYOUTS = {
     "cp2-state": Layout(cp=2),
     "cp4-state": Layout(cp=4),
 }
-STATE = "-state"  # suffix of layouts with model.gdn.cp_mode=state; the others have head
+STATE = "-state"  # suffix of layouts with model.gdn.cp_mode=state; other layouts have cp_mode=head
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: 
 
 
 def build(rank_info: Any, spec: RankSpec, args: argparse.Namespace) -> tuple[Any, torch.Tensor, Any]:
-    """Return the layer, its input on this rank, and the parameters of the packed rows."""
+    """Return the layer, its input on this rank, and the ``PackedRows`` of the input."""
     import numpy as np
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module

@@ -74,7 +74,7 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
 
 
 def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
-    """Run train.py and print its output. Returns the exit code, the lines, and the last line of its errors."""
+    """Run train.py and print its output. Returns the exit code, the lines, and the last line of stderr, or ""."""
     output: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "train.py", *arguments]
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
 
 
 def read_steps(folder: Path) -> Steps:
-    """Read ``metrics.jsonl`` and the dumped rollouts of a run."""
+    """Read the steps of a run after the warm-up, from ``metrics.jsonl`` and the dumped rollouts."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [line for line in lines if "perf/actor_train_time" in line]
     dumps = sorted((folder / "rollouts").glob("rollout_*.npz"))
@@ -98,7 +98,7 @@ def read_steps(folder: Path) -> Steps:
 
 
 def row(name: str, steps: Steps, shape: DecoderShape, ranks: int) -> list[str]:
-    """Return medians over the steps; ``ranks`` of the trainer share its FLOPs."""
+    """Return the row of backend ``name``: medians over the steps. The trainer's ``ranks`` ranks share its FLOPs."""
     train = [step["perf/actor_train_time"] for step in steps.metrics]
     tokens = [sum(lengths) / seconds for lengths, seconds in zip(steps.lengths, train, strict=False)]
     flops = [

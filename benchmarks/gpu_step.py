@@ -5,10 +5,10 @@
     python benchmarks/gpu_step.py --traced                             # also the peak that a phantom GPU has (docs/gpu.md)
     python benchmarks/gpu_step.py --device cpu --tiny --arms dense     # rehearsal on a CPU
 
-Weights are random. A step has four micro-batches of sequences of 2048 tokens, three quarters of which are trained on, full
-recompute, bfloat16, and one AdamW update. Seconds are the median over steps after two that are left out; memory is torch's
-peak of a step; in the traced step all tokens are trained on. Synchronisations are listed by line, as
-torch.cuda.set_sync_debug_mode reports them in one step.
+Weights are random. A step has four micro-batches of sequences of 2048 tokens, full recompute, bfloat16, and one AdamW
+update; the last three quarters of each sequence are trained on (in the traced step, all tokens). Seconds are the median
+over steps after two that are left out; memory is torch's peak up to the last timed step, including the start.
+Synchronisations are listed by line, as torch.cuda.set_sync_debug_mode reports them in one step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of an arm: parameters, tokens of a step, median seconds, GiB, and synchronisations by line."""
+    """Figures of an arm: parameters, tokens and seconds of a step, GiB after the start and at the peak, host waits."""
 
     parameters: int
     tokens: int
@@ -142,7 +142,7 @@ def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
 
 
 def run_arm(arm: StepArm, args: argparse.Namespace) -> int:
-    """Measure one arm in this process and write its figures to ``args.result``."""
+    """Measure one arm, write its figures to ``args.result``, and end this process."""
     from slime_like.train.megatron.platform import groups, host
 
     device: str = args.device

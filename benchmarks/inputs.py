@@ -47,7 +47,7 @@ class BenchInputs:
 
 
 def write_inputs(folder: Path, size: str) -> BenchInputs:
-    """Write model and rows from seed 0."""
+    """Write the model, its tokenizer and the rows from seed 0, and return their paths."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 @torch.no_grad()
 def measure(c: CKernels, shape: tuple[int, int, int, int], dtype: torch.dtype, rounds: int) -> tuple[float, float]:
-    """Return milliseconds of torch and of C. Raises ``SystemExit`` if they disagree."""
+    """Return the median CPU milliseconds of torch and of C. Raises ``SystemExit`` if their outputs disagree."""
     arms = make_arms(c, shape, dtype)
     in_torch, in_c = (arm() for arm in arms)
     if not torch.allclose(in_torch.float(), in_c.float(), atol=2e-2 if dtype is torch.bfloat16 else 1e-4):

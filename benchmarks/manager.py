@@ -7,8 +7,9 @@ Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is
 rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this project's plugin.
 
 With `--managers K`, K managers collect the rollout at the same time, each with a process and an engine for its share.
-Times are the CPU times of the busiest process; tokens/s are those of K cores at its time per token. The driver's time
-is that of reading the pickles of all managers and selecting the groups.
+The manager's time is the CPU time of the busiest process; tokens/s are those of K cores at its time per token. Memory
+and the times of reward processes and driver are means over the managers; the driver reads a manager's pickle and
+selects its groups.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def size_of(text: str) -> tuple[int, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print a line per size and form of replies."""
+    """Print a line per size, form of replies and number of managers, in each round."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sizes", type=size_of, nargs="+", default=[size_of(text) for text in SIZES])
     parser.add_argument("--replies", choices=("columns", "lists"), nargs="+", default=["lists", "columns"])
@@ -164,7 +165,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values of a rollout by several managers: those of the busiest one, and the tokens/s of all together."""
+    """Return the values of a rollout by several managers.
+
+    Time and profile are those of the busiest manager, tokens/s those of all together at its speed; the rest are means.
+    """
     busiest = max(records, key=lambda record: record["cpu_ns"])
     means = {
         name: sum(record[name] for record in records) / len(records) for name in ("bytes", "reward_ns", "driver_ns")
@@ -197,7 +201,7 @@ def measure_in_children(
 def measure(
     size: tuple[int, int], replies: str, group: int, profile: int, share: ManagerShare = SINGLE
 ) -> dict[str, Any]:
-    """Collect a small rollout, then measure the share of a manager in one of ``size``."""
+    """Collect a rollout of ``size`` to warm up; return measurements of a manager's share of a second one."""
     with tempfile.TemporaryDirectory() as folder, engine(replies) as url:
         write_tokenizer(Path(folder))
         return asyncio.run(_measure(_spec(size, folder, group, share), url, profile))
@@ -209,14 +213,14 @@ async def _measure(spec: ManagerSpec, url: str, profile: int) -> dict[str, Any]:
     manager = RolloutManager(spec, Prompts(), {}, [RecordedEngine(EngineClient(url, admin_key="recorded"))])
     profiler = cProfile.Profile(time.process_time)  # waiting and other processes do not count
     before = memory("VmRSS")
-    await manager.collect(0)  # imports, connections, reward processes, and the engine's records
+    await manager.collect(0)  # warms up imports, connections, reward processes, and the engine's records
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     cpu_start, start = time.process_time(), time.perf_counter()
     if profile:
         profiler.enable()
     rollout = await manager.collect(1)
     buffers: list[pickle.PickleBuffer] = []
-    # As Ray does, which then copies the buffers.
+    # Ray pickles in the same way, and then copies the buffers.
     pickled = pickle.dumps(rollout, protocol=5, buffer_callback=buffers.append)
     profiler.disable()
     cpu_s, seconds = time.process_time() - cpu_start, time.perf_counter() - start

@@ -44,7 +44,7 @@ def read_lines(process: subprocess.Popen[str], *, limit_s: float = RUN_S, stop_s
 
 
 def stop(process: subprocess.Popen[str] | subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
-    """Let a running process stop its own processes, and kill it if it is still running after ``seconds``."""
+    """Send SIGTERM to a process that is running, and kill it if it has not ended after ``seconds``."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(
     c: CKernels, shape: tuple[int, int, int], dtype: torch.dtype, rounds: int, cold_bytes: int
 ) -> tuple[float, float, float]:
-    """Return GFLOP/s of C, of C with cold weights, and of torch. Raises ``SystemExit`` if they disagree."""
+    """Return GFLOP/s of C, of C with cold weights, and of torch. Raises ``SystemExit`` if C and torch disagree."""
     rows, columns, depth = shape
     x, weight = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
     packed, out = c.pack(weight), torch.empty(rows, columns, dtype=dtype)

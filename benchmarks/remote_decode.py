@@ -2,9 +2,10 @@
 
 python benchmarks/remote_decode.py [--rounds 20] [--real-time]
 
-Layers and steps are those of `remote_experts.py`, which also has larger experts; requests travel in shared memory. All experts in one
-process are computed by SGLang's function, as in an engine on a CPU without remote experts, and by the plugin's, which computes the
-halves. Times are those of the fastest round, in which the machine's other work disturbs least: a worker needs a second core.
+Layers and steps are those of `remote_experts.py`, which also has larger experts; requests travel in shared memory. Two
+arms compute all experts in one process: by SGLang's function, as in an engine on a CPU without remote experts, and by
+the plugin's function, which also computes the halves. Times are those of the fastest round, in which the machine's
+other work disturbs least: a worker needs a second core.
 With `--real-time` (needs root) no other process gets a core while both processes compute.
 """
 
@@ -47,7 +48,7 @@ SIZES = [LayerSize(4, hidden, hidden // 2) for hidden in (128, 256, 512)]
 
 @contextlib.contextmanager
 def undisturbed(is_real_time: bool) -> Generator[None]:
-    """Let this process and its children run before any other process of the machine."""
+    """Within the block, let this process and its children run before all other processes, if ``is_real_time``."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)] if is_real_time else []
     threads = [thread.id for process in processes for thread in process.threads()]
     for thread in threads:

@@ -113,7 +113,7 @@ SETTINGS: Mapping[str, TableSetting] = {
 
 
 def make_layers(size: LayerSize = SMALL, seed: int = 0) -> list[BenchLayer]:
-    """Return layers with random weights and routes: the largest of random scores, with softmax weights."""
+    """Return layers with random weights and routes: the ``TOP_K`` largest of a token's random scores."""
     generator = torch.Generator().manual_seed(seed)
     layers: list[BenchLayer] = []
     hidden, intermediate = size.hidden, size.intermediate
@@ -187,7 +187,7 @@ class Remote:
 
 
 def prefill(run: Local | Remote, layers: Sequence[BenchLayer], x: Tensor) -> Tensor:
-    """Return the hidden states of the prompt after all layers, chunk by chunk."""
+    """Return the hidden states of the prompt after all layers, computed chunk by chunk."""
     outputs: list[Tensor] = []
     for start in range(0, PROMPT, CHUNK):
         part = slice(start, start + CHUNK)

@@ -2,10 +2,10 @@
 
     python benchmarks/rollout.py --rounds 8 --out docs/measurements/rollout.md
 
-Two engines serve a random Qwen3. The length of each sample is drawn from a log-normal by its prompt and index in the
-group, and set as its limit, as a random model has no realistic lengths. A round is a rollout of each arm in turn on the
-same engines, so that a busy machine slows all of them. Each rollout is followed by a push of all weights (not timed),
-as in training. Only ``collect`` is timed: a synchronous loop waits for it.
+Two engines serve a random Qwen3. The length of each sample is drawn from a log-normal distribution, seeded by prompt
+and index in the group, and set as its limit, because a random model has no realistic lengths. A round is a rollout
+of each arm in turn on the same engines, so that a busy machine slows all of them. Each rollout is followed by a push of
+all weights (not timed), as in training. Only ``collect`` is timed: a synchronous loop waits for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NUM_ENGINES = 2
 
 
 def response_length(prompt_id: int, index: int) -> int:
-    """Return the tokens of a sample: log-normal, at most ``MAX_LENGTH``, with most of the variance between prompts."""
+    """Return the length of a sample: log-normal, at most ``MAX_LENGTH``, with most of the variance between prompts."""
     prompt, sample = (np.random.default_rng([7, prompt_id, i]).normal() for i in (0, 1 + index))
     return int(np.clip(MEDIAN * np.exp(0.9 * prompt + 0.6 * sample), 1, MAX_LENGTH))
 
@@ -142,7 +142,7 @@ async def push(arm: RolloutArm, servers: Sequence[EngineServer], tensors: Sequen
 
 
 async def rollout(arm: RolloutArm, rollout_id: int, *, counts: bool) -> None:
-    """Run one timed rollout."""
+    """Run one timed rollout, and add its metrics to ``arm.rows`` if it ``counts``."""
     start = time.perf_counter()
     collected = await arm.manager.collect(rollout_id)
     seconds = time.perf_counter() - start
@@ -155,7 +155,7 @@ async def rollout(arm: RolloutArm, rollout_id: int, *, counts: bool) -> None:
 
 
 async def measure(arms: Sequence[RolloutArm], servers: Sequence[EngineServer], tensors: Any, options: Any) -> None:
-    """Run rounds of all arms in turn; the first rounds fill the buffer of partial rollouts."""
+    """Run rounds of all arms in turn. ``options.warm`` rounds first fill the buffer of partials and do not count."""
     for number in range(options.warm + options.rounds):
         for arm in arms:
             await push(arm, servers, tensors, number)
@@ -165,7 +165,7 @@ async def measure(arms: Sequence[RolloutArm], servers: Sequence[EngineServer], t
 
 
 def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
-    """Return a table of sums and means over all counted rounds."""
+    """Return a table over all counted rounds: median seconds, rates of sums, mean shares, and the largest staleness."""
     head = ("", "s per rollout", "samples/s", "trained tokens/s", "mean length", "discarded tokens", "stale, max")
     head = (*head, "several versions", "busiest engine", "prefix hits")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]

@@ -155,7 +155,7 @@ def _page(tables: list[str], machine_line: str, command: str) -> str:
 
 
 def commit() -> str:
-    """Return the measured commit, with a mark if files other than pages differ from it."""
+    """Return the measured commit, with a mark if files outside docs differ from it; a note if git does not know it."""
     try:
         options = [
             ["rev-parse", "--short", "HEAD"],
@@ -171,7 +171,7 @@ def commit() -> str:
 
 
 def cpu_model() -> str:
-    """Return the name of the CPU."""
+    """Return the name of the CPU, or of its architecture if /proc/cpuinfo has no name."""
     match = re.search(r"^model name\s*: (.+)$", CPU_INFO.read_text(), re.MULTILINE) if CPU_INFO.exists() else None
     return match[1] if match else platform.machine()
 

@@ -100,7 +100,7 @@ async def serve(num_engines: int) -> AsyncGenerator[list[EngineClient]]:
 
 
 async def measure(num_engines: int, rounds: int) -> EngineTimes:
-    """Return the medians of ``rounds`` pushes and rounds of health checks, after one that opens the connections."""
+    """Return medians over ``rounds`` pushes with health checks of all engines, after one that opens the connections."""
     async with serve(num_engines) as clients:
         pool = EnginePool([SimulatedSupervisor(client) for client in clients], HealthConfig(), receives_pushes=True)
         update = EngineWeightUpdate(pool)
@@ -117,7 +117,7 @@ async def measure(num_engines: int, rounds: int) -> EngineTimes:
 
 
 async def _check_all(pool: EnginePool) -> None:
-    """Check every engine at once; the monitor spreads the checks over ``health.interval_s``."""
+    """Check all engines at the same time; the monitor spreads the checks over ``health.interval_s``."""
     results = await asyncio.gather(*(pool.check_health(slot, slot.client, decodes=True) for slot in pool.slots))
     assert all(results)
 
@@ -136,5 +136,5 @@ def cpu_seconds() -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median, of the lower half for an even number."""
+    """Return the median; for an even number of values, the lower of the two in the middle."""
     return sorted(values)[(len(values) - 1) // 2]

@@ -49,13 +49,13 @@ class SimulatedRank(TrainerWorker):
         return tuple(counters)
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
-        """Return zeros on the reporter."""
+        """Return zeros on rank 0, the reporter, and None on other ranks."""
         return np.zeros(len(batch.token_ids), dtype=np.float32) if self._rank == 0 else None
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """Return the names of ``TENSORS`` tensors on the sender."""
+        """Return the metadata of ``TENSORS`` tensors on rank 0, the sender, and nothing on other ranks."""
         return MANIFEST if self._rank == 0 else ()
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
-        """Return the metadata of the sent tensors; no bytes are sent."""
+        """Return ``manifest`` without sending any bytes."""
         return list(self.manifest())

@@ -56,7 +56,7 @@ SPEC = RankSpec(
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Medians of the driver's seconds in the calls of one rollout, its CPU seconds for them, and its memory at the end in MiB."""
+    """Seconds of the start, and medians of a rollout: the driver's seconds per call, CPU seconds, and memory in MiB."""
 
     num_ranks: int
     start: float  # until all ranks have answered ``connect``
@@ -94,7 +94,7 @@ def _start_ranks(num_ranks: int, stacks: str) -> TrainerGroup:
 def _start_actors(num_ranks: int, stacks: str) -> list[ActorHandle[SimulatedRank]]:
     """Start the ranks, a few at a time; each is stopped (SIGSTOP) until all have started.
 
-    An idle worker of Ray wakes up 100 times a second, for 1.5% of a core: the later ones would wait for the idle ones.
+    An idle worker of Ray wakes up 100 times a second, for 1.5% of a core: later actors would wait for the idle ones.
     """
     start_rank = start_actor(SimulatedRank, num_cpus=0)
     actors: list[ActorHandle[SimulatedRank]] = []

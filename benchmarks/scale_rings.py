@@ -38,12 +38,12 @@ class RingTimes:
     describe: float  # groups of one rank
     node: float  # report of a node
     all_rings: float  # report of all rings
-    dump: float  # the same with the last ops of every rank, as in a crash bundle
+    dump: float  # report of all rings with the last ops of every rank, as in a crash bundle
     num_bytes: int
 
 
 def measure(num_ranks: int, rounds: int) -> RingTimes:
-    """Write the rings of ``num_ranks`` ranks, or of one node above ``MAX_RINGS``, and return the times of the reports.
+    """Write the rings of a node and, up to ``MAX_RINGS``, of all ``num_ranks`` ranks; return the times of the reports.
 
     The last rank of the node misses the last op.
     """
@@ -90,7 +90,7 @@ def _rank(ring: Ring) -> int:
 
 
 def _fill(ring: Ring, *, arrives: bool) -> None:
-    """Record as many ops as the ring holds, in all groups in turns; the last one, in the world, waits unless the rank misses it."""
+    """Fill the ring with completed ops, in all groups in turn; a rank that ``arrives`` then waits in an op of world."""
     code, phase = CODES[OP.name], ring.phase_number("step")
     assert phase == 0, "the only phase has number 0, which the codes below contain"
     num_ops = ring.slots - ring.slots % GROUPS

@@ -19,14 +19,14 @@ from benchmarks.inputs import NEW_TOKENS, PROMPTS, SAMPLES, TOKENS, write_inputs
 from slime_like.printable import visible
 from slime_like.rollout.engine.environment import SPIN
 
-INTERVAL = 16  # decode steps; a fraction of NEW_TOKENS, so that most intervals lie within one rollout
+INTERVAL = 16  # decode steps; a divisor of NEW_TOKENS, so that most intervals lie within one rollout
 DTYPE = "bfloat16"
 LINE = re.compile(r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+),")
 
 
 @dataclass(slots=True)
 class SpinArm:
-    """Runs at one setting of the number of spins."""
+    """Runs with one number of turns."""
 
     record: ArmRecord
     decode_s: list[list[float]] = field(default_factory=list[list[float]])  # by run: seconds per decode step

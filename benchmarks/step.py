@@ -6,7 +6,7 @@
 
 A case is size, dtype and threads; it runs in a separate process, in which each arm has its own model and takes one step per
 round: 64 sequences of 68 to 70 tokens (64 of them trained on) in one micro-batch, one AdamW update. Figures are medians
-over rounds, ratios medians of a round's ratios. The script ends with an error if the first steps' gradients differ.
+over rounds, ratios medians of the rounds' ratios. The script ends with an error if the first gradient norms differ.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tables", nargs="+", choices=("steps", "parts"), default=["steps", "parts"])
     parser.add_argument("--output", type=Path, help="a page to write")
     args = parser.parse_args(argv)
-    os.environ |= CPU_ENV  # threads that wait sleep, as in a run
+    os.environ |= CPU_ENV  # makes waiting threads sleep, as in a run
     head = [machine(os.getloadavg()[0]), "", f"Command: `{' '.join(['python benchmarks/step.py', *argv])}`", ""]
     tables = {"steps": lambda: steps(args.cases, args.rounds, args.sequences), "parts": lambda: parts(args.rounds)}
     text = "\n".join([*head, *(line for name in args.tables for line in (*tables[name](), ""))])
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
-    """Yield a table of median seconds per step. Raises ``SystemExit`` if the arms' gradients differ."""
+    """Yield a table of median seconds per step. Raises ``SystemExit`` if the arms' first gradient norms differ."""
     yield "| model, dtype, threads | torch, wall (CPU) | c, wall (CPU) | ratio, wall (CPU) |"
     yield "|---|---|---|---|"
     for case in cases:
@@ -121,7 +121,7 @@ def row(name: str, times: Mapping[str, Sequence[Sequence[float]]], scale: float,
 
 
 def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, folder: str) -> None:
-    """Run both arms step by step in a separate process."""
+    """Time both arms step by step in a spawned process; write the times and first gradient norms to ``folder``."""
     torch.set_num_threads(case.threads)
     from slime_like.train.megatron.platform import groups
 
@@ -211,7 +211,7 @@ def alternate(arms: Mapping[str, Callable[[], object]], rounds: int) -> Times:
 
 
 def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict[str, Callable[[], object]]:
-    """Return functions that compute log-probabilities from hidden states, including the vocabulary products."""
+    """Return functions that compute log-probabilities from hidden states by vocabulary products, and their backward."""
     from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
     from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 
@@ -226,7 +226,7 @@ def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict
 
 
 def attention(sequences: int, length: int, shape: Mapping[str, int]) -> dict[str, Callable[[], object]]:
-    """Return functions that compute packed causal attention in float32, rounded to bfloat16."""
+    """Return functions that compute packed causal attention in float32, rounded to bfloat16, and its backward."""
     from slime_like.train.megatron.model.sdpa import attention_batches, in_batches
     from slime_like_plugins.megatron_cpu.functions import AttentionFunction
     from slime_like_plugins.megatron_cpu.kernels import kernels

@@ -2,9 +2,10 @@
 
 python benchmarks/store.py [--samples 64] [--tokens 512] [--prompt 64] [--rounds 5]
 
-`steps`: one token is appended to every sample, `--tokens` times, as when tokens are streamed. `replies`: each sample gets all its
-tokens at once, as in a reply of an engine. Nanoseconds of CPU per token, from the first append to contiguous columns of every
-sample; the fastest round. All containers must hold the same bytes at the end.
+`steps`: one token is appended to every sample, `--tokens` times, as when tokens are streamed. `replies`: each sample
+gets all its tokens in one append, as in a reply of an engine. Nanoseconds of CPU per token are those of the fastest
+round, from the first append to contiguous columns of every sample; bytes are the peak of Python's allocations. All
+containers must hold the same bytes at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Container = Callable[[TokenColumns, int, Steps], list[TokenColumns]]
 
 
 def batched(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
-    """Append to all rows of a store at once."""
+    """Append to all rows of a store in one call per step."""
     store = SampleStore()
     rows = np.array(store.fork(store.add(prompt), num_rows=samples))
     last = np.full(samples, True)

@@ -35,7 +35,7 @@ class CallTokens:
     def of(cls, tokenizer: Tokenizer) -> CallTokens:
         """Look up the tokens of ``tokenizer``.
 
-        Raises ``ConfigError`` if the tokenizer writes either with more than one token: no engine could stop there.
+        Raises ``ConfigError`` unless the tokenizer writes each with a single token: an engine stops only at one token.
         """
         ids = tokenize(tokenizer, [CALL, CALL_END])
         for text, token_ids in zip((CALL, CALL_END), ids, strict=True):

@@ -22,7 +22,7 @@ NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 async def agent(base_url: str, api_key: str, prompt: str, metadata: Mapping[str, Any]) -> None:
-    """Request an answer to ``prompt`` and run the calculator for it, at most ``MAX_CALLS`` times.
+    """Request an answer to ``prompt``, and reply to calls with the calculator's results, at most ``MAX_CALLS`` times.
 
     ``reward.name`` scores the last answer.
     """

@@ -1,4 +1,4 @@
-"""FlowMLA in a server that SGLang starts itself: two ranks of data-parallel attention, each with half of the attention weights.
+"""FlowMLA in a server that SGLang starts itself: two ranks of data-parallel attention, each with half of every o_proj.
 
     python examples/flow_mla_server.py /models/DeepSeek-V2-Lite                          # two GPUs
     python examples/flow_mla_server.py /models/Qwen3-0.6B --device cpu                    # a CPU

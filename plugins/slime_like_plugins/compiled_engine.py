@@ -43,9 +43,9 @@ def main(request: Path, result: Path) -> int:
 
 
 def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
-    """Return the functions to call: request pool, Triton attention, Gated DeltaNet if the model has it, activation with nvcc.
+    """Return the functions to call: request pool, and if the engine uses them, Triton attention and Gated DeltaNet.
 
-    Latent attention is not compiled.
+    Latent attention is not compiled, and the activation only if nvcc is installed.
     """
     out: list[Callable[[Sizes], None]] = [request_pool]
     if not sizes["latent"] and sizes["attention_backend"] in ("", "triton"):  # "": the default of some models and GPUs

@@ -89,12 +89,12 @@ def problem(hook: Hook) -> str | None:
 def install(owner: str, hooks: Sequence[Hook]) -> None:
     """Apply ``hooks`` in this process. Raises ``SystemExit`` naming the hook that did not take effect.
 
-    ``SystemExit`` because SGLang catches ``Exception`` around plugins and would serve without the hook.
+    The error is a ``SystemExit``, because SGLang catches ``Exception`` around plugins and would serve without the hook.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     registry: Any = HookRegistry
-    # SGLang applies the hooks of a target only once. Hooks of a later plugin are applied on top of them.
+    # SGLang applies the hooks of a target only once, so earlier hooks are set aside while later ones are put on top.
     earlier = {hook.target: registry._hooks.pop(hook.target) for hook in hooks if hook.target in registry._patched}
     registry._patched.difference_update(earlier)
     for hook in hooks:

@@ -37,7 +37,7 @@ class RayNodes:
 
     net: Network
     folder: Path
-    num_gpus: int  # that each node claims to have
+    num_gpus: int  # number of GPUs that each node claims to have
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -55,7 +55,7 @@ class RayNodes:
         return self.folder / f"{node.name}.log"
 
     def start(self, *nodes: NamespaceNode) -> None:
-        """Start the raylets of ``nodes``, again after a kill, and wait until they are ready."""
+        """Start the raylets of ``nodes``, which may have been killed before, and wait until they are ready."""
         for node in nodes:
             node.connect()
             self.log(node).write_text("")
@@ -71,7 +71,7 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes(count: int, folder: Path, *, num_gpus: int = 0) -> Generator[RayNodes]:
-    """Start a cluster of ``count`` nodes, and remove it."""
+    """Start a cluster of ``count`` nodes, yield it, and remove it."""
     environment = os.environ | FAST_CHECKS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     environment |= {"PYTHONPATH": str(REPOSITORY), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     environment |= {"RAY_kill_child_processes_on_worker_exit": "0", "RAY_worker_niceness": "0"}

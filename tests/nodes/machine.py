@@ -1,7 +1,7 @@
 """Nodes on one machine: each has its own network, process ids, host name, /dev/shm and node-local folder, joined by a bridge.
 
 A node is a first process in new namespaces, started by ``unshare``. Killing this process ends every process of the node:
-the kernel does it, and it cannot reach a process outside of the namespace. The harness sends no other signal, and sends
+the kernel ends them, and reaches no process outside of the namespace. The harness sends no other signal, and sends
 this one through a pidfd that it opened when it started the node, so a reused process id cannot be hit either.
 """
 

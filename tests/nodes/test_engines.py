@@ -53,7 +53,7 @@ def test_an_engine_is_added_moves_to_another_node_and_is_removed_and_no_group_is
 def test_an_engine_over_two_nodes_gets_weights_by_both_transports_and_replaces_a_lost_node(
     all_nodes: RayNodes, job: SmallJob, tmp_path: Path
 ) -> None:
-    """Its first rank is on node two and the second on node three, which is killed. The engine continues on nodes two and one.
+    """The ranks of the engine are on node two and on node three, which is killed; it continues on nodes two and one.
 
     The second run, with data-parallel attention, pushes by ``tensor``.
     """
@@ -86,7 +86,7 @@ def test_an_engine_over_two_nodes_gets_weights_by_both_transports_and_replaces_a
 
 
 def test_ray_reserves_no_bundle_on_an_excluded_node(all_nodes: RayNodes) -> None:
-    """Ray would choose the first node again, which is as empty as the others."""
+    """Without the exclusion, Ray would choose the first node, which is as empty as the third."""
     one, _, three = all_nodes.nodes
     command = [sys.executable, "-m", "tests.nodes.reserve", all_nodes.address]
     output = subprocess.run(
@@ -96,6 +96,6 @@ def test_ray_reserves_no_bundle_on_an_excluded_node(all_nodes: RayNodes) -> None
 
 
 def engine_processes(node: NamespaceNode) -> list[str]:
-    """Return the titles of the node's processes of engines."""
+    """Return the command lines of the engine processes on ``node``."""
     listing = subprocess.run(node.enter("ps", "-eo", "args"), capture_output=True, text=True, timeout=20, check=True)
     return [line for line in listing.stdout.splitlines() if "sglang::" in line or "rollout.engine.main" in line]

@@ -15,7 +15,7 @@ from tests.nodes.job import SmallJob
 from tests.nodes.machine import LOCAL
 
 pytestmark = pytest.mark.e2e
-DEADLINE_S, GRACE_S = 4, 4  # of a collective; until its error
+DEADLINE_S, GRACE_S = 4, 4  # limit of a collective; longest time from then to its error
 TWO_NODES = ("placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=1")
 
 
@@ -50,7 +50,7 @@ def test_ranks_on_nodes_with_own_folders_write_and_resume_one_checkpoint(all_nod
 def test_the_loss_of_a_rank_ends_the_run_which_resumes_on_the_returned_node_with_a_lossy_link(
     all_nodes: RayNodes, job: SmallJob, tmp_path: Path
 ) -> None:
-    """Push by ``broadcast`` to an engine on a third node, then, resumed, by ``tensor`` to engines on both nodes with ranks."""
+    """The run pushes by ``broadcast`` to a third node, and when resumed by ``tensor`` to the nodes with ranks."""
     one, two, three = all_nodes.nodes
     settings = (*TWO_NODES, "run.save_interval=1")
     split = ("placement.mode=split", "loop.num_rollout=1000")

@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 def observe(world: RankWorld) -> dict[str, Any]:
-    """Return one value per observation."""
+    """Return the result of each function below, by its name."""
     del world
     functions = (
         devices,
@@ -178,7 +178,7 @@ def attention() -> dict[str, Any]:
 
 
 def host_memory() -> dict[str, Any]:
-    """Push two buckets through host memory to an engine of this machine and one of another; return the copies of each push."""
+    """Push two buckets through host memory to engines on this and another machine; return comparisons and counts."""
     numbers = {f"w{i}": torch.arange(1000.0 * i, 1000.0 * (i + 1)) for i in range(6)}
     source = RankWeights({name: tensor.cuda() for name, tensor in numbers.items()})
     local, remote = Receiver("here"), Receiver("elsewhere")
@@ -203,7 +203,7 @@ def host_memory() -> dict[str, Any]:
 
 
 def pageable_copies(source: RankWeights) -> int:
-    """Return the number of pageable copies of the weights' ``cpu()``, which the counter must see."""
+    """Copy all weights to pageable memory with ``cpu()``; return the number of such copies by the counter."""
     before = counters.read_counts()
     for bucket in source.buckets(1 << 20):
         for _, tensor in bucket.tensors:
@@ -212,7 +212,7 @@ def pageable_copies(source: RankWeights) -> int:
 
 
 def refused_lock() -> str:
-    """Return the error of memory that is locked twice. A kernel that follows must not raise it again."""
+    """Lock the same memory twice; return the error, or "" without one. A later kernel must not raise it again."""
     memory = torch.empty(1 << 20, dtype=torch.uint8)
     pin(memory)
     try:
@@ -226,7 +226,7 @@ def refused_lock() -> str:
 
 
 def large_host_tensors() -> dict[str, Any]:
-    """Write to 8 GiB of host tensors above the phantom GPU's limit. Return the bytes counted, and those taken."""
+    """Write to 8 GiB of host tensors above the phantom GPU's limit; return the counted bytes and the memory used."""
     torch.accelerator.empty_host_cache()
     before, counted = _private_bytes(), (counters.pageable_bytes(), counters.pinned_bytes())
     limited = torch.full((64 * 2**20,), 7, dtype=torch.uint8)
@@ -259,7 +259,7 @@ def _private_bytes() -> int:
 
 
 def shared_memory() -> dict[str, Any]:
-    """Push buckets to an engine of this process by CUDA IPC, and return its tensors, and those that were sent."""
+    """Push buckets by CUDA IPC to an engine, and to one that is lost; return comparisons, calls and leaked bytes."""
     join_world(0, 1)
     numbers = {f"w{i}": torch.arange(1000.0 * i, 1000.0 * (i + 1)) for i in range(5)}
     source = StageWeights([{name: tensor.cuda() for name, tensor in numbers.items()}])
@@ -320,7 +320,7 @@ def virtual_memory() -> dict[str, Any]:
 
 
 def solo_world() -> dict[str, Any]:
-    """Return results of rank 5 of 8, which is alone."""
+    """Return the results of collectives on rank 5 of a world of 8, whose other ranks do not exist."""
     join_world(5, 8)
     group, before = dist.new_group([4, 5]), counters.read_counts()
     x, parts = torch.tensor([1, 2], device="cuda"), torch.empty(8, 2, dtype=torch.int64, device="cuda")

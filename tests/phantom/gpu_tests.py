@@ -23,7 +23,7 @@ class NotOnPhantom:
     reason: str
 
     def matches(self, test: str) -> bool:
-        """Return whether the row is of the test with this node id."""
+        """Return True if the row covers the test with this node id."""
         file, _, name = test.partition("::")
         return file == self.file and self.part in name
 
@@ -47,7 +47,7 @@ class GpuTestOutcome:
 
 
 def row_of(test: str) -> NotOnPhantom | None:
-    """Return the row of the table for a test."""
+    """Return the row of the table that covers a test, or None."""
     return next((row for row in NOT_ON_PHANTOM if row.matches(test)), None)
 
 

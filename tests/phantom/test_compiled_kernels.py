@@ -104,7 +104,10 @@ def test_the_kernels_of_trainer_and_engine_are_compiled(cache: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_kernels_compile_for_blackwell(cache: Path, tmp_path: Path) -> None:
-    """From Triton's IR for sm_90. ``docs/measurements/compiled_kernels.md`` has every kernel and configuration for sm_100."""
+    """The input is Triton's IR for sm_90.
+
+    ``docs/measurements/compiled_kernels.md`` has every kernel and configuration for sm_100.
+    """
     module = ("-m", "tests.phantom.compile_ir", str(cache), "100", *BLACKWELL)
     sizes = json.loads(run(module, TRITON_CACHE_DIR=str(tmp_path)))
     assert sizes.keys() == set(BLACKWELL) and min(sizes.values()) > 1000

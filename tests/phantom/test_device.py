@@ -98,7 +98,7 @@ def test_weights_are_pushed_through_handles_of_device_memory(observations: dict[
 
 @pytest.mark.slow
 def test_weights_are_copied_to_pinned_host_memory_once(observations: dict[str, Any]) -> None:
-    """One wait per bucket, no copy to pageable memory, and no second copy for an engine of another machine."""
+    """A push waits once per bucket, uses no pageable memory, and copies once for engines on all machines."""
     push = observations["host_memory"]
     assert push["equal"] == [True, True] and push["reported"] == [f"w{i}" for i in range(6)]
     assert push["buckets"] == 2 and push["copies"] == (6, 0, 2)

@@ -110,7 +110,7 @@ def test_a_server_takes_weights_by_each_transport(transport: str, served: dict[s
 
 @pytest.mark.engine
 def test_a_server_releases_and_restores_its_memory(served: dict[str, Any]) -> None:
-    """By torch_memory_saver, whose calls of the driver release memory of the phantom GPU."""
+    """The server uses torch_memory_saver, whose driver calls release memory of the phantom GPU."""
     before, no_cache, restored, nothing, all_restored = served["used"]
     cache = served["memory"]["kvcache"] * GIB
     assert before - no_cache == pytest.approx(cache, rel=0.01)

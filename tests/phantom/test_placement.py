@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_each_process_sees_its_gpus(tmp_path: Path) -> None:
-    """Ranks request a GPU of Ray's; engines request none, and see those that the run has reserved for them."""
+    """Ranks request a GPU from Ray; engines request none, and see the GPUs that the run has reserved for them."""
     environment = PhantomGpu(num_devices=4).environment()
     (values,) = run_ranks("tests.phantom.placement_checks:observe", 1, tmp_path, environment=environment)
     assert (values["devices"], values["ray"], values["free"]) == (4, 4, 0)

@@ -130,8 +130,9 @@ def test_every_layout_trains_scores_and_exports(name: str, results: Results) -> 
     assert result["collectives"] > (15 if layout.world_size > 1 else 5)
 
 
-# File and function: waits of one optimizer step. Not among them, because torch does not report a wait for an event: megatron's
-# dispatcher waits for the number of rows of each expert, once per layer of experts and forward pass.
+# File and function -> number of waits in one optimizer step. One wait is missing, because torch does not report waits
+# for an event: megatron's dispatcher waits for the number of rows of each expert, once per layer of experts and forward
+# pass.
 STEP_WAITS = {
     "param_and_grad_buffer.py:check_grads": 2,  # for each group of buckets
     "rerun_state_machine.py:validate_result": 2,
@@ -141,7 +142,7 @@ STEP_WAITS = {
     "step.py:metrics": 1,
     "step.py:_require_equal_names": 1,
     "step.py:_maxima": 1,
-    "host_weights.py:copy_to_host": 1,  # weights that the reference's replace
+    "host_weights.py:copy_to_host": 1,  # policy's weights, before those of the reference replace them
 }
 
 

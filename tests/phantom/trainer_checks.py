@@ -27,7 +27,7 @@ LENGTHS = (24, 8, 16, 16)  # equal micro-batches, so that pipeline stages exchan
 
 
 def run_cases(world: RankWorld, cases: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Call ``function(*args)`` of each case. A failing case does not stop the others."""
+    """Return the result of each case's ``function(*args)``, or ``Failed``: a failing case does not stop the others."""
     del world
     functions: dict[str, Callable[..., Any]] = {
         f.__name__: f
@@ -92,7 +92,10 @@ def steps(folder: Path, layout: Layout, rank: int = 0, options: Mapping[str, Any
 
 
 def waits(folder: Path, layout: Layout, num_micros: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the functions in which the host waits for the device in a step, of this project or megatron, with counts and lines."""
+    """Return the functions of this project and megatron in which the host waits in a step, with counts and lines.
+
+    Also returns the number of parameters, and the shapes of the tensors that the step has left in a graph.
+    """
     earlier = _graph_tensors()
     trainer = make_trainer(folder, layout, **options)
     train(trainer, num_micros)
@@ -124,7 +127,7 @@ def waits(folder: Path, layout: Layout, num_micros: int, options: Mapping[str, A
 
 
 def _graph_tensors() -> dict[int, tuple[int, ...]]:
-    """Return the shapes of the tensors that are part of a graph, by identity. Those of torch's compiler have another type."""
+    """Return the shapes of the tensors that are part of a graph, by identity, except tensors of torch's compiler."""
     objects = [x for x in gc.get_objects() if type(x) is torch.Tensor]
     return {id(x): tuple(x.shape) for x in objects if x.grad_fn is not None}
 
@@ -143,7 +146,7 @@ def critic(folder: Path, layout: Layout) -> dict[str, Any]:
 
 
 def teacher(folder: Path, layout: Layout) -> dict[str, Any]:
-    """Return the sizes of a teacher's columns, the bytes of its weights, and those of its gradients and optimizer."""
+    """Return the sizes of a teacher's columns, and its device memory besides the weights, relative to the weights."""
     info, spec = join(folder, layout)
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -222,7 +225,7 @@ def replay(folder: Path, mode: str) -> dict[str, Any]:
 
 
 def overlapped_offload(folder: Path, fraction: float) -> dict[str, Any]:
-    """Return where the optimizer's state is, in bytes per parameter, and the pinned memory."""
+    """Return a rank's device and pinned memory in bytes per parameter, and its number of offloading optimizers."""
     optim = {"cpu_offload": True, "cpu_offload_fraction": fraction}
     gc.collect()
     before = torch.cuda.memory_allocated()

@@ -40,8 +40,8 @@ class ShardedBatch:
     rows_T: Tensor  # rows of the pool in which it stores them
     table: Tensor  # int32 [B, L]: rows of the pool that hold this rank's tokens of each request
     lens_B: Tensor  # number of these rows; prefill: of the cached prefix only
-    buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # requests over this rank's rows
-    new_buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # prefill: among new tokens
+    buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # attention to this rank's rows
+    new_buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # prefill: attention among new tokens
     prefixed_T: Tensor | None = None  # prefill: tokens of requests with a cached prefix; None without such requests
 
 

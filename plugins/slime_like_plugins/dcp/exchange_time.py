@@ -110,7 +110,10 @@ class DeviceClock:
         return self._graphs[-1].pairs
 
     def _replayed(self, graph: CapturedExchanges) -> float | None:
-        """Return the milliseconds of a graph's exchanges in its last replay; None if that was read before or has not ended."""
+        """Return the milliseconds of a graph's exchanges in its last replay.
+
+        None if the graph was never replayed, or if its last replay was read before or has not ended.
+        """
         if not graph.pairs or not graph.pairs[-1][1].query():
             return None
         try:

@@ -41,7 +41,7 @@ def reduce_scattered(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tenso
 
 
 def all_to_all(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Merge over the ranks of a DCP group (``a2a``): exchange outputs and log-sum-exps by heads at once, then merge locally.
+    """Merge over the ranks of a DCP group (``a2a``): exchange outputs and log-sum-exps by heads together, then merge.
 
     Returns this rank's heads: [T, H, D] and [T, H].
     """

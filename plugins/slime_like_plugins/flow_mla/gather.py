@@ -75,7 +75,7 @@ class GroupGather:
         self._parts = parts
 
     def meet(self) -> None:
-        """Wait for the work of all streams of this GPU; on a CPU, return at once.
+        """Wait for the work of all streams of this GPU; on a CPU, return immediately.
 
         There is no need to wait for other ranks here: a gather waits for them, and each rank starts it after its own writes.
         But a gather waits only for the current stream, and SGLang's loaders write in threads, not on the scheduler's stream.

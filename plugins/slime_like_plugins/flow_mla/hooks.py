@@ -175,7 +175,7 @@ def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, wei
 
 
 def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -> None:
-    """Hook around ``Fp8LinearMethod.process_weights_after_loading``: gather the layer, whose whole matrices it needs."""
+    """Hook around ``Fp8LinearMethod.process_weights_after_loading``, which needs whole matrices: gather the layer."""
     for weights in _models:
         if (layer := weights.layer_of(module)) is not None:
             weights.update(layer, lambda: original(method, module))
@@ -189,7 +189,7 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
 
 
 def check_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: stop the engine if no weight is sharded, or if one has moved out of its slot."""
+    """Hook after ``ModelRunner.load_model``: stop the engine unless sharded weights are loaded and in their slots."""
     if not _models:
         raise SystemExit(
             f"slime_like plugin {NAME!r}: no weight of {type(runner.model).__name__} is sharded, because this model of SGLang builds its "
@@ -211,7 +211,7 @@ def run_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs:
 
 
 def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``release_memory_occupation``: finish the gathers and mark the slots as empty: their memory may be lost."""
+    """Hook around ``release_memory_occupation``: finish the gathers and empty the slots, whose memory may be lost."""
     for weights in _models:
         weights.pipeline.drain()
     return original(manager, request)

@@ -44,9 +44,10 @@ class ResponseLengths:
     def reservation(self, generated_S: I64, maximum_S: I64) -> int:
         """Return the number of tokens to keep free for unfinished responses that have ``generated_S`` tokens.
 
-        This is the peak number of tokens over all future steps, minus the tokens generated so far. The number at a step is the
-        mean plus ``DEVIATIONS`` standard deviations, and at most the maximum. Responses decode one token per step and end at
-        ``maximum_S``. In each interval of steps, a response that is unfinished at the start counts with its tokens at the end.
+        This is the peak number of tokens over all future steps, minus the tokens generated so far. The number at a step
+        is the mean plus ``DEVIATIONS`` standard deviations, but at most the number if no response ends before
+        ``maximum_S``. Responses decode one token per step and end at ``maximum_S``. In each interval of steps, a
+        response that is unfinished at the start counts with its tokens at the end.
         """
         remaining_S = np.maximum(0, maximum_S - generated_S)
         horizon = int(remaining_S.max(initial=0))

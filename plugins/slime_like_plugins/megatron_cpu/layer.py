@@ -85,7 +85,7 @@ class FusedGroupedMLP(GroupedMLP):
 
 
 class FusedCoreAttention(PackedAttention):
-    """Attention over sequences that fit into a core's cache; longer sequences run on torch."""
+    """Attention over sequences that fit into a core's cache; longer ones and unsupported head sizes run on torch."""
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         is_short = packed.batches is not None and packed.max_seqlen_q <= MAX_LENGTH
@@ -142,7 +142,10 @@ class FusedAttention(SelfAttention):
         return self.config.num_query_groups or self.config.num_attention_heads
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return queries [L, 1, heads, dim], keys and values [L, 1, groups, dim], rotated and in float32."""
+        """Return queries [L, 1, heads, dim], keys and values [L, 1, groups, dim].
+
+        They are rotated and in float32, except in the cases that fall back to Megatron's steps.
+        """
         if self._cos_sin is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         qkv, _ = self.linear_qkv(hidden_states)

@@ -83,7 +83,7 @@ def fused_vocab_scores(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of ``vocab_scores``. Calls it if ranks split the vocabulary, without tokens, and for other dtypes."""
+    """Return the results of ``vocab_scores``; call it for a split vocabulary, for other dtypes, and without tokens."""
     is_unshared = part.group is None or part.group.size() == 1
     fits = hidden_NH.dtype in SUFFIX and weight_VH.dtype is hidden_NH.dtype
     if not (is_unshared and part.num_real and len(hidden_NH) and fits):

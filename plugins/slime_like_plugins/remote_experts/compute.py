@@ -18,8 +18,8 @@ from slime_like_plugins.sglang_cpu.expert_sums import expert_sums_kernel
 
 type Ids = NDArray[np.int32]  # [N, K]; -1: no expert
 type Weights = NDArray[np.float32]  # [N, K]
-# Maximum rows of a batch that the C kernel computes. It packs no weights, and so is faster than torch for a few rows; in bfloat16
-# some processors have instructions that only torch uses.
+# Maximum rows of a batch that the C kernel computes. It packs no weights, and so is faster than torch for a few rows;
+# in bfloat16, some processors have instructions that only torch uses.
 KERNEL_ROWS = {torch.float32: 64, torch.bfloat16: 32}
 
 
@@ -42,7 +42,7 @@ def expert_sums(
     hidden, device = w2.shape[1], w2.device
     flat = ids.reshape(-1)
     order = flat.argsort(kind="stable")
-    # Ends in ``order`` of the pairs without an expert, then of the pairs of each expert.
+    # Positions in ``order`` at which the pairs without an expert end, then those of each expert.
     ends = np.bincount(flat + 1, minlength=len(w13) + 1).cumsum()
     start = int(ends[0])
     pairs, tokens = (_index(indices[start:], device) for indices in (order, order // num_selected))
@@ -54,7 +54,7 @@ def expert_sums(
         experts = np.flatnonzero(counts).tolist()
         sizes = counts[experts].tolist()
         for expert, rows, indices in zip(experts, tokens.split(sizes), pairs.split(sizes), strict=True):
-            gate, up = F.linear(x.index_select(0, rows), w13[expert]).chunk(2, -1)  # all rows at once would take memory
+            gate, up = F.linear(x.index_select(0, rows), w13[expert]).chunk(2, -1)  # of one expert, to save memory
             out.index_copy_(0, indices, F.linear(F.silu(gate).mul_(up), w2[expert]).float())
             between()
     scale = torch.from_numpy(np.where(ids < 0, np.float32(0), weights)).to(device)

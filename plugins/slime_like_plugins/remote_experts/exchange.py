@@ -26,7 +26,7 @@ class Exchange:
     def feed(self) -> None:
         """Receive replies, and send requests while the worker takes them. Does not wait."""
         if self._next is None and len(self._in_flight) < 2 and not self._client.is_sending:
-            return  # the worker has one request, and would not do more if its reply were received now
+            return  # the worker has at most one request, and receiving its reply now would not give it more work
         self._client.poll()
         while self._next is not None and self._client.has_room:
             bucket = self._next

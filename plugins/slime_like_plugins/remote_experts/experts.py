@@ -27,7 +27,7 @@ REPLACED = "slime_like remote experts: %s; a new worker replaces it"
 FIX = "see the worker's error above, or set rollout.remote_experts.policy=fallback or respawn"
 
 type LocalSums = Callable[[Callable[[], None]], Tensor]
-"""Computes the engine's own experts, and calls its argument between experts."""
+"""Function that computes the engine's own experts, and calls its argument between experts."""
 
 
 class RemoteExpertsLost(SlimeLikeError, RuntimeError):
@@ -118,7 +118,7 @@ class RemoteExperts:
         self._try(lambda: report.extend(self._link.client.unwritten()))
         if self._failure and self._restore():
             self._try(lambda: report.extend(self._link.client.unwritten()))
-        if self._is_replaced:  # before this update, or by the failure of its worker
+        if self._is_replaced:  # the engine computes the experts since this update's failure, or since an earlier one
             assert self._copy is not None
             return self._copy.unwritten(), ""
         return report, self._failure

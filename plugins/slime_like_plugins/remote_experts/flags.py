@@ -1,4 +1,4 @@
-"""Command-line flags that give an SGLang server remote experts without slime_like, such as ``--remote-experts-count 64``."""
+"""Command-line flags of remote experts, such as ``--remote-experts-count 64``, for a server without slime_like."""
 
 from __future__ import annotations
 

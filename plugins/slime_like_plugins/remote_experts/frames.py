@@ -18,7 +18,7 @@ from slime_like.errors import SlimeLikeError
 
 MAGIC = b"slRE"
 PROTOCOL = 2
-MAX_JSON = 8 << 20  # bytes; a report that every matrix of Kimi K2 (384 experts in 60 layers) was not written has 3 MB
+MAX_JSON = 8 << 20  # bytes; a report that names every matrix of Kimi K2 (384 experts in 60 layers) has 3 MB
 INLINE = 0xFFFF  # slot of a frame whose payload follows in the socket
 _FIELDS = struct.Struct("<4sHHQQiIIIHHIQ")
 _CHECKSUM = struct.Struct("<I4x")

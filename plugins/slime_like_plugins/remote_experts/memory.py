@@ -21,7 +21,7 @@ class ExpertMemory:
     def __init__(self, shapes: ExpertShapes, device: torch.device) -> None:
         self.shapes = shapes
         if device.type == "cpu":
-            expert_sums_kernel()  # may be compiled now: the deadline of a request is shorter than that of the start
+            expert_sums_kernel()  # compiles the kernel if needed: a later request has less time than the start
         self._layers: dict[int, dict[str, Tensor]] = {}
         for layer, num_experts in zip(shapes.layers, shapes.num_experts, strict=True):
             gate_up = (num_experts, 2 * shapes.intermediate, shapes.hidden)

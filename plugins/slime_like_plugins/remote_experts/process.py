@@ -28,7 +28,7 @@ class WorkerOrigin:
     """Settings of a worker to start, or the address of a running one."""
 
     address: str = ""  # HOST:PORT; empty: start one
-    key_file: Path | None = None  # with an address
+    key_file: Path | None = None  # required with an address
     threads: int = 1
     device: str = "cpu"
     slowdown: float = 1.0

@@ -48,7 +48,11 @@ class Service:
         }
 
     def run(self) -> None:
-        """Serve until the engine closes. Raises ``PeerLost`` if it ends, ``FrameError`` on a frame that violates the protocol."""
+        """Serve until the engine sends CLOSE.
+
+        Raises ``PeerLost`` if the engine ends first, ``FrameError`` for a frame that violates the protocol, and
+        ``DeadlineExceeded`` if a frame or a reply takes longer than ``FRAME_S``.
+        """
         try:
             while (frame := self._receive()).header.kind is not FrameKind.CLOSE:
                 self._handle(frame)
@@ -71,7 +75,7 @@ class Service:
         return frame
 
     def _handle(self, frame: Frame) -> None:
-        """Answer a request. An error in one request leaves the connection open."""
+        """Answer a request; its errors leave the connection open. Raises ``FrameError`` for a frame of another kind."""
         handler = self._handlers.get(frame.header.kind)
         if handler is None:
             raise FrameError(f"a worker received a frame of kind {frame.header.kind.name}")

@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Run a worker until its engine ends. Returns the exit code."""
+    """Run a worker until its engine ends, or with ``--listen`` until it is interrupted. Returns the exit code."""
     options = parse(argv)
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the engine, which closes its worker
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] = ()) -> int:
         if options.threads < 1:
             raise ConfigError(f"--threads {options.threads} must be at least 1")
         torch.set_num_threads(options.threads)
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of the C kernel, if its OpenMP library is not torch's
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # for the C kernel, if its OpenMP library is not torch's
         if options.fd is not None:
             serve(socket.socket(fileno=options.fd), settings)
         elif options.key_file is None:

@@ -1,7 +1,7 @@
 """Data-parallel attention on a CPU (``attn_dp_size``): ranks hold different sequences.
 
 SGLang supports it on its own CPU engine. On an out-of-tree platform it selects Triton kernels, pinned memory and collectives
-that are registered for another device. Remove when SGLang's platforms select them.
+that are registered for another device. Remove when SGLang lets a platform select these.
 """
 
 from __future__ import annotations

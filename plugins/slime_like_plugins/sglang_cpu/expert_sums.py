@@ -57,7 +57,7 @@ class ExpertSums:
         sums = torch.empty((rows, hidden), dtype=torch.float32)
         active = min(pairs, CHUNK) * inner * int(self._threads())
         workspace = torch.empty(pairs * hidden + active, dtype=torch.float32)
-        indices = torch.empty(pairs + experts + 1, dtype=torch.int64)  # the pairs need half of theirs
+        indices = torch.empty(pairs + experts + 1, dtype=torch.int64)  # the pairs are int32 and use half of their space
         self._functions[w13.dtype](
             *(tensor.data_ptr() for tensor in (x_NH, ids_NK, weights_NK, w13, w2, sums, workspace)),
             *(workspace.data_ptr() + 4 * pairs * hidden, indices.data_ptr(), indices.data_ptr() + 8 * pairs),

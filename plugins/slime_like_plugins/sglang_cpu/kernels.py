@@ -276,7 +276,7 @@ class CKernels:
     def sample(
         self, logits_BV: Tensor, temperatures_B: Tensor, top_k_B: Tensor, seeds_B: Tensor, positions_B: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return int32 tokens [B] (greedy where top-k is 1) and log-probabilities [B]; ``None`` if a row is not finite."""
+        """Return int32 tokens [B] (greedy if top-k <= 1) and log-probabilities [B]; ``None`` if a row is not finite."""
         size, vocabulary = logits_BV.shape
         assert logits_BV.dtype is torch.float32 and logits_BV.stride(1) == 1
         columns = (temperatures_B.reshape(-1).contiguous(), top_k_B.contiguous(), seeds_B.contiguous())

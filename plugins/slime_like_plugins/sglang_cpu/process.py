@@ -16,7 +16,7 @@ from slime_like_plugins.sglang_hooks import install as install_hooks
 
 ATTENTION = "slime_like_cpu"
 CONTROLLER = "sglang.srt.managers.data_parallel_controller"
-WAIT_MS = 1_000  # after which the controller feeds its watchdog
+WAIT_MS = 1_000  # maximum wait for a message, after which the controller feeds its watchdog
 
 
 def start_by_fork(result: None, *_: Any, **__: Any) -> None:

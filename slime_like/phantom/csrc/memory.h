@@ -7,11 +7,11 @@ typedef struct block {
     char *start;
     size_t size;
     int owner;
-    int file;  // of memory that other processes can map; -1 for other memory
+    int file;  // descriptor of memory that other processes can map; -1 for other memory
     int is_foreign;  // memory of another process, which counts it
 } block;
 
-static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;  // free() below a lock takes it again
+static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;  // free() of this library takes it again
 static void *blocks, *registered;  // trees by address: blocks do not overlap, but a registered one may lie in a pageable one
 static size_t own_used[MAX_DEVICES], *used = own_used, peak[MAX_DEVICES], on_host[2];  // on_host: pageable, pinned
 static __thread int device;
@@ -42,7 +42,7 @@ static size_t copy_limit(void) {
     if (limit == (size_t)-1) limit = setting("PHANTOM_GPU_COPY_LIMIT", (size_t)1 << 20);
     return limit;
 }
-// Other processes read the use of this one in a file of its folder, which is named by the process id.
+// Other processes read the memory that this one uses from a file in PHANTOM_GPU_USE, which is named by the process id.
 static void publish(void) {
     const char *folder = getenv("PHANTOM_GPU_USE");
     char path[4096];
@@ -54,7 +54,7 @@ static void publish(void) {
     if (shared != MAP_FAILED) used = shared;
     close(file);
 }
-static int charge(int owner, size_t n) {  // with the lock; 0: no memory
+static int charge(int owner, size_t n) {  // the caller has the lock; returns 0 if the memory is not enough
     static int is_published;
     if (!is_published) publish();
     is_published = 1;
@@ -71,7 +71,7 @@ static void *map_memory(size_t size) {
     return mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 }
 static void *map_shared_pages(size_t size);
-static int has_values(size_t size);  // of a block of the host
+static int has_values(size_t size);  // 1: a block of host memory of this size has values
 static status reserve(void **out, size_t size, int owner) {  // owner: a device, PINNED, or PAGEABLE
     size_t unit = owner < 0 ? 4096 : GRANULARITY;
     *out = 0;
@@ -108,7 +108,7 @@ static status remove_block(void *start, int is_foreign) {
     return result ? (last_error = result) : 0;
 }
 static status release(void *start) { return start ? remove_block(start, 0) : 0; }
-static int owner_of(const void *address) {  // PAGEABLE: memory that this library has not given out
+static int owner_of(const void *address) {  // PAGEABLE also for memory that this library has not given out
     pthread_mutex_lock(&lock);
     block *b = owned_block(address);
     int owner = b ? b->owner : PAGEABLE;
@@ -127,8 +127,8 @@ API cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
 }
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
-// A scalar that the host reads is 0 unless it looks like a small integer that a copy has put there: what a kernel would have
-// computed is unknown, and the bytes of a reused block would be those of another tensor.
+// A scalar that the host reads is 0 unless it has 8 bytes and looks like a small integer that a copy has put there: the
+// result of a kernel is unknown, and the bytes of a reused block would be those of another tensor.
 static int is_computed(const void *source, size_t n) { return n <= 4 || n == 8 && *(const uint64_t *)source >> 31; }
 static void count_copy(int target, int source) {
     count(target < 0 ? TO_HOST : source < 0 ? TO_DEVICE : ON_DEVICE);

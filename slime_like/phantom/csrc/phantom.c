@@ -37,7 +37,7 @@ static size_t setting(const char *name, size_t otherwise) {
     const char *text = getenv(name);
     return text && *text ? strtoull(text, 0, 10) : otherwise;
 }
-static void *new_handle(void) {  // of streams, events, modules and all other objects without a state
+static void *new_handle(void) {  // handle of a stream, event, module or other object without a state
     static uintptr_t last = 0x1000;
     return (void *)__atomic_add_fetch(&last, 16, __ATOMIC_RELAXED);
 }

@@ -13,7 +13,7 @@ static mapping *mappings;
 static void *map_addresses(void *start, size_t n, int access, int fixed) {
     return mmap(start, n, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | fixed, -1, 0);
 }
-static void drop(physical *memory) {  // with the lock
+static void drop(physical *memory) {  // the caller has the lock
     if (--memory->uses) return;
     used[memory->owner] -= memory->size;
     free(memory);

@@ -36,7 +36,7 @@ void NAME(attention)(const float *queries, const float *keys, const float *value
 }
 
 /* Backward: grad_out [n, g r, d] -> gradients of queries, keys and values. The caller sets the gradients of keys and values
- * to 0. scratch: twice the size. */
+ * to 0. scratch: twice the size that attention needs. */
 void NAME(attention_back)(const float *queries, const float *keys, const float *values, const int32_t *cu,
                           const float *log_sums, const T *grad_out, float *grad_queries, float *grad_keys,
                           float *grad_values, float *scratch, int64_t s, int64_t capacity, int64_t g, int64_t r, int64_t d,

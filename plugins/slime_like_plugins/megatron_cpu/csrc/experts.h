@@ -3,7 +3,7 @@
  * summed in a fixed order by one thread, so that bits do not depend on other rows or threads.
  * Axes: e experts, whose rows are bounds[e] to bounds[e + 1]; k units that are summed, m columns of the result. */
 
-/* panel [k, COLUMNS]: the transpose of `columns` rows of a matrix [.., k] */
+/* panel [k, COLUMNS]: the transpose of `columns` rows of a matrix [.., k], 0 beyond `columns` */
 INLINE void NAME(pack_transposed)(const NAME(unit) *from, int64_t k, int64_t columns, NAME(unit) *panel) {
     for (int64_t i = 0; i < k; i += LANES)
         for (int64_t c = 0; c < COLUMNS; c += LANES) {
@@ -34,7 +34,7 @@ INLINE void NAME(expert_tile)(const NAME(unit) *a, int64_t row, int64_t step, co
                               float *partial, int is_first, int is_last, T *out, int64_t m, int64_t columns,
                               const int rows) {
     vf sums[rows][2];
-    for (int r = 0; r < rows && is_last; r++) /* fetched while the sums are computed */
+    for (int r = 0; r < rows && is_last; r++) /* prefetches the outputs while the sums are computed */
         for (int64_t at = 0; at < COLUMNS * sizeof(T); at += CACHE_LINE) __builtin_prefetch((char *)(out + r * m) + at, 1);
     for (int r = 0; r < rows; r++)
         for (int half = 0; half < 2; half++)
@@ -58,14 +58,14 @@ INLINE void NAME(expert_tile)(const NAME(unit) *a, int64_t row, int64_t step, co
         }
 }
 
-/* The first panel fetches the rows from memory, each tile those of the next. */
+/* For the first panel, each tile prefetches the rows of the next tile from memory. */
 #define TILE(R)                                                                                                        \
     for (; i + R <= stop; i += R) {                                                                                    \
         for (int64_t u = 0; u < R * k && j == 0; u += CACHE_LINE / sizeof *x) __builtin_prefetch(x + (i + R) * k + u); \
         NAME(expert_tile)(x + i * k, k, 1, panel, k, 0, 1, 1, out + i * m + j, m, m - j, R);                           \
     }
 
-/* out [n, m] = the rows x [n, DEPTH k] of each expert times its weight: [m, DEPTH k], transposed, or [DEPTH k, m].
+/* out [n, m] = the rows x [n, DEPTH k] of each expert times its weight [DEPTH k, m], or the transpose of [m, DEPTH k].
  * scratch [threads, k, COLUMNS] */
 void NAME(expert_products)(const T *inputs, const T *const *weights, const int64_t *bounds, T *out, NAME(unit) *scratch,
                            int64_t e, int64_t k, int64_t m, int64_t transpose, int threads) {

@@ -1,6 +1,6 @@
-/* Products of attention on QUERIES query rows at a time, in registers. Vectors are GCC's and Clang's, on any machine.
- * Axes: d head dimension, a multiple of LANES; columns: keys. Rows of weights have `capacity` elements, a multiple of
- * 2 LANES. */
+/* Products of attention on QUERIES query rows at a time, in registers. Vectors are extensions of GCC and Clang, for any
+ * CPU. Axes: d head dimension, a multiple of LANES; columns: keys. Rows of weights have `capacity` elements, a multiple
+ * of 2 LANES. */
 #define LANES 16
 #define QUERIES 8
 
@@ -17,7 +17,7 @@ INLINE void transpose(const float *from, int64_t stride, int64_t n, float *to, i
     }
 }
 
-/* weights[r, j] = scale * row[r] . keys[:, j] of transposed keys [d, capacity], for j < columns rounded up */
+/* weights[r, j] = scale * row[r] . keys[:, j] of transposed keys [d, capacity], j < columns rounded up to 2 LANES */
 INLINE void dots(const float *const row[QUERIES], const float *keys, int64_t capacity, int64_t d, int64_t columns,
                  float scale, float *weights) {
     for (int64_t j = 0; j < columns; j += 2 * LANES) {

@@ -2,8 +2,8 @@
 #define COLUMNS (2 * LANES)
 #define CACHE_LINE 64       /* bytes */
 #define ROWS_OF_TILE 12     /* with 2 vectors each and a panel's 2, they fit into 32 registers */
-#define ROW_UNITS 98304     /* of an expert's rows that are multiplied by one panel after the other */
-#define GRAD_OUTPUTS 192    /* outputs, a multiple of ROWS_OF_TILE, and rows of a part of a weight's gradient */
+#define ROW_UNITS 98304     /* units of an expert's rows that stay in the cache while panel after panel is multiplied */
+#define GRAD_OUTPUTS 192    /* outputs in a part of a gradient, a multiple of ROWS_OF_TILE; GRAD_ROWS: rows per pass */
 #define GRAD_ROWS 768
 
 typedef float unit_f32;
@@ -27,8 +27,8 @@ typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2), may_alias
             to[r + distance] = SHUFFLE(a, b, LIST high);        \
         }
 
-/* to [LANES, LANES], rows `step` apart, = the transpose of from [LANES, LANES], rows `stride` apart. In each stage, pairs of
- * rows exchange blocks of 1, 2, 4 and 8 numbers. */
+/* to [LANES, LANES], rows `step` apart, = the transpose of from [LANES, LANES], rows `stride` apart. In four stages,
+ * pairs of rows exchange blocks of 1, 2, 4 and 8 numbers. */
 INLINE void transpose_square(const uint32_t *from, int64_t stride, uint32_t *to, int64_t step) {
     vu x[LANES], y[LANES];
     for (int r = 0; r < LANES; r++) x[r] = *(const vu *)(from + r * stride);

@@ -1,7 +1,8 @@
 /* Log-probabilities of target tokens from rows of logits, included once per element type.
  * Axes: n rows (tokens), v vocabulary. `scale` is one over the temperature. */
 
-/* logits [n, v], target [n] -> logprobs [n], log_sums [n] (of exponentials) and, if not null, entropies [n].
+/* logits [n, v], target [n] -> logprobs [n], log_sums [n] (logarithms of the sums of exponentials of scaled logits)
+ * and, if not null, entropies [n].
  * Sums over the vocabulary are in float32 within BLOCK columns and in float64 over blocks. */
 void NAME(log_probs)(const T *logits, const int64_t *target, float *logprobs, float *log_sums, float *entropies,
                      int64_t n, int64_t v, float scale, int threads) {

@@ -57,7 +57,8 @@ INLINE void NAME(down)(const float *const active[], const T *w2, float *const ou
     }
 }
 
-/* One expert: the outputs [h] of its `count` <= CHUNK pairs, pair p of row p / s of x [n, h], to out + p * h. active [count, f]. */
+/* One expert: write the outputs [h] of its `count` <= CHUNK pairs p, each of row p / s of x [n, h], to out + p * h.
+ * active [count, f]. */
 INLINE void NAME(expert)(const float *x, const int32_t *pairs, int64_t count, const T *w13, const T *w2, float *out,
                          float *active, int64_t s, int64_t h, int64_t f) {
     const float *rows[CHUNK], *inner[CHUNK];
@@ -81,9 +82,9 @@ INLINE void NAME(expert)(const float *x, const int32_t *pairs, int64_t count, co
 #undef DOWN
 }
 
-/* sums [n, h] of weights [n, s] times the experts ids [n, s] of x [n, h], in the order of s; an id outside of [0, e) has no
- * expert. w13 [e, 2 f, h]: gate, then up; w2 [e, h, f]. Workspaces: out [n s, h], active [threads, min(n s, CHUNK), f],
- * pairs [n s], ends [e + 1]. */
+/* sums [n, h] over s, in order, of weights [n, s] times the outputs of the experts ids [n, s] for x [n, h]; an id that
+ * is not in [0, e) has no expert. w13 [e, 2 f, h]: gate, then up; w2 [e, h, f]. Workspaces: out [n s, h],
+ * active [threads, min(n s, CHUNK), f], pairs [n s], ends [e + 1]. */
 void NAME(expert_sums)(const float *x, const int32_t *ids, const float *weights, const T *w13, const T *w2, float *sums,
                        float *out, float *active, int32_t *pairs, int64_t *ends, int64_t n, int64_t s, int64_t e, int64_t h,
                        int64_t f) {

@@ -61,7 +61,7 @@ INLINE vf pair_sums(vf a, vf b) { return __builtin_shuffle(a, b, (vi){EVEN}) + _
 
 INLINE vf broadcast(float x) { return x - (vf){0}; }
 
-/* a * b + c, rounded once if the CPU can: a compiler decides from the code around a sum, so that its bits would depend on it. */
+/* a * b + c, rounded once if the CPU has FMA. Left to a compiler, the rounding would depend on the surrounding code. */
 #if defined(__AVX512F__)
 INLINE vf fma_of(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #elif defined(__AVX__) && defined(__FMA__)
@@ -209,7 +209,7 @@ void uniforms(const int64_t *seeds, const int64_t *positions, double *out, int64
 
 #define BLOCK 256
 
-/* The first token whose running sum of weights exceeds u of the total; never one of weight 0. */
+/* The first token whose running sum of weights exceeds the share u of the total; never a token of weight 0. */
 INLINE int64_t inverse_cdf(const float *weights, const double *blocks, int64_t num_blocks, int64_t v, double u) {
     double total = 0;
     for (int64_t b = 0; b < num_blocks; b++) total += blocks[b];

@@ -4,7 +4,7 @@
  * Packed: panels of COLUMNS outputs, zeros beyond m; in a panel, COLUMNS x DEPTH elements for each group of
  * DEPTH inputs. An output's sum runs over k in order, independent of other rows: bits do not depend on the batch. */
 
-/* weight [m, k] -> packed, m rounded up to COLUMNS times k */
+/* weight [m, k] -> packed, whose size is k times m rounded up to COLUMNS */
 void NAME(pack)(const T *weight, T *packed, int64_t k, int64_t m) {
     PARALLEL_ROWS(k * m)
     for (int64_t j = 0; j < m; j += COLUMNS) {

@@ -1,11 +1,11 @@
 /* One decode step of a model, included once per element type after typed.h and product.h.
  *
- * Each row is a token of a different request, and no request reads what another wrote in this step: a thread computes all
- * layers for its rows, and the step is one parallel region instead of one per kernel and product. */
+ * Each row is a token of a different request, and no request reads data that another writes in this step. A
+ * thread computes all layers for its rows, so the step is one parallel region instead of one per kernel and product. */
 
 typedef struct {
     const T *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *gate_up_bias, *down,
-        *down_bias; /* products packed; biases and head norms null if there are none */
+        *down_bias; /* weights of products packed; biases and head norms null if the model has none */
     T *keys, *values;
 } NAME(Layer);
 

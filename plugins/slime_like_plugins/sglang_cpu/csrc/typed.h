@@ -207,8 +207,8 @@ static void NAME(attend_requests)(const T *queries, const T *keys, const T *valu
 
 /* Decode attention: one query per request over its KV rows. queries, out [n, heads, d]; keys, values: pools
  * [., kv_heads, d]; slots of request i: the first lens[i] >= 1 entries of row rows[i] of table.
- * workspace [threads, scores_per_thread] >= 4 * (longest request rounded up to LANES). Up to four query heads are
- * processed together, which fits the registers. */
+ * workspace [threads, scores_per_thread]; a thread needs 4 * (longest request rounded up to LANES). Up to four query
+ * heads are processed together, which fits the registers. */
 void NAME(attention)(const T *queries, const T *keys, const T *values, const int32_t *table, int64_t table_stride,
                      const int64_t *rows, const int64_t *lens, T *out, float *workspace, int64_t scores_per_thread,
                      int64_t n, int64_t heads, int64_t kv_heads, int64_t d, float scale) {

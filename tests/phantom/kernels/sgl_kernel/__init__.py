@@ -1,7 +1,7 @@
 """Stand-in for sglang-kernel, and for the kernels that SGLang compiles, in an engine on a phantom GPU.
 
-Like all kernels there, they compute nothing: a call leaves the memory of its results as it is. Kernels of a dense model that return
-their result return memory of its shape (``RESULTS``); the others return None.
+Like all kernels on a phantom GPU, they compute nothing: a call leaves the memory of its results as it is. Kernels of a
+dense model that return their result return memory of its shape (``RESULTS``); the others return None.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ PACKAGES = ("sgl_kernel", "cutlass")
 
 
 def like_input(x: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-    """Return the result of an operation on each row."""
+    """Return memory for the result of an operation on each row: ``out`` if given."""
     return torch.empty_like(x) if out is None else out
 
 
 def attention(q: Any, k: Any, v: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-    """Return the result of attention: the queries' rows with the values' size."""
+    """Return memory for the result of attention, the queries' rows with the values' size: ``out`` if given."""
     return torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device) if out is None else out
 
 
@@ -36,7 +36,7 @@ RESULTS: dict[str, Callable[..., Any]] = {
 
 
 class Kernel:
-    """Kernel, or a table of constants of kernels."""
+    """Stand-in for a kernel, or for a table of constants that kernels use."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Compute nothing."""
@@ -51,7 +51,7 @@ kernel = Kernel()
 
 
 def find(name: str) -> Any:
-    """Return the kernel of a name."""
+    """Return the stand-in for the kernel ``name``. Raises AttributeError for names that begin with two underscores."""
     if name.startswith("__"):
         raise AttributeError(name)
     return RESULTS.get(name, kernel)
@@ -78,11 +78,11 @@ class KernelModule(ModuleType):
 
 
 class KernelFinder:
-    """Finder of every submodule."""
+    """Finder of every module of ``PACKAGES``, whatever its name."""
 
     @staticmethod
     def find_spec(name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec for a submodule of this package."""
+        """Return a spec for a module of ``PACKAGES``, and None for any other."""
         return importlib.machinery.ModuleSpec(name, KernelFinder) if name.partition(".")[0] in PACKAGES else None  # pyright: ignore[reportArgumentType]
 
     @staticmethod
