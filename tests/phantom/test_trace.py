@@ -12,9 +12,11 @@ from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.view import show_plan
 from slime_like.config.load.loader import load_config
+from slime_like.config.schema.names import FAMILIES
 from slime_like.config.schema.resolved import Layout
 from slime_like.errors import ConfigError
 from slime_like.phantom import build
+from slime_like.planner.models import table_config
 from slime_like_compat.flags.translate import translate
 from tests.config.test_recipes import MACHINES
 from tests.phantom.trace_checks import TraceCase, check_recipe
@@ -38,6 +40,13 @@ LAYOUTS = {
     "experts, recompute": TraceCase(SPARSE, 2, Layout(dp=8, ep=8), recompute="full"),
     "hybrid with experts": TraceCase(HYBRID, 4, EP8, tokens=4_096),
 }
+FAMILY_CASES = {  # published shapes of the families of which ``LAYOUTS`` has no model
+    **{name: TraceCase(name, 2, TP2) for name in ("Qwen2.5-7B", "Llama-3.1-8B", "MiMo-7B", "GLM-4-9B-0414")},
+    **{name: TraceCase(name, 2, EP8) for name in ("GLM-4.5-Air", "MiniMax-M2", "DeepSeek-V2-Lite", "Kimi-K2")},
+    "DeepSeek-V3": TraceCase("DeepSeek-V3", 4, EP8),
+    "Qwen3.5-0.8B": TraceCase("Qwen3.5-0.8B", 4, TP2, tokens=4_096),
+    "Qwen3.5-35B-A3B": TraceCase("Qwen3.5-35B-A3B", 4, EP8, tokens=4_096),
+}
 MACHINE = "8xH100"
 FAST = ("qwen3_4b_gsm8k", "qwen3_4b_dapo", "qwen3_4b_dapo_async", "qwen3_30b_a3b", "one_gpu", "one_gpu_gdn")
 NIGHTLY = (
@@ -47,7 +56,7 @@ NIGHTLY = (
     "qwen3_235b_a22b",
     "deepseek_r1",
 )
-RECIPES = {name: MACHINES[name] for name in FAST}  # and machines
+RECIPES = {name: MACHINES[name] for name in FAST}  # recipe -> machine
 NIGHTLY_RECIPES = {name: MACHINES[name] for name in NIGHTLY}
 
 
@@ -55,12 +64,12 @@ NIGHTLY_RECIPES = {name: MACHINES[name] for name in NIGHTLY}
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     target, scratch = "tests.phantom.trace_checks:trace_all", tmp_path_factory.mktemp("traced")
     environment = trace_module.TRACED_GPU.environment()
-    (out,) = run_ranks(target, 1, scratch, LAYOUTS, RECIPES, environment=environment, seconds=600)
+    (out,) = run_ranks(target, 1, scratch, LAYOUTS | FAMILY_CASES, RECIPES, environment=environment, seconds=600)
     return out
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *FAMILY_CASES])
 def test_the_planner_agrees_with_a_trace(name: str, traced: dict[str, Any]) -> None:
     result = traced[name]
     assert result["planned"] / result["traced"] == pytest.approx(1, abs=0.1), result
@@ -68,6 +77,12 @@ def test_the_planner_agrees_with_a_trace(name: str, traced: dict[str, Any]) -> N
     assert result["weights"] == pytest.approx(1, abs=0.02)
     assert result["gradients"] == pytest.approx(1, abs=0.02)
     assert result["main memory planned"] == pytest.approx(result["main memory traced"], rel=0.1, abs=64 << 20)
+
+
+def test_every_family_is_traced_at_a_published_shape() -> None:
+    kinds = {str((table_config(case.model) or {})["model_type"]) for case in (LAYOUTS | FAMILY_CASES).values()}
+    text_parts = {kind for kind in FAMILIES if kind.removesuffix("_text") in kinds - {kind}}
+    assert kinds | text_parts == FAMILIES.keys()
 
 
 @pytest.mark.ranks
@@ -130,7 +145,7 @@ def test_a_trace_that_does_not_fit_its_gpus_says_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_build_that_does_not_fit_its_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines and ranks run in turns, and a rank is built in the place of a step."""
+    """The larger of build and step must fit: engines and other roles have the same memory during both."""
     phases = [
         phase | {"reserved": phase["reserved"] + (90 << 30) * (phase["name"] == "build")} for phase in TRACE["phases"]
     ]
