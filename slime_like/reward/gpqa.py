@@ -1,7 +1,7 @@
 """Reward ``gpqa``: 1 if a response chooses the correct option of a multiple-choice question.
 
 The row gives the correct option: its label is a letter, an index from 0, or the text of a choice. The metadata may
-have ``choices`` (texts of the options, as a list or a mapping by letter), ``valid_letters`` (letters of the options),
+have ``choices`` (texts of the options, as a list or a mapping by letter, sorted here), ``valid_letters`` (letters of the options),
 ``correct_letter``, and ``correct_answer`` or ``answer_text`` (text of the correct option), as in data for slime's
 rm_type ``gpqa``.
 """
@@ -26,6 +26,7 @@ STATEMENTS = (  # phrases that state the chosen option, the most explicit first
     re.compile(rf"\b(?i:option|choice)(?:\s{{1,3}}(?i:is))?{OPTION}"),
     re.compile(r"(?<!\w)([A-Z])(?!\w)"),
 )
+LETTER = re.compile(r"[A-Z]")
 INDEX = re.compile(r"[0-9]{1,2}")
 NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
 
@@ -41,10 +42,18 @@ class Question:
 
 
 def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
-    """Parse the options and the correct one from a row's label and metadata."""
-    choices = _texts(metadata.get("choices"))
+    """Parse the options and the correct one from a row's label and metadata.
+
+    Raises ``ValueError`` if the keys of ``choices`` are not letters.
+    """
     letters = tuple(text.upper() for text in _texts(metadata.get("valid_letters")))
-    letters = letters or (tuple(string.ascii_uppercase[: len(choices)]) if choices else DEFAULT_LETTERS)
+    if isinstance(metadata.get("choices"), Mapping):
+        choice_of = _by_letter(metadata["choices"])
+        letters = letters or tuple(choice_of) or DEFAULT_LETTERS
+        choices = tuple(choice_of.get(letter, "") for letter in letters)
+    else:
+        choices = _texts(metadata.get("choices"))
+        letters = letters or (tuple(string.ascii_uppercase[: len(choices)]) if choices else DEFAULT_LETTERS)
     text = (label or "").strip()
     correct = str(metadata.get("correct_letter") or "").strip().upper() or None
     if correct is None and text.upper() in letters:
@@ -53,7 +62,8 @@ def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
     if correct is None and index < len(letters):
         correct = letters[index]
     if correct is None:
-        letter_of = dict(zip(map(_normal, reversed(choices)), reversed(letters[: len(choices)]), strict=False))
+        pairs = reversed(list(zip(choices, letters, strict=False)))
+        letter_of = {_normal(choice): letter for choice, letter in pairs if choice}
         correct = letter_of.get(_normal(text)) if text else None
     correct_texts = [str(metadata[key]) for key in ("correct_answer", "answer_text") if metadata.get(key)]
     if correct in letters and letters.index(correct) < len(choices):
@@ -64,7 +74,10 @@ def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
 
 
 def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
-    parsed = question(label, metadata)
+    try:
+        parsed = question(label, metadata)
+    except ValueError as error:
+        return str(error)
     if parsed.correct is not None and parsed.correct not in parsed.letters:
         return (
             f"its correct option is {parsed.correct!r}, which is not one of {', '.join(parsed.letters)}; "
@@ -104,6 +117,17 @@ def chosen_letter(text: str, letters: tuple[str, ...]) -> str | None:
         if valid:
             return valid[-1]
     return None
+
+
+def _by_letter(choices: Mapping[Any, object]) -> dict[str, str]:
+    """Return the text of each option by its letter, in the order of the letters."""
+    choice_of = {str(key).strip().upper(): str(item) for key, item in choices.items()}
+    if len(choice_of) < len(choices) or not all(LETTER.fullmatch(letter) for letter in choice_of):
+        keys = ", ".join(repr(key) for key in choices)
+        raise ValueError(
+            f"metadata.choices has the keys {keys}; a mapping needs the letters A, B, C, ...; else write a list"
+        )
+    return dict(sorted(choice_of.items()))
 
 
 def _texts(value: object) -> tuple[str, ...]:
