@@ -34,11 +34,15 @@ class Hung(SlowSupervisor):
 
 
 def play(
-    kind: type[SlowSupervisor], health: HealthConfig, scene: Callable[[EnginePool, list[Any]], Awaitable[None]]
+    kind: type[SlowSupervisor],
+    health: HealthConfig,
+    scene: Callable[[EnginePool, list[Any]], Awaitable[None]],
+    *,
+    receives_pushes: bool = True,
 ) -> None:
     async def run() -> None:
         supervisors = [kind(random.Random(0), 0, f"engine {i}", 0) for i in range(2)]
-        pool = EnginePool(supervisors, health, receives_pushes=True)  # pyright: ignore[reportArgumentType]
+        pool = EnginePool(supervisors, health, receives_pushes=receives_pushes)  # pyright: ignore[reportArgumentType]
         tasks = [task for supervisor in supervisors for task in supervisor.tasks]
         if kind is Hung:
             for task in tasks:
@@ -220,3 +224,22 @@ def test_engines_without_a_report_of_their_kv_cache_are_counted_and_named() -> N
         assert "engine 0 (it serves no requests" in warnings[0]
 
     play(SlowSupervisor, HealthConfig(), scene)
+
+
+@pytest.mark.parametrize("receives_pushes", [True, False])
+def test_messages_say_when_an_engine_serves_again(*, receives_pushes: bool) -> None:
+    """Without a trainer there is no push to wait for."""
+
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        pool.mark_stalled(pool.slots[0], EngineError("no answer"))
+        _, (report, *_) = await kv_metrics(pool)
+        pool.mark_responsive(pool.slots[0])
+        assert (engines[0] in pool.router.engines) != receives_pushes
+        pool.mark_lost(pool.slots[1], DEAD, EngineLost("it died"))
+        stalled, responsive, lost = pool.drain_messages()
+        assert "waiting for it" in stalled
+        assert [("next push" in text) for text in (report, responsive, lost)] == [receives_pushes] * 3
+        if not receives_pushes:
+            assert "lost or stalled" in report and "it serves again" in responsive and "it serves once it is up" in lost
+
+    play(SlowSupervisor, HealthConfig(on_stalled_engine="wait"), scene, receives_pushes=receives_pushes)

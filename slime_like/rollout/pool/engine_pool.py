@@ -6,7 +6,7 @@ waits for an engine's restart, bounded by its ``EngineSupervisor``, and for the 
 
 At the start of a run every engine serves the weights of its checkpoint. A lost engine is withdrawn immediately: its
 unfinished groups continue on other engines, with the same ids and seeds, from the tokens already returned. A restarted engine
-has the weights of its checkpoint and joins at the next push.
+has the weights of its checkpoint and joins at the next push or, in a run without pushes, at once.
 """
 
 from __future__ import annotations
@@ -220,7 +220,8 @@ class EnginePool:
         slot.lost_event.set()
         slot.recovery_index = len(self.recoveries)
         self.recoveries.append(Recovery(name, f"{kind}: {error}", time.time()))
-        self._messages.append(f"{name} is {kind} and is restarted; it joins at the next push ({first_line(error)})")
+        joins = "joins at the next push" if self.receives_pushes else "serves once it is up"
+        self._messages.append(f"{name} is {kind} and is restarted; it {joins} ({first_line(error)})")
         slot.restart_task = self.spawn(self._restart(slot, error))
         self.wake()
 
@@ -241,7 +242,8 @@ class EnginePool:
         """
         if slot.is_stalled:
             slot.is_stalled = False
-            self._messages.append(f"{slot.client.name} answers again; it joins at the next push")
+            joins = "joins at the next push" if self.receives_pushes else "serves again"
+            self._messages.append(f"{slot.client.name} answers again; it {joins}")
             if not self.receives_pushes:
                 self.admit(slot, -1)
             self.wake()

@@ -38,7 +38,8 @@ async def kv_metrics(pool: EnginePool) -> tuple[list[Metric], list[str]]:
 async def _usage(pool: EnginePool, engine: EngineClient) -> KvUsage | str:
     """Return the report of an engine, or its name with the reason why there is none."""
     if engine not in pool.router.engines:
-        return f"{engine.name} (it serves no requests: lost, stalled or waiting for the next push)"
+        states = "lost, stalled or waiting for the next push" if pool.receives_pushes else "lost or stalled"
+        return f"{engine.name} (it serves no requests: {states})"
     try:
         return await engine.kv_usage(pool.health.timeout_s)
     except (EngineError, DeadlineExceeded) as error:
