@@ -7,12 +7,19 @@ import operator
 import re
 from collections.abc import Callable
 
+
+def _quotient(a: int, b: int) -> int:
+    """Return ``a / b`` truncated toward zero, exactly."""
+    quotient = abs(a) // abs(b)
+    return quotient if (a < 0) == (b < 0) else -quotient
+
+
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b),
-    ast.Mod: lambda a, b: a - b * int(a / b),
+    ast.Div: _quotient,
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
 }
 
 

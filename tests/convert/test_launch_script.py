@@ -23,7 +23,10 @@ SAME_AS_BASH = {
     "appended": "A=(--a)\nA+=(--b 2)\nA[1]=--c\npython3 train.py ${A[@]}",
     "defaults": 'N=${N:-${M:-4}}\nE=""\npython3 train.py $N ${E:-e} ${E-f} "${E:+g}" ${N:+h}',
     "arithmetic": "A=3\nB=$((A * 2 + 1))\npython3 train.py $((B % 4)) $(( ${B} - $A ))",
-    "arithmetic of negative numbers": "python3 train.py $((-7 % 3)) $((-7 / 2))",
+    "arithmetic of negative numbers": "python3 train.py $((-7 % 3)) $((-7 / 2)) $((7 / -2)) $((7 % -2)) $((-8 / -2))",
+    "arithmetic of large numbers": (
+        "A=9007199254740993\npython3 train.py $((A / 1)) $((A % 10)) $((-A / 3)) $((-A % 10)) $((A / -7)) $((A % -7))"
+    ),
     "quotes": 'python3 train.py "a \\"b\\" \\$c" \'d "e"\' f\\ g $\'h\\ti\' "it\'s" \'#\'no#comment # comment',
     "continued lines": "python3 train.py --a \\\n  1 \\\n  --b\n--not-an-argument 2>/dev/null || true",
     "paths": 'P=/a/b/c.jsonl\npython3 train.py ${P##*/} ${P%/*} ${P%.jsonl} "${P}@[0:10]" ${P#/a}',
