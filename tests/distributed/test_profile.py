@@ -87,6 +87,11 @@ def test_first_and_later_uses_are_measured_separately() -> None:
     assert line == "| all_reduce | dp | 2 | 40 | 50 | 2.00 | 300.00 | 0.00 | 1.00 | 10.0 |"
 
 
+def test_a_rank_with_two_groups_of_the_same_label_counts_once() -> None:
+    *_, line = advice.table({"rank0": [CLEAN, CLEAN], "rank1": [CLEAN], "rank2": [FIRST]})
+    assert line.startswith("| broadcast | dp | 2 | 30 |")
+
+
 @pytest.mark.ranks
 def test_a_sweep_over_two_ranks(tmp_path: Path) -> None:
     result = subprocess.run(

@@ -65,18 +65,20 @@ def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
     """Yield a Markdown table with a row per op and kind of group.
 
-    Drops (in MiB) and query durations are maxima over all ranks, numbers of calls are sums, bytes per call are means.
+    Drops (in MiB) and query durations are maxima over all ranks, numbers of calls are sums, bytes per call are means. A rank with
+    several groups of a kind counts once.
     """
     columns = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
     yield f"| op | group | ranks | calls | bytes per call | {columns} | query us |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for (op, group), rows in sorted(_group_by(ranks, lambda row: (row.op, row.group)).items()):
         maxima = _maxima(rows)
+        num_ranks = sum(any((row.op, row.group) == (op, group) for row in rank_rows) for rank_rows in ranks.values())
         calls = sum(row.calls for row in rows)
         size = sum(row.num_bytes for row in rows) / calls
         drops = (maxima.first_allocator, maxima.first_driver, maxima.later_allocator, maxima.later_driver)
         sizes = " | ".join(f"{drop / MIB:.2f}" for drop in drops)
-        yield f"| {op} | {group} | {len(rows)} | {calls} | {size:.0f} | {sizes} | {maxima.query_ns / 1e3:.1f} |"
+        yield f"| {op} | {group} | {num_ranks} | {calls} | {size:.0f} | {sizes} | {maxima.query_ns / 1e3:.1f} |"
 
 
 def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
