@@ -19,7 +19,7 @@ from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 
-MIN_VARIANCE = 1e-12  # returns with a smaller sum of squared deviations count as constant: the explained variance is 0
+MIN_VARIANCE = 1e-12  # returns with a smaller variance count as constant: the explained variance is 0
 
 
 class GeneralisedAdvantage:
@@ -61,8 +61,9 @@ class GeneralisedAdvantage:
         both_2A = torch.cat(pairs_2A, 1)
         num_actions_1 = both_2A.new_tensor([float(both_2A.shape[1])])
         totals_3 = reduce.sum(torch.cat([num_actions_1, both_2A.sum(1)]))
-        mean_2 = totals_3[1:] / totals_3[0].clamp(min=1.0)
-        variance, residual = reduce.sum((both_2A - mean_2[:, None]).square().sum(1)).tolist()
+        count = totals_3[0].clamp(min=1.0)
+        mean_2 = totals_3[1:] / count
+        variance, residual = (reduce.sum((both_2A - mean_2[:, None]).square().sum(1)) / count).tolist()
         return {"explained_variance": 1.0 - residual / variance if variance > MIN_VARIANCE else 0.0}
 
     def _advantages(self, view: TokenView) -> Tensor:
