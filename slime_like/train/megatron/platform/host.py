@@ -36,7 +36,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """Return a megatron module's spec whose loader adapts it; None for others (protocol of ``sys.meta_path``)."""
-        if not name.startswith("megatron.core"):
+        if not _is_core(name):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         loader: Any = spec.loader if spec else None
@@ -59,6 +59,10 @@ class _Finder:
 
         loader.exec_module = exec_module
         return spec
+
+
+def _is_core(name: str) -> bool:
+    return name == "megatron.core" or name.startswith("megatron.core.")
 
 
 @contextlib.contextmanager
@@ -123,7 +127,7 @@ def install(device: str) -> None:
     if _installed is not None:
         assert _installed.device == device, f"megatron-core was adapted to {_installed.device}, not {device}"
         return
-    imported = sorted(name for name in sys.modules if name.startswith("megatron.core"))
+    imported = sorted(name for name in sys.modules if _is_core(name))
     assert not imported, f"{imported[0]} was imported before slime_like.train.megatron.platform.host.install()"
     _filter_expected_messages()
     _installed = _Finder(device)
