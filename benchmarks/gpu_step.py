@@ -7,7 +7,7 @@
 
 Weights are random. A step has four micro-batches of sequences of 2048 tokens, full recompute, bfloat16, and one AdamW
 update; the last three quarters of each sequence are trained on (in the traced step, all tokens). Seconds are the median
-over steps after two that are left out; memory is torch's peak up to the last timed step, including the start.
+over steps after two that are left out; peak GiB is torch's peak over these steps.
 Synchronisations are listed by line, as torch.cuda.set_sync_debug_mode reports them in one step.
 """
 
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from slime_like.cluster.plan.trace import run_trace  # noqa: E402
 from slime_like.config.schema.algo import GrpoConfig  # noqa: E402
 from slime_like.config.schema.gdn import GDNConfig  # noqa: E402
 from slime_like.config.schema.model import ModelConfig  # noqa: E402
+from slime_like.config.schema.residency import STEP  # noqa: E402
 from slime_like.config.schema.resolved import Layout  # noqa: E402
 from slime_like.errors import SlimeLikeError  # noqa: E402
 from slime_like.metrics.types import reduce_metrics  # noqa: E402
@@ -115,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def traced_peak(arm: StepArm, args: argparse.Namespace) -> str:
-    """Return the largest peak in GiB of the arm's step on a phantom GPU, or "failed" after an error, which is printed."""
+    """Return the peak in GiB of the arm's step on a phantom GPU, or "failed" after an error, which is printed."""
     with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
         model_config(arm, tiny=args.tiny).save_pretrained(folder)
         sizes = f"parallel.max_tokens_per_rank={args.tokens} rollout.max_context_len={args.length} rollout.max_response_len={args.length // 2}"
@@ -125,7 +126,7 @@ def traced_peak(arm: StepArm, args: argparse.Namespace) -> str:
         except SlimeLikeError as error:
             error.say()
             return "failed"
-    return f"{max(phase['allocated'] for phase in trace['phases']) / GIB:.2f}"
+    return f"{next(phase['allocated'] for phase in trace['phases'] if phase['name'] == STEP) / GIB:.2f}"
 
 
 def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
@@ -167,23 +168,37 @@ def run_arm(arm: StepArm, args: argparse.Namespace) -> int:
     built = _allocated(device)
     micro_batches = [make_rows(seed, args.tokens, args.length, vocabulary) for seed in range(MICRO_BATCHES)]
     count = sum(int((rows.loss_weight > 0).sum()) for rows in micro_batches)
-    seconds: list[float] = []
-    for _ in range(WARM_UP + args.steps):
-        _synchronize(device)
-        start = time.perf_counter()
-        metrics = reduce_metrics(trainer.train_rollout([micro_batches], [count]))
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-        line = f"{arm.name}: {seconds[-1]:.3f} s, gradient norm {metrics['train/grad_norm']:.4g}"
-        sys.stdout.write(visible(f"{line}\n"))
-    peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
+
+    def step() -> float:
+        return reduce_metrics(trainer.train_rollout([micro_batches], [count]))["train/grad_norm"]
+
+    seconds, peak = timed_steps(arm.name, step, args.steps, device)
     syncs = synchronisations(lambda: trainer.train_rollout([micro_batches], [count])) if device == "cuda" else {}
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    median = statistics.median(seconds[WARM_UP:])
+    median = statistics.median(seconds)
     figures = StepFigures(parameters, MICRO_BATCHES * args.tokens, median, built, peak, syncs)
     Path(args.result).write_text(json.dumps(asdict(figures)))
     sys.stdout.flush()
     leave(0)
+
+
+def timed_steps(name: str, step: Callable[[], float], number: int, device: str) -> tuple[list[float], float]:
+    """Run ``number`` steps after two that are left out. Return their seconds and their peak memory in GiB, 0 on a CPU.
+
+    ``step`` returns the gradient norm.
+    """
+    seconds: list[float] = []
+    for i in range(WARM_UP + number):
+        _synchronize(device)
+        if i == WARM_UP and device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # the peak so far includes the creation of the model
+        start = time.perf_counter()
+        norm = step()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        sys.stdout.write(visible(f"{name}: {seconds[-1]:.3f} s, gradient norm {norm:.4g}\n"))
+    peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
+    return seconds[WARM_UP:], peak
 
 
 def write_random_model(arm: StepArm, folder: Path, device: str, *, tiny: bool) -> int:

@@ -23,7 +23,8 @@ def test_the_peak_of_a_step_is_beside_the_traced_peak(
         assert (cfg.parallel.max_tokens_per_rank, cfg.rollout.max_context_len, machine) == (8192, 2048, "1xH200")
         if cfg.model.gdn.backend == "fla":
             raise ConfigError("the trace failed: no fla here")
-        return [{"phases": [{"allocated": 38 * gpu_step.GIB}, {"allocated": 3 * gpu_step.GIB}]}]
+        phases = {"build": 40, "step": 38, "transfer": 3}
+        return [{"phases": [{"name": name, "allocated": gib * gpu_step.GIB} for name, gib in phases.items()]}]
 
     monkeypatch.setattr(gpu_step, "run_trace", run_trace)
     monkeypatch.setattr(gpu_step, "_in_process", lambda name, argv: None if name == "moe" else FIGURES)
@@ -35,3 +36,18 @@ def test_the_peak_of_a_step_is_beside_the_traced_peak(
     assert rows[0] == "| dense | 1,720,574,976 | 16,384 | 2.000 | 16.0 | 36.30 | 38.00 | 1.5 |"
     assert rows[1].startswith("| moe | failed |") and all(row.count("|") == len(names) + 1 for row in rows[:3])
     assert "| 36.30 | failed |" in rows[2] and "no fla here" in err
+
+
+def test_the_peak_is_that_of_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The creation of the model and the steps that are left out need more memory than a timed step."""
+    peaks, step_peaks = [90], iter([50, 40, 20, 30])
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: peaks.__setitem__(slice(None), [10]))
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: max(peaks) * gpu_step.GIB)
+
+    def step() -> float:
+        peaks.append(next(step_peaks))
+        return 1.0
+
+    seconds, peak = gpu_step.timed_steps("dense", step, 2, "cuda")
+    assert (len(seconds), peak, next(step_peaks, None)) == (2, 30.0, None)
