@@ -211,8 +211,9 @@ def page(sections: Mapping[str, str], machine_line: str, command: str) -> str:
         "",
         f"Command: `{command}`. Engines of two ranks, one thread each, C kernels, float32, over gloo, with random Qwen3 models. The "
         "engines take turns in each round. Throughput counts the time until the last of all requests has ended; the share of it that "
-        "rank 0 spent in DCP's exchanges includes waiting for the other rank. Medians over rounds; in brackets the median of the "
-        "ratios to the first row in the same round.",
+        "rank 0 spent in DCP's exchanges includes waiting for the other rank. Values are medians over rounds, but the number "
+        "of requests at once is a maximum, and that of equal responses a sum; in brackets the median of the ratios to the first row in "
+        "the same round.",
         "",
     ]
     return "\n".join([*head, *(f"## A {name} model\n\n{text}" for name, text in sections.items())])

@@ -35,6 +35,10 @@ def test_the_page_names_command_load_and_every_round() -> None:
     sections = {name: dcp.section(RESULTS, case) for name, case in dcp.CASES.items()}
     text = dcp.page(sections, "Machine: this one.", "python benchmarks/dcp.py --rounds 3")
     assert "Machine: this one." in text and "Command: `python benchmarks/dcp.py --rounds 3`" in text
+    assert (
+        "medians over rounds, but the number of requests at once is a maximum, and that of equal responses a sum"
+        in text
+    )
     assert text.count("3 rounds.") == 2 and text.count("by round: DCP2 2.00, 1.60, 4.00.") == 2
     assert "## A wide model" in text and "## A narrow model" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
