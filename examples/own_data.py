@@ -33,4 +33,4 @@ def prepare(config: TrainConfig) -> None:
 def score(prompt: Prompt, sample: Sample) -> float:
     """Return the share of digits that match the label, relative to the longer of label and answer."""
     label, answer = prompt.label or "", sample.text.strip()
-    return sum(a == b for a, b in zip(label, answer, strict=False)) / max(len(label), len(answer))
+    return sum(a == b for a, b in zip(label, answer, strict=False)) / max(len(label), len(answer), 1)

@@ -22,8 +22,11 @@ def test_rows_are_written_before_a_run(tmp_path: Path) -> None:
     assert all(sum(map(int, row["prompt"].rstrip("=").split("+"))) == int(row["label"]) for row in rows)
 
 
-@pytest.mark.parametrize(("text", "score"), [("481", 1.0), (" 471\n", 2 / 3), ("4810", 3 / 4), ("", 0.0)])
-def test_every_digit_counts(text: str, score: float) -> None:
+@pytest.mark.parametrize(
+    ("label", "text", "score"),
+    [("481", "481", 1.0), ("481", " 471\n", 2 / 3), ("481", "4810", 3 / 4), ("481", "", 0.0), ("", "", 0.0)],
+)
+def test_every_digit_counts(label: str, text: str, score: float) -> None:
     reward: Any = load_reward("reward.name", "examples/own_data.py:score")
-    scored_group = group(text, label="481")
+    scored_group = group(text, label=label)
     assert reward(scored_group.prompt, scored_group.samples[0]) == pytest.approx(score)
