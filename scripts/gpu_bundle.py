@@ -1,4 +1,4 @@
-"""Pack this commit and the packages that a GPU machine without a network may lack, in one archive of some 45 MB.
+"""Pack this commit and the packages that a GPU machine without a network may lack, in one archive of some 50 MB.
 
     .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz               # for the torch of the lock file
     .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz --older-torch # for torch 2.11: without the names that it lacks
