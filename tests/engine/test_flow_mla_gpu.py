@@ -225,10 +225,8 @@ def trace_overlap(rank: int, gather: PullGather) -> dict[str, float]:
     if rank:
         return {}
     pipeline = GatherPipeline([layout] * num_layers, SLOTS, timed_gather, torch.device("cuda", 0))
-    x, other_matrices = (
-        torch.randn(2048, width, device="cuda", dtype=torch.bfloat16),
-        torch.randn(4, width, width, device="cuda", dtype=torch.bfloat16),
-    )
+    x = torch.randn(2048, width, device="cuda", dtype=torch.bfloat16)
+    other_matrices = torch.randn(4, width, width, device="cuda", dtype=torch.bfloat16)
     layer_times: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def products(weight: Tensor) -> None:
