@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
+from slime_like.hardware import GPUS, Hardware, parse_hardware
 from slime_like.planner.answer import answer, changes, phases
 from slime_like.planner.engine import (
     WEIGHT_BYTES,
@@ -20,7 +21,6 @@ from slime_like.planner.engine import (
 )
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.flow_mla import FLOW_CHOICES, flow_projections
-from slime_like.planner.hardware import GPUS, Hardware, parse_hardware
 from slime_like.planner.models import MODELS, find_shape
 from slime_like.planner.plot import Bar, memory_plot, text_plot
 from slime_like.planner.shapes import ModelShape

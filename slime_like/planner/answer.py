@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from slime_like.hardware import Hardware
 from slime_like.planner.engine import EngineMemory, engine_memory, useful_dcp
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.flow_mla import FLOW_CHOICES, flow_projections
-from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Throughput, Workload, throughput
 from slime_like.planner.table import MemoryTable

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from slime_like.hardware import Hardware
 from slime_like.planner import constants
 from slime_like.planner.decode import decode_step
 from slime_like.planner.engine import engine_memory
 from slime_like.planner.engine_settings import EngineSettings
-from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import prefill_time
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from slime_like.hardware import GpuKind, Hardware
 from slime_like.planner import constants
 from slime_like.planner.engine import WEIGHT_BYTES, token_bytes, weight_items
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.flow_mla import flow_weights
-from slime_like.planner.hardware import GpuKind, Hardware
 from slime_like.planner.kernels import EXCHANGE, num_kernels
 from slime_like.planner.links import all_gather_seconds, all_reduce_seconds
 from slime_like.planner.shapes import ATTENTION, LATENT, ModelShape

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from slime_like.hardware import Hardware
 from slime_like.planner import constants
 from slime_like.planner.engine_settings import EngineSettings, check_engine
 from slime_like.planner.flow_mla import check_flow_mla, flow_saving, flow_slots
-from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ATTENTION, LATENT, RECURRENT, ModelShape, latent_parts
 from slime_like.planner.static_fraction import graph_bytes, graph_requests, prefill_tokens, static_fraction
 from slime_like.planner.table import Item, MemoryTable, items

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from slime_like.hardware import Hardware
 from slime_like.planner import constants
-from slime_like.planner.hardware import Hardware
 
 
 def all_reduce_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from slime_like.hardware import Hardware
 from slime_like.planner import constants
 from slime_like.planner.decode import StepTime, decode_step
 from slime_like.planner.engine import engine_memory
 from slime_like.planner.engine_settings import EngineSettings
-from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ATTENTION, LATENT, MIXERS, ModelShape
 
 

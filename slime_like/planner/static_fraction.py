@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime_like.hardware import GpuKind
 from slime_like.planner import constants
 from slime_like.planner.constants import GIB
 from slime_like.planner.engine_settings import EngineSettings
-from slime_like.planner.hardware import GpuKind
 from slime_like.planner.shapes import ModelShape
 
 LARGE_GPU = 60 * GIB  # on larger GPUs, SGLang has a minimum reserve

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from slime_like.hardware import Hardware
 from slime_like.planner.answer import Change, EngineAnswer, Phases
 from slime_like.planner.constants import GIB
 from slime_like.planner.decode import StepTime
-from slime_like.planner.hardware import Hardware
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.speed import Workload
 from slime_like.planner.table import MemoryTable, gib

@@ -16,7 +16,7 @@ from slime_like.cluster.plan.shapes import role_shapes
 from slime_like.cluster.plan.view import show_plan
 from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError
-from slime_like.planner.hardware import known_gpu
+from slime_like.hardware import known_gpu
 from slime_like.planner.models import MODELS
 from tests.config.model_folder import write_model
 from tests.config.recipe_plans import H100, RESIDENT, WIDE, plan

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from slime_like.util import c_build
-from slime_like_plugins.sglang_cpu import KERNELS_VARIABLE, selection
+from slime_like_plugins.plugin_names import CPU_KERNELS_VARIABLE
 from slime_like_plugins.sglang_cpu import build as cpu_build
+from slime_like_plugins.sglang_cpu import selection
 from slime_like_plugins.sglang_cpu.build import BuildError, build, cache_folder, object_name, run_compiler
 from slime_like_plugins.sglang_cpu.kernels import TorchKernels
 from slime_like_plugins.sglang_cpu.selection import choose
@@ -115,7 +116,7 @@ def test_without_a_compiler_torch_decodes_and_c_is_refused(cache: Path, monkeypa
 def test_auto_attends_to_wide_latents_in_torch(
     setting: str, latent: int, in_c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(KERNELS_VARIABLE, setting)
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, setting)
     monkeypatch.setattr(selection, "selected", lambda: choose(setting))
     assert (selection.latent_kernels(latent) is not None) == in_c
 

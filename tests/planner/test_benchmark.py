@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from slime_like.hardware import parse_hardware
 from slime_like.planner.benchmark import random_lengths, simulate
 from slime_like.planner.decode import decode_step
 from slime_like.planner.engine import engine_memory
 from slime_like.planner.engine_settings import EngineSettings
-from slime_like.planner.hardware import parse_hardware
 from slime_like.planner.models import find_shape
 from slime_like.planner.speed import prefill_time
 

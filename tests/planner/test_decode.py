@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from slime_like.hardware import Hardware, parse_hardware
 from slime_like.planner.constants import BANDWIDTH_SHARE, COMPUTE_SHARE, KERNEL_SECONDS, LINK_SHARE
 from slime_like.planner.decode import StepTime, decode_step
 from slime_like.planner.engine_settings import EngineSettings
-from slime_like.planner.hardware import Hardware, parse_hardware
 from slime_like.planner.kernels import num_kernels
 from slime_like.planner.links import all_gather_seconds, all_reduce_seconds
 from slime_like.planner.models import find_shape

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.errors import ConfigError
+from slime_like.hardware import GPUS, known_gpu, parse_hardware
 from slime_like.planner.engine import (
     engine_memory,
     state_bytes,
@@ -18,7 +19,6 @@ from slime_like.planner.engine import (
 )
 from slime_like.planner.engine_settings import EngineSettings, check_engine
 from slime_like.planner.flow_mla import check_flow_mla, flow_projections, flow_saving, flow_slots
-from slime_like.planner.hardware import GPUS, known_gpu, parse_hardware
 from slime_like.planner.models import MODELS, find_shape, table_config
 from slime_like.planner.shapes import latent_parts
 

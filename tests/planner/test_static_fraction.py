@@ -12,8 +12,8 @@ import pytest
 
 from slime_like.cluster.plan.engine import engine_settings
 from slime_like.config.schema.resolved import EngineSpec
+from slime_like.hardware import GPUS
 from slime_like.planner.constants import MIB
-from slime_like.planner.hardware import GPUS
 from slime_like.planner.models import find_shape
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.static_fraction import static_fraction

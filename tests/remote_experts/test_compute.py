@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from slime_like.util.c_build import SharedObject
+from slime_like_plugins.plugin_names import CPU_KERNELS_VARIABLE
 from slime_like_plugins.remote_experts import compute, memory
 from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
-from slime_like_plugins.sglang_cpu import KERNELS_VARIABLE
 from slime_like_plugins.sglang_cpu import expert_sums as sums_module
 from slime_like_plugins.sglang_cpu.build import SOURCE
 from slime_like_plugins.sglang_cpu.expert_sums import expert_sums_kernel
@@ -58,9 +58,9 @@ def test_the_c_kernel_computes_the_sums_of_a_few_rows(
 
 def test_engines_without_c_kernels_compute_experts_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in ("off", "torch"):
-        monkeypatch.setenv(KERNELS_VARIABLE, setting)
+        monkeypatch.setenv(CPU_KERNELS_VARIABLE, setting)
         assert expert_sums_kernel.__wrapped__() is None
-    monkeypatch.setenv(KERNELS_VARIABLE, "auto")
+    monkeypatch.setenv(CPU_KERNELS_VARIABLE, "auto")
     monkeypatch.setenv("CC", "/no/compiler")
     assert expert_sums_kernel.__wrapped__() is None
 

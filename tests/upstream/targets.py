@@ -175,7 +175,7 @@ def flow_mla() -> None:
     from slime_like.config.schema.flow_mla import SKIP_VARIABLE, TRUE_VALUES, required_fields
     from slime_like_plugins.flow_mla import flags, hooks
 
-    flags.install(hooks.NAME)
+    flags.install("flow_mla")
     hooks.install()
     make_layers = pkgutil.resolve_name("sglang.srt.utils.common:make_layers")
     assert list(inspect.signature(make_layers).parameters)[:2] == ["num_hidden_layers", "layer_fn"]
@@ -197,7 +197,7 @@ def remote_experts() -> None:
     from slime_like_plugins.remote_experts import hooks
 
     flags = pkgutil.resolve_name("slime_like_plugins.remote_experts.flags")
-    flags.install(hooks.NAME)
+    flags.install("remote_experts")
     hooks.install()
     fields = pkgutil.resolve_name("sglang.srt.server_args:ServerArgs").__struct_fields__
     missing = sorted({*UNSUPPORTED_FIELDS, "moe_runner_backend", "disable_cuda_graph"} - {*fields})

@@ -10,15 +10,14 @@ Token ``p`` of a sequence belongs to rank ``p % dcp`` of its group. A page of SG
 
 from __future__ import annotations
 
+from slime_like_plugins.plugin_names import DCP
 from slime_like_plugins.sglang_hooks import enabled, record_loaded
-
-NAME = "dcp"
 
 
 def load() -> None:
     """Entry point ``sglang.srt.plugins``."""
-    if enabled(NAME):
+    if enabled(DCP):
         from slime_like_plugins.dcp import hooks
 
         hooks.install()
-        record_loaded(NAME)
+        record_loaded(DCP)

@@ -16,8 +16,10 @@ from slime_like.config.schema.dcp import (
     kv_head_obstacle,
     replicated_q_obstacle,
 )
-from slime_like_plugins.dcp import NAME, exchange_time
-from slime_like_plugins.sglang_hooks import Hook, stop_on
+from slime_like_plugins.dcp import exchange_time
+from slime_like_plugins.plugin_names import CPU, DCP
+from slime_like_plugins.sglang_cpu import sharded
+from slime_like_plugins.sglang_hooks import Hook, enabled, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 
@@ -31,7 +33,7 @@ def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
     module: Any = parallel_state
     if not hasattr(module, "is_cuda"):
-        stop_on(NAME, [f"{module.__name__}.is_cuda does not exist"])
+        stop_on(DCP, [f"{module.__name__}.is_cuda does not exist"])
     is_cuda, module.is_cuda = module.is_cuda, lambda: True
     try:
         result = original(*args, **kwargs)
@@ -70,7 +72,7 @@ def check_resolved(result: None, server_args: Any) -> None:
     Remove when SGLang refuses attention backends without DCP and KV heads that differ within a DCP group.
     """
     if problem := obstacle(server_args):
-        raise SystemExit(f"slime_like plugin {NAME!r}: rollout.dcp: {problem}")
+        raise SystemExit(f"slime_like plugin {DCP!r}: rollout.dcp: {problem}")
 
 
 def obstacle(server_args: Any) -> str | None:
@@ -110,15 +112,24 @@ CHECK = Hook("sglang.srt.server_args.ServerArgs.resolve_once", "after", check_re
 
 
 def install() -> None:
-    """Apply the hooks in this process, and register FlashInfer attention in engines on GPUs."""
-    from slime_like_plugins import sglang_cpu
-    from slime_like_plugins.sglang_hooks import enabled
-
-    if enabled(sglang_cpu.NAME):
-        install_hooks(NAME, (GROUPS, CHECK))
+    """Apply the hooks in this process, and register the attention backends of its device."""
+    if enabled(CPU):
+        sharded.provide(sharded_backend)
+        install_hooks(DCP, (GROUPS, CHECK))
         return
     register_flashinfer()
-    install_hooks(NAME, (CHECK, TIMES))
+    install_hooks(DCP, (CHECK, TIMES))
+
+
+def sharded_backend(latent: bool) -> sharded.BackendFactory:
+    """Return the attention backend on a CPU. Its module is imported only when used, as SGLang's own modules are."""
+    if latent:
+        from slime_like_plugins.dcp.latent_attention import ShardedLatentAttention
+
+        return ShardedLatentAttention
+    from slime_like_plugins.dcp.attention import ShardedAttention
+
+    return ShardedAttention
 
 
 def register_flashinfer() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from torch import Tensor
 
-from slime_like_plugins.dcp import NAME
 from slime_like_plugins.dcp.attention import ShardedAttention
+from slime_like_plugins.plugin_names import DCP
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.latent_attention import KeysAsValues, absorbed
 from slime_like_plugins.sglang_cpu.process import ATTENTION
@@ -47,7 +47,7 @@ def leave_exchange_to_backend(model: Any, pool: Any) -> None:
     missing += [f"{type(layer).__name__} has no dcp_size" for layer in layers if not hasattr(layer, "dcp_size")]
     missing += [f"{type(model).__name__} has no {METADATA}"] * (not hasattr(model, METADATA))
     missing += [f"{type(pool).__name__} has no {RESOLVED}"] * (not hasattr(pool, RESOLVED))
-    stop_on(NAME, missing)
+    stop_on(DCP, missing)
     for layer in layers:
         layer.dcp_size = 1
     setattr(model, METADATA, lambda *_: None)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import sys
 
+from slime_like_plugins.plugin_names import FLOW_MLA
 from slime_like_plugins.sglang_hooks import enabled, record_loaded
-
-NAME = "flow_mla"
 
 
 def load() -> None:
@@ -21,10 +20,10 @@ def load() -> None:
     if "--enable-flow-mla" in sys.argv:
         from slime_like_plugins.flow_mla import flags
 
-        flags.enable(sys.argv[1:], NAME)
-        flags.install(NAME)
-    if enabled(NAME):
+        flags.enable(sys.argv[1:], FLOW_MLA)
+        flags.install(FLOW_MLA)
+    if enabled(FLOW_MLA):
         from slime_like_plugins.flow_mla import hooks
 
         hooks.install()
-        record_loaded(NAME)
+        record_loaded(FLOW_MLA)

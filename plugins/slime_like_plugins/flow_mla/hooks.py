@@ -19,10 +19,11 @@ from slime_like.config.schema.flow_mla import (
     required_fields,
     skips_forwards,
 )
-from slime_like_plugins.flow_mla import NAME, absorbed
+from slime_like_plugins.flow_mla import absorbed
 from slime_like_plugins.flow_mla.gather import Gather, GroupGather, create_groups
 from slime_like_plugins.flow_mla.pull import GroupExchange, PullGather, part_memory
 from slime_like_plugins.flow_mla.sharding import UNREADABLE, ShardedWeights
+from slime_like_plugins.plugin_names import FLOW_MLA
 from slime_like_plugins.sglang_hooks import Hook, stop_on, through_loaders
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -48,13 +49,13 @@ def check_arguments(original: Callable[..., None], server_args: Any) -> None:
     )
     if server_args.tp_size % groups:
         raise SystemExit(
-            f"slime_like plugin {NAME!r}: {groups} groups of data-parallel attention do not divide tp_size={server_args.tp_size}: set "
+            f"slime_like plugin {FLOW_MLA!r}: {groups} groups of data-parallel attention do not divide tp_size={server_args.tp_size}: set "
             "--attention-data-parallel-size to a divisor of --tp-size"
         )
     original(server_args)
     view = resolved_view(server_args)
     if problem := obstacle(view) or model_obstacle(view.quantization, model_config_of(server_args)):
-        raise SystemExit(f"slime_like plugin {NAME!r}: {problem}")
+        raise SystemExit(f"slime_like plugin {FLOW_MLA!r}: {problem}")
 
 
 def obstacle(view: Any) -> str | None:
@@ -105,7 +106,7 @@ def shard_layers(
 
     result = original(num_hidden_layers, build, *args, **kwargs)
     if missing := weights.missing():
-        raise SystemExit(f"slime_like plugin {NAME!r}: {'; '.join(missing)}")
+        raise SystemExit(f"slime_like plugin {FLOW_MLA!r}: {'; '.join(missing)}")
     weights.bind()
     return result
 
@@ -116,7 +117,7 @@ def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
     SGLang calls it within its memory saver's region for weights, so that the slots are released with the weights.
     """
     for weights in _models:
-        stop_on(NAME, weights.moved())  # before the views are set again
+        stop_on(FLOW_MLA, weights.moved())  # before the views are set again
         counts = weights.finish_loading()
         problems = weights.aliases()
         if (num_bytes := weights.held_bytes()) != counts.private + counts.slots:
@@ -127,7 +128,7 @@ def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
             problems.append(
                 f"a rank held {weights.peak_bytes} bytes of sharded weights while loading instead of {counts.loading}"
             )
-        stop_on(NAME, problems)
+        stop_on(FLOW_MLA, problems)
         logger.info(
             "slime_like FlowMLA shards %s of %d layers over %d ranks (%s): %d bytes of each rank instead of %d (%d private, %d in %d "
             "slots), at most %d while loading",
@@ -146,7 +147,7 @@ def create_weights() -> ShardedWeights:
 
     if _models:
         raise SystemExit(
-            f"slime_like plugin {NAME!r}: the model has two stacks of decoder layers, which is not supported"
+            f"slime_like plugin {FLOW_MLA!r}: the model has two stacks of decoder layers, which is not supported"
         )
     parallel, settings = get_parallel(), options()
     ranks = parallel.tp_group.ranks
@@ -181,7 +182,7 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
             weights.update(layer, lambda: original(method, module))
             if problems := weights.moved():
                 raise SystemExit(
-                    f"slime_like plugin {NAME!r}: {problems[0]} after SGLang's post-processing: its FP8 kernels need weights or scales of "
+                    f"slime_like plugin {FLOW_MLA!r}: {problems[0]} after SGLang's post-processing: its FP8 kernels need weights or scales of "
                     "another type here, as DeepGEMM does on Blackwell; serve without FlowMLA, or with other kernels (--fp8-gemm-backend)"
                 )
             return
@@ -192,12 +193,12 @@ def check_loaded(result: Any, runner: Any) -> Any:
     """Hook after ``ModelRunner.load_model``: stop the engine unless sharded weights are loaded and in their slots."""
     if not _models:
         raise SystemExit(
-            f"slime_like plugin {NAME!r}: no weight of {type(runner.model).__name__} is sharded, because this model of SGLang builds its "
+            f"slime_like plugin {FLOW_MLA!r}: no weight of {type(runner.model).__name__} is sharded, because this model of SGLang builds its "
             "layers without make_layers; set rollout.flow_mla.enabled=false (remove --enable-flow-mla)"
         )
     for weights in _models:
         stop_on(
-            NAME,
+            FLOW_MLA,
             weights.moved() if weights.is_loaded else ["the weights were loaded without DefaultModelLoader.load_model"],
         )
     return result
@@ -263,4 +264,4 @@ HOOKS = (
 
 def install() -> None:
     """Apply the hooks in this process."""
-    install_hooks(NAME, HOOKS)
+    install_hooks(FLOW_MLA, HOOKS)

@@ -7,25 +7,24 @@ gives an engine that restarts on a GPU next to a trainer a cache of the same siz
 
 from __future__ import annotations
 
+from slime_like_plugins.plugin_names import KV_ADMISSION, KV_SIZE, KV_USAGE
 from slime_like_plugins.sglang_hooks import enabled, record_loaded
-
-USAGE, ADMISSION, SIZE = "kv_usage", "kv_admission", "kv_size"
 
 
 def load() -> None:
     """Entry point ``sglang.srt.plugins``."""
-    if enabled(USAGE):
+    if enabled(KV_USAGE):
         from slime_like_plugins.kv_capacity import usage
 
         usage.install()
-        record_loaded(USAGE)
-    if enabled(ADMISSION):
+        record_loaded(KV_USAGE)
+    if enabled(KV_ADMISSION):
         from slime_like_plugins.kv_capacity import admission
 
         admission.install()
-        record_loaded(ADMISSION)
-    if enabled(SIZE):
+        record_loaded(KV_ADMISSION)
+    if enabled(KV_SIZE):
         from slime_like_plugins.kv_capacity import size
 
         size.install()
-        record_loaded(SIZE)
+        record_loaded(KV_SIZE)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from slime_like_plugins.kv_capacity.lengths import ResponseLengths
+from slime_like_plugins.plugin_names import KV_ADMISSION
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -110,4 +111,4 @@ HOOKS = (
 
 def install() -> None:
     """Apply the hooks in this process."""
-    install_hooks("kv_admission", HOOKS)
+    install_hooks(KV_ADMISSION, HOOKS)

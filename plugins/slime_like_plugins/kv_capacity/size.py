@@ -14,6 +14,7 @@ from typing import Any
 
 from slime_like.printable import visible
 from slime_like.rollout.engine.free_memory import FIRST_FREE, FREE_LINE
+from slime_like_plugins.plugin_names import KV_SIZE
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -48,4 +49,4 @@ def measure(original: Callable[..., float], *args: Any, **kwargs: Any) -> float:
 
 HOOKS = (Hook("sglang.srt.distributed.bootstrap.measure_pre_model_load_memory", "around", measure),)
 
-install = functools.partial(install_hooks, "kv_size", HOOKS)
+install = functools.partial(install_hooks, KV_SIZE, HOOKS)

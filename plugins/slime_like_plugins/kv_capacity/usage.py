@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slime_like_plugins.dcp import exchange_time
+from slime_like_plugins.plugin_names import KV_USAGE
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -81,4 +82,4 @@ HOOKS = (
 
 def install() -> None:
     """Apply the hooks in this process."""
-    install_hooks("kv_usage", HOOKS)
+    install_hooks(KV_USAGE, HOOKS)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import sys
 
+from slime_like_plugins.plugin_names import REMOTE_EXPERTS
 from slime_like_plugins.sglang_hooks import enabled, record_loaded
-
-NAME = "remote_experts"
 
 
 def load() -> None:
@@ -20,10 +19,10 @@ def load() -> None:
     from slime_like_plugins.remote_experts import flags
 
     if flags.is_used(sys.argv[1:]):
-        flags.enable(sys.argv[1:], NAME)
-        flags.install(NAME)
-    if enabled(NAME):
+        flags.enable(sys.argv[1:], REMOTE_EXPERTS)
+        flags.install(REMOTE_EXPERTS)
+    if enabled(REMOTE_EXPERTS):
         from slime_like_plugins.remote_experts import hooks
 
         hooks.install()
-        record_loaded(NAME)
+        record_loaded(REMOTE_EXPERTS)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from slime_like.config.schema.remote_experts import UNSUPPORTED_FIELDS as FIELDS
 from slime_like.config.schema.remote_experts import VARIABLE, RemoteOptions, field_obstacle, from_json
 from slime_like.errors import ConfigError
-from slime_like_plugins.remote_experts import NAME
+from slime_like_plugins.plugin_names import REMOTE_EXPERTS
 from slime_like_plugins.remote_experts.client import FAILURES
 from slime_like_plugins.remote_experts.experts import FIX, RemoteExpertsLost
 from slime_like_plugins.remote_experts.model import ROWS, UNREADABLE, RemoteModel
@@ -38,7 +38,7 @@ def check_resolved(result: None, server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     if problem := obstacle(resolved_view(server_args), options()):
-        raise SystemExit(f"slime_like plugin {NAME!r}: {problem}")
+        raise SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {problem}")
 
 
 def obstacle(view: Any, settings: RemoteOptions) -> str | None:
@@ -70,7 +70,7 @@ def create_weights(original: Callable[..., None], method: Any, layer: Any, num_e
     try:
         _model().add(layer, create, sizes)
     except (ConfigError, ValueError) as error:
-        raise SystemExit(f"slime_like plugin {NAME!r}: {error}") from error
+        raise SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {error}") from error
 
 
 def _model() -> RemoteModel:
@@ -87,14 +87,14 @@ def commit_loaded(result: Any, runner: Any) -> Any:
     """Hook after ``ModelRunner.load_model``: stop the engine if an expert was not loaded, else commit the first version."""
     if not _models:
         raise SystemExit(
-            f"slime_like plugin {NAME!r}: the model has no experts, or quantised ones, which a worker cannot compute; serve a "
+            f"slime_like plugin {REMOTE_EXPERTS!r}: the model has no experts, or quantised ones, which a worker cannot compute; serve a "
             "checkpoint that is not quantised, or set rollout.remote_experts.count=0"
         )
     (model,) = _models
     try:
         model.open()
     except (*FAILURES, ConfigError) as error:
-        raise SystemExit(f"slime_like plugin {NAME!r}: {error}") from error
+        raise SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {error}") from error
     incomplete, failure = model.experts.unwritten()
     if incomplete and not failure:
         names = ", ".join(name for name, _, _ in incomplete[:MAX_NAMED])
@@ -102,7 +102,7 @@ def commit_loaded(result: Any, runner: Any) -> Any:
             f"the checkpoint in {runner.model_config.model_path} lacks weights: {names}; use a complete checkpoint"
         )
     if failure := failure or model.experts.commit():
-        raise SystemExit(f"slime_like plugin {NAME!r}: {failure}")
+        raise SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {failure}")
     return result
 
 
@@ -237,4 +237,4 @@ HOOKS = (
 
 def install() -> None:
     """Apply the hooks in this process."""
-    install_hooks(NAME, HOOKS)
+    install_hooks(REMOTE_EXPERTS, HOOKS)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like_plugins.plugin_names import ROLLOUT_SAMPLING
 from slime_like_plugins.rollout_sampling import columns, kernel
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -178,7 +179,7 @@ def sample_from_probs(
 
 def draw_with_kernel(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Return tokens and their log-probabilities from the kernel; ``None`` without a kernel or for an unsupported batch."""
-    draw_rows = kernel()
+    draw_rows = kernel.selected()
     if draw_rows is None or logits_BV.dtype is not torch.float32 or info.has_custom_logit_processor:
         return None
     if info.need_top_p_sampling or info.need_min_p_sampling or has_top_k(info):
@@ -259,4 +260,4 @@ HOOKS = (
 
 def install() -> None:
     """Apply the hooks in this process."""
-    install_hooks("rollout_sampling", HOOKS)
+    install_hooks(ROLLOUT_SAMPLING, HOOKS)

@@ -8,26 +8,23 @@ kernels do not support go through SGLang's own forward. Inactive unless ``SLIME_
 
 from __future__ import annotations
 
+from slime_like_plugins.plugin_names import CPU, EXACT
 from slime_like_plugins.sglang_hooks import enabled, record_loaded
-
-NAME = "cpu"
-KERNELS_VARIABLE = "SLIME_LIKE_CPU_KERNELS"  # rollout.cpu_kernels
-EXACT = "exact"  # together with "cpu": batch-invariant results
 
 
 def activate() -> str | None:
     """Entry point ``sglang.srt.platforms``: return the dotted path of the platform class, or ``None`` if the plugin is off."""
-    return "slime_like_plugins.sglang_cpu.platform.PlainCpu" if enabled(NAME) else None
+    return "slime_like_plugins.sglang_cpu.platform.PlainCpu" if enabled(CPU) else None
 
 
 def load() -> None:
     """Entry point ``sglang.srt.plugins``, called in every SGLang process before its arguments are checked."""
-    if enabled(NAME):
+    if enabled(CPU):
         from slime_like_plugins.sglang_cpu import memory, process
 
         process.install()
         memory.install()
-        record_loaded(NAME)
+        record_loaded(CPU)
         if enabled(EXACT):
             from slime_like_plugins.sglang_cpu import exact
 

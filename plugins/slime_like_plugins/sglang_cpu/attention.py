@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.process import ATTENTION
-from slime_like_plugins.sglang_cpu.selection import latent_kernels, selected
 
 MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts form smaller buckets
 MERGE_FACTOR = 1.5  # decode in one bucket if padding increases reads by less than this factor
@@ -268,32 +265,3 @@ def require_plain_layers(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, RadixAttention):
             BatchedAttention.require_plain(layer)
-
-
-def register() -> None:
-    """Register the backend with SGLang as ``slime_like_cpu``."""
-    register_attention_backend(ATTENTION)(create)
-
-
-def create(runner: Any) -> BatchedAttention:
-    """Return the attention backend for a model runner, selected by DCP (sharded KV cache) and latent attention.
-
-    Raises ``NotImplementedError`` if the backend does not support a layer of the model.
-    """
-    is_sharded = get_parallel().attn_dcp_size > 1
-    if runner.use_mla_backend:
-        from slime_like_plugins.sglang_cpu.latent_attention import LatentAttentionBackend, require_latent_layers
-
-        require_latent_layers(runner.model)
-        kernels = latent_kernels(runner.model_config.kv_lora_rank)
-        if not is_sharded:
-            return LatentAttentionBackend(runner, kernels)
-        from slime_like_plugins.dcp.latent_attention import ShardedLatentAttention
-
-        return ShardedLatentAttention(runner, kernels)
-    require_plain_layers(runner.model)
-    if not is_sharded:
-        return BatchedAttention(runner, selected().c)
-    from slime_like_plugins.dcp.attention import ShardedAttention
-
-    return ShardedAttention(runner, selected().c)

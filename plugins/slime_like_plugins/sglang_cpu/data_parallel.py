@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.plugin_names import CPU
 from slime_like_plugins.sglang_hooks import replace_attribute, stop_on
 
 COLLECTIVES = ("inplace_all_reduce", "reg_all_gather_into_tensor", "reg_reduce_scatter_tensor")
@@ -39,18 +39,18 @@ def replace() -> None:
     attention: Any = importlib.import_module("sglang.srt.layers.attention.base_attn_backend").AttentionBackend
     hybrid: Any = importlib.import_module("sglang.srt.layers.attention.hybrid_linear_attn_backend")
     missing = [name for name in COLLECTIVES if not hasattr(getattr(collectives, name, None), "__wrapped__")]
-    stop_on(NAME, [f"{collectives.__name__}.{name} is not a custom op" for name in missing])
+    stop_on(CPU, [f"{collectives.__name__}.{name} is not a custom op" for name in missing])
     groups: Any = collectives.GroupCoordinator
     if not hasattr(groups, ORDERED_SCATTER):
-        stop_on(NAME, [f"{collectives.__name__}.GroupCoordinator.{ORDERED_SCATTER} does not exist"])
-    replace_attribute(NAME, groups, "reduce_scatterv", reduce_scatterv)
-    replace_attribute(NAME, exchange, "memcpy_func", exchange.memcpy_cpu)
-    replace_attribute(NAME, batches, "_is_cpu", True)
-    replace_attribute(NAME, sleeper.IdleSleeper, "maybe_sleep", sleep)
+        stop_on(CPU, [f"{collectives.__name__}.GroupCoordinator.{ORDERED_SCATTER} does not exist"])
+    replace_attribute(CPU, groups, "reduce_scatterv", reduce_scatterv)
+    replace_attribute(CPU, exchange, "memcpy_func", exchange.memcpy_cpu)
+    replace_attribute(CPU, batches, "_is_cpu", True)
+    replace_attribute(CPU, sleeper.IdleSleeper, "maybe_sleep", sleep)
     for backend in (attention, hybrid.HybridLinearAttnBackend):
-        replace_attribute(NAME, backend, "forward", zero_when_idle(backend.forward))
+        replace_attribute(CPU, backend, "forward", zero_when_idle(backend.forward))
     for name in COLLECTIVES:
-        replace_attribute(NAME, collectives, name, getattr(collectives, name).__wrapped__)
+        replace_attribute(CPU, collectives, name, getattr(collectives, name).__wrapped__)
 
 
 def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

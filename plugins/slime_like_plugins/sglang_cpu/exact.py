@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from slime_like.util import exact
-from slime_like_plugins.sglang_cpu import EXACT
+from slime_like_plugins.plugin_names import EXACT
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks
 

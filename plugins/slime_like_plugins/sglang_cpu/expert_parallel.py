@@ -14,7 +14,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.plugin_names import CPU
 from slime_like_plugins.sglang_hooks import replace_attribute
 
 
@@ -28,7 +28,7 @@ def replace() -> None:
     """Replace the experts' forward. Stop the engine if it does not exist."""
     experts: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
     forward: Any = getattr(experts, "moe_forward_native", None)
-    replace_attribute(NAME, experts, "moe_forward_native", local_choices(forward))
+    replace_attribute(CPU, experts, "moe_forward_native", local_choices(forward))
 
 
 def local_choices(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

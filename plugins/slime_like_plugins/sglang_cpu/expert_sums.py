@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime_like_plugins.sglang_cpu import KERNELS_VARIABLE
+from slime_like_plugins.plugin_names import CPU_KERNELS_VARIABLE
 from slime_like_plugins.sglang_cpu.build import BuildError, build
 from slime_like_plugins.sglang_cpu.kernels import SUFFIX
 
@@ -69,7 +69,7 @@ class ExpertSums:
 @cache
 def expert_sums_kernel() -> ExpertSums | None:
     """Return the compiled kernel; None if it cannot be compiled or loaded, or ``rollout.cpu_kernels`` is off or torch."""
-    if os.environ.get(KERNELS_VARIABLE) in ("off", "torch"):
+    if os.environ.get(CPU_KERNELS_VARIABLE) in ("off", "torch"):
         return None
     try:
         return ExpertSums(build().path)

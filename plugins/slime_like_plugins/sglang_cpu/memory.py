@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_like.config.schema.rank_memory import rank_memory
 from slime_like.errors import ConfigError
-from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.plugin_names import CPU
 from slime_like_plugins.sglang_hooks import HELD_PART, Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -23,7 +23,7 @@ def limit() -> int | None:
     try:
         return rank_memory()
     except ConfigError as error:
-        raise SystemExit(f"slime_like plugin {NAME!r}: {error}") from error
+        raise SystemExit(f"slime_like plugin {CPU!r}: {error}") from error
 
 
 def record_model(model: Any) -> None:
@@ -50,7 +50,7 @@ def free_bytes() -> int:
 def install() -> None:
     """Apply the hook in this process if the memory of a rank is limited."""
     if limit() is not None:
-        install_hooks(NAME, (Hook("sglang.srt.utils.common.get_free_cpu_memory", "replace", free_bytes),))
+        install_hooks(CPU, (Hook("sglang.srt.utils.common.get_free_cpu_memory", "replace", free_bytes),))
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[Tensor]:

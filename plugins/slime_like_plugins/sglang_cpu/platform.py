@@ -10,7 +10,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from slime_like_plugins.sglang_cpu import EXACT, NAME, memory
+from slime_like_plugins.plugin_names import CPU, EXACT
+from slime_like_plugins.sglang_cpu import memory
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 from slime_like_plugins.sglang_hooks import enabled
 
@@ -47,7 +48,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Set the arguments that a CPU engine needs, and refuse unsupported ones. Called while SGLang resolves its arguments."""
         if server_args.speculative_algorithm is not None:
             raise SystemExit(
-                f"slime_like plugin {NAME!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} is not "
+                f"slime_like plugin {CPU!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} is not "
                 "supported on a CPU: remove it, or set placement.device=cuda"
             )
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
@@ -74,9 +75,9 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Register attention backends and the host memory allocator; called once per worker, at import of the model runner."""
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-        from slime_like_plugins.sglang_cpu import attention, rotary
+        from slime_like_plugins.sglang_cpu import attention_choice, rotary
 
-        attention.register()
+        attention_choice.register()
         rotary.install()
         ALLOC_MEMORY_FUNCS["cpu"] = host_memory
         if enabled(EXACT):
@@ -88,7 +89,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Set the number of threads and the kernels; called in the worker after the fork and after loading on one thread."""
         import torch
 
-        from slime_like_plugins import rollout_sampling
+        from slime_like_plugins.rollout_sampling import kernel
         from slime_like_plugins.sglang_cpu import data_parallel, expert_parallel, fused
         from slime_like_plugins.sglang_cpu.hybrid import install as hybrid
         from slime_like_plugins.sglang_cpu.selection import selected
@@ -109,7 +110,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             description = f"{description}; {linear_attention}"
         if selection.leaf is not None:
             os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"  # only captured graphs need the copy
-        rollout_sampling.use_kernel(selection.c.sample if selection.c else None)
+        kernel.select(selection.c.sample if selection.c else None)
         logger.info("%s%s; %s; threads: %d", DECODE_LINE, selection.text, description, threads)
 
 

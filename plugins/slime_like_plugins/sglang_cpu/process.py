@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime_like.distributed.gloo_device import share_gloo_device
+from slime_like_plugins.plugin_names import CPU
 from slime_like_plugins.sglang_cpu import results
 from slime_like_plugins.sglang_hooks import Hook, replace_attribute
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -81,7 +82,7 @@ def install() -> None:
     from sglang.srt.arg_groups import choices
 
     choices.add_attention_backend_choices([ATTENTION])
-    install_hooks("cpu", HOOKS)
+    install_hooks(CPU, HOOKS)
     controller: Any = importlib.import_module(CONTROLLER)
-    replace_attribute("cpu", controller, "sock_recv", functools.partial(receive, controller.sock_recv))
+    replace_attribute(CPU, controller, "sock_recv", functools.partial(receive, controller.sock_recv))
     share_gloo_device()

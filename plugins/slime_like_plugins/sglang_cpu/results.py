@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slime_like_plugins.sglang_cpu import KERNELS_VARIABLE
+from slime_like_plugins.plugin_names import CPU_KERNELS_VARIABLE
 from slime_like_plugins.sglang_hooks import Hook
 
 PLAIN = "_slime_like_plain"  # attribute of a request: its StopConditions, or None if it is not plain
@@ -64,7 +64,7 @@ def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
     """Return True if all requests are plain and the step uses no feature with special handling of results."""
     output = result.logits_output
     return (
-        os.environ.get(KERNELS_VARIABLE) != "off"
+        os.environ.get(CPU_KERNELS_VARIABLE) != "off"
         and batch.spec_algorithm.is_none()
         and batch.mamba_track_mask_cpu is None
         and output is not None

@@ -7,13 +7,13 @@ from typing import Any
 
 from sglang.srt.layers.rotary_embedding import factory
 
-from slime_like_plugins.sglang_cpu import NAME
+from slime_like_plugins.plugin_names import CPU
 from slime_like_plugins.sglang_hooks import replace_attribute
 
 
 def install() -> None:
     """Replace SGLang's function in this process. Remove when it accepts models without ``rope_scaling``."""
-    replace_attribute(NAME, factory, "get_rope_cpu", with_unscaled(factory.get_rope_cpu))
+    replace_attribute(CPU, factory, "get_rope_cpu", with_unscaled(factory.get_rope_cpu))
 
 
 def with_unscaled(scaled: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 
-from slime_like_plugins.sglang_cpu import EXACT, KERNELS_VARIABLE
+from slime_like_plugins.plugin_names import CPU_KERNELS_VARIABLE, EXACT
 from slime_like_plugins.sglang_cpu.build import BuildError, build
 from slime_like_plugins.sglang_cpu.kernels import CKernels, TorchKernels
 from slime_like_plugins.sglang_hooks import enabled
@@ -33,7 +33,9 @@ def choose(choice: str) -> Selection:
     """Return the kernels for ``choice``. Raises ``SystemExit`` if it is unknown, or if it is ``c`` and the C kernels cannot be
     built or loaded."""
     if choice not in CHOICES:
-        raise SystemExit(f"slime_like plugin 'cpu': {KERNELS_VARIABLE}={choice!r} is not one of {', '.join(CHOICES)}")
+        raise SystemExit(
+            f"slime_like plugin 'cpu': {CPU_KERNELS_VARIABLE}={choice!r} is not one of {', '.join(CHOICES)}"
+        )
     if choice == "off":
         return Selection(None, "SGLang's own forward")
     if choice == "torch":
@@ -49,7 +51,7 @@ def choose(choice: str) -> Selection:
 
 def kernel_setting() -> str:
     """Return the choice of kernels in this process's environment, unchecked."""
-    return os.environ.get(KERNELS_VARIABLE, "auto")
+    return os.environ.get(CPU_KERNELS_VARIABLE, "auto")
 
 
 def latent_kernels(latent: int) -> CKernels | None:

@@ -9,19 +9,18 @@ fills every floating-point parameter with NaN, and ``end_weight_update`` fails i
 
 from __future__ import annotations
 
+from slime_like_plugins.plugin_names import DEQUANTISE, WEIGHT_COMMIT
 from slime_like_plugins.sglang_hooks import enabled, record_loaded
-
-NAME, DEQUANTISE = "weight_commit", "dequantise"
 
 
 def load() -> None:
     """Entry point ``sglang.srt.plugins``."""
-    if enabled(NAME):
+    if enabled(WEIGHT_COMMIT):
         from slime_like_plugins.weight_commit import hooks, model_types
 
         hooks.install()
         model_types.register()
-        record_loaded(NAME)
+        record_loaded(WEIGHT_COMMIT)
     if enabled(DEQUANTISE):
         from slime_like_plugins.weight_commit import dequantise
 

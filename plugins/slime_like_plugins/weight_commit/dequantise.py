@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from slime_like.train.megatron.families.hf import HFFolder
+from slime_like_plugins.plugin_names import DEQUANTISE
 from slime_like_plugins.sglang_hooks import Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
@@ -31,4 +32,4 @@ HOOKS = (Hook("sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_it
 
 def install() -> None:
     """Apply the hook in this process."""
-    install_hooks("dequantise", HOOKS)
+    install_hooks(DEQUANTISE, HOOKS)

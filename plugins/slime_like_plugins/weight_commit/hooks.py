@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slime_like.weight_sync import device_memory, shared
+from slime_like_plugins.plugin_names import WEIGHT_COMMIT
 from slime_like_plugins.sglang_hooks import HELD_PART, Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 from slime_like_plugins.weight_commit import device_tensors, latent
@@ -221,4 +222,4 @@ HOOKS = (
 
 def install() -> None:
     """Apply the hooks in this process."""
-    install_hooks("weight_commit", HOOKS)
+    install_hooks(WEIGHT_COMMIT, HOOKS)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slime_like_plugins.plugin_names import WEIGHT_COMMIT
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 
 NORM_EPSILON = 1e-6  # equal to slime_like.train.megatron.model.latent.NORM_EPSILON
@@ -67,7 +68,7 @@ def adjust_norms(name: str, attention: Any) -> None:
     missing += [
         f"{name} has a norm without variance_epsilon" for norm in norms if not hasattr(norm, "variance_epsilon")
     ]
-    stop_on("weight_commit", missing)
+    stop_on(WEIGHT_COMMIT, missing)
     for norm in norms:
         norm.variance_epsilon = NORM_EPSILON
 

@@ -16,7 +16,7 @@ from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, MissingResources
-from slime_like.planner.hardware import known_gpu
+from slime_like.hardware import known_gpu
 from slime_like_compat.flags.translate import translate
 
 MAX_GPUS = 16_000

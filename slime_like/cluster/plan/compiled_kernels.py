@@ -23,8 +23,8 @@ from slime_like.config.rules.hf import HfConfig, hf_config
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.hardware import GPUS, known_gpu
 from slime_like.phantom.autotuning import NO_RESULTS
-from slime_like.planner.hardware import GPUS, known_gpu
 from slime_like.rollout.engine.cuda_toolkit import toolkit_environment
 from slime_like.util.gpus import visible_gpus
 from slime_like.util.kernel_cache import cache_variables

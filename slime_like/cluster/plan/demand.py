@@ -12,8 +12,8 @@ from slime_like.cluster.plan.types import Role, RoleShapes
 from slime_like.config.rules.tree import samples_per_step
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
+from slime_like.hardware import Hardware
 from slime_like.planner.engine import EngineMemory, engine_memory
-from slime_like.planner.hardware import Hardware
 from slime_like.planner.host import host_trainer
 from slime_like.planner.table import MemoryTable, items
 from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, trainer_memory

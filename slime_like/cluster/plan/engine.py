@@ -12,9 +12,9 @@ from slime_like.config.schema.flow_mla import from_json
 from slime_like.config.schema.rank_memory import rank_memory
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
+from slime_like.hardware import GPUS, GpuKind, Hardware, known_gpu, unknown_speed
 from slime_like.planner.engine import EngineMemory, engine_memory, state_bytes, token_bytes
 from slime_like.planner.engine_settings import EngineSettings
-from slime_like.planner.hardware import GPUS, GpuKind, Hardware, known_gpu, unknown_speed
 from slime_like.planner.host import host_engine, host_pool, host_processes
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.static_fraction import graph_sizes

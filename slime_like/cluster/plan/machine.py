@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime_like.config.rules.gdn_runtime import Runtime, runtime
 from slime_like.errors import ConfigError
-from slime_like.planner.hardware import CORES_PER_GPU
+from slime_like.hardware import CORES_PER_GPU
 from slime_like.util.cgroups import cpu_quota, memory_limit
 from slime_like.util.gpus import visible_gpus
 

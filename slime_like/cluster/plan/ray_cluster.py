@@ -19,7 +19,7 @@ from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.rollout import AUTO
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.planner.hardware import known_gpu
+from slime_like.hardware import known_gpu
 
 ACCELERATOR = "accelerator_type:"  # prefix of Ray's resource with the kind of a node's GPUs
 

@@ -9,7 +9,7 @@ from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.rollout import FLOAT8
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.planner.hardware import known_gpu
+from slime_like.hardware import known_gpu
 
 SETTING = f"rollout.weight_dtype={FLOAT8}"
 OFF = "or remove rollout.weight_dtype"

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from slime_like_plugins.sglang_cpu import NAME, projection_norm
+from slime_like_plugins.plugin_names import CPU
+from slime_like_plugins.sglang_cpu import projection_norm
 from slime_like_plugins.sglang_cpu.hybrid import checkpoints, conv, delta_rule, layers
 from slime_like_plugins.sglang_hooks import replace_attribute
 
@@ -52,20 +53,20 @@ def bind(model: Any) -> str | None:
     """
     for module, name, function in OF_MODELS:
         if module in sys.modules:
-            replace_attribute(NAME, sys.modules[module], name, function)
+            replace_attribute(CPU, sys.modules[module], name, function)
     if not is_hybrid(model):
         return None
     for module, name, function in REPLACED:
-        replace_attribute(NAME, importlib.import_module(module), name, function)
-    replace_attribute(NAME, Tensor, "pin_memory", checkpoints.unpinned)
+        replace_attribute(CPU, importlib.import_module(module), name, function)
+    replace_attribute(CPU, Tensor, "pin_memory", checkpoints.unpinned)
     kernel: Any = importlib.import_module(f"{ATTENTION}.kernels.gdn_triton").TritonGDNKernel
-    replace_attribute(NAME, kernel, "extend", delta_rule.extend)
-    replace_attribute(NAME, kernel, "supports_track_state_snapshot", True)  # extend returns states for the prefix cache
+    replace_attribute(CPU, kernel, "extend", delta_rule.extend)
+    replace_attribute(CPU, kernel, "supports_track_state_snapshot", True)  # extend returns states for the prefix cache
     replace_attribute(
-        NAME, kernel, "supports_packed_decode", False
+        CPU, kernel, "supports_packed_decode", False
     )  # it fuses several functions replaced here into one Triton kernel
     norm: Any = importlib.import_module(f"{FLA}.fused_norm_gate").FusedRMSNormGated
-    replace_attribute(NAME, norm, "forward", layers.fused_norm_forward)
+    replace_attribute(CPU, norm, "forward", layers.fused_norm_forward)
     return "gated delta rule in torch"
 
 

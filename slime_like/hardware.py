@@ -1,4 +1,4 @@
-"""Hardware that the planner knows: GPUs with their memory, bandwidth and FLOP/s, and machines with several of them."""
+"""Hardware known by name: GPUs with their memory, bandwidth and FLOP/s, and machines with several of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 
 from slime_like.errors import ConfigError
-from slime_like.planner.constants import MIB
 from slime_like.registry import nearest
 
 CORES_PER_GPU = 8  # assumed if only the GPUs of a machine are known
@@ -44,7 +43,7 @@ def _gpu(
     hbm, link, network = (1e9 * rate for rate in gigabytes)
     bf16, fp8 = (1e12 * rate for rate in teraflops)
     sms, capability = chip
-    return GpuKind(name, mib * MIB, hbm, bf16, fp8, link, network, sms, divmod(capability, 10), source)
+    return GpuKind(name, mib << 20, hbm, bf16, fp8, link, network, sms, divmod(capability, 10), source)
 
 
 _H20 = "lmsys.org 2025-09-26 (H20-96G); memory: nvidia-smi; multiprocessors: CUDA's device properties"
