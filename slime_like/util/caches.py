@@ -37,7 +37,7 @@ def cache_folder(name: str) -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether only this user can change ``path``: no link, owned by the user, not writable by others."""
+    """Return whether ``path`` is not a link, belongs to this user and is not writable by others."""
     state = path.lstat()
     return state.st_uid == os.geteuid() and not state.st_mode & WRITABLE and not path.is_symlink()
 

@@ -41,7 +41,7 @@ def read_cache(folder: Path) -> list[CacheEntry]:
 
 
 def cache_lines(entries: Sequence[CacheEntry]) -> list[str]:
-    """Return the lines of a table of the kernels: target, name, number of variants, size."""
+    """Return the lines of a table: target, name, number of variants and size of each kernel, then the totals."""
     counts = Counter((entry.target, entry.name) for entry in entries)
     sizes: Counter[tuple[str, str]] = Counter()
     for entry in entries:
@@ -55,11 +55,11 @@ def cache_lines(entries: Sequence[CacheEntry]) -> list[str]:
 
 
 def relocate(folder: Path) -> int:
-    """Make a cache that was copied to ``folder`` usable, and return the number of its usable kernels.
+    """Make a cache that was copied to ``folder`` usable. Return the number of its usable kernels.
 
-    Triton lists the absolute path of each file of a kernel, and ignores the kernel unless all of them exist. This rewrites the
-    lists with the current paths of the files that a run reads. A run may read the cache at the same time. Raises ``OSError``
-    if a list cannot be written. Remove when Triton's lists have relative paths.
+    Triton lists the absolute path of each file of a kernel, and ignores the kernel unless all of them exist. This
+    rewrites the lists with the current paths of the files that a run reads. A run may read the cache at the same time.
+    Raises ``OSError`` if a list cannot be written. Remove this function once Triton's lists contain relative paths.
     """
     count = 0
     for group in folder.glob("*/__grp__*.json"):

@@ -8,9 +8,10 @@ NUM_PROBES = 3  # within the time limit, on an idle connection
 
 
 def end_with_lost_peer(sock: socket.socket, seconds: float) -> None:
-    """Let the kernel end a TCP connection once its peer has acknowledged neither data nor probes for ``seconds``.
+    """Make the kernel end a TCP connection once its peer has acknowledged neither data nor probes for ``seconds``.
 
-    A stopped or busy peer is not lost immediately: its kernel acknowledges until its buffer is full.
+    The connection to a suspended (SIGSTOP) or busy process is kept at first: its kernel acknowledges until its buffer
+    is full.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

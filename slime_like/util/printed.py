@@ -62,7 +62,7 @@ def record_streams() -> None:
 
 @contextmanager
 def record_output() -> Generator[Recording]:
-    """Record output printed in the block and in tasks started in it. Needs ``record_streams``."""
+    """Record output printed in the block and in tasks started in it. Call ``record_streams`` before."""
     recording = Recording()
     token = _current.set(recording)
     try:

@@ -39,7 +39,7 @@ class InputFile:
         return self.error(f"{start} {one_line(problem)}; {self.fix}")
 
     def check_regular(self) -> None:
-        """Raise unless the path is a regular file; reading a pipe might never end."""
+        """Raise ``self.error`` unless the path is a readable regular file; reading a pipe might never end."""
         try:
             mode = self.path.stat().st_mode
         except FileNotFoundError as error:
@@ -50,7 +50,7 @@ class InputFile:
             raise self.refused("is a folder, not a file" if stat.S_ISDIR(mode) else "is not a regular file")
 
     def data(self) -> bytes:
-        """Return the file's bytes."""
+        """Return the file's bytes. Raises ``self.error`` if they cannot be read."""
         self.check_regular()
         try:
             return self.path.read_bytes()
@@ -58,14 +58,14 @@ class InputFile:
             raise self.refused(f"cannot be read ({reason(error)})") from error
 
     def text(self) -> str:
-        """Return the file as UTF-8 text."""
+        """Return the file as UTF-8 text. Raises ``self.error`` if it cannot be read or decoded."""
         try:
             return self.data().decode()
         except UnicodeDecodeError as error:
             raise self.refused(f"cannot be read as UTF-8 text ({reason(error)})") from error
 
     def json(self) -> Any:
-        """Return the file's JSON value."""
+        """Return the file's JSON value. Raises ``self.error`` if the file cannot be read or is not JSON."""
         text = self.text()
         try:
             return parse_json(text)
@@ -73,14 +73,14 @@ class InputFile:
             raise self.refused(f"cannot be read as JSON ({error})") from error
 
     def json_object(self) -> dict[str, Any]:
-        """Return the file's JSON object."""
+        """Return the file's JSON object. Raises ``self.error`` if the file cannot be read or contains another value."""
         values = self.json()
         if not isinstance(values, dict):
             raise self.refused(f"contains {abbreviate(values)} instead of a JSON object")
         return cast("dict[str, Any]", values)
 
     def yaml(self) -> Any:
-        """Return the file's YAML value."""
+        """Return the file's YAML value. Raises ``self.error`` if the file cannot be read or is not YAML."""
         text = self.text()
         try:
             return yaml.safe_load(text)
@@ -88,7 +88,10 @@ class InputFile:
             raise self.refused(f"cannot be read as YAML ({reason(error)})") from error
 
     def arrays(self) -> dict[str, Any]:
-        """Return the arrays of an ``.npz`` file by name; reject Python objects."""
+        """Return the arrays of an ``.npz`` file by name.
+
+        Raises ``self.error`` if the file cannot be read, is damaged or contains Python objects.
+        """
         import numpy as np
 
         self.check_regular()
@@ -100,7 +103,10 @@ class InputFile:
             raise self.refused(f"is not a readable .npz file ({reason(error)})") from error
 
     def typed[T](self, values: object, kind: type[T]) -> T:
-        """Return ``values`` read from this file as a ``kind``; see ``typed``."""
+        """Return ``values`` read from this file as a ``kind``; see ``typed``.
+
+        Raises ``self.error`` if they do not fit.
+        """
         try:
             return typed(values, kind)
         except ValueError as error:
@@ -130,7 +136,7 @@ def parse_strict_json(text: str) -> Any:
 def typed[T](values: object, kind: type[T]) -> T:
     """Return parsed JSON or YAML as a ``kind``: a dataclass or any other type that ``msgspec`` supports.
 
-    Raises ``ValueError`` naming the field that is missing, unknown, of another type or out of range.
+    Raises ``ValueError`` naming the field that is missing, unknown, out of range or has the wrong type.
     """
     if is_dataclass(kind) and isinstance(values, Mapping):
         field_names = {item.name for item in fields(kind)}

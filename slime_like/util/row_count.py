@@ -14,7 +14,10 @@ SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]$")
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of non-blank lines of a jsonl or rows of a parquet file. Raises ``DataError`` if unreadable."""
+    """Return the number of non-blank lines of a jsonl file or of rows of a parquet file.
+
+    Raises ``DataError`` if the file cannot be read.
+    """
     if path.suffix == ".jsonl":
         InputFile(path).check_regular()
         try:
@@ -36,7 +39,10 @@ def selected_rows(spec: str) -> range:
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a pyarrow ParquetFile. Untyped; pyarrow is imported only if a parquet file is used."""
+    """Return an open pyarrow ParquetFile. Raises ``DataError`` if the file cannot be read.
+
+    The result is untyped, because pyarrow is imported only if a parquet file is used.
+    """
     module: Any = importlib.import_module("pyarrow.parquet")
     try:
         return module.ParquetFile(path)

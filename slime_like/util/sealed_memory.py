@@ -15,7 +15,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
-    """Return the file descriptor of new memory of at least one byte, and its mapping."""
+    """Return the file descriptor and the mapping of new memory of ``num_bytes``, at least one byte."""
     size = max(num_bytes, 1)
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)

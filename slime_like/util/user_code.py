@@ -33,9 +33,9 @@ def check_signature(key: str, name: str, function: Callable[..., Any], form: str
 
 @contextmanager
 def name_user_errors(key: str, name: str, subject: str) -> Generator[None]:
-    """Convert exceptions of user code to a ``UserCodeError`` that names ``key``, the line and the ``subject``.
+    """Raise exceptions of user code as a ``UserCodeError`` that names ``key``, the line and the ``subject``.
 
-    Errors of this project pass unchanged: a lost engine is not the fault of the code that waited for it.
+    Errors of this project are raised unchanged: a lost engine is not the fault of the code that waited for it.
     """
     with record_output() as output:
         try:
@@ -69,7 +69,7 @@ def origin(error: BaseException) -> str:
 
 
 def location(function: object) -> str:
-    """Return `` (file:line)`` of the definition of a function, class or object; empty when it has none in Python."""
+    """Return `` (file:line)`` of the definition of a function, class or object; empty if it has no Python source."""
     code = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
     try:
         return f" ({inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]})"

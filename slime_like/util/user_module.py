@@ -51,7 +51,10 @@ def _file(name: str) -> Path | None:
 
 
 def _of_file(key: str, value: str, name: str) -> ModuleType:
-    """Import a file once per process. It can import modules of its own folder."""
+    """Import a file once per process. It can import modules of its own folder.
+
+    Raises ``ConfigError`` if there is no such file, or the error that the import raised.
+    """
     file = _file(name)
     if file is None:
         raise ConfigError(f"{key}={value!r}: there is no file {name} in {Path.cwd()}: correct the path")
