@@ -24,7 +24,7 @@ class GroupAdvantage(Protocol):
 class Reduce(Protocol):
     """Element-wise sum over the ranks of a process group. A ``TokenAdvantage`` gets one over the data-parallel ranks.
 
-    An algorithm may use no collectives other than ``Reduce`` and ``Sequences``.
+    ``sum`` is a collective. An algorithm may use no collectives other than those of ``Reduce`` and ``Sequences``.
     """
 
     def sum(self, value: Tensor) -> Tensor: ...
@@ -71,7 +71,7 @@ class Diagnostics(Protocol):
     """A ``TokenAdvantage`` that reports additional metrics."""
 
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> Mapping[str, float]:
-        """Return a dict from metric name, without ``train/``, to the metric's value over all ranks."""
+        """Return the value of each metric over all ranks, by name. The caller adds the prefix ``train/``."""
         ...
 
 
@@ -118,8 +118,8 @@ class LossOutput:
     """
 
     loss: Tensor  # F32 [T]
-    means: Mapping[str, Tensor]  # name -> F32 [T], of which the mean weighted by loss_weight is reported
-    maxima: Mapping[str, Tensor]  # name -> F32 [T], of which the maximum is reported
+    means: Mapping[str, Tensor]  # by name, F32 [T]; the mean weighted by loss_weight is reported
+    maxima: Mapping[str, Tensor]  # by name, F32 [T]; the maximum is reported
 
 
 class LossFn(Protocol):

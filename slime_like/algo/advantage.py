@@ -48,7 +48,7 @@ def dr_grpo(rewards_G: F32) -> F32:
 def rloo(rewards_G: F32) -> F32:
     """Return [G]: reward minus the mean reward of the other episodes, a baseline independent of the episode.
 
-    Equal to ``G / (G - 1)`` times (reward minus the group's mean); 0 for a group of one episode.
+    The advantage equals ``G / (G - 1)`` times (reward minus the group's mean). It is 0 if the group has one episode.
     Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740, section 3.2 (from Kool et al. 2019).
     """
     num_episodes = len(rewards_G)

@@ -135,7 +135,7 @@ def diagnose(
 
 
 def _columns(config: AlgoConfig, views: Sequence[TokenView], compute: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """Return the columns from ``compute``. For user code, check their shapes and name the function in errors."""
+    """Return the columns from ``compute``. Raises ``UserCodeError`` if user code raises or returns wrong shapes."""
     name, subject = config.token_advantage or "", f"{len(views)} micro-batches on this rank"
     if not is_path(name):
         return list(compute())

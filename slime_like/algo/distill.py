@@ -22,8 +22,10 @@ class ReverseKL:
     """Token advantage ``opd_kl_coef * (log teacher - log student)``: a one-sample estimate of -KL(student || teacher).
 
     If configured, ``reward_coef`` times the sequence's reward is added, and so is the group advantage. The student's
-    log-probabilities are ``old_logprobs`` or, if the ranks computed none, ``rollout_logprobs``.
-    Source: Agarwal et al. 2024, arXiv:2306.13649 (GKD); Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab.
+    log-probabilities are ``old_logprobs`` or, if the ranks computed none, ``rollout_logprobs``. The constructor raises
+    ``ConfigError`` if ``config`` is not that of algo=distill.
+    Source: Agarwal et al. 2024, arXiv:2306.13649 (GKD); Lu et al. 2025, "On-Policy Distillation", Thinking Machines
+    Lab.
     """
 
     def __init__(self, config: AlgoConfig) -> None:
@@ -34,7 +36,10 @@ class ReverseKL:
         self._config = config
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] for each view, 0 at untrained tokens; whitened over all ranks if ``algo.normalize_advantages``."""
+        """Return F32 [T] for each view, 0 at untrained tokens.
+
+        If ``algo.normalize_advantages``, this is a collective that whitens the advantages over all ranks.
+        """
         advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
             return advantages_T
@@ -43,7 +48,7 @@ class ReverseKL:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``teacher_kl``: the mean of log student - log teacher over the trained tokens of all ranks.
 
-        The result is empty without views.
+        The result is empty if there are no views. A collective over the data-parallel ranks.
         """
         gaps_of_views = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
         if not gaps_of_views:

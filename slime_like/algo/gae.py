@@ -27,6 +27,7 @@ class GeneralisedAdvantage:
 
     ``a`` indexes the trained tokens of a sequence, so the discount skips tokens that the model did not sample.
     The value after the last action is 0, even for truncated episodes. Rewards come from ``actions.token_rewards``.
+    The constructor raises ``ConfigError`` if ``config`` is not that of algo=ppo.
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
     """
 
@@ -37,7 +38,10 @@ class GeneralisedAdvantage:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] for each view, 0 at untrained tokens; whitened over all ranks if ``algo.normalize_advantages``."""
+        """Return F32 [T] for each view, 0 at untrained tokens.
+
+        If ``algo.normalize_advantages``, this is a collective that whitens the advantages over all ranks.
+        """
         advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
             return advantages_T
@@ -50,7 +54,7 @@ class GeneralisedAdvantage:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks.
 
-        The result is empty without views.
+        The result is empty if there are no views. A collective over the data-parallel ranks.
         """
         pairs_2A = [
             torch.stack([returns_T, returns_T - _values(view)])[:, view.loss_weight > 0].double()

@@ -107,7 +107,7 @@ def _policy_loss(cfg: PolicyConfig, surrogate: Callable[[LossView, Tensor], Surr
 
 
 def sft(cfg: AlgoConfig) -> LossFn:
-    """Return the supervised loss, which reads no key of ``cfg``."""
+    """Return the supervised loss. It does not depend on ``cfg``."""
     return SftLoss()
 
 
@@ -129,7 +129,7 @@ def gspo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T:
     """Return GSPO's clipped surrogate, with the ratio ``(pi(y) / pi_old(y)) ** (1 / |y|)`` at each token of sequence y.
 
     With a group advantage, all tokens of a sequence have the same loss. With ``algo.aggregation=sequence_mean``, all
-    sequences have the same weight.
+    sequences have the same weight. A collective over the ranks that share the sequences.
     Source: Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 and 7.
     """
     assert view.sequences is not None, "GSPO's ratio needs sequences"
@@ -151,7 +151,9 @@ def cispo_surrogate(config: PolicyConfig, view: LossView, old_logprobs_T: Tensor
 
 
 def _clip(config: PolicyGradientConfig, log_ratio_T: Tensor, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
-    """Return the larger of the plain and the clipped loss. Dual clip (``eps_clip_c``) caps it where advantages are negative.
+    """Return the larger of the unclipped and the clipped loss.
+
+    At negative advantages, the loss is at most ``eps_clip_c`` times the absolute advantage (dual clip).
 
     Source of dual clip: Ye et al. 2020, Mastering Complex Control in MOBA Games, arXiv:1912.09729, equation 4.
     """
@@ -219,8 +221,8 @@ def low_var_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 class PackedSequences:
     """Reductions over the S sequences of one micro-batch with N trained tokens on this rank (protocol ``Sequences``).
 
-    Under context parallelism a rank has a part of each sequence, and ``reduce`` sums over the context parallel group. It also
-    sums gradients in the backward pass, because the loss of each rank depends on the tokens of the other ranks.
+    Under context parallelism a rank holds a part of each sequence, and ``reduce`` sums over the context parallel group.
+    It also sums gradients in the backward pass, because the loss of each rank depends on the tokens of the other ranks.
     """
 
     index: Tensor  # I64 [N], sequence index of each token
@@ -228,12 +230,18 @@ class PackedSequences:
     reduce: Reduce  # differentiable sum over the ranks that share the sequences
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return [S]: the sum over the trained tokens of each sequence. Collective over the ranks that share the sequences."""
+        """Return [S]: the sum over the trained tokens of each sequence.
+
+        A collective over the ranks that share the sequences.
+        """
         zeros_S = torch.zeros(len(self.num_trained), dtype=values.dtype, device=values.device)
         return self.reduce.sum(zeros_S.index_add(0, self.index, values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return [S]: the mean over the trained tokens of each sequence, 0 if it has none. Collective, like ``sum``."""
+        """Return [S]: the mean over the trained tokens of each sequence, 0 if it has none.
+
+        A collective, like ``sum``.
+        """
         return self.sum(values) / self.num_trained.to(values.dtype).clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:

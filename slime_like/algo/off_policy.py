@@ -74,8 +74,8 @@ def sequence_ratio(
 ) -> Tensor:
     """Return [T]: the ratio of old to rollout policy of each token's sequence.
 
-    It is the product of the ratios of the sequence's tokens or, if ``geometric``, their geometric mean, whose scale does not
-    depend on the length.
+    It is the product of the ratios of the sequence's tokens or, if ``geometric``, their geometric mean, whose scale
+    does not depend on the length. A collective over the ranks that share the sequences.
 
     Source: Liu et al. 2025, "When Speed Kills Stability" (sequence-level and geometric masks).
     """
@@ -87,7 +87,10 @@ def sequence_ratio(
 def importance_correction(
     config: PolicyConfig, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, sequences: Sequences | None
 ) -> Correction:
-    """Return the corrections that ``config`` enables. Metrics cover all trained tokens, including dropped ones."""
+    """Return the corrections that ``config`` enables. Metrics cover all trained tokens, including dropped ones.
+
+    With ``algo.rejection``, this is a collective over the ranks that share the sequences.
+    """
     weight_T, keep_T, means = None, None, dict[str, Tensor]()
     if config.use_tis:
         tis = truncated_importance(old_logprobs_T, rollout_logprobs_T, config.tis_clip, config.tis_clip_low)

@@ -25,7 +25,8 @@ class ReinforcePlusPlus:
     """REINFORCE++: discounted return per trained token, whitened over the batch.
 
     The last trained token of a sequence gets the sequence's reward, and each trained token the penalty
-    ``-kl_coef * KL(old || ref)``. Tokens that the model did not sample have no reward, and the discount skips them.
+    ``-kl_coef * KL(old || ref)``. Tokens that the model did not sample have no reward, and the discount skips them. The
+    constructor raises ``ConfigError`` if ``config`` is not that of algo=reinforce_pp.
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262; whitening as in its reference implementation (OpenRLHF).
     """
 
@@ -56,7 +57,9 @@ class ReinforcePlusPlus:
 
 
 class ReinforcePlusPlusBaseline:
-    """REINFORCE++-baseline: group advantage minus ``kl_coef * KL(old || ref)`` per trained token, whitened over the batch.
+    """REINFORCE++-baseline: group advantage minus ``kl_coef * KL(old || ref)`` per trained token, whitened.
+
+    The constructor raises ``ConfigError`` if ``config`` is not that of algo=reinforce_pp_baseline.
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262, section 3.2.
     """
@@ -108,8 +111,9 @@ def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Te
 def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
     """Return [T] for each of ``values``: masked entries shifted and scaled to mean 0 and variance 1, other entries 0.
 
-    Mean and (biased) variance are over all ranks, in float64. The variance is computed from deviations from the mean, so
-    that a large common offset costs no precision. Every rank makes the same two reductions, even without trained tokens.
+    Mean and (biased) variance are over all ranks, in float64. The variance is computed from deviations from the mean,
+    so that a large common offset costs no precision. This is a collective: every rank makes the same two reductions,
+    even if it has no trained tokens.
     """
     device = values[0].device if values else None
     parts_A = [value_T[mask_T].double() for value_T, mask_T in zip(values, masks, strict=True)]

@@ -9,10 +9,11 @@ from slime_like.algo_interfaces import LossOutput
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None) -> LossOutput:
-    """Return ``max((v - R)², (v_clipped - R)²) / 2`` with ``v_clipped`` within ``clip`` of the old values.
+    """Return ``max((v - R)², (v_clipped - R)²) / 2`` for each token.
 
-    ``clip=None`` gives half the squared error. Clipping removes the gradient that would move a value
-    further from its old estimate than ``clip``, and keeps the gradient that moves it back.
+    ``v_clipped`` is v clamped to ``[v_old - clip, v_old + clip]``. If ``clip`` is None, return half the squared error,
+    ``(v - R)² / 2``. Clipping removes the gradient that would move a value further from its old estimate than ``clip``,
+    and keeps the gradient that moves it back.
     Source: Schulman et al.'s reference implementation of PPO (openai/baselines, ppo2/model.py).
     """
     plain_T = (values_T - returns_T).square()
