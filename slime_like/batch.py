@@ -111,4 +111,4 @@ EMPTY_BATCH = PackedBatch(
     advantages=None,
     sample_ids=np.zeros(0, dtype=np.int64),
 )
-"""Micro-batch without tokens, for padding: every rank must run the same number of micro-batches."""
+"""Empty micro-batch for padding: every rank must run the same number of micro-batches."""

@@ -102,7 +102,7 @@ class Hardware:
 
 
 def known_gpu(name: str) -> GpuKind | None:
-    """Return the GPU that the table or the driver calls ``name``; None if the planner does not know it."""
+    """Return the GPU with this name in ``GPUS`` or in the driver; None if the name is unknown."""
     if name in GPUS:
         return GPUS[name]
     matches = (entry for pattern, entry in _DRIVER_NAMES if re.search(pattern, name, re.IGNORECASE))
@@ -111,12 +111,15 @@ def known_gpu(name: str) -> GpuKind | None:
 
 
 def unknown_speed(name: str) -> GpuKind:
-    """Return an entry without memory and speeds for a GPU that is not in the table."""
+    """Return an entry for a GPU that is not in ``GPUS``; its memory and speeds are 0."""
     return GpuKind(name, memory=0, hbm=0, bf16=0, fp8=0, link=0, network=0, sms=0, capability=None, source="the driver")
 
 
 def parse_hardware(flag: str, text: str) -> Hardware:
-    """Parse ``[NODESx]GPUSxNAME`` such as 8xH20 or 4x8xH800. Raises ``ConfigError`` naming ``flag``."""
+    """Parse ``[NODESx]GPUSxNAME`` such as 8xH20 or 4x8xH800.
+
+    Raises ``ConfigError`` naming ``flag`` if ``text`` has another form or the GPU is unknown.
+    """
     match = re.fullmatch(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x([A-Za-z].*)", text)
     if match is None:
         raise ConfigError(f"{flag} {text}: write [NODESx]GPUSxNAME, for example 8xH20, or 4x8xH800 for four nodes of 8")

@@ -89,7 +89,7 @@ class GenerateContext:
     """Settings, ids and tokenizer of a group, passed to the generate function with prompt, engine and seeds."""
 
     sampling: Sampling
-    decode: Callable[[TokenIds], str]  # token ids -> text, special tokens dropped
+    decode: Callable[[TokenIds], str]  # decodes token ids; drops special tokens
     group_id: int
     first_sample_id: int
     max_context_len: int
@@ -191,8 +191,8 @@ class Trainer(Protocol):
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
         """Return a dict from sample id to the advantages [L] that the ranks computed in the last ``step``.
 
-        It has the ``sample_ids`` that were trained in that step. It is empty if the algorithm uses group advantages, or if the
-        run dumps no rollouts.
+        It contains those of ``sample_ids`` that were trained in that step. It is empty if the algorithm uses group
+        advantages, or if the run dumps no rollouts.
         """
         ...
 
@@ -254,7 +254,10 @@ class WeightSource(Protocol):
         ...
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the tensors of the manifest in order; a tensor larger than ``max_bytes`` gets its own bucket."""
+        """Yield the tensors of the manifest in order; a tensor larger than ``max_bytes`` gets its own bucket.
+
+        A collective over the ranks of the pipeline stage.
+        """
         ...
 
 
@@ -263,7 +266,10 @@ class ReplicatedWeightSource(WeightSource, Protocol):
     """Weights that every rank of the trainer can gather."""
 
     def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the tensors of all pipeline stages, in the same buckets on every trainer rank. All must iterate together."""
+        """Yield the tensors of all pipeline stages, in the same buckets on every trainer rank.
+
+        A collective over all trainer ranks: they must iterate together.
+        """
         ...
 
 

@@ -6,7 +6,7 @@
 collect   consumes prompts, produces scored groups; waits for the engines; starts at most ``loop.max_staleness`` versions
           behind
 step      consumes one rollout, produces weights of the next version; waits for the trainer ranks
-push      consumes weights, unblocks the engines; the probe checks that both sides hold the same weights
+push      consumes weights, unblocks the engines; the probe checks that engines and trainer hold the same weights
 
 With ``loop.max_staleness=0`` the three phases take turns. With 1 or more, the manager collects the next rollout while
 ``step`` runs, and a push pauses it briefly. The loop is the same in both cases.
@@ -19,7 +19,10 @@ from slime_like.config.schema.root import TrainConfig
 
 
 def train(cfg: TrainConfig) -> None:
-    """Train to the last rollout. Ctrl-C ends the run once a checkpoint is saved, an error once a crash bundle is written."""
+    """Train to the last rollout.
+
+    Ctrl-C saves a checkpoint and ends the run; an error writes a crash bundle and ends it.
+    """
     with launch(cfg) as run:
         run.start()
         for rollout_id in run.rollout_ids():

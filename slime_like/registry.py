@@ -54,12 +54,15 @@ def _is_similar_word(word: str, other: str) -> bool:
 
 
 def is_path(name: str | None) -> bool:
-    """Return whether ``name`` is a path (``module:attribute`` or ``file.py:attribute``) rather than a name in a table."""
+    """Return whether ``name`` is an import path: ``module:attribute`` or ``file.py:attribute``."""
     return name is not None and ":" in name
 
 
 def is_shipped(name: str, table: Mapping[str, str]) -> bool:
-    """Return whether ``table`` maps ``name`` to code of this project, for which the tests check that it can be called."""
+    """Return whether ``table`` maps ``name`` to an object of slime_like or slime_like_plugins.
+
+    The tests check that these objects can be called, so that a run need not check them.
+    """
     return table.get(name, "").startswith(("slime_like.", "slime_like_plugins."))
 
 
@@ -69,9 +72,9 @@ def metric_part(name: str) -> str:
 
 
 def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = False, table_name: str = "") -> None:
-    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is a path.
+    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is an import path.
 
-    The message says how to add a user's component: by its path or, with ``table_name``, by an entry in that table.
+    The message says how to add a user's component: by its import path or by an entry in the table ``table_name``.
     """
     if name in table or (dotted and is_path(name)):
         return
@@ -90,9 +93,10 @@ def _own_part(name: str, dotted: bool, table_name: str) -> str:
 
 
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
-    """Import and return the object that ``table`` maps ``name`` to or, if ``name`` is a path, the object at that path.
+    """Import and return the object that ``table`` maps ``name`` to or, if ``name`` is an import path, the object there.
 
-    Raises ``ConfigError`` naming ``key`` if ``name`` is unknown, its module cannot be imported or lacks the attribute.
+    Raises ``ConfigError`` naming ``key`` if ``name`` is unknown, or if its module cannot be imported or lacks the
+    attribute.
     """
     target = table.get(name, name)
     module_name, colon, attribute = target.rpartition(":")

@@ -69,9 +69,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """Reward of a sample. Advantages use ``score``; ``accuracy`` (0 or 1, if the task has a correct answer) is only reported.
+    """Reward of a sample.
 
-    ``parts`` has the unweighted score of each component of a composed reward.
+    Advantages use ``score``; ``accuracy`` (0 or 1, if the task has a correct answer) is only reported. ``parts``
+    contains the unweighted score of each component of a composed reward.
     """
 
     score: float
@@ -107,7 +108,7 @@ class Sample:
 
     @property
     def trained_reward(self) -> Reward | None:
-        """Return the reward that enters baselines; None for a failed or aborted sample, or before it is scored."""
+        """Return the reward that enters baselines; None if the sample failed, was aborted or is not scored yet."""
         return None if self.status in UNTRAINED else self.reward
 
     @property
