@@ -47,7 +47,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _source_note(text: str) -> str:
-    """Return a note naming the configs/ file in an error text; empty if the value came from the command line."""
+    """Return a note that names the file in ``configs/`` that an error text quotes; empty if it quotes none."""
     match = re.search(r"In '([^']+)':", text)
     return f" (in configs/{match[1]}.yaml)" if match and match[1] != "train" else ""
 

@@ -59,8 +59,9 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
 
     With ``files=False``, only ``configs/`` is read from disk; call ``check_files`` once the files exist. With
     ``machine=False``, the packages installed on this machine are not checked, because the run is for another machine.
-    With ``code=False``, functions given by path are not imported.
-    Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the key, the value and a fix.
+    With ``code=False``, functions named by an import path are not imported.
+    Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the key, the value and a fix if the
+    config is invalid.
     """
     overrides = _sort(argv)
     if {"loop.num_epoch", "loop.num_rollout"} <= set(overrides.values):
@@ -102,7 +103,10 @@ def to_yaml(cfg: TrainConfig) -> str:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Return the config that a run wrote to ``path``. Raises ``ConfigError`` naming the file."""
+    """Return the config that a run wrote to ``path``.
+
+    Raises ``ConfigError`` naming the file if it is unreadable or not valid.
+    """
     fix = "restore it, or move it away to continue without comparing settings with the earlier run"
     file = InputFile(path, ConfigError, fix)
     text = file.text()

@@ -1,4 +1,7 @@
-"""Rules for ``rollout.agent``, a coroutine function that is required if ``rollout.generate`` runs an agent and else refused."""
+"""Rules for ``rollout.agent``, a coroutine function.
+
+It is required if ``rollout.generate`` runs an agent, else rejected.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 from slime_like.util.user_code import check_signature
 
-OPENAI_AGENT = "openai_agent"  # a name in table GENERATE
+OPENAI_AGENT = "openai_agent"  # a name registered in GENERATE
 KEYS = ("agent", "agent_deadline_s", "agent_concurrency")
 AGENT_SIGNATURE = "async def agent(base_url, api_key, prompt, metadata) -> float | None"
 
 
 def check_agent(config: RolloutConfig) -> None:
-    """Raise ``ConfigError`` unless ``rollout.agent`` can be run, or is neither set nor needed."""
+    """Raise ``ConfigError`` if an agent is needed and cannot be run, or if keys of agents are set and none is run."""
     if config.generate != OPENAI_AGENT:
         setting, fix = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
         refuse_unread("rollout.", config, KEYS, setting, fix)
@@ -30,7 +33,7 @@ def check_agent(config: RolloutConfig) -> None:
 
 
 def agent_function(path: str) -> Any:
-    """Return the agent function at ``path``.
+    """Return the agent function with the import path ``path``.
 
     Raises ``ConfigError`` if the function is missing or cannot be called as an agent.
     """

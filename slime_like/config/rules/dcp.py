@@ -1,8 +1,9 @@
-"""Rules for ``rollout.dcp``: decode context parallelism, which spreads an engine's KV cache over its tensor-parallel ranks.
+"""Rules for ``rollout.dcp``: decode context parallelism, which spreads an engine's KV cache over tensor-parallel ranks.
 
-SGLang 0.5.23 accepts many combinations that compute wrong tokens without an error. They are refused here at load, and
-again in the engine, on the values that SGLang resolves (``slime_like_plugins.dcp.hooks``). With ``rollout.dcp=auto``, nothing is
-refused: the plan chooses 1 if a setting or the model does not allow more (``slime_like.cluster.plan.dcp``).
+SGLang 0.5.23 accepts many combinations that compute wrong tokens without an error. They are rejected here at load, and
+again in the engine, after SGLang has resolved their values (``slime_like_plugins.dcp.hooks``). With
+``rollout.dcp=auto``, nothing is rejected: the plan chooses 1 if a setting or the model does not allow more
+(``slime_like.cluster.plan.dcp``).
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class DcpObstacle:
 
 
 def check_dcp(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if ``rollout.dcp`` conflicts with other keys. Reads no file and does not inspect the machine."""
+    """Raise ``ConfigError`` if ``rollout.dcp`` conflicts with other keys.
+
+    The model and the machine are not inspected.
+    """
     rollout = cfg.rollout
     for name, default in (("dcp_comm", "auto"), ("dcp_replicate_q", False)):
         if rollout.dcp == 1 and (value := getattr(rollout, name)) != default:
@@ -150,7 +154,10 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
 
 
 def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the settings with which engines on ``device`` cannot serve ``model`` (None: any model) with DCP."""
+    """Yield the settings that prevent engines on ``device`` from serving ``model`` with DCP.
+
+    If ``model`` is None, only settings that do so for every model are yielded.
+    """
     kinds = _attention_kinds(model)
     for field in BACKEND_FIELDS:
         if (value := cfg.rollout.sglang.get(field)) is None:
@@ -169,7 +176,7 @@ def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> I
 
 
 def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the setting with which SGLang keeps the states of a hybrid ``model`` only at the last token of a sequence."""
+    """Yield the setting that makes SGLang keep states of a hybrid ``model`` only at the last token of a sequence."""
     options = cfg.rollout.sglang
     strategy = options.get("mamba_radix_cache_strategy", "auto")
     if options.get("disable_radix_cache") or model is None or not model.gdn:
@@ -199,7 +206,7 @@ def _attention_kinds(model: HfConfig | None) -> tuple[bool, ...]:
 
 
 def _configured_size(cfg: TrainConfig) -> int:
-    """Return ``rollout.dcp``, or 1 if it is auto: the plan then chooses a size that fits."""
+    """Return ``rollout.dcp``, or 1 if it is auto, because the plan then chooses a size that fits."""
     return 1 if isinstance(cfg.rollout.dcp, str) else cfg.rollout.dcp
 
 

@@ -1,4 +1,4 @@
-"""Rules for ``run.deterministic=true``: settings that break reproducibility are refused."""
+"""Rules for ``run.deterministic=true``: settings that break reproducibility are rejected."""
 
 from __future__ import annotations
 

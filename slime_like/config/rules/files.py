@@ -57,7 +57,10 @@ def check_files(cfg: TrainConfig) -> None:
 
 
 def check_model(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` or ``ConfigError`` on a model that cannot run with this config. Reads no weights."""
+    """Raise ``CheckpointError`` or ``ConfigError`` on a model that cannot run with this config.
+
+    The weights are not read.
+    """
     family_of(cfg, model)
     check_has_gdn(cfg.model.gdn, model)
     check_rope("model.hf_checkpoint", model)
@@ -184,7 +187,10 @@ def _check_megatron(cfg: TrainConfig) -> None:
 
 
 def _check_reference(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` unless the reference has the actor's shape: its weights are swapped in on the actor's ranks."""
+    """Raise ``CheckpointError`` unless the reference's HF folder describes a model with the actor's shape and settings.
+
+    They must agree because the reference's weights are swapped in on the actor's ranks.
+    """
     folder = cfg.model.ref_checkpoint
     if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:
         return

@@ -1,4 +1,4 @@
-"""Rules for ``rollout.weight_dtype=float8``, with which engines serve the float8 weights of the checkpoint."""
+"""Rules for ``rollout.weight_dtype=float8``, which makes engines serve the float8 weights of the checkpoint."""
 
 from __future__ import annotations
 

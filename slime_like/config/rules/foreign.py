@@ -127,7 +127,7 @@ class UpstreamKey(TypedDict):
 
 @functools.cache
 def table(name: str) -> Mapping[str, UpstreamKey]:
-    """Return field name -> ``UpstreamKey`` of the table ``name``, ``SGLANG`` or ``MEGATRON``."""
+    """Return the table ``name``, ``SGLANG`` or ``MEGATRON``: a dict from field names to ``UpstreamKey``."""
     return cast("dict[str, UpstreamKey]", json.loads((FOLDER / f"{name}.json").read_text())["keys"])
 
 

@@ -18,7 +18,10 @@ PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang", FLASHINFER)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Kernel runtime of a machine. ``capability`` and ``cuda`` are None if unknown; a version is None if not installed."""
+    """Versions and tools of a machine.
+
+    ``capability`` and ``cuda`` are None if unknown; a version is None if not installed.
+    """
 
     device: str  # cpu | cuda
     capability: tuple[int, int] | None
@@ -41,13 +44,16 @@ def installed_version(package: str) -> Version | None:
 
 
 def version(text: str) -> Version:
-    """Parse the release part of a version: ``2.14.1+cu130`` -> (2, 14, 1)."""
+    """Return the numbers of the release part of a version, such as (2, 14, 1) for ``2.14.1+cu130``."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def torch_cuda() -> Version | None:
-    """Return the CUDA version that the installed torch was built for, from its version.py; None without torch or CUDA."""
+    """Return the CUDA version in the version.py of the installed torch.
+
+    It is None if torch is not installed or was built without CUDA.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -186,7 +186,8 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
 def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` if ``values``, the JSON content of ``path``, name code needed to read the folder.
 
-    Such code is never run. A model_type of table FAMILIES does not need it, because transformers prefers its own class.
+    Such code is never run. A model_type registered in ``FAMILIES`` does not need it, because transformers prefers its
+    own class.
     """
     code = values.get("auto_map")
     if code and values.get("model_type") not in FAMILIES:
@@ -252,7 +253,8 @@ def refuse_windows(key: str, folder: str, text: Mapping[str, Any], model_type: s
 def padded_vocabulary(vocab_size: int, tp: int) -> int:
     """Return the number of rows of the embedding and the output layer.
 
-    It is a multiple of 128 if tp divides 128, so that checkpoints can be resharded, and else of 128 * tp.
+    It is a multiple of 128 if tp divides 128, so that checkpoints can be resharded, and a multiple of 128 * tp
+    otherwise.
     """
     multiple = 128 if 128 % tp == 0 else 128 * tp
     return -(-vocab_size // multiple) * multiple
@@ -279,7 +281,10 @@ def check_rope(key: str, model: HfConfig) -> None:
 
 
 def read_json(key: str, path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ``CheckpointError`` naming ``key`` and the file."""
+    """Read a JSON object.
+
+    Raises ``CheckpointError`` naming ``key`` and the file if it is missing or not a JSON object.
+    """
     if not path.exists():
         raise CheckpointError(
             f"{key}: {path} is missing; give a folder in Hugging Face format (config.json, tokenizer, safetensors)"
@@ -293,9 +298,9 @@ def downloaded_file(key: str, path: Path) -> InputFile:
 
 
 def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
-    """Raise ``CheckpointError`` if the tokenizer is missing, needs code of the folder or lacks a required chat template.
+    """Raise ``CheckpointError`` if the tokenizer is missing, needs code from the folder or lacks a chat template.
 
-    ``needs_template`` names the setting that requires a chat template, and is empty if none does.
+    ``needs_template`` names the setting that requires a chat template. If it is empty, no template is needed.
     """
     root = Path(folder)
     if not any((root / name).exists() for name in TOKENIZER_FILES):

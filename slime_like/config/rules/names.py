@@ -1,4 +1,7 @@
-"""Rules for names in the config. A name is an entry of a table in ``schema.names`` or, if the key allows it, a function's path."""
+"""Rules for names in the config.
+
+They are registered in ``schema.names`` or, for some keys, import paths of functions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ type NameEntry = tuple[str, str, dict[str, str]]  # key, name, table
 
 
 def check_names(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` on a name that is neither in its table nor a path."""
+    """Raise ``ConfigError`` on a name that is neither registered nor an import path."""
     for key, name, table_name in _closed_names(cfg):
         check(key, name, getattr(names, table_name), table_name=table_name)
     check_reward_name("reward.name", cfg.reward.name, dotted=True)
@@ -43,7 +46,7 @@ def check_functions(cfg: TrainConfig) -> None:
 
 
 def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, name, name of the table) for the model's components, which must be table entries."""
+    """Yield (key, name, name of the table) for the model's components, which must be registered in the table."""
     for key, name, table_name in (
         ("model.family", cfg.model.family, "FAMILIES"),
         ("model.attention", cfg.model.attention, "ATTENTIONS"),
@@ -54,7 +57,7 @@ def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:
-    """Yield (key, name, table) for names that may also be the path of a function, which is then called directly."""
+    """Yield (key, name, table) for each name that may be registered in ``table`` or be a function's import path."""
     yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
     for name in (name for name in cfg.reward.weights if name != ROW):
         check_reward_name("reward.weights", name, dotted=True)
@@ -68,7 +71,7 @@ def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:
 
 
 def _algorithm_names(cfg: TrainConfig) -> Iterator[NameEntry]:
-    """Yield (key, name, table) for components of the algorithm, whose names may also be paths."""
+    """Yield (key, name, table) for each component of the algorithm. Its name may be an import path."""
     yield "algo.loss", cfg.algo.loss, names.LOSSES
     if cfg.algo.group_advantage is not None:
         yield "algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES

@@ -1,7 +1,7 @@
-"""Assignment of decoder layers to pipeline segments, which the pipeline ranks hold. Torch-free.
+"""Assignment of decoder layers to pipeline segments, which the pipeline ranks hold.
 
-Segment ``v * pp + r`` is virtual stage v of pipeline rank r: with two ranks and two virtual stages, rank 0 holds the
-first and the third segment, rank 1 the second and the fourth.
+This module does not import torch. Segment ``v * pp + r`` is virtual stage v of pipeline rank r: with two ranks and two
+virtual stages, rank 0 holds the first and the third segment, rank 1 the second and the fourth.
 """
 
 from __future__ import annotations
@@ -123,7 +123,11 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
 
 
 def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return a split with the configured layers of the first and last rank and an even split of the rest (Megatron's rule)."""
+    """Return a split with the configured layers of the first and last rank and an even split of the rest.
+
+    This is Megatron's rule. Raises ``ConfigError`` if the rest cannot be split evenly, or ``parallel.vpp`` does not
+    divide the layers of a rank.
+    """
     first, last, pp, vpp = parallel.first_stage_layers, parallel.last_stage_layers, parallel.pp, parallel.vpp
     middle = num_layers - (first or 0) - (last or 0)
     ranks = pp - (first is not None) - (last is not None)

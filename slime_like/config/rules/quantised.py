@@ -1,6 +1,6 @@
-"""Quantised Hugging Face checkpoints: float8 weights with a scale per block or matrix are read, other formats are refused.
+"""Quantised Hugging Face checkpoints. Only float8 weights with a scale per block or matrix are supported.
 
-Weights that are cast without their scales are garbage. A weight is therefore refused if its dtype is unknown or if the
+Weights that are cast without their scales are garbage. A weight is therefore rejected if its dtype is unknown or if the
 checkpoint has scales for it that no code applies.
 """
 
@@ -58,7 +58,7 @@ class StoredTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """Format in which every float8 weight has one scale per block of ``block`` rows and columns; None: one per matrix."""
+    """Format of float8 weights: one scale per block of ``block`` rows and columns, or per matrix if it is None."""
 
     block: tuple[int, int] | None
 
@@ -98,7 +98,10 @@ class Scales:
         return weight + SCALE
 
     def check(self, weight: str, shape: tuple[int, ...], scales: StoredTensor) -> None:
-        """Raise ``CheckpointError`` unless ``scales`` has the dtype and shape that config.json implies for ``weight``."""
+        """Raise ``CheckpointError`` unless ``scales`` has the dtype and shape that config.json implies for ``weight``.
+
+        ``weight`` is a float8 weight, for which ``name_of`` returned the name of ``scales``.
+        """
         assert self.float8 is not None, "name_of refuses float8 weights without it"
         name = weight + SCALE
         if scales.dtype not in SCALES:
@@ -183,7 +186,10 @@ def _float8(key: str, folder: Path, quantisation: Mapping[str, Any], evidence: s
 
 
 def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raise ``CheckpointError`` if a tensor (name -> dtype) of the safetensors file ``path`` is in an unsupported format."""
+    """Raise ``CheckpointError`` if a tensor of the safetensors file ``path`` is in an unsupported format.
+
+    ``dtypes`` maps the names of its tensors to their dtypes.
+    """
     for name, dtype in dtypes.items():
         if format_name := next((kind for end, kind in NAMES.items() if name.endswith(end)), ""):
             raise _refusal(key, path.parent, f"{path.name} contains {name!r} in {dtype}, the format of {format_name}")

@@ -47,7 +47,7 @@ def check_remote_experts(cfg: TrainConfig) -> None:
 
 
 def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if ``rollout.remote_experts`` does not fit ``model``, or one of its files is unsuitable."""
+    """Raise ``ConfigError`` if ``rollout.remote_experts`` does not fit ``model``, or names an unsuitable file."""
     remote = cfg.rollout.remote_experts
     if not remote.enabled:
         return

@@ -161,7 +161,7 @@ def _check_teacher_files(cfg: TrainConfig, model: HfConfig) -> None:
 def _check_same_vocabulary(student_folder: str, student: HfConfig, folder: str, teacher: HfConfig) -> None:
     """Raise ``CheckpointError`` unless student and teacher share the tokenizer.
 
-    Vocabulary sizes may differ by padding rows if both tokenizers can be read, and else must be equal.
+    If both tokenizers can be read, vocabulary sizes may differ by padding rows; otherwise they must be equal.
     """
     key = f"teacher.hf_checkpoint={folder!r}"
     student_ids, teacher_ids = _tokens(student_folder), _tokens(folder)

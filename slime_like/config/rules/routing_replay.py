@@ -19,7 +19,7 @@ _REQUIRED_FIELDS: Mapping[str, tuple[object, str]] = {
 
 
 def check_routing_replay(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if the choice of experts cannot be recorded or replayed. Reads no file."""
+    """Raise ``ConfigError`` if the choice of experts cannot be recorded or replayed. No file is read."""
     algo = cfg.algo
     if not isinstance(algo, PolicyConfig) or algo.routing_replay == "off":
         return

@@ -17,7 +17,7 @@ def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, t
     class.
     """
     top = read_json(key, Path(folder) / "config.json")
-    text = top.get("text_config")  # text part of a multimodal model, which has another model_type than the whole
+    text = top.get("text_config")  # text part of a multimodal model; its model_type differs from the model's
     config: dict[str, Any] = {**text, "model_type": None} if isinstance(text, dict) else top
     for name, saved_value in manifest.model.items():
         if name == "tie_word_embeddings" and manifest.model.get("head") == "value":

@@ -1,4 +1,4 @@
-"""Lengths of the learning-rate schedule: unset keys are filled in, and values that do not fit the run are refused."""
+"""Lengths of the learning-rate schedule: unset keys are filled in, and values that do not fit the run are rejected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rules which ensure that trained samples are drawn from the model's unmodified distribution at ``rollout.temperature``.
+"""Rules that ensure that trained samples are drawn from the model's unmodified distribution at ``rollout.temperature``.
 
 The trainer computes log-probabilities of that distribution only. A key or an environment variable that makes an
-engine sample differently is refused at load, except with ``run.mode=rollout_only``, which does not train.
+engine sample differently is rejected at load, except with ``run.mode=rollout_only``, which does not train.
 """
 
 from __future__ import annotations
@@ -159,7 +159,10 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
 
 
 def _mapping(file: InputFile, value: object, key: str) -> dict[str, Any]:
-    """Return the mapping at ``key`` of a config file; empty if absent."""
+    """Return the mapping at ``key`` of a config file; empty if absent.
+
+    Raises ``ConfigError`` if it is not a mapping.
+    """
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -229,7 +229,7 @@ def _check_schema(algo: AlgoConfig, algorithm: str) -> None:
 def _check_components(algo: AlgoConfig, algorithm: str) -> None:
     """Raise ``ConfigError`` on the loss or advantage of another algorithm, which would read keys that ``algo`` lacks.
 
-    Paths of user functions are accepted.
+    Import paths of user functions are accepted.
     """
     default = ALGORITHMS[algorithm]()
     if algo.loss != default.loss and not is_path(algo.loss):
@@ -253,10 +253,10 @@ def _check_components(algo: AlgoConfig, algorithm: str) -> None:
 
 
 def _algorithm_of(key: str, name: str | None, table: dict[str, str]) -> str:
-    """Return the fix for component ``name`` of another algorithm.
+    """Return the fix for a component ``name`` that belongs to another algorithm.
 
-    It is to choose an algorithm that has the component; if none has it, to set its path in ``table``; for a path,
-    to remove the key.
+    The fix is to choose an algorithm that has the component. If none has it, the fix is to set the import path that
+    ``table`` gives for it. If ``name`` is itself an import path, the fix is to remove the key.
     """
     algorithms = [algorithm for algorithm, schema in ALGORITHMS.items() if getattr(schema(), key) == name]
     if algorithms:

@@ -1,4 +1,4 @@
-"""Signatures of user functions, named by a path or an entry of a table, checked before any process starts."""
+"""Signatures of user functions, named by an import path or a name in a table, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ BOUND = {
 
 
 def check_function(key: str, name: str, table: dict[str, str]) -> None:
-    """Raise ``ConfigError`` unless ``name``, a path or an entry of ``table``, is a function with the signature of ``key``.
+    """Raise ``ConfigError`` unless ``name`` is a function with the signature of ``key``.
 
-    An entry that names code of this project is not imported, because a loss imports torch. If a coroutine function is
-    expected, a class is also accepted: the run constructs it with the config group and calls the instance.
+    ``name`` is an import path or a name registered in ``table``. A name registered for code of this project is not
+    imported, because a loss imports torch. If a coroutine function is expected, a class is also accepted: the run
+    constructs it with the config group and calls the instance.
     """
     if is_shipped(name, table):
         return
@@ -92,8 +93,8 @@ def check_methods(key: str, name: str, target: object) -> None:
 def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) -> None:
     """Raise ``ConfigError`` unless the function ``name`` can be called as a component of the algorithm.
 
-    As in ``check_function``, an entry of ``table`` that names code of this project is not imported. A loss or a token
-    advantage is constructed from ``config``, as on each rank.
+    As in ``check_function``, a name registered for code of this project is not imported. A loss or a token advantage is
+    constructed from ``config``, as on each rank.
     """
     check_function(key, name, table)
     if (signature := BOUND.get(key)) is None or is_shipped(name, table):

@@ -43,7 +43,8 @@ def check_weights(key: str, folder: str) -> int:
     """Return the number of parameters in the safetensors files of ``folder``, after checking that each is complete.
 
     Scales of float8 weights do not count. A file is complete if the tensors in its header fill it. Raises
-    ``CheckpointError`` naming ``key`` and the file if a file is incomplete or of a quantised format that is not read.
+    ``CheckpointError`` naming ``key`` and the file if a file is incomplete or has a quantised format that is not
+    supported.
     """
     return sum(map(_parameters, _headers(key, folder).values()))
 
@@ -79,7 +80,10 @@ def check_shapes(key: str, model: HfConfig) -> None:
 
 
 def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
-    """Return file name -> tensors by name for the safetensors files of ``folder``. Raises ``CheckpointError`` on a bad file."""
+    """Return the headers of the safetensors files of ``folder``: a dict from file names to tensors by name.
+
+    Raises ``CheckpointError`` if a file is missing or damaged, or lacks a tensor that the index places in it.
+    """
     root = Path(folder)
     index = root / INDEX
     if not index.exists():
@@ -100,7 +104,10 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
 
 
 def read_index(key: str, path: Path) -> dict[str, str]:
-    """Return tensor name -> file name of the index ``path``. Raises ``CheckpointError`` naming ``key`` and the index."""
+    """Return a dict from tensor names to file names, read from the index ``path``.
+
+    Raises ``CheckpointError`` naming ``key`` and the index if it is damaged or names a file in another folder.
+    """
     file = downloaded_file(key, path)
     file_of_tensor = file.json_object().get("weight_map")
     if not isinstance(file_of_tensor, dict) or not file_of_tensor:
@@ -143,7 +150,10 @@ def read_header(key: str, path: Path) -> dict[str, TensorEntry]:
 
 
 def _read_entries(file: InputFile) -> tuple[dict[str, TensorEntry], int]:
-    """Return the header's entries and the offset at which tensor data begins."""
+    """Return the header's entries and the offset at which tensor data begins.
+
+    Raises ``CheckpointError`` if the file ends inside its header, or the header cannot be read.
+    """
     size = file.path.stat().st_size
     try:
         with file.path.open("rb") as content:

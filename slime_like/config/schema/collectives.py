@@ -1,6 +1,7 @@
 """Collectives that ``slime_like.distributed`` wraps, with their canonical names, methods and aliases.
 
-Torch-free, so that ``guard.ops.<op>`` can be checked when a config is loaded. Names follow ``torch.distributed`` 2.14.
+This module does not import torch, so that ``guard.ops.<op>`` can be checked when a config is loaded. Names follow
+``torch.distributed`` 2.14.
 """
 
 from __future__ import annotations
@@ -124,7 +125,10 @@ GROUP_LABELS = {
 
 
 def aliases() -> dict[str, Op]:
-    """Map each alias (a function or method) to its op. ``send`` and ``recv`` are the functions, not the methods."""
+    """Return a dict from each alias (a function or method) to its op.
+
+    ``send`` and ``recv`` are the functions, not the methods.
+    """
     ops_by_name = {op.name: op for op in OPS}
     for op in OPS:
         for name in (*op.functions, *op.methods):

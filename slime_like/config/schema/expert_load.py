@@ -12,7 +12,10 @@ FIX = "record it again with rollout.remote_experts.record_load"
 
 
 def read_load(path: Path) -> dict[int, list[int]]:
-    """Return layer -> tokens of each expert from a load file. Raises ``ConfigError`` if it is damaged or has no layer."""
+    """Return the tokens of each expert by layer from a load file.
+
+    Raises ``ConfigError`` if it is damaged or has no layer.
+    """
     file = InputFile(path, ConfigError, FIX, key="rollout.remote_experts.load_file")
     layers: Any = file.json_object().get("tokens")
     if not isinstance(layers, dict):

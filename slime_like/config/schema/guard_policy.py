@@ -27,7 +27,7 @@ class Threshold:
 
     @classmethod
     def parse(cls, key: str, value: object) -> Threshold:
-        """Parse ``3GiB``, ``500MB`` or a fraction such as ``0.05``. Raises ``ConfigError``."""
+        """Parse ``3GiB``, ``500MB`` or a fraction such as ``0.05``. Raises ``ConfigError`` on other text."""
         text = str(value).strip()
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
         if match is not None:
@@ -74,7 +74,7 @@ class MemoryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GuardSpec:
-    """Settings of a trainer rank's wrapper of collectives. With ``wrap=False``, there is no wrapper."""
+    """Settings of a trainer rank's wrapper around collectives. With ``wrap=False``, there is no wrapper."""
 
     wrap: bool = False
     default: MemoryPolicy = MemoryPolicy()
@@ -107,7 +107,10 @@ NO_GUARD = GuardSpec()  # no wrapper
 def overrides(
     prefix: str, default: MemoryPolicy, ops: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> tuple[tuple[str, str, MemoryPolicy], ...]:
-    """Return ``guard.ops`` and ``guard.groups`` as (group, op, policy) entries, of which a later one takes precedence."""
+    """Return the entries (group, op, policy) of ``guard.ops`` and ``guard.groups``. Later entries take precedence.
+
+    Raises ``ConfigError`` on an unknown group or op, or an invalid policy.
+    """
     general: list[tuple[str, str, MemoryPolicy]] = []
     special: list[tuple[str, str, MemoryPolicy]] = []
     for label, value in groups.items():
@@ -134,7 +137,10 @@ def _op_policies(prefix: str, default: MemoryPolicy, ops: Mapping[str, Any]) -> 
 
 
 def _policy(location: str, default: MemoryPolicy, value: object) -> MemoryPolicy:
-    """Return ``default`` with the changes in ``value``: a string sets ``checks``, a mapping the fields it names."""
+    """Return ``default`` with the changes in ``value``: a string sets ``checks``, a mapping the fields it names.
+
+    Raises ``ConfigError`` on an unknown field or an invalid value.
+    """
     fields = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {"checks": value}
     changes: dict[str, Any] = {}
     for name, item in fields.items():

@@ -34,10 +34,10 @@ TYPE_WORDS = {
 
 @functools.cache
 def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
-    """Map dotted keys to dataclass fields, with the algo.* keys of ``algo``, or of all algorithms if it is None.
+    """Return a dict from dotted keys to dataclass fields.
 
-    If several algorithms have a key, the default algorithm's field is used, otherwise the field of the first algorithm
-    that has it.
+    It contains the algo.* keys of ``algo``, or of all algorithms if ``algo`` is None. If several algorithms have a key,
+    the default algorithm's field is used, otherwise the field of the first algorithm that has it.
     """
     fields_by_key = {name: item for name, item in keys(TrainConfig) if name != "algo"}
     for name in ALGORITHMS if algo is None else [algo]:
@@ -61,7 +61,7 @@ def free_keys() -> frozenset[str]:
 
 
 def free_root(key: str) -> str | None:
-    """Return the key of the free mapping that ``key`` names or lies in, or None."""
+    """Return the key of the free mapping that ``key`` names or lies in; None if there is none."""
     return next((root for root in free_keys() if key == root or key.startswith(f"{root}.")), None)
 
 
@@ -122,7 +122,7 @@ def unknown(key: str, algo: str | None) -> str:
 
 
 def _nearest(key: str, candidates: Iterable[str]) -> str:
-    """Return a hint: a key with a similar name or the same last word, else the keys of its group, else all groups."""
+    """Return a hint: a key with a similar name or the same last word, else the group's keys, else all groups."""
     group, _, last = key.rpartition(".")
     options = list(candidates)
     in_group = [k for k in options if group and k.startswith(f"{group}.")]

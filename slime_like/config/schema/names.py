@@ -1,7 +1,8 @@
 """Tables that map config names to "module:attribute" (FAMILIES: to a ``FamilyEntry``).
 
-Torch-free. To add a component, write one file with the function or class and add one line to its table below: ``"my_loss":
-"my_package.my_module:my_loss"`` in ``LOSSES``. ``docs/extending.md`` gives the interface, table and an example of each kind.
+This module does not import torch. To add a component, write one file with the function or class and add one line to its
+table below: ``"my_loss": "my_package.my_module:my_loss"`` in ``LOSSES``. ``docs/extending.md`` gives the interface, table
+and an example of each kind.
 """
 
 from slime_like.config.schema.family_entry import FamilyEntry

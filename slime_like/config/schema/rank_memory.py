@@ -1,4 +1,4 @@
-"""Memory budget of a CPU engine's rank, for which SGLang sizes its caches as on a GPU with that much memory."""
+"""Memory budget of a rank of a CPU engine. SGLang sizes its caches as on a GPU with that much memory."""
 
 from __future__ import annotations
 

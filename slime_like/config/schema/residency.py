@@ -1,4 +1,6 @@
-"""Parts of trainer ranks and engines that are on their shared GPUs in each phase of the loop. Torch-free.
+"""Parts of trainer ranks and engines that are on their shared GPUs in each phase of the loop.
+
+This module does not import torch.
 
 | phase   | trainer                        | engine                              |
 |---------|--------------------------------|-------------------------------------|

@@ -1,4 +1,7 @@
-"""Specs that the plan resolves from the config, one per component, without ``auto`` values. Torch-free."""
+"""Specs that the plan resolves from the config, one per component, without ``auto`` values.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,7 @@ class EngineSpec:
 class TransportSpec:
     """Settings of the weight transport from trainer ranks to engines."""
 
-    kind: str  # a name of table COLOCATED_TRANSPORTS or SPLIT_TRANSPORTS
+    kind: str  # a name registered in COLOCATED_TRANSPORTS or SPLIT_TRANSPORTS
     backend: str  # backend of a broadcast group: gloo | nccl
     max_bytes: int  # maximum bucket size
     deadline_s: float
