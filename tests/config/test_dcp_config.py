@@ -289,10 +289,10 @@ HEADS: dict[tuple[int, int, int], str | None] = {
     (4, 4, 1): None,
     (8, 2, 4): None,  # Qwen3-235B on eight GPUs
     (8, 4, 2): None,
-    (8, 4, 4): "2 copies of each head, and dcp must divide the copies; set rollout.dcp=1 or 2",
+    (8, 4, 4): "each head is stored 2 times, and rollout.dcp must divide 2; set rollout.dcp=1 or 2",
     (4, 2, 8): "each of the 4 attention ranks already stores different KV heads (the model has 8)",  # Llama-3.1-8B
     (4, 2, 4): "set rollout.dcp=1 (engines of rollout.tp=8 ranks would have 2 copies)",
-    (6, 2, 2): "3 copies of each head, and dcp must divide the copies; set rollout.dcp=1 or 3",
+    (6, 2, 2): "each head is stored 3 times, and rollout.dcp must divide 3; set rollout.dcp=1 or 3",
 }
 
 
@@ -337,8 +337,11 @@ def test_latent_attention_is_sharded_by_sglangs_backends(
             "not tested with latent attention and DCP on cuda; remove it, which",
         ),
         ("rollout.sglang.attention_backend=flashmla", "it passes the lengths of complete sequences"),
-        ("rollout.sglang.decode_attention_backend=fa3", "SGLang does not refuse; remove it, which selects flashinfer"),
-        ("rollout.dcp_replicate_q=true rollout.dcp_comm=a2a", "pushes would not renew them"),
+        (
+            "rollout.sglang.decode_attention_backend=fa3",
+            "SGLang does not reject this combination; remove it, which selects flashinfer",
+        ),
+        ("rollout.dcp_replicate_q=true rollout.dcp_comm=a2a", "a weight push would not update the copies"),
     ],
 )
 def test_latent_attention_without_dcp_is_refused(keys: str, words: str, latent: Callable[..., Plan]) -> None:

@@ -94,7 +94,7 @@ RULES = {
     "format": (
         f"{ON} rollout.sglang.load_format=sharded_state",
         "load_format='sharded_state'",
-        "without SGLang's loaders",
+        "bypass SGLang's loaders",
     ),
 }
 

@@ -177,7 +177,7 @@ def test_dcp_checks_the_projection_the_model_and_its_heads(dcp_obstacle: Callabl
     assert "dcp_replicate_q_proj=True, which is not allowed here: SGLang refuses it" in (replicated or "")
     assert "a model with sliding windows" in (dcp_obstacle("slime_like_cpu", windows=True) or "")
     heads = dcp_obstacle("slime_like_cpu", tp_size=4, dcp_size=4, kv_heads=2)
-    assert "4 attention ranks store 2 KV heads, which is 2 copies of each head" in (heads or "")
+    assert "4 attention ranks store 2 KV heads, so each head is stored 2 times" in (heads or "")
     data_parallel = dcp_obstacle("slime_like_cpu", tp_size=4, attn_dp_size=2, kv_heads=2)
     assert "each of the 2 attention ranks already stores different KV heads" in (data_parallel or "")
 

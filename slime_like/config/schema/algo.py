@@ -89,8 +89,8 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
     """REINFORCE++: KL in the reward, returns per token, whitened over the batch."""
 
     name: str = key("reinforce_pp", "Algorithm.")
-    token_advantage: str | None = key("reinforce_pp", "Advantage per token, computed on the ranks.")
-    gamma: float = key(1.0, "Discount of later rewards.")
+    token_advantage: str | None = key("reinforce_pp", "Advantage per token, computed on the trainer ranks.")
+    gamma: float = key(1.0, "Discount factor.")
     kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the reward.")
     kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES)
 
@@ -106,7 +106,7 @@ class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
 
     name: str = key("reinforce_pp_baseline", "Algorithm.")
     group_advantage: str | None = key("dr_grpo", "Advantage from the rewards of a group, before whitening.")
-    token_advantage: str | None = key("reinforce_pp_baseline", "Advantage per token, computed on the ranks.")
+    token_advantage: str | None = key("reinforce_pp_baseline", "Advantage per token, computed on the trainer ranks.")
     kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the advantage.")
     kl_reward_type: str = key("k1", "KL estimator in the advantage.", choices=KL_TYPES)
 

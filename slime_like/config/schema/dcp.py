@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DEFAULT_BACKENDS: Mapping[str, str] = {"cpu": "slime_like_cpu", "cuda": "triton"}
-"""Device -> attention backend of an engine with DCP, unless the config names another or the model has latent attention."""
+"""Attention backend by device of an engine with DCP, unless the config names another or the model has latent attention."""
 LATENT_BACKENDS = ("flashinfer", "trtllm_mla", "cutedsl_mla")
 """SGLang's attention backends that serve latent attention with DCP on GPUs, the default first."""
 SHARDED_FLASHINFER = "flashinfer_dcp"
 SHARDED_BACKENDS: Mapping[str, Mapping[str, str]] = {"cpu": {}, "cuda": {"flashinfer": SHARDED_FLASHINFER}}
-"""Device -> SGLang's attention backend without DCP -> the backend of ``slime_like_plugins.dcp`` that adds it."""
+"""By device: map from SGLang's attention backends without DCP to the backends of ``slime_like_plugins.dcp`` that add DCP to them."""
 ALL_TO_ALL_BACKENDS = ("slime_like_cpu", SHARDED_FLASHINFER, *LATENT_BACKENDS)
 """Attention backends that can exchange by ``a2a``; SGLang's triton attention always uses ``ag_rs``."""
-_IGNORES = "it stores and reads the KV cache as if each rank had all tokens, which SGLang does not refuse"
+_IGNORES = (
+    "it stores and reads the KV cache as if each rank held all tokens, and SGLang does not reject this combination"
+)
 _MLA = "it is for models with multi-head latent attention"
 BACKEND_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 """Fields of ServerArgs with names of attention backends; the second and third take precedence over the first."""
@@ -30,7 +32,7 @@ UNSUPPORTED_BACKENDS: Mapping[str, str] = {
     "flashmla": "it passes the lengths of complete sequences to its kernel, not of a rank's part",
     "trtllm_mla": _MLA,
 }
-"""Attention backend -> reason why it cannot serve with DCP; a backend in neither table is refused as untested."""
+"""Reason why an attention backend cannot serve with DCP; a backend in neither table is rejected as untested."""
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "attn_cp_size": (1, "its ranks and DCP's would both split a sequence"),
@@ -48,7 +50,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
         "not tested; SGLang copies a sharded cache to the host only for latent attention",
     ),
     "enable_hisparse": (False, "SGLang's host pool does not translate indices of a sharded cache"),
-    "enable_kv_cache_sharding": (False, "both would widen the indices of the KV cache"),
+    "enable_kv_cache_sharding": (False, "it and DCP would both split the KV cache over ranks"),
     "enable_lmcache": (False, "an external cache stores rows of a KV cache that is not sharded"),
     "enable_mis": (False, "multi-item scoring has custom masks, which attention over a sharded cache does not apply"),
     "enable_pdmux": (False, "prefill and decode would exchange on the group at the same time, which was not tested"),
@@ -59,14 +61,17 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "kv_cache_dtype": ("auto", "SGLang does not write blocks of quantised keys and values to a sharded cache"),
     "speculative_algorithm": (None, "the draft's and the target's KV caches would have different layouts"),
 }
-"""Field of ServerArgs -> the value that DCP requires, and the reason."""
-QUANTISED = ("fp4", "mxfp")  # prefixes of the KV cache's dtypes that are refused
+"""Map from fields of ServerArgs to the value that DCP requires and the reason."""
+QUANTISED = ("fp4", "mxfp")  # prefixes of the KV cache's dtypes that are rejected
 PAGED_VARIABLE = "SGLANG_FLASHINFER_USE_PAGED"
 """Environment variable that makes FlashInfer read new tokens from the cache, where each rank has only a part of them."""
 
 
 def field_obstacle(field: str, value: object) -> str | None:
-    """Return why DCP rules out ``value`` for a field of ServerArgs, or None. A ``value`` of None means SGLang's default."""
+    """Return why DCP rules out ``value`` for a field of ServerArgs; None if it does not.
+
+    A ``value`` of None means SGLang's default.
+    """
     if field not in UNSUPPORTED_FIELDS:
         return None
     required, reason = UNSUPPORTED_FIELDS[field]
@@ -83,7 +88,10 @@ def replicated_q_obstacle(
     ``output_gates``: the model has output gates in its query projection.
     """
     if latent:
-        return "SGLang 0.5.23 copies projections of latent attention when an engine starts, and pushes would not renew them"
+        return (
+            "SGLang 0.5.23 copies projections of latent attention when an engine starts, and a weight push would not update the "
+            "copies"
+        )
     if device != "cpu":
         return "on a GPU, SGLang 0.5.23 replicates query projections only in models with multi-head latent attention"
     if exchange == "ag_rs":
@@ -129,6 +137,6 @@ def kv_head_obstacle(tp: int, dcp: int, num_kv_heads: int) -> str | None:
         return None
     useful = [str(size) for size in range(1, copies + 1) if copies % size == 0]
     return (
-        f"{tp} attention ranks store {num_kv_heads} KV heads, which is {copies} copies of each head, and dcp must divide the "
-        f"copies; set rollout.dcp={' or '.join(useful)}"
+        f"{tp} attention ranks store {num_kv_heads} KV heads, so each head is stored {copies} times, and rollout.dcp must divide "
+        f"{copies}; set rollout.dcp={' or '.join(useful)}"
     )

@@ -1,4 +1,4 @@
-"""Entries of table FAMILIES, which describe a model family without importing it, and the table of unsupported model types."""
+"""Entries of ``FAMILIES``, which describe a model family without importing it, and unsupported model types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class FamilyEntry:
-    """Path of a ``Family`` subclass and the properties in which the family differs from the defaults."""
+    """Import path of a ``Family`` subclass, and the properties of the family that differ from the defaults."""
 
     path: str  # "module:attribute"
     output_gate: bool = False  # attention has an output gate as wide as its queries
@@ -19,12 +19,12 @@ class FamilyEntry:
         ""  # SGLang's class, if sglang_cpu's fused forward can replace its forward; empty: SGLang's forward runs
     )
     bitwise: bool = False  # tested: on a CPU with run.deterministic, engine and trainer agree bitwise
-    config_class: str = ""  # model_type whose transformers config class reads the folder; "": the family's own
+    config_class: str = ""  # model_type whose config class in transformers reads config.json; empty: the family's own
     engine_dp_attention: bool = True  # SGLang's model supports attn_dp_size, data-parallel attention
     engine_rotary_dim: bool = False  # SGLang's model reads rotary_dim, the number of rotated channels of a head
     yarn: bool = False  # rope_type=yarn is supported
     engine_fields: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Fields that SGLang reads in config.json and transformers does not write -> value."""
+    """Values of fields that SGLang reads in config.json but transformers does not write."""
 
 
 _SPARSE_ATTENTION = (
@@ -34,7 +34,7 @@ _SPARSE_ATTENTION = (
 )
 REFUSED_FAMILIES = {
     "deepseek_v32": _SPARSE_ATTENTION,
-    "glm4_moe_lite": "no family has its latent attention with GLM's tensor names; train GLM-4.5-Air (glm4_moe)",
+    "glm4_moe_lite": "latent attention with GLM's tensor names is not supported; train GLM-4.5-Air (glm4_moe)",
     "glm_moe_dsa": _SPARSE_ATTENTION,
 }
-"""Unsupported ``model_type`` -> reason and fix."""
+"""Reason and fix for each unsupported ``model_type``."""

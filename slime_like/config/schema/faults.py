@@ -12,8 +12,8 @@ from slime_like.registry import nearest
 PHASES = ("collect", "step", "push", "save", "eval")
 RECOVERED = {
     "kill_engine": "an engine's processes are killed",
-    "stop_engine": "an engine's processes are stopped permanently",
-    "slow_engine": "an engine's processes are stopped for chaos.slow_s seconds",
+    "stop_engine": "an engine's processes are suspended (SIGSTOP) and never resumed",
+    "slow_engine": "an engine's processes are suspended (SIGSTOP) for chaos.slow_s seconds",
     "kill_http_server": "an engine's HTTP server is killed",
     "kill_detokenizer": "an engine's detokenizer is killed",
 }
@@ -24,16 +24,16 @@ WORKERS = {"kill_reward_worker": "a reward worker is killed"}
 """Faults that a run survives. The pool replaces the process; at worst its sample gets reward.fallback."""
 FATAL = {
     "kill_rank": "a trainer rank is killed",
-    "stop_rank": "a trainer rank is stopped permanently",
+    "stop_rank": "a trainer rank is suspended (SIGSTOP) and never resumed",
     "kill_manager": "a rollout manager is killed",
     "kill_driver": "the driver is killed",
     "interrupt": "Ctrl-C: the driver gets SIGINT",
     "terminate": "the driver gets SIGTERM",
     "hangup": "the driver gets SIGHUP",
     "kill_raylet": "Ray's raylet is killed",
-    "stop_raylet": "Ray's raylet is stopped permanently",
+    "stop_raylet": "Ray's raylet is suspended (SIGSTOP) and never resumed",
     "kill_gcs": "Ray's GCS is killed",
-    "stop_gcs": "Ray's GCS is stopped permanently",
+    "stop_gcs": "Ray's GCS is suspended (SIGSTOP) and never resumed",
     "kill_dashboard_agent": "the raylet's dashboard agent is killed",
     "kill_runtime_env_agent": "the raylet's runtime-env agent is killed",
 }
@@ -92,8 +92,8 @@ class HealthConfig(Config):
     timeout_s: float = key(30.0, "Time limit of a health check (slime: --rollout-health-check-timeout).")
     first_wait_s: float = key(
         300.0,
-        "Time after an engine's start without health checks, ended by its first response: kernels may be compiling (slime: "
-        "--rollout-health-check-first-wait).",
+        "Time after an engine's start during which it is not checked, because kernels may be compiling; its first response ends "
+        "this time early (slime: --rollout-health-check-first-wait).",
     )
 
     def check(self, prefix: str) -> None:
@@ -117,7 +117,7 @@ class ChaosConfig(Config):
     seed: int = key(0, "Seed of chaos.random and of the choice of engine or rank.")
     within_s: float = key(2.0, "Maximum seconds into a phase at which chaos.random injects a fault.")
     slow_s: float = key(
-        5.0, "Seconds for which slow_engine stops an engine and reward_down makes the reward server unreachable."
+        5.0, "Seconds for which slow_engine suspends an engine and reward_down makes the reward server unreachable."
     )
 
     def check(self, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""rollout.flow_mla.*, and the conditions that it imposes on an engine. Shared by the config rules and the engine's plugin."""
+"""rollout.flow_mla.*, and its conditions on an engine. The config rules and the engine's plugin use this module."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "kv_b_proj": ("kv_b_proj",),
     "a_proj": ("fused_qkv_a_proj_with_mqa", "kv_a_proj_with_mqa"),
 }
-"""Value of ``rollout.flow_mla.weights`` -> names of SGLang's modules: latent attention has o_proj, q_proj, kv_b_proj (with the
-weights that SGLang computes from it) and a_proj; other attention has o_proj and qkv_proj."""
+"""Map from values of ``rollout.flow_mla.weights`` to names of SGLang's modules. Latent attention has o_proj, q_proj, kv_b_proj
+(with the weights that SGLang computes from it) and a_proj; other attention has o_proj and qkv_proj."""
 LATENT_WEIGHTS = ("o_proj", "q_proj", "kv_b_proj", "a_proj")
 PLAIN_WEIGHTS = ("o_proj", "qkv_proj")
 DEFAULT_WEIGHTS = ("o_proj",)
@@ -39,7 +39,8 @@ class FlowMlaConfig(Config):
     )
     weights: list[str] = key(
         [*DEFAULT_WEIGHTS],
-        "Projections to shard: o_proj, and qkv_proj; with latent attention o_proj, q_proj, kv_b_proj and a_proj.",
+        "Projections to shard. With latent attention: any of o_proj, q_proj, kv_b_proj and a_proj; with other attention: o_proj, "
+        "qkv_proj or both.",
     )
     prefetch_distance: int = key(
         PREFETCH_DISTANCE,
@@ -106,26 +107,29 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "cuda_graph_backend_prefill": ("disabled", "not tested; graphs of decode steps are captured"),
     "custom_weight_loader": (
         None,
-        "it may write weights without SGLang's loaders, and so to a slot instead of a rank's part",
+        "a loader that bypasses SGLang's loaders would write weights to a slot instead of a rank's part",
     ),
     "disaggregation_mode": ("null", "not tested"),
     "dwdp_size": (1, "its ranks run forwards on their own, and a gather needs all of them"),
     "elastic_ep_backend": (None, "a gather needs all ranks of the engine"),
     "enable_amd_monokernel": (False, WHOLE_STEPS),
-    "enable_lora": (False, "adapters would be merged into weights, or read from them, and each rank holds only a part"),
+    "enable_lora": (
+        False,
+        "adapters would be merged into weights, or computed with them, but each rank holds only a part",
+    ),
     "enable_nvidia_megakernel": (False, WHOLE_STEPS),
     "enable_pdmux": (False, "prefill and decode would use the slots at the same time"),
     "enable_torch_compile": (False, "a compiled model runs without the hooks of its layers"),
     "enable_two_batch_overlap": (False, "SGLang runs the parts of a layer one by one, without the hooks of the layer"),
     "load_format": (
         "auto",
-        "other formats write weights without SGLang's loaders, and so to a slot instead of a rank's part",
+        "other formats bypass SGLang's loaders and would write weights to a slot instead of a rank's part",
     ),
     "offload_group_size": (-1, "SGLang's offloader replaces the weights of a layer at each forward"),
     "pp_size": (1, "not tested: each stage would have its own slots"),
     "quantization": (
         None,
-        "SGLang quantises or repacks weights after a load, except with a checkpoint in FP8 blocks, which needs no such option",
+        "SGLang would quantise or repack weights after loading them; a checkpoint in FP8 blocks needs no such option",
     ),
     "remote_instance_weight_loader_start_seed_via_transfer_engine": (
         False,
@@ -135,7 +139,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "startup_weight_load_mode": ("serial", "SGLang would capture graphs before the weights are loaded"),
     "weight_cache_mode": ("off", "processes would share weights, but each rank holds a different part"),
 }
-"""Field of ServerArgs -> the value that FlowMLA requires, and the reason."""
+"""Map from fields of ServerArgs to the value that FlowMLA requires and the reason."""
 P2P_FIELDS: Mapping[str, tuple[object, str]] = {
     "enable_memory_saver": (False, "memory that other ranks have mapped cannot be released"),
     "nnodes": (1, "ranks cannot read the memory of another machine"),
@@ -144,11 +148,11 @@ P2P_FIELDS: Mapping[str, tuple[object, str]] = {
 SKIP_VARIABLE = "SGLANG_SCHEDULER_SKIP_ALL_GATHER"
 """Environment variable that makes ranks skip forwards in which only other ranks have tokens."""
 TRUE_VALUES = ("true", "1", "yes", "y")
-"""Values of SGLang's environment variables that it reads as true, in any case (compared by tests/upstream)."""
+"""Lower-case values of an environment variable that SGLang reads as true (tests/upstream compares them with SGLang)."""
 
 
 def missing_weights(weights: Iterable[str], *, latent: bool) -> str | None:
-    """Return the end of an error message about the first of ``weights`` that the model's attention lacks, or None."""
+    """Return the end of an error message about the first of ``weights`` that the attention lacks; None if it has all."""
     available = LATENT_WEIGHTS if latent else PLAIN_WEIGHTS
     for name in weights:
         if name not in available:
@@ -162,12 +166,15 @@ def skips_forwards() -> bool:
 
 
 def required_fields(transport: str) -> Mapping[str, tuple[object, str]]:
-    """Return field of ServerArgs -> (value that FlowMLA requires with ``transport``, reason)."""
+    """Return the value that FlowMLA requires for each field of ServerArgs that it restricts, and the reason."""
     return {**UNSUPPORTED_FIELDS, **(P2P_FIELDS if transport == "p2p" else {})}
 
 
 def field_obstacle(field: str, value: object, transport: str = TRANSPORTS[0]) -> str | None:
-    """Return why FlowMLA rules out ``value`` for a field of ServerArgs, or None. A ``value`` of None means SGLang's default."""
+    """Return why FlowMLA rules out ``value`` for a field of ServerArgs; None if it does not.
+
+    A ``value`` of None means SGLang's default.
+    """
     fields = required_fields(transport)
     if field not in fields:
         return None

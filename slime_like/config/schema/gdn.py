@@ -14,8 +14,8 @@ class GDNConfig(Config):
 
     backend: str = key(
         "auto",
-        "Kernels of Gated DeltaNet layers (table GDN_BACKENDS): fla (Triton), flashqla (TileLang) or torch (any device); "
-        "auto: fla on a GPU, torch on a CPU.",
+        "Kernels of Gated DeltaNet layers, a name registered in GDN_BACKENDS: fla (Triton), flashqla (TileLang) or torch (any "
+        "device); auto: fla on a GPU, torch on a CPU.",
     )
     cp_mode: str = key(
         "auto",
@@ -25,8 +25,8 @@ class GDNConfig(Config):
     )
     auto_cp: bool | None = key(
         None,
-        "Let FlashQLA split long sequences within a GPU, which drops terms that have decayed below e^-10 and depends on "
-        "the packing; null: true, unless a pass for old log-probabilities must agree bitwise with the update.",
+        "Allow FlashQLA to split long sequences within a GPU. A split drops terms that have decayed below e^-10 and depends on "
+        "the packing. null: true, unless a pass for old log-probabilities must agree bitwise with the update.",
     )
     allow_unvalidated: bool = key(
         False,
@@ -42,9 +42,10 @@ def gdn_backend(name: str, device: str) -> str:
 
 
 def gdn_cp_mode(mode: str, key_heads: int, value_heads: int, *, tp: int, cp: int) -> tuple[str, str]:
-    """Return (head or state, reason) for a layer with these head counts under context parallelism.
+    """Return the mode (head or state) of a layer with these head counts under context parallelism, and the reason.
 
-    Raises ``ConfigError`` if ``mode`` is head and tp * cp does not divide the heads.
+    The reason is empty if both modes are possible and ``mode`` chooses one. Raises ``ConfigError`` if ``mode`` is head
+    and tp * cp does not divide the heads.
     """
     undivided_keys = [
         f"{heads} {kind} heads" for heads, kind in ((key_heads, "key"), (value_heads, "value")) if heads % (tp * cp)

@@ -1,4 +1,4 @@
-"""guard.*: wrapper of the trainer's collectives with a memory guard, deadlines and a record of ops."""
+"""guard.*: wrapper around the trainer's collectives with a memory guard, deadlines and a record of ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_like.errors import ConfigError
 
 @dataclass(kw_only=True)
 class GuardConfig(Config):
-    """Wrapper of the trainer's collectives. guard=auto|slime|always|off chooses a preset; see docs/guard.md."""
+    """Wrapper around the trainer's collectives. guard=auto|slime|always|off chooses a preset; see docs/guard.md."""
 
     wrap: bool = key(
         True,
@@ -50,8 +50,8 @@ class GuardConfig(Config):
     deadline_s: float | None = key(None, "Time limit of one collective; null: loop.step_deadline_s.")
     release: bool | None = key(
         None,
-        "Destroy the trainer's communicators during rollouts and recreate them for the next step; null: no, and the plan "
-        "prints the reason.",
+        "Destroy the trainer's communicators during rollouts and recreate them for the next step; null: false, and the plan gives "
+        "the reason.",
     )
     profile: bool = key(
         False,

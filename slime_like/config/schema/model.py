@@ -27,7 +27,8 @@ class ModelConfig(Config):
     )
     attention: str = key(
         "auto",
-        "Core attention (table ATTENTIONS): torch (this project's; auto) or te (TransformerEngine's; must be installed).",
+        "Core attention, a name registered in ATTENTIONS: torch (slime_like's), te (TransformerEngine's, which must be installed) "
+        "or auto (torch).",
     )
     gdn: GDNConfig = key(GDNConfig, "Gated DeltaNet layers of hybrid models.")
     cpu_kernels: str = key(
@@ -85,9 +86,10 @@ class ParallelConfig(Config):
     )
     etp: int = key(
         1,
-        "Expert tensor parallel size: ranks over which each expert's matrices are sharded, so that an expert has ep * etp.",
+        "Expert tensor parallel size: number of ranks over which each expert's matrices are sharded; a layer's experts occupy "
+        "ep * etp ranks.",
     )
-    sequence_parallel: bool = key(True, "Also shard norms and residuals over tp (no effect with tp=1).")
+    sequence_parallel: bool = key(True, "Shard norms and residuals over tp too (no effect with tp=1).")
     distributed_optimizer: bool = key(True, "Shard optimizer state over dp.")
     overlap_grad_reduce: bool = key(False, "Reduce gradients over dp bucket by bucket during backward.")
     overlap_param_gather: bool = key(

@@ -1,4 +1,4 @@
-"""Keys shared by several algorithms. Table ``ALGORITHMS`` names the schema of each algorithm."""
+"""Keys shared by several algorithms. ``names.ALGORITHMS`` maps each algorithm to its schema."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ REJECTIONS = ("none", "product", "geometric")
 
 @dataclass(kw_only=True)
 class AlgoConfig(Config):
-    """Keys of every algorithm: names in the tables of ``schema.names`` and the aggregation of token losses.
+    """Keys of every algorithm: names registered in ``schema.names`` and the aggregation of token losses.
 
-    The loader sets ``name`` to the algorithm's key in table ``ALGORITHMS``. The schemas of this project repeat it for code that
+    The loader sets ``name`` to the algorithm's key in ``ALGORITHMS``. The schemas of this project repeat it for code that
     constructs them without the loader.
     """
 
     name: str = key("grpo", "Algorithm.")
-    loss: str = key("policy_gradient", "Token loss (table LOSSES, or a path); by default the algorithm's.")
+    loss: str = key(
+        "policy_gradient",
+        "Token loss: a name registered in LOSSES, or an import path such as my_pkg.my_mod:MyLoss; by default the algorithm's.",
+    )
     group_advantage: str | None = key(
-        None, "Advantage from the rewards of a group (table GROUP_ADVANTAGES, or a path)."
+        None,
+        "Advantage from the rewards of a group: a name registered in GROUP_ADVANTAGES, or an import path such as "
+        "my_pkg.my_mod:function.",
     )
     token_advantage: str | None = key(
-        None, "Advantage per token, computed on the ranks (table TOKEN_ADVANTAGES, or a path)."
+        None,
+        "Advantage per token, computed on the trainer ranks: a name registered in TOKEN_ADVANTAGES, or an import path such as "
+        "my_pkg.my_mod:MyAdvantage.",
     )
     aggregation: str = key(
         "token_mean",
@@ -56,8 +63,8 @@ class PolicyConfig(AlgoConfig):
     use_rollout_logprobs: bool = key(False, "Use the engine's log-probabilities for the old policy.")
     off_policy: str = key(
         "importance",
-        "Correction for tokens sampled by another policy (table OFF_POLICY, or a path); importance reads use_tis, use_mis "
-        "and rejection.",
+        "Correction for tokens sampled by another policy: a name registered in OFF_POLICY, or an import path such as "
+        "my_pkg.my_mod:function; importance reads use_tis, use_mis and rejection.",
     )
     use_tis: bool = key(False, "Truncated importance sampling between rollout policy and old policy.")
     tis_clip: float = key(2.0, "Maximum importance weight under use_tis.")

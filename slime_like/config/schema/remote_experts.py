@@ -1,4 +1,7 @@
-"""rollout.remote_experts.*, and its conditions on an engine. Shared by the config rules and the engine's plugin."""
+"""rollout.remote_experts.*, and its conditions on an engine.
+
+The config rules and the engine's plugin use this module.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ class RemoteExpertsConfig(Config):
     experts: list[int] = key([], "Ids of the remote experts of every layer, instead of count.")
     load_file: str | None = key(
         None,
-        "JSON file with the number of tokens of each expert (as from record_load), which selects the experts of count.",
+        "JSON file with the number of tokens of each expert, as written by record_load: the count experts with the fewest tokens in "
+        "each layer are remote.",
     )
     record_load: str | None = key(
         None,
@@ -41,8 +45,8 @@ class RemoteExpertsConfig(Config):
     )
     mode: str = key(
         "auto",
-        "Size of the requests of a prefill chunk. batched: up to capacity tokens; stream: up to 32; auto: batched while the worker "
-        "keeps up, otherwise the mode with more tokens per second.",
+        "Size of the requests to a worker. batched: up to capacity tokens; stream: up to 32; auto: batched while the worker keeps "
+        "up, otherwise the mode with more tokens per second.",
         choices=MODES,
     )
     transport: str = key(
@@ -51,8 +55,10 @@ class RemoteExpertsConfig(Config):
         "possible.",
         choices=TRANSPORTS,
     )
-    capacity: int = key(CAPACITY, "Maximum number of tokens of a request, 1 to 4096.")
-    payload_dtype: str = key("float32", "Number format of hidden states and results.", choices=PAYLOAD_DTYPES)
+    capacity: int = key(CAPACITY, "Maximum number of tokens of a request to a worker, 1 to 4096.")
+    payload_dtype: str = key(
+        "float32", "Dtype in which hidden states and results are sent to and from a worker.", choices=PAYLOAD_DTYPES
+    )
     policy: str = key(
         "required",
         "Action if a worker ends or misses a deadline. required: the engine ends, and is restarted like any lost engine; "
@@ -60,7 +66,7 @@ class RemoteExpertsConfig(Config):
         "the weights in host memory.",
         choices=POLICIES,
     )
-    deadline_s: float = key(DEADLINE_S, "Time limit of a request in seconds.")
+    deadline_s: float = key(DEADLINE_S, "Time limit of a request to a worker in seconds.")
     workers: list[str] = key(
         [], "Addresses HOST:PORT of running workers, one per rank of every engine; empty: each rank starts one."
     )
@@ -185,11 +191,11 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "startup_weight_load_mode": ("serial", "SGLang would start before the worker has the weights"),
     "weight_cache_mode": ("off", "processes would share weights, but each lacks a part of them"),
 }
-"""Field of ServerArgs -> the value that remote experts require, and the reason."""
+"""Map from fields of ServerArgs to the value that remote experts require and the reason."""
 
 
 def field_obstacle(field: str, value: object) -> str | None:
-    """Return why remote experts rule out ``value`` for a field of ServerArgs, or None.
+    """Return why remote experts rule out ``value`` for a field of ServerArgs; None if they do not.
 
     A ``value`` of None means SGLang's default.
     """

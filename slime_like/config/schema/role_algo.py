@@ -13,8 +13,8 @@ class PpoConfig(PolicyGradientConfig):
     """PPO: advantages per token from a critic's values (critic.*)."""
 
     name: str = key("ppo", "Algorithm.")
-    token_advantage: str | None = key("gae", "Advantage per token, computed on the ranks.")
-    gamma: float = key(1.0, "Discount of later rewards.")
+    token_advantage: str | None = key("gae", "Advantage per token, computed on the trainer ranks.")
+    gamma: float = key(1.0, "Discount factor.")
     lambd: float = key(1.0, "GAE's lambda: 1 uses the rewards alone, 0 the critic's next value.")
     kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the reward.")
     kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES)
@@ -31,7 +31,7 @@ class DistillConfig(PolicyGradientConfig):
     """On-policy distillation: a token's advantage is its teacher log-probability minus the policy's (teacher.*)."""
 
     name: str = key("distill", "Algorithm.")
-    token_advantage: str | None = key("distill", "Advantage per token, computed on the ranks.")
+    token_advantage: str | None = key("distill", "Advantage per token, computed on the trainer ranks.")
     group_advantage: str | None = key(None, "Advantage from the rewards of a group, added to the teacher's.")
     opd_kl_coef: float = key(1.0, "Weight of the reverse KL to the teacher.")
     reward_coef: float = key(0.0, "Weight of the sequence's reward, added at each of its trained tokens.")

@@ -28,8 +28,8 @@ class RolloutConfig(Config):
     temperature: float = key(
         1.0, "Sampling temperature; the trainer computes log-probabilities at the same temperature."
     )
-    top_p: float = key(1.0, "Nucleus sampling; training requires 1.0, other values are refused.")
-    top_k: int = key(-1, "Top-k sampling; training requires -1 (all), other values are refused.")
+    top_p: float = key(1.0, "Nucleus sampling; training requires 1.0, other values are rejected.")
+    top_k: int = key(-1, "Top-k sampling; training requires -1 (all), other values are rejected.")
     stop_token_ids: list[int] = key([], "Token ids that end a response, in addition to the tokenizer's EOS.")
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
     num_managers: int = key(
@@ -55,9 +55,9 @@ class RolloutConfig(Config):
     )
     dcp: int | str = key(
         1,
-        "Decode context parallel size: groups of this many ranks of an engine each store a part of the KV cache of every "
-        "sequence, for models with fewer KV heads than rollout.tp; auto: the largest useful size if the planner predicts that "
-        "the KV cache limits concurrency, otherwise 1 (docs/dcp.md).",
+        "Decode context parallel size: number of ranks of an engine over which the KV cache of each sequence is split, for models "
+        "with fewer KV heads than rollout.tp; auto: the largest useful size if the planner predicts that the KV cache limits "
+        "concurrency, otherwise 1 (docs/dcp.md).",
     )
     dcp_comm: str = key(
         "auto",
@@ -81,15 +81,21 @@ class RolloutConfig(Config):
         "Collectives of an engine's ranks, the exchanges of rollout.dcp included, use NCCL symmetric memory (SGLang: "
         "--enable-symm-mem; GPUs only).",
     )
-    generate: str = key("single_turn", "Generate function: a name of table GENERATE or a path.")
+    generate: str = key(
+        "single_turn",
+        "Generate function: a name registered in GENERATE, or an import path such as my_pkg.my_mod:function.",
+    )
     agent: str | None = key(
         None,
-        "For rollout.generate=openai_agent, path of async def agent(base_url, api_key, prompt, metadata) -> reward "
-        "or None.",
+        "With rollout.generate=openai_agent, import path (my_pkg.my_mod:function) of async def agent(base_url, api_key, prompt, "
+        "metadata) -> reward or None.",
     )
     agent_deadline_s: float = key(600.0, "Time limit of one agent run; its sample fails after that.")
     agent_concurrency: int = key(256, "Maximum concurrent agent runs per dataset and rollout manager.")
-    filters: list[str] = key([], "Group filters, applied in order: names of table FILTERS or paths.")
+    filters: list[str] = key(
+        [],
+        "Group filters, applied in order: names registered in FILTERS, or import paths such as my_pkg.my_mod:function.",
+    )
     max_refills: int = key(
         0,
         "Maximum rounds of additional prompts that replace groups dropped by filters; 0: dropped groups are not replaced.",
@@ -120,8 +126,8 @@ class RolloutConfig(Config):
     request_deadline_s: float = key(1800.0, "Time limit of one HTTP request to an engine; a group may need several.")
     cpu_kernels: str = key(
         "auto",
-        "Decode kernels of a CPU engine: c (compiled when the run starts), torch, or off (SGLang's forward); auto: c, "
-        "or torch without a C compiler and for latent attention with latents of 512 or more dimensions.",
+        "Decode kernels of a CPU engine: c (compiled when the run starts), torch, or off (SGLang's forward); auto: c, but torch "
+        "if there is no C compiler, and for attention over latents of 512 or more dimensions.",
         choices=("auto", "c", "torch", "off"),
     )
     sglang: dict[str, Any] = key({}, "Extra fields of SGLang's ServerArgs; unknown fields are refused.")
@@ -203,13 +209,13 @@ class RewardConfig(Config):
 
     name: str = key(
         "math",
-        "Default reward: a name of table REWARDS, also with the prefix boxed_, or a path. A row's rm_type overrides a "
-        "name; a path scores every row.",
+        "Default reward: a name registered in REWARDS, optionally with the prefix boxed_, or an import path such as "
+        "my_pkg.my_mod:function. A row's rm_type overrides a name; an import path scores every row.",
     )
     weights: dict[str, float] = key(
         {},
-        "Name or path -> weight: the score is the weighted sum; rm_type stands for the row's reward, or else "
-        "reward.name. Empty: only that reward.",
+        "Weights of rewards, by name or import path: the score is the weighted sum. The name rm_type stands for the row's reward, "
+        "or for reward.name if the row has none. Empty: only that reward.",
     )
     workers: int = key(2, "Processes of the reward pool of each rollout manager.")
     timeout_s: float = key(30.0, "Time limit of one reward call, including retries of a reward server.")
@@ -248,10 +254,10 @@ class RewardConfig(Config):
             )
 
     def components(self, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
-        """Return name -> weight of the rewards of a row with this ``rm_type``.
+        """Return the weights by name of the rewards of a row with this ``rm_type``.
 
-        The row's own reward is its ``rm_type``, or ``name`` if it has none or if ``name`` is a path. With ``unshaped``
-        (evaluation), only the row's own reward is returned if the key ``rm_type`` is among the weights.
+        The row's own reward is its ``rm_type``, or ``name`` if it has none or if ``name`` is an import path. With
+        ``unshaped`` (evaluation), only the row's own reward is returned if the key ``rm_type`` is among the weights.
 
         Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
         """
@@ -292,7 +298,9 @@ class DataConfig(Config):
     """Training prompts, in slime's format."""
 
     train: str = key(MISSING, "jsonl or parquet file of prompts, with an optional slice: path@[a:b].")
-    source: str = key("file", "Data source: a name of table DATA_SOURCES or a path.")
+    source: str = key(
+        "file", "Data source: a name registered in DATA_SOURCES, or an import path such as my_pkg.my_mod:MySource."
+    )
     input_key: str = key("prompt", "Column of the prompt (a string or chat messages); a.b is field b of column a.")
     label_key: str = key("label", "Column of the label, such as label or reward_model.ground_truth.")
     metadata_key: str = key("metadata", "Column of the metadata.")
@@ -325,7 +333,9 @@ class DataConfig(Config):
 class EvalConfig(Config):
     """Held-out prompts and their sampling."""
 
-    datasets: dict[str, str] = key({}, "Name -> file, with an optional slice; metrics are named eval/<name>...")
+    datasets: dict[str, str] = key(
+        {}, "Files of held-out prompts by name, with an optional slice; metrics are named eval/<name>..."
+    )
     interval: int | None = key(
         None, "Evaluate every N rollouts; null: only before the first and after the last rollout."
     )
@@ -338,7 +348,7 @@ class EvalConfig(Config):
     save_answers: bool = key(True, "Write every response with its score to run.dir/eval/step_<N>.jsonl.")
     overrides: dict[str, Any] = key(
         {},
-        "Dataset name -> settings of that dataset: n_samples_per_prompt, temperature, top_p, top_k, max_response_len, rm_type, "
+        "Settings of single datasets, by name: n_samples_per_prompt, temperature, top_p, top_k, max_response_len, rm_type, "
         "input_key, label_key, metadata_key, apply_chat_template.",
     )
 

@@ -32,7 +32,7 @@ class TrainConfig(Config):
     weights: WeightsConfig = key(WeightsConfig, "Weight transfer to the engines and its probe.")
     health: HealthConfig = key(HealthConfig, "Health checks and restarts of engines.")
     placement: PlacementConfig = key(PlacementConfig, "Assignment of processes to devices and nodes.")
-    guard: GuardConfig = key(GuardConfig, "Wrapper of collectives: memory guard, deadline, record of ops.")
+    guard: GuardConfig = key(GuardConfig, "Wrapper around collectives: memory guard, deadline, record of ops.")
     metrics: MetricsConfig = key(MetricsConfig, "Metric sinks.")
     chaos: ChaosConfig = key(ChaosConfig, "Fault injection.")
     run: RunConfig = key(RunConfig, "Folder, seeds, checkpoints and modes.")

@@ -38,8 +38,8 @@ class WeightsConfig(Config):
 
     transport: str = key(
         "auto",
-        "A name of table COLOCATED_TRANSPORTS (tensor: host memory; ipc: CUDA IPC) or SPLIT_TRANSPORTS (broadcast), by "
-        "placement.mode, not a path; auto: broadcast, ipc with colocated engines on GPUs, else tensor.",
+        "A name registered in COLOCATED_TRANSPORTS (tensor: host memory; ipc: CUDA IPC) or SPLIT_TRANSPORTS (broadcast), "
+        "depending on placement.mode; auto: broadcast if split; if colocated, ipc on GPUs, else tensor.",
     )
     bucket_mb: float = key(512.0, "Maximum bucket size in MB (slime: --update-weight-buffer-size).")
     probe_sequences: int = key(
@@ -55,8 +55,8 @@ class WeightsConfig(Config):
     )
     drift_warning: float | None = key(
         2.0,
-        "Warn when the mean of that difference in a rollout exceeds this many times its median over earlier rollouts; "
-        "null: never.",
+        "Warn if a rollout's mean |trainer - engine| log-probability difference exceeds both this multiple of its median over "
+        "earlier rollouts and the effect of rounding; null: never.",
     )
     probe_layers: bool = key(
         False,
@@ -98,7 +98,7 @@ class PlacementConfig(Config):
     )
     ray_address: str | None = key(None, "Ray cluster to join; null: start one for this run on this machine.")
     wait_deadline_s: float = key(
-        300.0, "Time limit for a joined Ray cluster to have the nodes and free GPUs of the run."
+        300.0, "Maximum wait until a joined Ray cluster has the nodes and free GPUs that the run needs."
     )
 
     def check(self, prefix: str) -> None:
@@ -115,7 +115,9 @@ class MetricsConfig(Config):
         "live: a terminal view; plain: one line per step; auto: live on a terminal, else plain.",
         choices=("auto", "live", "plain", "off"),
     )
-    sinks: list[str] = key([], "Further metric sinks: names of table SINKS or paths.")
+    sinks: list[str] = key(
+        [], "Additional metric sinks: names registered in SINKS, or import paths such as my_pkg.my_mod:MySink."
+    )
     tensorboard: bool = key(False, "Write tensorboard events to the run's folder.")
     wandb: bool = key(False, "Log to wandb; offline when no key is set.")
     wandb_project: str = key("slime_like", "wandb project.")
@@ -140,7 +142,8 @@ class RunConfig(Config):
     )
     resume: str = key(
         "auto",
-        "auto: continue from the newest checkpoint in run.dir, if any; never: refuse a folder that was used before; or the path of a checkpoint.",
+        "auto: continue from the newest checkpoint in run.dir, if there is one; never: reject a folder that was used before; or "
+        "the path of a checkpoint.",
     )
     verify_checkpoint: str = key(
         "full",
@@ -152,7 +155,8 @@ class RunConfig(Config):
     keep_checkpoints: int | None = key(None, "Number of newest checkpoints to keep; null: all.")
     on_failed_save: str = key(
         "stop",
-        "If a checkpoint cannot be written (for example, on a full disk), stop the run or continue with a warning. A failure of the last checkpoint always stops the run.",
+        "If a checkpoint cannot be written (for example, on a full disk), stop the run or continue with a warning. A failure of "
+        "the last checkpoint always stops the run.",
         choices=("stop", "continue"),
     )
     save_hf: bool = key(False, "Export the final weights in HF format to run.dir/hf.")
@@ -163,7 +167,8 @@ class RunConfig(Config):
     replay_from: str | None = key(None, "Folder of dumped rollouts to train on instead of generating.")
     prepare: str | None = key(
         None,
-        "Dotted path of a function that is called with the config before files are checked and may create data or models.",
+        "Import path (my_pkg.my_mod:function) of a function that is called with the config before files are checked. The function "
+        "may create data or models.",
     )
 
     def check(self, prefix: str) -> None:
