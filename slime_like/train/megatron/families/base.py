@@ -123,7 +123,7 @@ class Vocabulary(Weight):
 
 
 def family_class(name: str) -> type[Family]:
-    """Return the class of family ``name`` in the table FAMILIES."""
+    """Return the class registered for ``name`` in ``FAMILIES``."""
     return resolve("model.family", name, {name: FAMILIES[name].path})
 
 

@@ -20,7 +20,7 @@ from slime_like.util.reading import reason
 
 
 class HFFolder:
-    """A local HF checkpoint. Raises ``CheckpointError`` if a file is missing, truncated or of another model.
+    """A local HF checkpoint. Raises ``CheckpointError`` if a file is missing, truncated or belongs to another model.
 
     Float8 weights are multiplied by their scales. Their scales are not in ``names()``.
     """
@@ -39,7 +39,7 @@ class HFFolder:
         self._file_of: dict[str, str] | None = None  # tensor name -> file name
 
     def config(self) -> Any:
-        """Return the transformers config object."""
+        """Return the transformers config object. Raises ``CheckpointError`` if transformers cannot read config.json."""
         with first_import("transformers"):
             from transformers import AutoConfig
 
@@ -57,7 +57,10 @@ class HFFolder:
             raise file.refused(f"cannot be used: transformers cannot read it ({reason(error)})") from error
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return tensor ``name`` on the CPU; ``shape`` is the one that config.json implies."""
+        """Return tensor ``name`` on the CPU; ``shape`` is the one that config.json implies.
+
+        Raises ``CheckpointError`` if the tensor is missing or has another shape.
+        """
         locations = self._locations()
         if name not in locations:
             raise CheckpointError(
@@ -82,7 +85,10 @@ class HFFolder:
         return name in self._locations()
 
     def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        """Return ``tensor(name, shape)[index]``, reading only that part."""
+        """Return ``tensor(name, shape)[index]``, reading only that part.
+
+        Raises ``CheckpointError`` if the shape differs.
+        """
         self._check_shape(name, shape)
         return self.apply_scales(name, self._open(self._locations()[name]).get_slice(name)[index], index)
 
@@ -123,7 +129,10 @@ class HFFolder:
             )
 
     def _locations(self) -> dict[str, str]:
-        """Return the file name of each tensor."""
+        """Return the file name of each tensor.
+
+        Raises ``CheckpointError`` if the folder has neither an index nor a single file.
+        """
         if self._file_of is None:
             if (self.path / INDEX).is_file():
                 self._file_of = read_index(self.key, self.path / INDEX)

@@ -1,4 +1,4 @@
-"""Qwen3 with experts: Qwen3's attention; router and experts instead of the MLP."""
+"""Qwen3 with experts: Qwen3's attention, with a router and experts instead of the MLP."""
 
 from __future__ import annotations
 

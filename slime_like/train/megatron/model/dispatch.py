@@ -15,7 +15,7 @@ from slime_like.train.megatron.model.token_rows import Reorder, TokenRows, by_ex
 
 
 class RowDispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron's dispatcher without its sort of the [experts, tokens] mask and its loops over experts.
+    """Replacement for megatron's dispatcher. It does not sort the [experts, tokens] mask or loop over experts.
 
     megatron adds the rows of a token one by one in the model's dtype; this class adds them in float32 and rounds once.
     """
@@ -48,7 +48,10 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         return self._rows.gather(hidden_states.flatten(0, 1)), self._rows.probabilities(probs)
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
-        """Return the rows of this rank's experts ordered by expert, the number of rows per expert, and the probabilities."""
+        """Return the rows of this rank's experts ordered by expert, the number of rows per expert, and probabilities.
+
+        Collective over the expert tensor parallel ranks.
+        """
         rows, probs = global_input_tokens, global_probs
         if self.tp_size > 1:
             rows, probs = self._gather(rows), self._gather(probs)
@@ -61,19 +64,25 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Any:
-        """Return the experts' results in the order of the received rows, summed over expert tensor parallel ranks."""
+        """Return the experts' results in the order of the received rows, summed over expert tensor parallel ranks.
+
+        Collective over these ranks.
+        """
         rows: Any = hidden_states
         if self._orders is not None:
             rows, self._orders = Reorder.apply(rows, *reversed(self._orders)), None
         return rows if self.tp_size == 1 else self._reduce_scatter(rows.to(self.probs.dtype)).to(rows.dtype)
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Gather the rows of all expert tensor parallel ranks by all-to-all: gloo's all-gather requires equal row counts."""
+        """Return the rows of all expert tensor parallel ranks. Collective over these ranks.
+
+        The exchange is an all-to-all, because gloo's all-gather requires equal row counts.
+        """
         count = self.tp_size
         return all_to_all(self.tp_group, torch.cat([local] * count), self._sizes(), [len(local)] * count)
 
     def _reduce_scatter(self, rows: Tensor) -> Tensor:
-        """Return the sum, over the expert tensor parallel ranks, of the results for this rank's rows."""
+        """Return the sum, over the expert tensor parallel ranks, of the results for this rank's rows. Collective."""
         sizes, count = self._sizes(), self.tp_size
         num_rows = sizes[self.tp_rank]
         return all_to_all(self.tp_group, rows, [num_rows] * count, sizes).unflatten(0, (count, num_rows)).sum(0)

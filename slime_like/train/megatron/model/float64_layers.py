@@ -1,7 +1,7 @@
-"""Layers of one kind computed in float64, to attribute a difference from the engine to that kind. For scoring only.
+"""Layers of one kind computed in float64 while scoring, to attribute a difference from the engine to that kind.
 
-An entry of table ``FLOAT64_LAYERS`` makes the layers of its kind compute in float64 until an exit stack closes. Weights and
-inputs of a layer are unchanged, and its result is rounded once to their precision.
+A function registered in ``FLOAT64_LAYERS`` makes the layers of its kind compute in float64 until an exit stack closes.
+Weights and inputs of a layer are unchanged, and its result is rounded once to their precision.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MakeFloat64 = Callable[[nn.Module, ExitStack], int]
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of layers that ``model`` has, in the order of the table."""
+    """Return the kinds of layers that ``model`` has, in the order of ``FLOAT64_LAYERS``."""
     names: list[str] = []
     for name in FLOAT64_LAYERS:
         with ExitStack() as stack:
@@ -35,7 +35,7 @@ def kinds(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def float64_layers(model: nn.Module, kind: str | None) -> Generator[None]:
-    """Compute layers of ``kind`` (``ALL``: every kind; ``None``: none) in float64."""
+    """Compute layers of ``kind`` in float64: all kinds if it is ``ALL``, none if it is None."""
     with ExitStack() as stack:
         for name in FLOAT64_LAYERS:
             if kind in (name, ALL):

@@ -105,8 +105,9 @@ def run_schedule(
 ) -> list[Any]:
     """Run every micro-batch through megatron's schedule, and call ``after(micro, hidden)`` on the last stage.
 
-    With ``train``, ``after`` returns megatron's (loss, count, report), and gradients are accumulated and reduced; the result
-    is the list of reports. Otherwise it is the list of the results of ``after``. It is empty on other stages.
+    Collective. With ``train``, ``after`` returns megatron's (loss, count, report), and gradients are accumulated and
+    reduced; the result is the list of reports. Otherwise it is the list of the results of ``after``. It is empty on
+    other stages.
     """
     padding = _padding_micros(wrapped, micros)
     count = len(padding) + len(micros)
@@ -153,7 +154,7 @@ def _no_sequences(batch: PackedBatch) -> PackedBatch:
 
 
 def _zero_loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
-    """Return a loss of zero over no tokens, so that every stage runs the backward pass; None for scores."""
+    """Return a loss of zero over no tokens, so that every stage runs the backward pass; return None for scores."""
     if non_loss_data:
         return None
     return hidden.sum() * 0.0, torch.zeros((), dtype=torch.int32, device=hidden.device), {}
@@ -166,7 +167,7 @@ def score_micros(
     masks: Sequence[npt.NDArray[np.bool_]],
     logprob_settings: LogprobSettings,
 ) -> list[Tensor]:
-    """Return log-probabilities F32 [T] per micro-batch at its masked tokens, 0 at other tokens.
+    """Return log-probabilities F32 [T] per micro-batch at its masked tokens, 0 at other tokens. Collective.
 
     The list is empty except on the last stage. Columns are complete on every context parallel rank.
     """

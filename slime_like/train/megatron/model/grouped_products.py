@@ -17,7 +17,11 @@ from torch import Tensor
 
 
 class GroupedLinear(torch.autograd.Function):
-    """Linear layer of each expert on its rows: (rows [R, I], number of rows of each expert, weights [O, I]) -> [R, O]."""
+    """Linear layer of each expert on its rows.
+
+    The inputs are the rows [R, I], the number of rows of each expert, and a weight [O, I] per expert; the result is [R,
+    O].
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, counts: tuple[int, ...], *weights: Tensor) -> Tensor:
@@ -67,7 +71,10 @@ def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 class WeightedSwiGLU(torch.autograd.Function):
-    """Row-weighted SwiGLU, which saves only its inputs: (gate and up [R, 2 F], probabilities [R]) -> [R, F]."""
+    """Row-weighted SwiGLU, which saves only its inputs: gate and up [R, 2 F], and probabilities [R].
+
+    The result is [R, F].
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, probs_R: Tensor) -> Tensor:

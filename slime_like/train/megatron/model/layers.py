@@ -181,7 +181,10 @@ class PackedAttention(MegatronModule):
         return sdpa.in_pieces(query, key, value, packed.pieces.lengths, self.scale).to(dtype)
 
     def _gather(self, key: Tensor, value: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values [L, groups, dim] of all ranks. Return the [K, groups, dim] that this rank reads."""
+        """Gather the keys and values [L, groups, dim] of all ranks. Return the [K, groups, dim] that this rank reads.
+
+        Collective over the context parallel ranks.
+        """
         local = torch.cat((key.flatten(1), value.flatten(1)), 1)
         gathered: Tensor = gather_from_sequence_parallel_region(local, group=self.cp_group)
         keys, values = gathered[key_index].split((key[0].numel(), value[0].numel()), 1)

@@ -68,7 +68,7 @@ VALUE_HEAD = "value_head."  # prefix of a critic's parameters that the HF checkp
 class PolicyModel(HybridModel):
     """Segment of the decoder that returns hidden states. Logits exist only in chunks, inside ``scores``.
 
-    ``segment`` is the index of the segment on this rank, which has several segments with virtual stages.
+    ``segment`` is the index of the segment on this rank, which has several segments if there are virtual stages.
     """
 
     head = "vocabulary"
@@ -131,9 +131,9 @@ class PolicyModel(HybridModel):
     def scores(
         self, hidden: Tensor, source_N: Tensor, target_N: Tensor, *, temperature: float, chunk: int, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probability and (if ``entropy``) entropy F32 [N] of tokens ``target_N``.
+        """Return the log-probabilities and (if ``entropy``) the entropies F32 [N] of tokens ``target_N``.
 
-        ``source_N`` indexes the hidden states [L] that predict the tokens.
+        ``source_N`` indexes the hidden states [L] that predict the tokens. Collective over the tensor parallel ranks.
         """
         wait_for_weights(self.output_layer)
         if self.config.sequence_parallel:
@@ -156,7 +156,7 @@ class PolicyModel(HybridModel):
 class ModelSegments(torch.nn.ModuleList):
     """Segments of the model on a pipeline rank, in the order of megatron's interleaved schedule.
 
-    There are several with virtual stages. Either all segments or none are in data parallel wrappers.
+    There are several if there are virtual stages. Either all segments or none are in data parallel wrappers.
     """
 
     @property
@@ -205,7 +205,10 @@ def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, 
 
 
 def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
-    """Return ``parts`` with the kernels of ``model.cpu_kernels``: for auto, C kernels if they compile, else torch's."""
+    """Return ``parts`` with the kernels of ``model.cpu_kernels``: for auto, C kernels if they compile, else torch's.
+
+    Raises ``ConfigError`` if ``kernels`` is c and the C kernels cannot be compiled.
+    """
     if kernels == "torch":
         return parts
     try:

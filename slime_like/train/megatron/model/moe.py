@@ -61,7 +61,10 @@ class ExpertRouter(TopKRouter):
         return super().forward(input, padding_mask)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map logits [L, 1, E] to the weights and the mask of chosen experts [L, E]."""
+        """Map logits [L, 1, E] to the weights and the mask of chosen experts [L, E].
+
+        With an auxiliary loss, it is a collective over the tensor and context parallel ranks.
+        """
         probs, chosen_LE = super().routing(logits, padding_mask)
         if self.training and torch.is_grad_enabled():
             counted_LE = chosen_LE if padding_mask is None else chosen_LE & ~padding_mask.reshape(-1, 1)
@@ -82,7 +85,10 @@ class ExpertRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """Return ``probs`` with the gradient of T times this micro-batch's auxiliary loss attached."""
+        """Return ``probs`` with the gradient of T times this micro-batch's auxiliary loss attached.
+
+        Collective over the tensor and context parallel ranks.
+        """
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))
         count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # the caller has masked padding
         dist.all_reduce(count_E, group=self.tp_cp_group)
@@ -101,7 +107,7 @@ class ExpertRouter(TopKRouter):
 
 
 def expert_choice(config: TransformerConfig) -> ExpertChoice:
-    """Return the object by which a router chooses experts."""
+    """Return the object that chooses the experts for a router."""
     sigmoid = config.moe_router_score_function == "sigmoid"
     probabilities = bool(config.moe_router_pre_softmax) and not sigmoid
     if config.moe_router_group_topk:

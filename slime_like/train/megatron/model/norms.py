@@ -113,7 +113,10 @@ class ProjectionNorm(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [L, 1, num_channels / tp] to the same shape, computed in at least float32 and rounded once."""
+        """Map [L, 1, num_channels / tp] to the same shape, computed in at least float32 and rounded once.
+
+        Collective over the tensor parallel ranks.
+        """
         wide = x.float() if x.dtype in _HALF else x
         squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True))
         mean = copy_to_tensor_model_parallel_region(squares) / self.num_channels

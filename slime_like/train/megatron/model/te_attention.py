@@ -23,11 +23,11 @@ _Base: Any = TEDotProductAttention
 
 
 class TEAttention(_Base):
-    """megatron's wrapper of TransformerEngine's DotProductAttention for packed rows.
+    """megatron's wrapper around TransformerEngine's DotProductAttention for packed rows.
 
-    TransformerEngine selects a kernel of flash-attn or cuDNN. Under context parallelism it exchanges keys and values in a ring,
-    overlapped with attention (Ring Attention, https://arxiv.org/abs/2310.01889), with the same chunks per rank as ``layout``.
-    This module has no parameters, so checkpoints do not depend on the attention backend.
+    TransformerEngine selects a kernel of flash-attn or cuDNN. Under context parallelism it exchanges keys and values in
+    a ring, overlapped with attention (Ring Attention, https://arxiv.org/abs/2310.01889), with the same chunks per rank
+    as ``layout``. This module has no parameters, so checkpoints do not depend on the attention backend.
     """
 
     def __init__(

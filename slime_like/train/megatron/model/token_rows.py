@@ -54,7 +54,10 @@ def token_rows(routing_map_TE: Tensor, counts_E: Tensor, top_k: int) -> TokenRow
 
 
 class GatherRows(torch.autograd.Function):
-    """Copies of tokens: (x [T, H], token of each row [R], rows of each token [T, k]) -> [R, H]."""
+    """Copies [R, H] of tokens x [T, H].
+
+    The other inputs are the token of each row [R] and the rows of each token [T, k].
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, token_R: Tensor, row_Tk: Tensor) -> Tensor:
@@ -68,7 +71,10 @@ class GatherRows(torch.autograd.Function):
 
 
 class SumRows(torch.autograd.Function):
-    """Sum of each token's rows: (rows [R, H], token of each row [R], rows of each token [T, k]) -> [T, H]."""
+    """Sum [T, H] of the rows [R, H] of each token.
+
+    The other inputs are the token of each row [R] and the rows of each token [T, k].
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_RH: Tensor, token_R: Tensor, row_Tk: Tensor) -> Tensor:
@@ -87,7 +93,7 @@ def _sum(rows_RH: Tensor, row_Tk: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Rows in another order: (rows [R, H] or [R], index [R], inverse index [R]) -> rows[index]."""
+    """Rows [R, H] or [R] in the order of an index [R]. The third input is the inverse of the index."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:

@@ -56,7 +56,10 @@ class ValueModel(PolicyModel):
         return config
 
     def values(self, hidden: Tensor, source_N: Tensor) -> Tensor:
-        """Return F32 [N]: the value at each hidden state ``source_N``, an estimate of the return before the next token."""
+        """Return F32 [N]: the value at each hidden state ``source_N``, an estimate of the return before the next token.
+
+        With sequence parallelism, it is a collective over the tensor parallel ranks.
+        """
         if self.config.sequence_parallel:
             # Every rank computes all values and has the full gradient, which the backward pass must split, not sum.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -65,13 +68,13 @@ class ValueModel(PolicyModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return the sharded state of a plain module, without the output layer that megatron's language models add."""
+        """Return the sharded state of an ordinary module, without the output layer of megatron's language models."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 
 @torch.no_grad()
 def value_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return F32 [T] per micro-batch: the value before each trained token, 0 at other tokens.
+    """Return F32 [T] per micro-batch: the value before each trained token, 0 at other tokens. Collective.
 
     The list is empty except on the last stage. Columns are complete on every context parallel rank.
     """

@@ -135,9 +135,10 @@ def vocab_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return F32 [N] each: the log-probabilities of ``target_N`` and (if ``entropy``, else None) the entropies.
 
-    The distribution is ``softmax(hidden @ weight.T / temperature)`` over the vocabulary without padding rows, of which
-    ``weight_VH`` is this rank's part. Results are equal on all ranks. The gradient of ``hidden_NH`` is this rank's
-    share, which the caller's tensor parallel region sums. Token ids in ``target_N`` are global.
+    The distribution is ``softmax(hidden @ weight.T / temperature)`` over the vocabulary without padding rows;
+    ``weight_VH`` is this rank's part of the weight. Results are equal on all ranks. The gradient of ``hidden_NH`` is
+    this rank's share, which the caller's tensor parallel region sums. Token ids in ``target_N`` are global. Collective
+    over the tensor parallel ranks.
     """
     return _Scores.apply(hidden_NH, weight_VH, target_N, part, temperature, chunk, entropy)  # pyright: ignore[reportReturnType]
 

@@ -60,8 +60,8 @@ def summarize_error(error: BaseException) -> str:
 def read_verified_manifest(source: Path, *, verify: bool) -> Manifest:
     """Return the ``Manifest`` of an iteration's folder. With ``verify``, first compare its files with their hashes.
 
-    Collective: each file is hashed by one rank. Raises ``CheckpointError`` on all ranks if any rank finds a file changed or
-    unreadable.
+    Collective: each file is hashed by one rank. Raises ``CheckpointError`` on all ranks if any rank finds a file
+    changed or unreadable.
     """
     record: CheckpointRecord | None = None
     error: str | None = None

@@ -69,17 +69,17 @@ class HFExport:
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one tensor).
 
-        All ranks of a stage iterate together and get the same number of buckets, empty on ranks that do not send.
-        A tensor may share memory with the parameter: use it before the next optimizer step.
+        Collective over the ranks of a stage: they iterate together and get the same number of buckets, which are empty
+        on ranks that do not send. A tensor may share memory with the parameter: use it before the next optimizer step.
         """
         for group in by_bytes(self._stream(), max_bytes):
             yield Bucket(tuple(entry for entry in group if entry is not None))
 
     def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the tensors of all stages on every rank, stage by stage, in buckets of at most ``max_bytes`` (or one tensor).
+        """Yield the tensors of all stages on every rank, stage by stage, in buckets as in ``buckets``.
 
-        All ranks iterate together. Every tensor parallel group gathers its stage's parameters, and every pipeline group
-        broadcasts them.
+        Collective: all ranks iterate together. Every tensor parallel group gathers its stage's parameters, and every
+        pipeline group broadcasts them.
         """
         rank_info = self._rank_info
         manifests: list[Any] = [self.manifest()]
@@ -97,7 +97,7 @@ class HFExport:
                 del bucket  # before the next one is gathered
 
     def _stream(self, *, replicated: bool = False) -> Iterator[tuple[tuple[str, Tensor] | None, int]]:
-        """Yield (entry, size in bytes) for each tensor.
+        """Yield (entry, size in bytes) for each tensor. Collective over the ranks of a stage.
 
         An entry is (name, tensor) on the sender and, if ``replicated``, on every rank; otherwise None.
         """
@@ -109,7 +109,10 @@ class HFExport:
 
     @torch.no_grad()
     def _gather(self, weights: tuple[Weight, ...], parameter: Tensor, *, replicated: bool) -> tuple[Tensor, ...]:
-        """Return the complete HF tensors, in order, on the sender; () on the other ranks unless ``replicated``."""
+        """Return the complete HF tensors, in order, on the sender; () on the other ranks unless ``replicated``.
+
+        Collective.
+        """
         rank_info = self._rank_info
         local = parameter.detach().contiguous()
         parts: list[Tensor] = []
@@ -127,7 +130,7 @@ class HFExport:
 
 
 def all_gather(local: Tensor, size: int, group: Any) -> list[Tensor]:
-    """Return ``local`` of each of the ``size`` ranks of ``group``, in rank order."""
+    """Return ``local`` of each of the ``size`` ranks of ``group``, in rank order. Collective."""
     if size == 1:
         return [local]
     shards = [torch.empty_like(local) for _ in range(size)]
@@ -144,7 +147,7 @@ def _empty(manifest: Sequence[TensorMeta], device: torch.device) -> Iterator[tup
 
 
 def _broadcast(bucket: Bucket, stage: int, group: Any) -> None:
-    """Broadcast the tensors of one stage to all ranks of a pipeline group."""
+    """Broadcast the tensors of one stage to all ranks of a pipeline group. Collective."""
     for _, tensor in bucket.tensors:
         dist.broadcast(tensor, group=group, group_src=stage)
 
@@ -158,7 +161,7 @@ def _entries(weights: tuple[Weight, ...]) -> list[tuple[str, tuple[int, ...]]]:
 class _RankFiles:
     """The files that one rank has written."""
 
-    weight_map: dict[str, str]  # tensor name -> file name
+    weight_map: dict[str, str]  # file name of each tensor
     num_bytes: int
     error: str | None
 
@@ -168,10 +171,11 @@ def write_hf(
 ) -> None:
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
-    Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8 weights
-    are converted to the dtype of the export, which is not quantised.
-    Every pipeline stage writes its own files into a temporary folder, which then replaces ``folder``.
-    Raises ``CheckpointError`` on every rank if one rank failed, after removing the temporary folder; ``folder`` is unchanged.
+    Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8
+    weights are converted to the dtype of the export, which is not quantised. Every pipeline stage writes its own files
+    into a temporary folder, which then replaces ``folder``.
+    Collective. Raises ``CheckpointError`` on every rank if one rank failed, after removing the temporary folder, or if
+    ``folder`` exists and is not an earlier export. ``folder`` is then unchanged.
     """
     scratch = folder.with_name(folder.name + SCRATCH)
 
@@ -248,7 +252,7 @@ def _copy_untrained(
 ) -> tuple[dict[str, str], int]:
     """Copy tensors of ``source`` into separate files, float8 weights as ``dtype``.
 
-    Return tensor name -> file name, and the number of bytes.
+    Return a dict from tensor names to file names, and the number of bytes.
     """
     weight_map: dict[str, str] = {}
     entries = ((name, source.read_as_stored(name, dtype)) for name in names)

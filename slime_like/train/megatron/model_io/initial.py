@@ -47,7 +47,8 @@ def load_initial_weights(
 ) -> None:
     """Load this rank's parameters from ``folder``, in HF or Megatron format. Collective.
 
-    Raises ``CheckpointError`` naming ``key``, the config key of the folder, if the folder is damaged or of another model.
+    Raises ``CheckpointError`` naming ``key``, the config key of the folder, if the folder is damaged or belongs to
+    another model.
     """
     source = megatron_folder(Path(folder))
     if source is None:
@@ -57,9 +58,10 @@ def load_initial_weights(
 
 
 def load_megatron(model: ModelSegments, source: Path, key: str, family: Family, *, verify: bool = True) -> None:
-    """Load this rank's parameters from the iteration folder ``source``, whose optimizer state is not read.
+    """Load this rank's parameters from the iteration folder ``source``, whose optimizer state is not read. Collective.
 
-    With ``verify``, a checkpoint of this trainer is first compared with its hashes.
+    With ``verify``, a checkpoint of this trainer is first compared with its hashes. Raises ``CheckpointError`` if the
+    folder is damaged or belongs to another model.
     """
     if (source / MANIFEST).is_file():
         read_verified_manifest(source, verify=verify)
@@ -81,7 +83,7 @@ def load_megatron(model: ModelSegments, source: Path, key: str, family: Family, 
 
 
 def _use_gpt_keys(state: dict[str, Any], stored: dict[str, Any], family: Family) -> None:
-    """Give the entries of one model chunk the keys under which GPTModel stored them."""
+    """Set the keys of the entries of one model chunk to the keys in a folder of GPTModel."""
     retarget_sharded_state_dict_to_gpt_checkpoint(state, gpt_compatible_layer_maps("".join(family.blocks())))
     for entry in state.values():
         if isinstance(entry, ShardedBase) and entry.key not in stored:
@@ -112,7 +114,10 @@ def _check_stored(entries: list[Any], stored: dict[str, Any], source: Path, key:
 
 
 def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
-    """Raise ``CheckpointError`` if the folder has weights that no rank loads, which means that it is of another model."""
+    """Raise ``CheckpointError`` if the folder has weights that no rank loads, because it belongs to another model.
+
+    Collective: each pipeline stage loads only its own layers.
+    """
     stages: list[set[str]] = [set() for _ in range(dist.get_world_size())]  # a pipeline stage loads only its layers
     dist.all_gather_object(stages, {entry.key for entry in entries})
     requested_keys: set[str] = set().union(*stages)

@@ -31,7 +31,7 @@ from slime_like.train.megatron.model_io.rank_state import (
 def load_checkpoint(state: RankState, folder: Path, iteration: int) -> int:
     """Restore ``folder/iter_<iteration>``, written in any layout. Return its version. Collective.
 
-    Raises ``CheckpointError`` if it is missing, damaged, of another model, or of an incompatible layout.
+    Raises ``CheckpointError`` if it is missing or damaged, belongs to another model, or has an incompatible layout.
     """
     with on_every_node(iteration_folder(folder, iteration), state.rank_info) as source:
         manifest = read_verified_manifest(source, verify=state.verify)
@@ -47,7 +47,7 @@ def load_checkpoint(state: RankState, folder: Path, iteration: int) -> int:
 
 
 def load_weights(state: RankState, source: Path) -> None:
-    """Load only the weights of an iteration's folder. Collective. Raises the errors of ``load_checkpoint``."""
+    """Load only the weights of an iteration's folder. Collective. Raises the same errors as ``load_checkpoint``."""
     _check_model(read_verified_manifest(source, verify=state.verify), state, source)
     with convert_damage(lambda reason: f"{source}: damaged ({reason}); use another iteration"):
         loaded_state = _read(sharded_weights(state), source)

@@ -71,7 +71,10 @@ def gather_files(folder: Path, names: Sequence[Sequence[str]], info: RankInfo) -
 
 @contextmanager
 def on_every_node(folder: Path, info: RankInfo) -> Generator[Path]:
-    """Yield a folder with the files of rank 0's ``folder``; on nodes that do not share it, a copy. Collective."""
+    """Yield a folder with the files of rank 0's ``folder``; on nodes that do not share it, a copy. Collective.
+
+    Raises ``CheckpointError`` on every rank if a file cannot be read or written.
+    """
     leaders = node_leaders(info)
     if not leaders:
         yield folder

@@ -36,7 +36,10 @@ def sharded_weights(state: RankState) -> dict[str, Any]:
 
 
 def sharded_state(state: RankState, *, loading: bool) -> dict[str, Any]:
-    """Return the sharded state of model and optimizer. Without ``loading``, the optimizer state is created if missing."""
+    """Return the sharded state of model and optimizer.
+
+    With ``loading=False``, create the optimizer state if it is missing.
+    """
     if not loading:
         _create_moments(state.optimizer)
     sharded = sharded_weights(state)
@@ -60,7 +63,10 @@ def _metadata(state: RankState) -> dict[str, Any]:
 
 
 def _create_moments(optimizer: Any) -> None:
-    """Create zero moments if no optimizer step was taken yet (filters can drop every sample): megatron requires them."""
+    """Create zero moments if no optimizer step was taken yet, because megatron requires them.
+
+    No step is taken if filters drop every sample.
+    """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not part.optimizer.state:
             part.init_state_fn(part.optimizer, part.config)

@@ -50,7 +50,7 @@ class PendingSave:
         self._rank_info = rank_info
         self._finalizers: list[Callable[[], None]] = list(request.finalize_fns)
         self._error: str | None = None
-        self._hashes: dict[str, str] = {}  # file name -> SHA-256, of the files that this rank writes
+        self._hashes: dict[str, str] = {}  # SHA-256 by name of the files that this rank writes
         self._rollout_files: dict[str, FileRecord] | None = None  # files that the driver wrote
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:  # None on a rank that has nothing to write
@@ -89,7 +89,8 @@ class PendingSave:
     def finish(self, deadline_s: float) -> None:
         """Wait for the files of every rank and rename the folder.
 
-        Raises ``CheckpointError`` on every rank if one rank failed, after removing the written files.
+        Raises ``CheckpointError`` on every rank if one rank failed, after removing the written files, and
+        ``DeadlineExceeded`` on a rank that has not written its files after ``deadline_s``.
         """
         try:
             self._gather(self._join(deadline_s))
@@ -106,7 +107,11 @@ class PendingSave:
             raise _save_error(self.target, summarize_error(error)) from error
 
     def _join(self, deadline_s: float) -> list[list[str]]:
-        """Wait for the thread of every rank; return the names of the files of each rank."""
+        """Wait for the thread of every rank; return the names of the files of each rank.
+
+        Raises ``DeadlineExceeded`` if this rank's thread does not end in time, and ``CheckpointError`` on every rank if
+        one thread failed.
+        """
         if self._thread is not None:
             deadline = Deadline(f"rank {dist.get_rank()}", "save", deadline_s)
             self._thread.join(deadline.remaining("the disk"))
@@ -140,7 +145,10 @@ class PendingSave:
 
 
 def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> PendingSave:
-    """Take a snapshot and start to write ``folder/iter_<iteration>``. Collective."""
+    """Take a snapshot and start to write ``folder/iter_<iteration>``. Collective.
+
+    Raises ``CheckpointError`` if a folder cannot be created or megatron cannot take the snapshot.
+    """
     target = iteration_folder(folder, iteration)
     scratch = _scratch(target)
     on_rank_zero(lambda: make_empty(scratch))

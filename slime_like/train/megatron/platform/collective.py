@@ -15,9 +15,10 @@ from slime_like.errors import CheckpointError
 
 
 def on_rank_zero(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the other ranks wait. If it raises, raise ``CheckpointError`` on every rank.
+    """Run ``action`` on rank 0 while the other ranks wait. Collective.
 
-    An error that is neither ``CheckpointError`` nor ``OSError`` is a bug: rank 0 raises it unchanged.
+    Raises ``CheckpointError`` on every rank if ``action`` raises ``CheckpointError`` or ``OSError``. Any other error is
+    a bug: rank 0 raises it unchanged.
     """
     outcome: list[str | None] = [None]
     bug: Exception | None = None
@@ -52,7 +53,7 @@ class GroupSum:
         self._group = group
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the element-wise sum; ``value`` is not changed."""
+        """Return the element-wise sum; ``value`` is not changed. Collective."""
         out = value.clone()
         dist.all_reduce(out, group=self._group)
         return out
@@ -69,7 +70,7 @@ class DifferentiableSum:
         self._group = group
 
     def sum(self, value: Tensor) -> Tensor:
-        """Return the element-wise sum; ``value`` is not changed."""
+        """Return the element-wise sum; ``value`` is not changed. Collective, and so is its backward pass."""
         if dist.get_world_size(self._group) == 1:
             return value
         total: Any = _AllReduce.apply(value, self._group)

@@ -73,10 +73,10 @@ def _skip_if_alone(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_dynamo() -> None:
-    """Let torch's optimizers work without importing torch._dynamo, which takes 0.8 s of CPU time and 110 MiB on each rank.
+    """Keep torch's optimizers from importing torch._dynamo, which takes 0.8 s of CPU time and 110 MiB on each rank.
 
-    They import it to exclude their methods from compilation; ``host`` compiles nothing on a CPU. Remove when torch imports
-    it only to compile.
+    They import it to exclude their methods from compilation; ``host`` compiles nothing on a CPU. Remove when torch
+    imports it only to compile.
     """
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         method: Any = getattr(torch.optim.Optimizer, name)

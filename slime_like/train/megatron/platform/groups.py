@@ -88,7 +88,7 @@ def check_layout(layout: Layout, world_size: int) -> None:
 def join_and_make_groups(
     spec: RankSpec, *, rank: int, world_size: int, master: RendezvousAddress, local_rank: int = 0
 ) -> RankInfo:
-    """Join the world (unless already joined) and create megatron's groups.
+    """Join the world (unless already joined) and create megatron's groups. Collective.
 
     ``host.install`` must run before any import of megatron: here, or earlier.
 
@@ -105,7 +105,7 @@ def join_and_make_groups(
 
 
 def join_world(spec: RankSpec, rank: int, world_size: int, master: RendezvousAddress, local_rank: int) -> torch.device:
-    """Join the default process group, unless this process has one, and return this rank's device."""
+    """Join the default process group, unless this process has one, and return this rank's device. Collective."""
     device = rank_device(spec, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -130,7 +130,7 @@ def collective_seconds(spec: RankSpec) -> float:
 
 
 def make_groups(spec: RankSpec, device: torch.device) -> RankInfo:
-    """Create megatron's process groups, replacing the groups of an earlier layout, and seed its RNGs."""
+    """Create megatron's process groups, replacing the groups of an earlier layout, and seed its RNGs. Collective."""
     from megatron.core import parallel_state, tensor_parallel
 
     layout = spec.layout

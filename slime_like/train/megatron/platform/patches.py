@@ -171,7 +171,10 @@ def save_errors() -> Generator[list[Exception]]:
 
 
 def _collect_errors(write: Callable[..., None]) -> Callable[..., None]:
-    """Wrap rank 0's ``write`` to add an ``OSError`` to the list of ``save_errors`` instead of raising it."""
+    """Wrap rank 0's ``write`` to add an ``OSError`` to the list of ``save_errors``.
+
+    If there is no list, the error is raised.
+    """
 
     def write_collecting_errors(*args: Any, **kwargs: Any) -> None:
         try:
@@ -279,7 +282,10 @@ def _gated_delta_net(module: ModuleType) -> None:
 
 
 def table() -> dict[str, Patch]:
-    """Return module name -> patch, for the packages installed here."""
+    """Return the patches by module name.
+
+    Which ones are needed depends on whether TransformerEngine and apex are installed.
+    """
     patches: dict[str, Patch] = {
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
         "megatron.core.dist_checkpointing.serialization": _checkpoint_config,

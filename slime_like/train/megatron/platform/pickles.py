@@ -137,7 +137,7 @@ def load_object(file: io.BytesIO | Path, path: Path) -> Any:
 
 
 def load_common(checkpoint_dir: str | Path) -> Any:
-    """Return the objects of a legacy ``common.pt``. Raises like ``load_object``."""
+    """Return the objects of a legacy ``common.pt``. Raises the errors of ``load_object``."""
     path = Path(checkpoint_dir) / "common.pt"
     return load_object(path, path)
 

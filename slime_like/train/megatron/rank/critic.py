@@ -93,7 +93,7 @@ class RankCritic(RankModel):
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """Take the optimizer steps of the open rollout and close it.
 
-        Returns global metrics on the reporter, and on every rank its own counters of collectives.
+        Return global metrics on the reporter, and on every rank its own counters of collectives.
         """
         with install.phase("step"):
             metrics = self._update(returns, num_tokens)

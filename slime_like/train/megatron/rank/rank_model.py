@@ -74,7 +74,10 @@ class RankModel:
         load_initial_weights(self.model, key, folder, self.table, self.family, info, verify=verify)
 
     def read_weights(self, key: str, folder: str | None) -> dict[str, Tensor]:
-        """Return this rank's shards of the weights in ``folder`` (None: the initial weights), on the host."""
+        """Return this rank's shards of the weights in ``folder`` on the host.
+
+        If ``folder`` is None, read the initial weights.
+        """
         if folder in (None, self.spec.model.megatron_checkpoint or self.spec.model.hf_checkpoint):
             return self._host_copy()
         self._load_weights(key, folder)
@@ -137,8 +140,9 @@ class RankModel:
             self._pending_save = begin_save(self.state(), folder, iteration, self.version)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Complete any pending checkpoint and return True. Without ``wait``, return False while a rank writes.
+        """Complete any pending checkpoint and return True.
 
+        With ``wait=False``, return False if a rank is still writing.
         Raises ``CheckpointError`` on every rank if a rank could not write its part.
         """
         pending = self._pending_save
@@ -153,7 +157,7 @@ class RankModel:
     def load(self, folder: Path, iteration: int | None = None) -> int:
         """Restore an iteration of ``folder`` (None: the latest), saved in any layout. Return the iteration.
 
-        Raises ``CheckpointError`` if it is missing, damaged, of another model, or of an incompatible layout.
+        Raises ``CheckpointError`` if it is missing or damaged, belongs to another model, or has an incompatible layout.
         """
         if iteration is None:
             iteration = latest_iteration(folder)

@@ -44,7 +44,7 @@ class DeviceState:
         self._tensors = tensors
         self._device = device
         self._offloaded: dict[str, list[OffloadedStorage]] = {part: [] for part in TRAINER_PARTS}
-        self._copies: dict[str, dict[str, Tensor]] = {}  # part -> host copies, which are pinned on a GPU
+        self._copies: dict[str, dict[str, Tensor]] = {}  # host copies of each part, pinned if the device is a GPU
 
     @property
     def resident(self) -> tuple[str, ...]:

@@ -69,7 +69,10 @@ class RankTrainer(RankModel):
 
     @install.phase("score")
     def routing_difference(self) -> RoutingDifference | None:
-        """Return how often replayed experts of scored batches differ from the trainer's choice; None except on the reporter."""
+        """Return how often replayed experts of scored batches differ from the trainer's choice.
+
+        The result is None except on the reporter.
+        """
         difference = self.routing.difference()
         return difference if self.rank_info.is_reporter else None
 
@@ -96,9 +99,9 @@ class RankTrainer(RankModel):
 
     @install.phase("step")
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
-        """Run the second part of ``train_rollout``: compute advantages from the scores and the ``columns`` of other roles.
+        """Run the second part of ``train_rollout``: compute advantages from scores and the ``columns`` of other roles.
 
-        Returns the critic's targets on the reporter of each shard; None on other ranks and without a critic.
+        Return the critic's targets on the reporter of each shard; None on other ranks, or if there is no critic.
         """
         rollout = self.rollout
         for name, column in columns.items() if self.rank_info.is_last else ():
@@ -122,7 +125,7 @@ class RankTrainer(RankModel):
     def _end_rollout(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
         """Count the rollout, even if the actor is frozen or the rollout is empty.
 
-        Returns ``metrics`` with this rank's counters of collectives.
+        Return ``metrics`` with this rank's counters of collectives.
         """
         self.version += 1
         return (*metrics, *install.drain())
@@ -153,10 +156,10 @@ class RankTrainer(RankModel):
         return tuple(metrics) if self.rank_info.is_reporter else ()
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return the advantages [L] of the given samples' tokens in the last rollout.
+        """Return the advantages [L] of the given samples' tokens in the last rollout. Not a collective.
 
-        Contains only samples of this rank's data parallel shard, and nothing unless this rank is the shard's reporter. Not a
-        collective.
+        The result contains only samples of this rank's data parallel shard. It is empty unless this rank is the shard's
+        reporter.
         """
         by_sample: dict[int, F32] = {}
         for batch, column in self._last_advantages:
@@ -246,11 +249,14 @@ class RankTrainer(RankModel):
     def _columns(
         micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]
     ) -> Iterator[tuple[MicroBatch, Tensor | None]]:
-        """Pair micro-batches with their columns; empty except on the last stage."""
+        """Return the pairs of micro-batches and columns; there are none except on the last stage."""
         return zip(micros, columns, strict=True) if columns else iter(())
 
     def _advantages(self, micros: Sequence[MicroBatch]) -> Sequence[Tensor | None]:
-        """Return F32 [T] per micro-batch: token advantages, or a group advantage per sequence; None without either."""
+        """Return F32 [T] per micro-batch: token advantages, or a group advantage per sequence.
+
+        An entry is None if the algorithm has neither.
+        """
         if self.token_advantage is not None:
             views = [self._view(micro) for micro in micros]
             return token_advantages(self.spec.algo, self.token_advantage, views, GroupSum(self.rank_info.dp_group))

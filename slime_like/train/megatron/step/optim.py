@@ -104,7 +104,7 @@ def _free_replaced_optimizer() -> None:
 
 
 def _offload(spec: RankSpec) -> dict[str, Any]:
-    """Return the OptimizerConfig fields of optimizer offload; {} without offload or on a CPU."""
+    """Return the OptimizerConfig fields of optimizer offload; empty if there is no offload or the device is a CPU."""
     return offload_fields(spec.optim.cpu_offload_fraction) if spec.optim.cpu_offload and spec.device == "cuda" else {}
 
 
@@ -119,10 +119,11 @@ def offload_fields(fraction: float) -> dict[str, Any]:
 
 
 def make_schedule(spec: RankSpec, optimizer: Any) -> OptimizerParamScheduler:
-    """Build the learning rate schedule. Step it *before* each optimizer step, so that the first uses lr / warmup_steps, not 0.
+    """Build the learning rate schedule.
 
-    The scheduler also applies weight decay per group: without it, norms and biases (wd_mult 0) would decay. Raises
-    ``ConfigError`` on a schedule that does not fit the run.
+    Step it *before* each optimizer step, so that the first uses lr / warmup_steps, not 0. The scheduler also applies
+    weight decay per group: otherwise norms and biases (wd_mult 0) would decay. Raises ``ConfigError`` on a schedule
+    that does not fit the run.
     """
     optim = resolve_schedule(spec.optim, spec.num_steps)
     decay = optim.decay_steps or spec.num_steps

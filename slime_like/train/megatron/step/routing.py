@@ -51,7 +51,10 @@ class RoutingReplay:
         return micro
 
     def in_old_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay the engine's experts in the pass for old log-probabilities or, with ``routing_replay=old``, record its own."""
+        """Replay the engine's experts in the pass for old log-probabilities.
+
+        With ``routing_replay=old``, record the experts that this pass chooses.
+        """
         return self.record(micros) if self._mode == "old" else self.replay(micros, compare=True)
 
     def in_reference_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:

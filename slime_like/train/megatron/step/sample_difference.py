@@ -82,7 +82,8 @@ class SampleLogprobDifference:
     def metrics(self, suffix: str) -> list[Metric]:
         """Return mean and maximum absolute difference of ``on_policy`` over all ranks.
 
-        Returns [] if no rank has such a token, and except on the last pipeline stage.
+        Collective of the last pipeline stage.
+        The list is empty on other stages, or if no rank has such a token.
         """
         if not self.rank_info.is_last:
             return []
@@ -92,7 +93,10 @@ class SampleLogprobDifference:
         return [Mean(f"{NAME}{suffix}", float(magnitudes.mean())), Max(f"{NAME}_max{suffix}", float(magnitudes.max()))]
 
     def _compare(self) -> tuple[list[Metric], str | None]:
-        """Return global metrics, and the error message if a token of ``on_policy`` exceeds the tolerance."""
+        """Return global metrics, and the error message if a token of ``on_policy`` exceeds the tolerance.
+
+        Collective.
+        """
         on_policy, mixed, stale = self._gather()
         num_sampled = len(on_policy) + len(mixed) + len(stale)
         if not num_sampled:  # demonstrations: no engine to compare with
@@ -138,14 +142,17 @@ class SampleLogprobDifference:
         )
 
     def _gather(self) -> list[Any]:
-        """Return on_policy, mixed and stale differences, each F64 [n], gathered from all ranks that share the batch."""
+        """Return on_policy, mixed and stale differences, each F64 [n], gathered from all ranks that share the batch.
+
+        Collective.
+        """
         empty = torch.zeros(0, device=self.rank_info.device)
         kinds = [torch.cat([empty, *parts]) for parts in (self.on_policy, self.mixed, self.stale)]
         return [kind.cpu().numpy().astype(np.float64) for kind in gather_ragged(kinds, self.rank_info.dp_cp_group)]
 
 
 def gather_ragged(vectors: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Concatenate each vector over the ranks of ``group``; lengths may differ between ranks."""
+    """Concatenate each vector over the ranks of ``group``; lengths may differ between ranks. Collective."""
     world = dist.get_world_size(group)
     if world == 1:
         return list(vectors)

@@ -49,7 +49,7 @@ class OptimizerStep(ABC):
     def __call__(
         self, micros: Sequence[MicroBatch], num_tokens: int, sample_difference: SampleLogprobDifference | None
     ) -> list[Metric]:
-        """Update the weights. Return global metrics on the last pipeline stage, [] on other stages.
+        """Update the weights. Return global metrics on the last pipeline stage, [] on other stages. Collective.
 
         In the first optimizer step of a rollout, ``sample_difference`` compares the samples with the engine and raises
         ``ConsistencyError`` before the weights change. Later steps pass None, because no engine has their weights.
@@ -76,7 +76,10 @@ class OptimizerStep(ABC):
     def backward(
         self, micros: Sequence[MicroBatch], num_tokens: int, sample_difference: SampleLogprobDifference | None
     ) -> StepReport:
-        """Fill the gradient buffers with the reduced gradients of the optimizer step's loss. Return this rank's report."""
+        """Fill the gradient buffers with the reduced gradients of the optimizer step's loss. Return this rank's report.
+
+        Collective.
+        """
         report = StepReport()
 
         def after(micro: MicroBatch, hidden_L1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -181,7 +184,10 @@ class StepReport:
 
     @torch.no_grad()
     def add(self, out: LossOutput, weight_N: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch: its loss, the means and maxima of the loss function, and further ``columns`` to average."""
+        """Add a micro-batch: its loss, the means and maxima of the loss function, and further ``columns`` to average.
+
+        Raises ``UserCodeError`` if the loss returned other names than for an earlier micro-batch.
+        """
         names = [*sorted(f"means[{name!r}]" for name in out.means), *sorted(f"maxima[{name!r}]" for name in out.maxima)]
         if self._names is not None and self._names != names:
             raise UserCodeError(
@@ -207,8 +213,9 @@ class StepReport:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def metrics(self, group: Any, num_tokens: int) -> list[Metric]:
-        """Return global metrics, the same on every rank of ``group``. Means are weighted by ``loss_weight``.
+        """Return global metrics, the same on every rank of ``group``.
 
+        Means are weighted by ``loss_weight``. Collective.
         Raises ``UserCodeError`` on every rank if the losses of two ranks returned different names.
         """
         names = sorted(self.sums)
@@ -231,7 +238,10 @@ class StepReport:
         return [*out, *self._maxima(group)]
 
     def _require_equal_names(self, group: Any, device: torch.device) -> None:
-        """Raise unless all ranks have the same names: an all-reduce of different ones would hang or mix up metrics."""
+        """Raise ``UserCodeError`` unless all ranks have the same names. Collective.
+
+        An all-reduce of different names would hang or mix up metrics.
+        """
         digest = float(zlib.crc32(repr(self._names).encode()))
         largest_and_smallest = torch.full((2,), digest, dtype=torch.float64, device=device)
         largest_and_smallest[1:].neg_()

@@ -79,7 +79,10 @@ def keep_objects() -> None:
 
 
 def adapt() -> None:
-    """Replace numbers that host code would read from the device, and skip work on tensors without values. Imports megatron."""
+    """Replace numbers that host code would read from the device, and skip work on tensors without values.
+
+    This function imports megatron.
+    """
     global _is_adapted
     if _is_adapted:
         return
