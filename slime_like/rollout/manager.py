@@ -87,9 +87,10 @@ class RolloutManager:
         supervisors: Sequence[EngineSupervisor],
         factory: EngineFactory | None = None,
     ) -> None:
-        """``supervisors`` has the engines of this manager's share; ``source`` and ``heldout`` have the prompts of all managers.
+        """``supervisors`` contains the engines of this manager's share.
 
-        ``factory`` adds and removes engines; None if the number of engines cannot be changed.
+        ``source`` and ``heldout`` contain the prompts of all managers. ``factory`` adds and removes engines; None if
+        the number of engines cannot be changed.
         """
         self._spec = spec
         self._source = source = share_of_source(source, spec.share)
@@ -220,8 +221,8 @@ class RolloutManager:
     async def commit_push(self, version: int) -> int:
         """Close the update on every engine, flush its KV cache and resume decoding.
 
-        Raises ``EngineError`` if an engine did not receive all its parameters. Return the number of added engines that wait for
-        the probe and then for ``admit_proven``.
+        Return the number of added engines that wait for the probe and then for ``admit_proven``. Raises ``EngineError``
+        if an engine did not receive all its parameters.
         """
         await self._update.commit(version)
         self._version = version
@@ -229,7 +230,7 @@ class RolloutManager:
         return 0 if self._resizer is None else self._resizer.num_unproven()
 
     async def admit_proven(self) -> None:
-        """Let added engines serve. Call it after the probe has compared them with the trainer."""
+        """Assign groups to added engines from now on. Call it after the probe has compared them with the trainer."""
         if self._resizer is not None:
             self._resizer.admit_proven(self._version)
 

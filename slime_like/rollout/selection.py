@@ -228,7 +228,7 @@ def _is_due(streak: int, first: int) -> bool:
 
 
 def _quote(group: SampleGroup | None) -> str:
-    """Return the group's first sample with its label and reward, in one line; empty without a sample."""
+    """Return the group's first sample with its label and reward, in one line; empty if there is no sample."""
     if group is None or not group.samples:
         return ""
     sample: Sample = group.samples[0]

@@ -62,7 +62,7 @@ class Endpoint:
         return key
 
     def close_session(self, key: str) -> None:
-        """Refuse calls with ``key`` from now on, and cancel those in flight."""
+        """Reject further calls with ``key``, and cancel the calls in flight."""
         connection = self._connections.pop(key)
         connection.closed = True
         for call in connection.calls:
@@ -145,7 +145,7 @@ def _invalid_key() -> ApiError:
 
 @web.middleware
 async def _in_openai_format(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Return every error in OpenAI's format, with a header that tells clients not to retry."""
+    """Middleware that returns every error in OpenAI's format, with a header that tells clients not to retry."""
     try:
         return await handler(request)
     except web.HTTPNotFound:

@@ -100,7 +100,10 @@ class OpenAIAgent:
     async def _run(
         self, prompt: Prompt, session: Session, key: str, engine: Engine
     ) -> tuple[Reward | None, Status | None]:
-        """Run the agent. Return its reward, and a status that overrides those of its samples. Either may be None."""
+        """Run the agent. Return its reward, and a status that overrides that of each sample. Either may be None.
+
+        Raises ``AgentError`` if the agent returns something other than a reward or None.
+        """
         prompt_input: Any = [deepcopy(dict(message)) for message in prompt.messages] or prompt.text
         metadata = {**deepcopy(dict(prompt.metadata)), "label": prompt.label}
         limit = Deadline("rollout", f"agent, prompt {prompt.prompt_id}", self._seconds).limit

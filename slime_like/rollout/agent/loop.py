@@ -75,7 +75,7 @@ class AgentLoop:
 
 
 async def _without_exit[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` and convert its ``sys.exit`` into a ``RuntimeError``, since asyncio would end the thread of all agents."""
+    """Run ``work``. Raises ``RuntimeError`` if it calls ``sys.exit``, which would end the thread of all agents."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:

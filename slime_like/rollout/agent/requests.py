@@ -43,7 +43,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
-"""Field -> values that have no effect; any other value is refused."""
+"""Maps a field to the values that have no effect. Any other value is rejected."""
 
 
 class ApiError(Exception):
@@ -122,7 +122,10 @@ class Message(_Model):
     refusal: Ignored = None
 
     def for_template(self) -> dict[str, JsonValue]:
-        """Return the message for a chat template: without unset fields or empty tool calls, and with role developer as system."""
+        """Return the message for a chat template.
+
+        Unset fields and empty tool calls are omitted; role developer becomes system.
+        """
         fields = self.model_dump(exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"})
         return {**fields, "role": "system" if self.role == "developer" else self.role}
 
@@ -177,7 +180,10 @@ class ChatRequest(_Model):
 
 
 def parse_request(body: bytes) -> ChatRequest:
-    """Parse a request. Raises ``ApiError`` naming the unsupported parameter and the cause."""
+    """Parse a request.
+
+    Raises ``ApiError`` if it is malformed or has an unsupported parameter. The error names the parameter and the cause.
+    """
     try:
         parsed: JsonValue = from_json(body)
     except ValueError as error:

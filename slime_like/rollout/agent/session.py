@@ -89,9 +89,10 @@ class Session:
         return self._to_reply(request, completion, episode, number)
 
     def samples(self, prompt: Prompt, reward: Reward | None, status: Status | None) -> list[Sample]:
-        """Return the recorded samples, one per conversation, all in one episode. ``status``, if not None, overrides theirs.
+        """Return the recorded samples, one per conversation, all in one episode.
 
-        For a run without calls, return one sample, failed unless ``status`` is given, so that groups keep their size.
+        ``status``, if not None, overrides the status of each sample. If the agent made no calls, return one sample, so
+        that groups keep their size; its status is failed unless ``status`` is given.
         """
         text = self._text
         if not self._episodes:
@@ -159,7 +160,10 @@ class Session:
         )
 
     def _record(self, turn: Turn | None, prompt_ids: I32, between: I32, completion: Completion) -> Episode:
-        """Append the completion to the sample that ends with ``turn``, or to a new sample if none does."""
+        """Append the completion to the sample that ends with ``turn``, or to a new sample if there is none.
+
+        Raises ``ApiError`` if the run would have more than ``MAX_SAMPLES`` samples.
+        """
         if turn is not None and turn.is_last:
             episode = turn.episode
         else:

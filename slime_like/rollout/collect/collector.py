@@ -42,7 +42,7 @@ class PromptQueue:
 
 
 class GroupCollector:
-    """Collector of rollouts in rounds, each of which waits for every group to finish.
+    """Collector that samples prompts in rounds. A round ends when all its groups have finished.
 
     The subclass ``OverSamplingCollector`` starts more groups than needed and aborts the rest.
     """
@@ -55,7 +55,7 @@ class GroupCollector:
         sampler: GroupSampler,
         share: ManagerShare = SINGLE,
     ) -> None:
-        """``source`` has the prompts of ``share``; the sizes in ``cfg`` are totals over all shares."""
+        """``source`` contains the prompts of ``share``; the sizes in ``cfg`` are totals over all shares."""
         self._cfg, self._sampling, self._sampler, self._share = cfg, sampling, sampler, share
         self._batch_size = share.size(cfg.batch_size)
         self._round_size = share.size(cfg.over_sampling_batch_size or cfg.batch_size)
@@ -105,7 +105,10 @@ class GroupCollector:
         """Cancel the groups in flight."""
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
-        """Return the groups, the number of groups requested, and the number of rounds after the first."""
+        """Return the groups, the number of groups requested, and the number of rounds after the first.
+
+        Raises ``DataError`` if too few groups pass the filters.
+        """
         passing_groups: list[SampleGroup] = []
         num_requested, size = 0, self._batch_size
         for num_refills in range(self._cfg.max_refills + 1):
@@ -174,7 +177,10 @@ class RolloutProducer:
                 await asyncio.wait([self._slot(rollout_id)])
 
     def completed_rollouts(self) -> list[GeneratedRollout]:
-        """Return rollouts that are complete and not consumed, in order. The error of a failed one is raised in its waiter."""
+        """Return the rollouts that are complete and not consumed, in order.
+
+        ``get`` raises the error of a failed rollout.
+        """
         done = [slot for _, slot in sorted(self._ready.items()) if slot.done() and not slot.cancelled()]
         return [slot.result() for slot in done if slot.exception() is None]
 

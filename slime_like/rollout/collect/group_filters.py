@@ -41,7 +41,7 @@ class _GroupStats:
             self.spreads.append(len(group.trained_scores) > 1)
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics ``rollout/generated/*``, without means that have no values."""
+        """Return the metrics ``rollout/generated/*``. The mean of a column that has no values is omitted."""
         columns = {
             "raw_reward": self.scores,
             "accuracy": self.accuracies,
@@ -68,7 +68,7 @@ class GroupFilters:
 
     def __init__(self, cfg: RolloutConfig) -> None:
         self._rules: list[tuple[str, GroupFilter]] = [(name, resolve(KEY, name, names.FILTERS)) for name in cfg.filters]
-        # Filter -> reason -> number of groups dropped since the last report.
+        # Number of groups dropped since the last report, by filter and reason.
         self._dropped: dict[str, Counter[str]] = defaultdict(Counter)
         self._stats = _GroupStats()
 

@@ -65,7 +65,8 @@ class EngineCall:
     def append(self, indices: Sequence[int], parts: Sequence[Completion]) -> None:
         """Append a continuation to each completion of ``indices``; each token keeps its log-probability and version.
 
-        The continuation has the routed experts of all tokens, which its engine has computed or read from its cache.
+        The continuation contains the routed experts of all tokens. Its engine has computed them or read them from its
+        cache.
         """
         self._store.append_batch(
             Batch(
@@ -134,7 +135,10 @@ class CallJournal:
         return call
 
     def close(self) -> None:
-        """Drop the calls that this run of the function did not repeat, as no sample has them. Call this at its end."""
+        """Drop the calls that this run of the generate function did not repeat: no sample contains their tokens.
+
+        Call this after the function has returned.
+        """
         for call in self._unclaimed:
             self._calls.remove(call)
             call.release()
@@ -167,11 +171,13 @@ class CallJournal:
 
 
 def drop_last_token(part: Completion) -> Completion:
-    """Return an interrupted completion without its last token, so that it is sampled again; other completions unchanged.
+    """Remove the last token of an interrupted completion, so that it is sampled again.
 
-    SGLang reports a request as aborted even if the abort arrives in the step that samples its end-of-sequence token (or its last
-    allowed token). A request continued after that token would never end. Under the same weights, the same seed draws the same
-    token at the same position.
+    A finished completion is returned unchanged.
+
+    SGLang reports a request as aborted even if the abort arrives in the step that samples its end-of-sequence token (or
+    its last allowed token). A request continued after that token would never end. Under the same weights, the same seed
+    draws the same token at the same position.
     """
     if part.finish != ABORT or not len(part.token_ids):
         return part

@@ -87,7 +87,11 @@ class OverSamplingCollector(GroupCollector):
         self._counts: Counter[str] = Counter()
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
-        """Return the first ``batch_size`` groups that pass, ordered by id; groups at the staleness bound take precedence."""
+        """Return the first ``batch_size`` groups that pass, ordered by id.
+
+        Groups at the staleness bound take precedence. Raises ``DataError`` if too few groups pass the filters. Any
+        error cancels all groups.
+        """
         try:
             return await self._collect_first(rollout_id)
         except BaseException:

@@ -71,7 +71,7 @@ class GroupSampler:
     generate: GenerateFn
     generate_name: str  # rollout.generate, for messages
     tokenizer: Tokenizer  # tokenizer of model.hf_checkpoint
-    decode: Callable[[TokenIds], str]  # token ids -> text, special tokens dropped
+    decode: Callable[[TokenIds], str]  # decodes token ids; drops special tokens
     chat_template_kwargs: Mapping[str, object]
     max_context_len: int
     seed: int
@@ -184,14 +184,15 @@ class PauseGate:
         return self._shut_before_s + (0.0 if self._shut_at is None else time.monotonic() - self._shut_at)
 
     def open(self) -> None:
-        """Let requests through."""
+        """Open the gate: waiting and new requests are sent."""
         self._shut_before_s, self._shut_at = self.shut_s, None
         self._open.set()
 
     async def shut(self, abort_all: Callable[[], Awaitable[None]], deadline: Deadline) -> None:
         """Close the gate: hold new requests back and abort those in flight, which keep their sampled tokens.
 
-        ``abort_all`` aborts the requests of all engines and is repeated until none is in flight. Raises ``DeadlineExceeded``.
+        ``abort_all`` aborts the requests of all engines and is repeated until none is in flight. Raises
+        ``DeadlineExceeded`` if requests are still in flight at the deadline.
         """
         self._open.clear()
         self._shut_at = self._shut_at or time.monotonic()
@@ -263,7 +264,10 @@ class ResumableEngine:
         return scores
 
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
-        """Send one request for all unfinished completions; return whether those still unfinished may be requested again."""
+        """Send one request for all unfinished completions.
+
+        Return False if the engine aborted one of them, although this run had not requested an abort.
+        """
         engine = self._pool.router.serving_engine(self._assignment)
         if engine is None:  # the engine was withdrawn while the gate was closed
             return True
@@ -311,7 +315,10 @@ def turn_seed(sample_seed: int, turn: int) -> int:
 
 
 def deviations(run: Sampling, requested: Mapping[str, float | None]) -> dict[str, tuple[float, float]]:
-    """Return a dict from name to (requested, run's value) of settings that differ. None requests the run's value."""
+    """Return the settings that differ from the run's, as a dict from name to (requested value, run's value).
+
+    A requested None stands for the run's value.
+    """
     defaults = {name: getattr(run, name) for name in requested}
     return {
         name: (value, defaults[name])

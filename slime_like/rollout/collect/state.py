@@ -1,4 +1,4 @@
-"""State of the rollout side that a checkpoint stores, its on-disk form, and the paths of its files."""
+"""State of a rollout manager that a checkpoint stores, its on-disk form, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GeneratedRollout:
     filtered: FilterReport = field(default_factory=FilterReport)
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON form, without groups and filter report."""
+        """Return the JSON form. It omits the groups and the filter report."""
         return {
             "rollout_id": self.rollout_id,
             "groups": (),

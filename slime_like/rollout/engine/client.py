@@ -135,10 +135,11 @@ class EngineClient:
     ) -> list[Completion]:
         """Return one completion of each sequence, in one request. ``max_new_tokens`` overrides that of ``sampling``.
 
-        Without ``for_training``, no routed experts are returned. Data-parallel rank ``dp_rank`` serves the request; by default
-        SGLang chooses a rank for each sequence.
+        Routed experts are returned only if ``for_training`` is set. Data-parallel rank ``dp_rank`` serves the request;
+        by default SGLang chooses a rank for each sequence.
 
-        A seed draws the same token at the same position of a sequence, regardless of the position at which the request begins.
+        A seed draws the same token at the same position of a sequence, regardless of the position at which the request
+        begins.
         """
         base = {
             "temperature": sampling.temperature,
@@ -207,7 +208,10 @@ class EngineClient:
                 return reply
 
     async def abort_all(self) -> None:
-        """End every request with the tokens sampled so far. Callers detect this by ``num_aborts`` and may continue."""
+        """End every request with the tokens sampled so far.
+
+        Callers detect this by ``num_aborts`` and may request more.
+        """
         self.num_aborts += 1
         self._aborting += 1
         try:
@@ -224,7 +228,7 @@ class EngineClient:
         await self._connection.request("pause", "POST", "/pause_generation", {"mode": "retract"}, seconds=seconds)
 
     async def resume(self) -> None:
-        """Resume decoding. The engine refuses while a weight update is open or after one has failed."""
+        """Resume decoding. Raises ``EngineError`` while a weight update is open or after an update has failed."""
         await self._connection.post("resume", "/continue_generation", {"torch_empty_cache": False})
 
     async def flush(self) -> None:

@@ -34,7 +34,10 @@ def completions(reply: Any, num_samples: int, routing: RoutingShape | None = Non
 
 
 def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
-    """Parse the reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1."""
+    """Parse the reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1.
+
+    Raises ``EngineError`` if the number of sequences or the length of one differs from ``lengths``.
+    """
     if not isinstance(reply, list) or len(reply) != len(lengths):  # pyright: ignore[reportUnknownArgumentType]
         raise EngineError(f"/generate did not return scores of {len(lengths)} sequences but {_short(reply)}")
     columns: list[F32] = []
@@ -47,7 +50,7 @@ def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
 
 
 def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) -> list[RoutedExperts]:
-    """Return per sequence of a scoring reply the experts [L - 1, layers, experts per token] of tokens 0 .. L - 2."""
+    """Return per sequence the experts [L - 1, layers, experts per token] of all its tokens but the last."""
     return [_experts(item, length - 1, routing) for item, length in zip(reply, lengths, strict=True)]
 
 
@@ -64,7 +67,7 @@ class KvUsage:
     running_requests_max: int
     retractions: int  # requests that lost their KV cache because it was full; pauses for a push do not count
     decode_steps: int = 0
-    dcp_exchange_s: float | None = None  # seconds of a rank in exchanges of decode context parallelism; None without it
+    dcp_exchange_s: float | None = None  # seconds that a rank spent in DCP exchanges; None if the engine has no DCP
 
     @property
     def share(self) -> float:
@@ -134,7 +137,10 @@ def _completion(item: Any, routing: RoutingShape | None) -> Completion:
 
 
 def _column(value: Any, dtype: type[np.generic]) -> Any:
-    """Return numbers that the engine sent in base64 or, without the plugin ``rollout_sampling``, as a list."""
+    """Return numbers that the engine sent in base64 or, if it lacks the plugin ``rollout_sampling``, as a list.
+
+    Raises ``EngineError`` if they are not base64 of ``dtype``.
+    """
     if not isinstance(value, str):
         return np.array(value, dtype=dtype)
     try:
@@ -187,8 +193,8 @@ class EngineConnection:
     """Requests to one engine, each with a deadline. Errors name engine, address, endpoint and the engine's reply.
 
     A node that loses power or its network link sends nothing that would end a request. The kernel therefore ends a
-    connection whose peer has acknowledged nothing for ``peer_timeout_s``. The kernel of a node still acknowledges data for a
-    stopped or busy process.
+    connection whose peer has acknowledged nothing for ``peer_timeout_s``. The kernel of a node still acknowledges data
+    for a suspended (SIGSTOP) or busy process.
     """
 
     def __init__(self, address: EngineAddress, deadline_s: float, peer_timeout_s: float) -> None:
@@ -211,7 +217,8 @@ class EngineConnection:
     ) -> Any:
         """Send one HTTP request; return the decoded JSON of the reply, or None if the reply is empty or not JSON.
 
-        Raises ``DeadlineExceeded``, ``EngineLost`` if the connection fails, ``EngineError`` if the status is not in ``accept``.
+        Raises ``DeadlineExceeded`` if there is no reply in time, ``EngineLost`` if the connection fails,
+        ``EngineError`` if the status is not in ``accept``.
         """
         deadline = Deadline("rollout", phase, seconds or self._deadline_s)
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -29,8 +29,8 @@ DRIVER_FOLDERS = tuple(
 def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable CUDA_HOME for a process with ``environment``: a cached folder of links to the wheels.
 
-    The result is empty if a toolkit is installed, or if the wheels are not. The folder is the same in every run, since SGLang
-    recompiles if a path in the compiler's command changes.
+    The result is empty if a toolkit is installed, or if the wheels are not installed. The folder is the same in every
+    run, since SGLang recompiles if a path in the compiler's command changes.
     """
     installed = any(environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")) or SYSTEM.exists()
     if installed or shutil.which("nvcc", path=environment.get("PATH")) or (wheel := _wheel()) is None:
@@ -51,9 +51,9 @@ def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def library_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable LD_LIBRARY_PATH, extended by the CUDA runtime of NVIDIA's wheels; empty without these wheels.
+    """Return LD_LIBRARY_PATH with the folder of the CUDA runtime in NVIDIA's wheels; empty if they are not installed.
 
-    A library that is preloaded into Python needs it: torch would find the runtime, but is not imported yet.
+    A library that is preloaded into Python needs the variable. Later, torch finds the runtime by itself.
     """
     folders = [str(file.parent) for location in _locations() for file in sorted(location.glob(f"*/lib/{RUNTIME}.*"))]
     if not folders:
@@ -74,7 +74,7 @@ def _link(path: Path, target: Path) -> None:
 
 
 def _wheel() -> Path | None:
-    """Return the folder of NVIDIA's wheels that has a compiler and the runtime library; None without one."""
+    """Return the folder of NVIDIA's wheels that contains nvcc and the runtime library; None if there is none."""
     for location in _locations():
         for compiler in sorted(location.glob("*/bin/nvcc")):
             home = compiler.parent.parent

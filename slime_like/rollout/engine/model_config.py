@@ -19,17 +19,19 @@ ROTARY = ("partial_rotary_factor", "rope_theta")
 
 
 def override_args(model_path: str, *, keeps_float8: bool = False) -> dict[str, Any]:
-    """Return the config fields with which SGLang must override config.json; empty for most models.
+    """Return the fields of config.json that SGLang must override, with their values; empty for most models.
 
-    - For hybrid models, transformers 5 writes ``layer_types``, but SGLang reads the interval between full-attention layers.
+    - For hybrid models, transformers 5 writes ``layer_types``, but SGLang reads the interval between full-attention
+      layers.
     - For these models, transformers stores the rotated fraction of a head and the rotary base in ``rope_parameters``.
       SGLang reads them (for Qwen3-Next only the base, 10000 if absent) at the top level, where transformers writes a
       default or nothing.
     - A hybrid model with a vision part is served as a text model, since only the text part is trained and pushed.
-    - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``. The
-      plugin ``dequantise`` multiplies the weights that SGLang reads by their scales. ``keeps_float8`` prevents this.
+    - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``.
+      The plugin ``dequantise`` multiplies the weights that SGLang reads by their scales. ``keeps_float8`` keeps float8.
     - SGLang's DeepSeek models choose experts within groups, even with ``topk_method`` greedy, which has no groups.
-    - Some families need ``FamilyEntry.engine_fields``, those with ``FamilyEntry.engine_rotary_dim`` also ``rotary_dim``.
+    - Some families need ``FamilyEntry.engine_fields``. Families with ``FamilyEntry.engine_rotary_dim`` also need
+      ``rotary_dim``.
 
     Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
     """
@@ -86,7 +88,10 @@ def merge_overrides(base: dict[str, Any], priority: dict[str, Any]) -> dict[str,
 
 
 def interval(types: list[str], model_path: str) -> int:
-    """Return the ``n`` for which every n-th layer, and no other, has full attention. Raises ``CheckpointError`` without one."""
+    """Return the interval n of full attention: every n-th layer, and no other, has it.
+
+    Raises ``CheckpointError`` if the layers with full attention are not evenly spaced.
+    """
     first = next((index for index, kind in enumerate(types) if kind != LINEAR), len(types))
     if any((kind != LINEAR) != ((index + 1) % (first + 1) == 0) for index, kind in enumerate(types)):
         raise CheckpointError(

@@ -20,7 +20,7 @@ ENTRY_POINTS = {
         "slime_like_weight_commit",
     ),
 }
-"""Group -> names, as in setup.py."""
+"""Maps a group to the names of its entry points, as in setup.py."""
 OPTIONAL_ENTRY_POINTS = ("slime_like_remote_experts",)
 """Entry points of ``PLUGINS_GROUP`` that only some engines need. An engine that needs one stops if it is not registered."""
 WHITELIST = "SGLANG_PLUGINS"  # comma-separated entry points that SGLang may load; empty or unset: all
@@ -38,7 +38,10 @@ def _entry_points() -> importlib.metadata.EntryPoints:
 
 
 def check_entry_points() -> None:
-    """Raise ``ConfigError`` naming the entry points that this installation does not register."""
+    """Raise ``ConfigError`` if this installation does not register every entry point.
+
+    The error names the missing ones.
+    """
     missing = [f"{group}: {name}" for group in ENTRY_POINTS for name in missing_entry_points(group)]
     if missing:
         raise ConfigError(
@@ -48,6 +51,6 @@ def check_entry_points() -> None:
 
 
 def extended_whitelist(whitelist: str) -> str:
-    """Return ``whitelist``, the user's ``SGLANG_PLUGINS``, with this project's entry points added; empty if it is empty."""
+    """Return the user's ``SGLANG_PLUGINS`` with this project's entry points added; empty if ``whitelist`` is empty."""
     names = [name for name in map(str.strip, whitelist.split(",")) if name]
     return ",".join(dict.fromkeys([*names, *ENTRY_POINTS[PLUGINS_GROUP], *OPTIONAL_ENTRY_POINTS])) if names else ""

@@ -44,12 +44,12 @@ def pids_of_part(group: int, part: str) -> tuple[int, ...]:
 
 
 def stopped_pids(group: int) -> tuple[int, ...]:
-    """Return the pids of stopped processes (SIGSTOP), without those in a tracing stop (debugger)."""
+    """Return the pids of suspended processes (SIGSTOP). Processes stopped by a debugger are not included."""
     return tuple(int(process.name) for process in members(group) if _state(process)[0] == "T")
 
 
 def rank_pids(group: int) -> tuple[int, ...]:
-    """Return the pids of the ranks, without those of their children, which may be short-lived."""
+    """Return the pids of the ranks. Their child processes, which may be short-lived, are not included."""
     pids = pids_of_part(group, "scheduler")
     return tuple(pid for pid in pids if _state(Path(f"/proc/{pid}"))[1] not in pids)
 
@@ -126,8 +126,8 @@ def last_lines(path: str, begin: int = 0) -> list[str]:
 def headline(lines: list[str]) -> str:
     """Return ": " and the line of a log that best explains a failure; empty if no line does.
 
-    A plugin's message takes precedence, because the server's own errors are consequences of the worker that it stopped. Next is
-    the last exception of this project, then the last line that looks like an error.
+    A plugin's message takes precedence: the plugin has stopped a worker, and the server's own errors are consequences.
+    Next is the last exception of this project, then the last line that looks like an error.
     """
     plugin = [line.strip() for line in lines if line.lstrip().startswith("slime_like plugin")]
     plugin += [line.strip() for line in lines if re.match(r"slime_like(_plugins)?\.[\w.]+: ", line)][-1:]

@@ -78,13 +78,16 @@ class EngineServer:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of the process group of everything that the engine starts."""
+        """Process id of the server, and id of the process group of everything that the engine starts.
+
+        Raises ``EngineError`` if the engine was not started.
+        """
         if self._process is None:
             raise EngineError("engine was not started: call start() first")
         return self._process.pid
 
     def start(self) -> None:
-        """Spawn the server and return without waiting for it."""
+        """Spawn the server and return without waiting for it. Raises ``EngineError`` if it has been started before."""
         if self._process is not None:
             raise EngineError(f"engine at {self.url} has already been started; create a new EngineServer")
         port = self._reserve_ports()
@@ -154,9 +157,9 @@ class EngineServer:
         return self._process is not None and self._process.poll() is None
 
     def cause_of_death(self) -> str:
-        """Return the exit code, the error in the log and the last log lines; for a running engine, a note that it is alive.
+        """Return the exit code, the error in the log and the last log lines; or a note that the engine is alive.
 
-        Waits a few seconds for a dying engine: connections break before the process has ended.
+        This waits a few seconds for a dying engine, because connections break before the process has ended.
         """
         if self._process is None:
             return f"engine for {self._spec.model_path} was not started"

@@ -17,7 +17,7 @@ LOSSES = "transformers.loss.loss_utils"
 
 @contextmanager
 def sglang_imports() -> Generator[None]:
-    """Context manager for imports of SGLang: ``heavy_imports``, but without megatron, scipy and mistral_common.
+    """Context manager for imports of SGLang: ``heavy_imports``, with megatron, scipy and mistral_common not imported.
 
     megatron stays blocked afterwards.
     """
@@ -35,7 +35,7 @@ def block_megatron() -> None:
 def import_gguf() -> None:
     """Import gguf without mistral_common, which only its tokenizer converters use.
 
-    Remove when gguf imports mistral_common only in these converters.
+    Remove this function once gguf imports mistral_common only in these converters.
     """
     modules: dict[str, ModuleType | None] = sys.modules  # pyright: ignore[reportAssignmentType]
     if "mistral_common" in modules:
@@ -51,7 +51,7 @@ def import_gguf() -> None:
 def deferred_losses() -> Generator[None]:
     """Defer the import of transformers' losses by its model classes until a loss is used. Two losses import scipy.
 
-    Remove when ``transformers.modeling_utils`` imports losses only to compute them.
+    Remove this function once ``transformers.modeling_utils`` imports losses only to compute them.
     """
     if LOSSES in sys.modules:
         yield

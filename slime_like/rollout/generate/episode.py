@@ -1,6 +1,6 @@
 """Episode under construction, from the ids of sampled and inserted tokens.
 
-Used by generate functions with several turns, tools or agents. Nothing is tokenised twice: the next turn's prompt
+Generate functions with several turns, tools or agents use it. Nothing is tokenised twice: the next turn's prompt
 consists of the tokens of all earlier turns, as the engine sampled and read them.
 """
 
@@ -107,6 +107,9 @@ class Episode:
         )
 
     def _is_continued_by(self, row: StoreRow, num_sampled: int) -> bool:
-        """Return whether ``row`` has the tokens so far, with equal log-probabilities and versions, and ``num_sampled`` more."""
+        """Return whether ``row`` contains the tokens so far, with equal log-probabilities and versions, and new tokens.
+
+        ``num_sampled`` is the number of new tokens.
+        """
         columns = row.columns
         return len(columns) == len(self) + num_sampled and columns.begins_with(self._row.columns)

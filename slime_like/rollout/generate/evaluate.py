@@ -49,7 +49,7 @@ class PromptResult:
 class ManagerEvaluation:
     """Evaluation of the held-out prompts of one rollout manager."""
 
-    results: Mapping[str, tuple[PromptResult, ...]]  # dataset -> prompts
+    results: Mapping[str, tuple[PromptResult, ...]]  # of the prompts, by dataset
     metrics: tuple[Metric, ...]  # of the reward pool
 
 
@@ -136,9 +136,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def mean_pass_at_k(is_correct: Sequence[Sequence[bool]]) -> dict[int, float]:
-    """Return a dict from k to the mean pass@k over prompts, for powers of two up to the smallest number of samples per prompt.
+    """Return a dict from k to the mean pass@k over prompts.
 
-    Empty if a prompt has one sample, since pass@1 is the accuracy. ``is_correct[p][i]`` is True if sample i of prompt p is correct.
+    k is each power of two up to the smallest number of samples per prompt. The dict is empty if a prompt has one
+    sample, since pass@1 is the accuracy. ``is_correct[p][i]`` is True if sample i of prompt p is correct.
     """
     min_samples = min((len(samples) for samples in is_correct), default=0)
     if min_samples < 2:

@@ -45,7 +45,7 @@ def to_sample(prompt: Prompt, completion: Completion, context: GenerateContext, 
 
 
 def _columns(prompt_ids: I32, completion: Completion) -> TokenColumns:
-    """Return the columns of prompt and completion; they are views if a store has both as one row."""
+    """Return the columns of prompt and completion; they are views if one row of a store contains both."""
     prompt = context_columns(prompt_ids)
     if completion.row is not None:
         columns = completion.row.columns

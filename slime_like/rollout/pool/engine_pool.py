@@ -37,7 +37,7 @@ class EnginePool:
         self.slots = [EngineSlot(supervisor, supervisor.client) for supervisor in supervisors]
         self.router = EngineRouter([slot.client for slot in self.slots])
         self.recoveries: list[Recovery] = []
-        self._reported: dict[int, Recovery] = {}  # index in recoveries -> value that take_recoveries last returned
+        self._reported: dict[int, Recovery] = {}  # last values that take_recoveries returned, by index in recoveries
         self.health = health
         self.receives_pushes = receives_pushes
         self.is_pushing = False  # True while engines are paused: they respond, but do not decode
@@ -52,7 +52,10 @@ class EnginePool:
 
     # ---- use ---------------------------------------------------------------------------------------------------------
     async def call_assigned[T](self, assignment: EngineAssignment, request: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of a request to the assigned engine; None if it was lost, so that the group needs another."""
+        """Return the result of a request to the assigned engine.
+
+        Return None if the engine was lost, so that the group needs another engine.
+        """
         engine = assignment.engine
         assert engine is not None
         slot = next(slot for slot in self.slots if slot.client is engine)
@@ -195,7 +198,10 @@ class EnginePool:
             await self._changed.wait()
 
     def admit(self, slot: EngineSlot, version: int) -> None:
-        """Record that ``slot`` has all weights of ``version``. Let it serve, unless it is restarting or not proven yet."""
+        """Record that ``slot`` has all weights of ``version``.
+
+        Assign groups to it unless it is restarting or not proven.
+        """
         if slot.is_restarting:
             return
         if not slot.is_proven:

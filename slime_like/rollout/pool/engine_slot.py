@@ -33,7 +33,7 @@ class EngineSupervisor(Protocol):
         ...
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the engine's stopped processes (SIGSTOP)."""
+        """Return the pids of the engine's suspended processes (SIGSTOP)."""
         ...
 
 
@@ -48,7 +48,7 @@ class EngineSlot:
     is_restarting: bool = False
     is_stalled: bool = False  # withdrawn until it responds again
     has_responded: bool = False  # True after the first completed request since its start
-    stopped_pids: tuple[int, ...] = ()  # processes that were stopped (SIGSTOP) at the last check
+    stopped_pids: tuple[int, ...] = ()  # processes that were suspended (SIGSTOP) at the last check
     num_restarts: int = 0  # within this rollout
     lost_event: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine is lost: requests to it end
     is_removed: bool = False  # from the pool

@@ -1,4 +1,7 @@
-"""Health checks of engines: a stopped or hung engine keeps its connections open, so requests alone cannot detect it."""
+"""Health checks of engines.
+
+A suspended (SIGSTOP) or hung engine keeps its connections open, so requests do not detect it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ class HealthMonitor:
     """Monitor that checks each engine every ``health.interval_s``.
 
     Between pushes the engine's scheduler must respond. A paused engine decodes nothing: during a push its server must
-    respond, and none of its processes may be stopped at two consecutive checks. A check interrupted by a push is repeated
-    immediately. An engine that has completed no request is first checked ``health.first_wait_s`` after its start.
+    respond, and none of its processes may be suspended at two consecutive checks. A check interrupted by a push is
+    repeated immediately. An engine that has completed no request is first checked ``health.first_wait_s`` after its
+    start.
     """
 
     def __init__(self, pool: EnginePool) -> None:

@@ -12,10 +12,11 @@ from slime_like.rollout.pool.engine_pool import EnginePool
 
 
 async def kv_metrics(pool: EnginePool) -> tuple[list[Metric], list[str]]:
-    """Return metrics of KV cache usage since the last call, and a warning per engine without a report.
+    """Return metrics of KV cache usage since the last call, and a warning for each engine that sent no report.
 
-    An engine that serves no requests is not queried, and one that does not respond within ``health.timeout_s`` is left to the
-    health checks. The metrics cover the other engines; ``rollout/kv_engines_without_report`` counts the missing ones.
+    An engine that serves no requests is not queried, and one that does not respond within ``health.timeout_s`` is left
+    to the health checks. The metrics cover the other engines; ``rollout/kv_engines_without_report`` counts the missing
+    ones.
     """
     replies = await asyncio.gather(*(_usage(pool, slot.client) for slot in pool.slots))
     usages = [reply for reply in replies if isinstance(reply, KvUsage)]

@@ -60,7 +60,7 @@ class PoolMemory:
             await asyncio.wait(running)
 
     async def _stop(self, slots: Sequence[EngineSlot]) -> None:
-        """Kill the processes of engines, which may still have device memory."""
+        """Kill the processes of engines, which may still hold device memory."""
 
         async def stop(slot: EngineSlot) -> None:
             with contextlib.suppress(EngineError):  # its actor is lost, and the server with it

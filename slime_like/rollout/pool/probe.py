@@ -42,7 +42,7 @@ class ScoredSequence:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Sequence of L tokens, the last R of which were sampled by the engine."""
+    """Sequence of L tokens. The engine sampled the last R of them."""
 
     token_ids: I32  # [L]
     logprobs: F32  # [R]
@@ -72,7 +72,7 @@ class ProbeScores:
         return tuple(ScoredSequence(*pair) for pair in zip(self.token_ids, experts, strict=True))
 
     def without_experts(self) -> ProbeScores:
-        """Return the same scores without experts to replay."""
+        """Return a copy that contains no experts to replay."""
         return replace(self, experts=(), continuations=tuple(replace(c, experts=None) for c in self.continuations))
 
 

@@ -26,7 +26,10 @@ class EngineFactory(Protocol):
     """Factory that starts and stops engines on any node. The index of an engine is in its name: ``engine 3``."""
 
     async def create(self, index: int) -> EngineSupervisor:
-        """Start an engine; return its supervisor once it responds. Raises ``EngineError`` or ``DeadlineExceeded``."""
+        """Start an engine; return its supervisor once it responds.
+
+        Raises ``EngineError`` or ``DeadlineExceeded`` if it does not start.
+        """
         ...
 
     async def end(self, index: int) -> None:
@@ -103,7 +106,10 @@ class PoolResizer:
         return sum(slot.loaded_version >= 0 and not slot.is_restarting for slot in self._pool.slots)
 
     def admit_proven(self, version: int) -> None:
-        """Let added engines with weights of ``version`` serve. Call it after the probe has compared them with the trainer."""
+        """Assign groups to added engines with weights of ``version`` from now on.
+
+        Call it after the probe has compared these engines with the trainer.
+        """
         for slot in self._pool.slots:
             if slot.loaded_version == version and not slot.is_restarting:
                 self._admit(slot, version)

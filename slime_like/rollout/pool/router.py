@@ -48,7 +48,7 @@ class EngineRouter:
 
     @property
     def no_engine_s(self) -> float:
-        """Total seconds without a serving engine."""
+        """Total seconds during which no engine served."""
         return self._no_engine_before_s + (
             0.0 if self._no_engine_since is None else time.monotonic() - self._no_engine_since
         )
@@ -142,7 +142,7 @@ class RequestCounts:
         self._requests += len(completions)
 
     def drain(self) -> list[Metric]:
-        """Return the metrics since the last call, with slime's names where slime has them."""
+        """Return the metrics since the last call. Metrics that slime has too have slime's names."""
         metrics: list[Metric] = []
         if self._prompt:
             metrics += [

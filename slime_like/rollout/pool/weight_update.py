@@ -46,10 +46,11 @@ class EngineWeightUpdate:
         self._is_open = False  # True while an update is neither resumed nor aborted
 
     async def begin(self) -> tuple[EngineAddress, ...]:
-        """Pause each engine and open its update; return the addresses of the participants. An update still open is discarded.
+        """Pause each engine and open its update; return the addresses of the participants.
 
-        Waits for a restart if no engine remains. When a push starts over, an engine may be unresponsive because it still waits
-        for an engine lost in the first attempt: it counts as stalled after ``health.timeout_s``.
+        An update still open is discarded. If no engine remains, this waits for a restart. When a push starts over, an
+        engine may be unresponsive because it still waits for an engine lost in the first attempt: it counts as stalled
+        after ``health.timeout_s``.
         """
         seconds = (
             self._pool.health.timeout_s if self._is_open and self._pool.health.on_stalled_engine != "wait" else None
@@ -82,7 +83,10 @@ class EngineWeightUpdate:
         self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
 
     async def resume(self, version: int) -> None:
-        """Resume decoding under ``version`` and let the engines serve. Raises ``EngineLost`` if no engine remains."""
+        """Resume decoding under ``version`` and assign groups to the engines.
+
+        Raises ``EngineLost`` if no engine remains.
+        """
         resume_results = await self._on_each(self._targets, EngineClient.resume)
         for target in resume_results:
             self._pool.admit(target.slot, version)
