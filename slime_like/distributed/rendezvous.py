@@ -38,7 +38,7 @@ def join_store(
 
 
 def register_scheme() -> None:
-    """Let ``torch.distributed.init_process_group`` of this process join a store by a URL of ``SCHEME``. Idempotent.
+    """Make ``torch.distributed.init_process_group`` of this process accept the URL of a store (``SCHEME``). Idempotent.
 
     With a URL of ``tcp://``, torch's master listens on every address of the machine.
     """

@@ -1,7 +1,8 @@
 """Comparison of the ring buffers of a node's ranks after a collective failed or hung.
 
-Torch-free: a rank reads the rings when its own op fails, the driver when a rank is dead or silent. Ops are compared by
-number: collectives are numbered per group, sends and receives per pair of ranks.
+A rank reads the rings when its own op fails. The driver reads them when a rank is dead or does not respond, so this
+module does not import torch. Ops are compared by number: collectives are numbered per group, sends and receives per
+pair of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CollectiveFinding:
     arrived: tuple[str, ...]
     absent: tuple[str, ...]
     mismatches: tuple[str, ...] = ()  # ranks that issued another op or size
-    lost_ranks: tuple[str, ...] = ()  # ranks that arrived and are now stopped or dead
+    lost_ranks: tuple[str, ...] = ()  # ranks that arrived and are now suspended (SIGSTOP) or dead
     unknown: tuple[int, ...] = ()  # ranks without a ring here, mostly those of other nodes: they may have arrived
 
     @property
@@ -57,7 +58,11 @@ class CollectiveFinding:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message: more than ``MAX_LISTED`` as ranges, too many ranges as the first ones and the last."""
+    """Format ranks for a message.
+
+    More than ``MAX_LISTED`` ranks are written as ranges. Of more than ``MAX_LISTED`` ranges, only the first ones and
+    the last are written.
+    """
     if len(ranks) <= MAX_LISTED:
         return ", ".join(map(str, ranks))
     starts = [i for i in range(len(ranks)) if i == 0 or ranks[i] != ranks[i - 1] + 1]
@@ -69,7 +74,7 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list[CollectiveFinding]:
-    """Return the suspicious ops, likeliest cause first; empty if all ranks issued the same ops and all of them succeeded."""
+    """Return the suspicious ops, likeliest cause first; empty if all ranks issued the same ops and all succeeded."""
     now = time.perf_counter_ns() if now_ns is None else now_ns
     result: list[CollectiveFinding] = []
     for role in sorted({name.rpartition("_rank")[0] for name in readings}):
@@ -198,7 +203,10 @@ def missing_ranks(readings: Mapping[str, Reading], ranks: Iterable[int], role: s
 
 
 def report(folder: Path | None) -> str:
-    """Return the findings in a folder of rings as text, likeliest cause first; empty without findings or a folder."""
+    """Return the findings in a folder of rings as text, likeliest cause first.
+
+    The text is empty if there are no findings, or no folder.
+    """
     if folder is None or not folder.is_dir():
         return ""
     return "\n".join(str(finding) for finding in findings(read_rings(folder)))

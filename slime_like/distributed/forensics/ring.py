@@ -1,7 +1,8 @@
 """Ring buffer of a rank's last collectives, in memory that other processes of the node can read after a hang or crash.
 
-A ring is a file in ``/dev/shm`` that its rank has mapped: an op is recorded by two writes to memory, without a system call.
-``slime_like.distributed.forensics.report`` reads it. Torch-free, because the driver reads rings too.
+A ring is a file in ``/dev/shm`` that its rank has mapped: an op is recorded by two writes to memory, without a system
+call. ``slime_like.distributed.forensics.report`` reads it. This module does not import torch, because the driver reads
+rings too.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ NO_PEER = -2
 
 
 def process_state(pid: int, start_ticks: int) -> str:
-    """Return the state of the process with this id and start time: running, stopped or dead."""
+    """Return the state of the process with this id and start time: running, stopped (suspended by SIGSTOP) or dead."""
     state, since = _stat(pid)
     return (
         {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "running")

@@ -1,4 +1,7 @@
-"""Table and guard policy derived from the memory that each op took on each rank (``guard.profile``). Torch-free."""
+"""Table and guard policy derived from the memory that each op took on each rank (``guard.profile``).
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

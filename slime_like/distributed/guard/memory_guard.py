@@ -50,7 +50,7 @@ class Guard:
     def check(self, counter: Counter, now: int) -> None:
         """Act on a request of another rank; query free memory if the op's policy requires it; act on a shortage.
 
-        Sets ``counter.check_at``. Raises ``MemoryShortage`` if the action is ``raise``.
+        Set ``counter.check_at``. Raises ``MemoryShortage`` if the action is ``raise``.
         """
         if self.symmetric_actions is not None and (action := self.symmetric_actions.next_action()):
             self._act(counter, action, f"requested by another rank ({self.source.name} memory)")
@@ -66,7 +66,7 @@ class Guard:
                 self._query(counter, policy)
 
     def _should_query(self, counter: Counter, schedule: QuerySchedule, now: int) -> bool:
-        """Return True if a query is due under ``auto``. Runs a cheap check first if one is due."""
+        """Return True if a query is due under ``auto``. Run a cheap check first if one is due."""
         if schedule.next_reading_at <= now < schedule.next_query_at:
             start_ns = time.perf_counter_ns()
             process_bytes = self.source.process_bytes()
@@ -93,7 +93,10 @@ class Guard:
         return schedule
 
     def _query(self, counter: Counter, policy: MemoryPolicy) -> None:
-        """Query free memory, update the schedule, and act on a shortage."""
+        """Query free memory, update the schedule, and act on a shortage.
+
+        Raises ``MemoryShortage`` if the action is ``raise``.
+        """
         start_ns = time.perf_counter_ns()
         num_free, threshold = self.source.free(), policy.threshold.in_bytes(self.source.total)
         short = num_free < threshold
@@ -118,7 +121,7 @@ class Guard:
             self._act(counter, policy.action, f"threshold {policy.threshold}")
 
     def _act(self, counter: Counter, action: str, reason: str) -> None:
-        """Perform ``action`` on this rank."""
+        """Perform ``action`` on this rank. Raises ``MemoryShortage`` if it is ``raise``."""
         start_ns, free_before = time.perf_counter_ns(), self.source.free()
         counter.shortages += 1
         match action:

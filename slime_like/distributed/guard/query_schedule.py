@@ -64,7 +64,10 @@ class QuerySchedule:
         self._schedule_query(now)
 
     def record_cheap_check(self, now: float, cost: float, process_bytes: int) -> None:
-        """Record a cheap check at ``now`` that took ``cost``. Schedules a query now if ``process_bytes`` grew too much."""
+        """Record a cheap check at ``now`` that took ``cost``.
+
+        Schedule a query now if ``process_bytes`` grew too much.
+        """
         self._update_balance(now, cost)
         self._check_cost = max(cost, COST_DECAY * self._check_cost)
         self._update_growth_rate(now, process_bytes)

@@ -49,7 +49,10 @@ class SymmetricActions:
 
     # ---- on this node ------------------------------------------------------------------------------------------------
     def watch_with(self, native_ring: Any) -> None:
-        """Let the hot path in C, not ``Guard.check``, compare the word with ``native_ring.last_request`` before each op."""
+        """Make the hot path in C compare the word with ``native_ring.last_request`` before each op.
+
+        ``Guard.check`` then does not compare it.
+        """
         native_ring.watch(self.memory)
         self._native_ring = native_ring
         self._set_last_word(self._last_word)

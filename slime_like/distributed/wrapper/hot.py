@@ -1,6 +1,6 @@
 """The hot path in C (``csrc/hot.c``), compiled once per machine and user if there is a compiler.
 
-Each object of the extension handles plain calls and passes all others to the equivalent Python function
+Each object of the extension handles the usual calls and passes all others to the equivalent Python function
 (``wrapper.op_wrappers``). Remove when torch offers hooks that are as cheap.
 """
 

@@ -75,7 +75,10 @@ def remove() -> None:
 
 
 def _remove(*, replaced: bool) -> None:
-    """Remove the wrapper. ``replaced``: the caller installs another one, which takes over the reloadable groups."""
+    """Remove the wrapper. ``replaced``: the caller installs another one, which takes over the reloadable groups.
+
+    Raises the error of ``remove``.
+    """
     global _patches, _watchdog
     reload.check_removable(current(), replaced=replaced)
     if _watchdog is not None:
@@ -95,7 +98,7 @@ def current() -> Wrapper | None:
 def phase(name: str) -> Generator[None]:
     """Assign the collectives of the block to a phase of the run, such as step, push or save.
 
-    Rebuilds released communicators first.
+    Communicators that were released are rebuilt first. If there are any, every rank must enter the block.
     """
     wrapper = current()
     if wrapper is None:

@@ -88,7 +88,7 @@ reloadables: dict[Any, Reloadable] = {}  # by ProcessGroup, in order of creation
 
 
 def install_releasable_backends() -> list[tuple[str, Any]]:
-    """Let torch create groups with releasable backends from now on. Return the argument of ``restore``."""
+    """Make torch create groups with releasable backends from now on. Return the argument of ``restore``."""
     originals: list[tuple[str, Any]] = []
     for name in NAMES:
         c10d.Backend._ensure_backend_registered(name)
@@ -103,13 +103,16 @@ def install_releasable_backends() -> list[tuple[str, Any]]:
 
 
 def restore(originals: list[tuple[str, Any]]) -> None:
-    """Let torch create groups without releasable backends from now on."""
+    """Make torch create groups with its own backends again. ``originals`` is from ``install_releasable_backends``."""
     for name, plugin in originals:
         c10d.Backend._plugins[name] = plugin
 
 
 def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a creator of releasable backends, plain ones for groups split from another or with outside processes."""
+    """Return a function that creates releasable backends.
+
+    For groups that were split from another, or that contain outside processes, it creates torch's own backends.
+    """
 
     def create(request: Any, options: Any) -> Any:
         foreign = not request.global_ranks_in_group and dist.is_initialized()
@@ -133,7 +136,7 @@ def target(group: Any) -> Any:
 
 
 def _create_live_group(group: Any, reloadable: Reloadable) -> Any:
-    """Return a group with the live backends of ``group``. Does not communicate."""
+    """Return a group with the live backends of ``group``. Its creation does not communicate."""
     live_group: Any = dist.ProcessGroup(group.get_group_store(), group.rank(), group.size())
     config = c10d.BackendConfig(c10d.Backend(c10d._world.pg_backend_config[group]))
     kinds = c10d.Backend.backend_type_map

@@ -144,7 +144,7 @@ class Wrapper:
 
     @property
     def composite_thread(self) -> int:
-        """Id of the thread that is in a composite function, or 0."""
+        """Id of the thread that is in a composite function (one that issues several ops), or 0."""
         return self._composite_thread if self.native_ring is None else self.native_ring.composite_thread
 
     @composite_thread.setter
@@ -194,7 +194,7 @@ class Wrapper:
 
     @contextlib.contextmanager
     def in_composite(self, counter: Counter, index: int, start_ns: int) -> Generator[None]:
-        """Run the composite function of ``counter``, whose ops on this thread are not guarded."""
+        """Run the function of ``counter``, which issues several ops. Its ops on this thread are not guarded."""
         outer, self.composite_thread = self.composite_thread, get_ident()
         try:
             yield
