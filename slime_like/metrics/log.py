@@ -88,7 +88,7 @@ def read_retained_lines(path: Path, last_step: int) -> RetainedLines:
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
-    """Pop field ``name`` of a line as a number."""
+    """Pop field ``name`` of a line as a number. Raises ``ValueError`` if it is missing or not a number."""
     value = fields.pop(name, None)
     try:
         return typed(value, float)

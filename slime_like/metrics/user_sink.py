@@ -1,4 +1,4 @@
-"""Sinks by name or path (``metrics.sinks``). Errors in user code name the config key and the line."""
+"""Sinks by name or import path (``metrics.sinks``). Errors in user code name the config key and the line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ KEY = "metrics.sinks"
 
 
 def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
-    """Construct the sink ``name``. Raises ``ConfigError`` if a user sink raises or lacks a method."""
+    """Construct the sink ``name``.
+
+    Raises ``ConfigError`` if a user sink's constructor raises an error or it lacks a method.
+    """
     factory = resolve(KEY, name, SINKS)
     if name in SINKS:
         return factory(config, context)
@@ -33,7 +36,7 @@ def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
 
 @dataclass(frozen=True, slots=True)
 class UserSink:
-    """Sink given by a path. Each method raises ``UserCodeError`` if the user's method raises."""
+    """Sink given by an import path. Each method raises ``UserCodeError`` if the user's method raises an error."""
 
     name: str
     sink: Sink

@@ -35,7 +35,10 @@ def cells(values: Mapping[str, float]) -> list[str]:
 
 
 def evaluations(values: Mapping[str, float]) -> dict[str, float]:
-    """Return dataset -> score of a step: ``eval/<dataset>``, but not ``eval/<dataset>-...`` or ``eval/<dataset>/...``."""
+    """Return the score of each dataset in a step.
+
+    It is the metric ``eval/<dataset>``, but not ``eval/<dataset>-...`` or ``eval/<dataset>/...``.
+    """
     scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     return {
         name: value

@@ -15,11 +15,11 @@ from slime_like.util.reading import InputFile, abbreviate, reason
 
 
 class WandbSink:
-    """Sink that sends curves and settings to wandb, or stores them offline without an API key. It sends no prompts or responses.
+    """Sink that sends curves and settings to wandb, or stores them offline if there is no API key.
 
-    The run folder stores the id of the wandb run, which a resumed run continues (``WANDB_RUN_ID`` takes precedence). The step
-    is logged as a metric and used as the x axis, because a resumed run repeats the steps after its checkpoint, and wandb
-    drops rows with an internal step that it already has.
+    It sends no prompts or responses. The run folder stores the id of the wandb run, which a resumed run continues
+    (``WANDB_RUN_ID`` takes precedence). The step is logged as a metric and used as the x axis, because a resumed run
+    repeats the steps after its checkpoint, and wandb drops rows with an internal step that it already has.
     """
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:
@@ -60,7 +60,10 @@ class WandbSink:
 
 
 def _wandb_id(path: Path, *, resumed: bool) -> str:
-    """Return the wandb id of this run and store it: ``WANDB_RUN_ID``, the stored id of a resumed run, or a new id."""
+    """Return the wandb id of this run and store it: ``WANDB_RUN_ID``, the stored id of a resumed run, or a new id.
+
+    Raises ``ConfigError`` if the stored id is not valid, or the id cannot be stored.
+    """
     stored_id = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
     if stored_id and not re.fullmatch(r"[\w-]{1,64}", stored_id):
         raise ConfigError(
