@@ -1,4 +1,4 @@
-"""Compilation of ``csrc`` into the library that replaces CUDA's. Torch-free."""
+"""Compilation of ``csrc`` into the library that replaces CUDA's. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -67,9 +67,10 @@ def recipe() -> Recipe:
 
 
 def library() -> Path:
-    """Return the path of the library, ``libcuda.so.1``, compiled if not cached. Its folder also has NVML and ``nvidia-smi``.
+    """Return the path of the library, ``libcuda.so.1``, compiled if not cached.
 
-    Raises ``ConfigError`` if a C compiler or CUDA's headers are missing.
+    Its folder also contains NVML and ``nvidia-smi``. Raises ``ConfigError`` if a C compiler or CUDA's headers are
+    missing.
     """
     try:
         built = c_build.build(recipe()).path
