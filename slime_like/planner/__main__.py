@@ -142,7 +142,10 @@ def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def _static(text: str) -> tuple[float | None, bool]:
-    """Parse ``--static``; return the fraction (None: to be computed) and whether it is to be the highest possible."""
+    """Parse ``--static``; return the fraction (None: to be computed) and whether it is to be the highest possible.
+
+    Raises ``ConfigError`` on other text.
+    """
     if text in ("default", "most"):
         return None, text == "most"
     try:

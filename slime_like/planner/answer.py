@@ -84,7 +84,7 @@ class Change:
 
 
 def answer(shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload) -> EngineAnswer:
-    """Return memory, batch and throughput of one layout. Raises ``ConfigError`` if it is impossible."""
+    """Return memory, batch and throughput of one layout. Raises ``ConfigError`` if the layout is impossible."""
     memory = engine_memory(shape, settings, hardware)
     steady = throughput(shape, settings, hardware, workload)
     return EngineAnswer(settings, memory, memory.requests(workload.cached_tokens), steady)

@@ -73,7 +73,10 @@ class _Fields:
     file: InputFile
 
     def count(self, *names: str) -> int:
-        """Return the value of the first of ``names`` that is set; raise unless it is a positive integer."""
+        """Return the value of the first of ``names`` that is set.
+
+        Raises ``CheckpointError`` unless it is a positive integer.
+        """
         number = self.optional(*names)
         if number == 0:
             name = next((name for name in names if self.values.get(name) is not None), None)
@@ -82,7 +85,10 @@ class _Fields:
         return number
 
     def optional(self, *names: str) -> int:
-        """Return the value of the first of ``names`` that is set, 0 if none is; raise unless it is an integer of 0 or more."""
+        """Return the value of the first of ``names`` that is set; 0 if none is set.
+
+        Raises ``CheckpointError`` unless it is an integer of 0 or more.
+        """
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
             return 0
@@ -140,7 +146,10 @@ def _attention(fields: _Fields) -> Attention:
 
 
 def _head_dim(fields: _Fields, heads: int) -> int:
-    """Return ``head_dim``, by default ``hidden_size / num_attention_heads``."""
+    """Return ``head_dim``, by default ``hidden_size / num_attention_heads``.
+
+    Raises ``CheckpointError`` if hidden_size is below num_attention_heads and there is no head_dim.
+    """
     if fields.values.get("head_dim") is not None:
         return fields.count("head_dim")
     hidden = fields.count("hidden_size")

@@ -265,7 +265,10 @@ REFUSED = {"DeepSeek-V3.2": "deepseek_v32", "GLM-4.7-Flash": "glm4_moe_lite", "G
 
 
 def refused_type(name: str) -> str | None:
-    """Return the model_type of the public model that ``name`` (a path or owner/name) ends with, if it is in ``REFUSED``."""
+    """Return the model_type of an unsupported public model.
+
+    ``name``, a path or owner/name, ends with the name of the model. None if it is not in ``REFUSED``.
+    """
     last = Path(name).name.lower()
     return next((kind for model, kind in REFUSED.items() if last.startswith(model.lower())), None)
 
@@ -281,7 +284,7 @@ def table_config(name: str) -> dict[str, Any] | None:
 
 
 def find_shape(flag: str, name: str) -> ModelShape:
-    """Return the shape of the model in a folder with a config.json, or of a model of the table.
+    """Return the shape of the model in a folder with a config.json, or of a model in the planner's table.
 
     Raises ``ConfigError`` naming ``flag`` if ``name`` is neither, or a model that is not supported.
     """

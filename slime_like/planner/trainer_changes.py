@@ -41,7 +41,9 @@ def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[Tr
     s = settings
     if s.recompute != "full":
         yield _change(s, recompute="full")
-    elif s.recompute_method == "uniform":  # another method has no effect without recompute, so a run with it is refused
+    elif (
+        s.recompute_method == "uniform"
+    ):  # another method has no effect without recompute, so a run with it is rejected
         yield _change(s, recompute="none")
     if s.dtype == "bfloat16" and s.distributed_optimizer and s.offload < 1:
         yield _change(s, offload=1.0)
