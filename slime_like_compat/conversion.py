@@ -33,8 +33,8 @@ class Conversion:
 def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project: str, sign: str) -> TrainConfig:
     """Return the configuration of a converted job.
 
-    Raises ``ConfigError`` with ``hint`` and the settings of the job that set the refused keys, each with ``sign`` before
-    its value.
+    Raises ``ConfigError`` if it cannot be composed. The message contains ``hint`` and the settings of the job that set
+    the rejected keys, each with ``sign`` before its value.
     """
     try:
         return load_config(overrides, files=False, machine=False, code=False)
@@ -62,7 +62,7 @@ def save_conversion(mapped: Mapped, launch: Launch, path: Path, project: str, *,
 
 
 def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) -> dict[str, str]:
-    """Return the assignments given with ``flag``: name -> value. ``dotted`` allows dots in names.
+    """Return the assignments given with ``flag``, a dict from names to values. ``dotted`` allows dots in names.
 
     Raises ``ConfigError`` for a text that is not an assignment.
     """

@@ -72,7 +72,10 @@ def _algorithm(flags: FlagValues) -> Iterator[str]:
 
 
 def _loss(flags: FlagValues) -> Iterator[str]:
-    """Yield the overrides of --loss-type and the two flags of supervised fine-tuning."""
+    """Yield the overrides of --loss-type and the two flags of supervised fine-tuning.
+
+    Raises ``ConfigError`` if a value or a combination of these flags is not supported.
+    """
     kind = _last(flags, "--loss-type") or "policy_loss"
     if kind not in ("policy_loss", "custom_loss", "sft_loss"):
         raise ConfigError(
@@ -127,7 +130,10 @@ def _batches(flags: FlagValues) -> Iterator[str]:
 
 
 def _dp_attention(flags: FlagValues) -> Iterator[str]:
-    """Yield the override of SGLang's data parallel attention within an engine."""
+    """Yield the override of SGLang's data parallel attention within an engine.
+
+    Raises ``ConfigError`` if --sglang-dp-size is above 1 and --sglang-enable-dp-attention is missing.
+    """
     text = _last(flags, "--sglang-dp-size") or _last(flags, "--sglang-data-parallel-size")
     size = integer("--sglang-dp-size", text) if text is not None else 1
     if size > 1 and "--sglang-enable-dp-attention" not in flags:
@@ -161,7 +167,10 @@ def _routing_replay(flags: FlagValues) -> Iterator[str]:
 
 
 def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:
-    """Yield the overrides of distillation, in which slime adds a teacher's term to the advantages of an estimator."""
+    """Yield the overrides of distillation, in which slime adds a teacher's term to the advantages of an estimator.
+
+    Raises ``ConfigError`` if the teacher or the estimator is not supported.
+    """
     kind = _last(flags, "--opd-type")
     if kind != "megatron":
         raise ConfigError(f"--opd-type {kind}: the teacher runs on Megatron ranks; give --opd-type megatron")
@@ -176,7 +185,8 @@ def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:
 def _load(path: str, save: str | None) -> str:
     """Return the override of --load, which is run.resume=auto if --save names the same folder, as in slime.
 
-    A folder that contains only weights, as written by slime's converters, sets the initial weights.
+    A folder that contains only weights, as written by slime's converters, sets the initial weights. Raises
+    ``ConfigError`` if the folder cannot be read.
     """
     try:
         source = megatron_folder(Path(path))
@@ -193,9 +203,10 @@ def _last(flags: FlagValues, flag: str) -> str | None:
 
 
 def _engines(flags: FlagValues) -> Iterator[str]:
-    """Yield the override of the number of engines and, without --colocate, that of the split placement.
+    """Yield the override of the number of engines and, if --colocate is not given, that of the split placement.
 
-    Yields nothing if the flags do not determine the number of slime's rollout GPUs.
+    There are none if the flags do not determine the number of slime's rollout GPUs. Raises ``ConfigError`` if that
+    number is not a multiple of the GPUs of an engine.
     """
     gpus_per_engine = count("--rollout-num-gpus-per-engine", _last(flags, "--rollout-num-gpus-per-engine") or "1")
     gpus, nodes = _last(flags, "--rollout-num-gpus"), _last(flags, "--actor-num-nodes") or "1"

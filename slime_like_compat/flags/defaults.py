@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SlimeDefault:
-    """Behaviour of slime without ``flag``.
+    """Behaviour of slime if ``flag`` is not given.
 
     ``override`` is the equivalent value of ``key`` in Hydra's grammar; None keeps our default.
     """

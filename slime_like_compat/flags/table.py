@@ -31,7 +31,7 @@ SLIME_FILTERS = {
 
 
 def integer(flag: str, text: str) -> int:
-    """Parse a whole number of 64 bits. Raises ``ConfigError`` naming ``flag`` for other text, as do the other converters."""
+    """Parse a whole number of 64 bits. Raises ``ConfigError`` naming ``flag`` on other text."""
     try:
         value = int(text)
     except ValueError:
@@ -42,14 +42,14 @@ def integer(flag: str, text: str) -> int:
 
 
 def count(flag: str, text: str) -> int:
-    """Parse a whole number above 0."""
+    """Parse a whole number above 0. Raises ``ConfigError`` naming ``flag`` on other text."""
     if (value := integer(flag, text)) < 1:
         raise ConfigError(f"{flag} {text}: expected 1 or more")
     return value
 
 
 def number(flag: str, text: str) -> float:
-    """Parse a number."""
+    """Parse a number. Raises ``ConfigError`` naming ``flag`` on other text."""
     try:
         return float(text)
     except ValueError:
@@ -57,14 +57,17 @@ def number(flag: str, text: str) -> float:
 
 
 def word(flag: str, text: str) -> str:
-    """Return ``text``, which must not be empty."""
+    """Return ``text``. Raises ``ConfigError`` naming ``flag`` if it is empty."""
     if not text:
         raise ConfigError(f"{flag} is empty: give a name or path")
     return text
 
 
 def one_of(*choices: str, **renamed: str) -> Convert:
-    """Return a converter that accepts ``choices``, and the keys of ``renamed``, which it translates to their names here."""
+    """Return a converter that accepts ``choices``, and the keys of ``renamed``, which it converts to their values.
+
+    The converter raises ``ConfigError`` naming the flag on other text.
+    """
 
     def convert(flag: str, text: str) -> str:
         if text not in (*choices, *renamed):
@@ -75,7 +78,10 @@ def one_of(*choices: str, **renamed: str) -> Convert:
 
 
 def dotted(flag: str, text: str) -> str:
-    """Return slime's ``package.module.function``, or our ``package.module:function``, as the latter."""
+    """Convert slime's ``package.module.function``, or our ``package.module:function``, to our form.
+
+    Raises ``ConfigError`` naming ``flag`` on other text.
+    """
     module, colon, name = text.partition(":") if ":" in text else text.rpartition(".")
     if not (module and colon and name):
         raise ConfigError(f"{flag} {text}: expected a dotted path such as my_package.my_module.my_function")
@@ -83,12 +89,18 @@ def dotted(flag: str, text: str) -> str:
 
 
 def group_filter(flag: str, text: str) -> list[str]:
-    """Return one group filter: slime's own by its name here, any other as a dotted path."""
+    """Return one group filter: slime's own by its name here, any other as an import path.
+
+    Raises the error of ``dotted``.
+    """
     return [SLIME_FILTERS.get(text) or dotted(flag, text)]
 
 
 def attention(flag: str, text: str) -> str:
-    """Return ``model.attention`` for a backend of Megatron: never ``te``, because TransformerEngine selects its own kernel."""
+    """Return ``model.attention`` for a backend of Megatron. Raises ``ConfigError`` naming ``flag`` on other text.
+
+    It is never ``te``, because TransformerEngine selects its own kernel.
+    """
     backend = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
     if backend is None:
         raise ConfigError(
@@ -99,7 +111,7 @@ def attention(flag: str, text: str) -> str:
 
 
 def mebibytes(flag: str, text: str) -> float:
-    """Convert slime's number of bytes to MiB."""
+    """Convert slime's number of bytes to MiB. Raises the error of ``integer``."""
     return integer(flag, text) / 2**20
 
 

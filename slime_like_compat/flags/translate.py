@@ -81,13 +81,13 @@ def translate(argv: Sequence[str]) -> Command:
 
 
 def flag_of(key: str) -> str | None:
-    """Return the flag that sets ``key``, or None."""
+    """Return the flag that sets ``key``; None if there is none."""
     simple = [flag for table in (VALUES, LISTS, SWITCHES) for flag, (target, _) in table.items() if target == key]
     return next(iter([*simple, *(flag for flag, targets in COMBINED.items() if key in targets)]), None)
 
 
 def known_flags() -> list[str]:
-    """Return every flag accepted by name, without ``--sglang-*`` and Megatron's TransformerConfig fields."""
+    """Return every flag accepted by name, except ``--sglang-*`` and Megatron's TransformerConfig fields."""
     return [*ACTIONS, *VALUES, *LISTS, *SWITCHES, *COMBINED, *ALWAYS]
 
 
@@ -126,7 +126,7 @@ class _Tokens:
         return text
 
     def values(self, flag: str) -> list[str]:
-        """Consume and return one or more values of ``flag``."""
+        """Consume and return one or more values of ``flag``. Raises ``ConfigError`` if there is none."""
         texts = [self.value(flag)]
         while (text := self.optional_value()) is not None:
             texts.append(text)
@@ -134,7 +134,10 @@ class _Tokens:
 
 
 def _simple_overrides(flag: str, tokens: _Tokens) -> list[str]:
-    """Return the overrides of a flag that does not depend on other flags."""
+    """Return the overrides of a flag that does not depend on other flags.
+
+    Raises ``ConfigError`` if the flag or its value is unknown or not supported.
+    """
     if flag in VALUES:
         key, convert = VALUES[flag]
         return [f"{key}={render(convert(flag, tokens.value(flag)))}"]
@@ -167,7 +170,10 @@ def nearest_flag(flag: str) -> str:
 
 
 def _foreign_override(flag: str, name: str, root: str, tokens: _Tokens) -> str:
-    """Return the override of a flag of SGLang or Megatron in the mapping ``root``; a boolean flag needs no value."""
+    """Return the override of a flag of SGLang or Megatron in the mapping ``root``; a boolean flag needs no value.
+
+    Raises ``ConfigError`` if there is no such field, or another key sets it.
+    """
     table = foreign.table(foreign.ROOTS[root])
     aliases = {alias: key for key, entry in table.items() for alias in entry.get("flags", [])}
     key = aliases.get(f"--{name}", name.replace("-", "_"))

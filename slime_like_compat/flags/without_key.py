@@ -1,6 +1,6 @@
 """Flags of slime and Megatron without a key here: config.json of the model has the value, or the feature is missing.
 
-``table.REFUSED`` includes them. Flags in ``HARMLESS`` do not change a job; a script with any other of them is refused.
+``table.REFUSED`` includes them. Flags in ``HARMLESS`` do not change a job; a script with any other of them is rejected.
 """
 
 from __future__ import annotations

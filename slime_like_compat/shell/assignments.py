@@ -39,7 +39,10 @@ class Assignments:
                 self._expansions(item)
 
     def assign(self, item: Word | Array) -> None:
-        """Set ``NAME=word``, ``NAME+=word``, ``NAME[0]=word`` or an array; ignore a name without a value."""
+        """Set ``NAME=word``, ``NAME+=word``, ``NAME[0]=word`` or an array; ignore a name without a value.
+
+        Raises ``ConfigError`` if the index is ``MAX_WORDS`` or more.
+        """
         if isinstance(item, Array):
             if self.condition_text:
                 self.scope.taint(item.name, f"is set {self.condition_text}")

@@ -1,8 +1,8 @@
 """Arguments that a launch script passes to its training command, read without running the script.
 
-Assignments, arrays, ``source`` and the training command are read; no command is run. ``if``, ``case``, ``&&`` and ``||`` are
-followed if variables decide them, and variables of a subshell are dropped at its end. A variable that is set under any other
-condition, in a loop or in a function is unknown, and refused if an argument needs it.
+Assignments, arrays, ``source`` and the training command are read; no command is run. ``if``, ``case``, ``&&`` and
+``||`` are followed if variables decide them, and variables of a subshell are dropped at its end. A variable that is set
+under any other condition, in a loop or in a function is unknown; the script is rejected if an argument needs it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Launch:
     file_line: str
     sourced: tuple[Path, ...]
     skipped: tuple[str, ...]  # files skipped on request
-    commands: Mapping[str, int]  # other commands, not run: name -> count
+    commands: Mapping[str, int]  # number of times that each other command occurs, by name; they are not run
     environment: Mapping[str, str] = field(default_factory=dict[str, str])  # from --runtime-env-json
     notes: tuple[str, ...] = ()  # on files that were missing or read from another folder
 
@@ -75,7 +75,7 @@ def read_launch(
 
 
 def python_launcher(script: Path, text: str) -> str:
-    """Return the error message for a Python launcher of miles or slime, with a command line that prints its commands."""
+    """Return the error message for a Python launcher of miles or slime. It contains a line that prints its commands."""
     match = re.search(r"import ([\w.]+\.command_utils) as U", text)
     commands = match[1] if match else "miles.utils.external_utils.command_utils"
     patch = (

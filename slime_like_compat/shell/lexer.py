@@ -22,7 +22,10 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 
 
 def tokens(text: str, name: str) -> Iterator[Token]:
-    """Yield the tokens of ``text``, the script ``name``. Raises ``ConfigError``, for example for an open quote."""
+    """Yield the tokens of ``text``, the script ``name``.
+
+    Raises ``ConfigError`` if the text is too long or bash could not read it, for example because a quote is not closed.
+    """
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{name} has {len(text)} characters, more than {MAX_CHARS}: give the launch script alone")
     reader = _Lexer(text, name)
@@ -85,7 +88,10 @@ class _Lexer:
         return operator
 
     def _redirection(self, match: re.Match[str]) -> None:
-        """Skip a redirection; a here-document is skipped at the end of its line."""
+        """Skip a redirection; a here-document is skipped at the end of its line.
+
+        Raises ``ConfigError`` if it names no file.
+        """
         file_line, self.at = self.file_line, match.end()
         while self.at < len(self.text) and self.text[self.at] in _BLANK:
             self.at += 1
@@ -219,7 +225,10 @@ class _Lexer:
         return Part("text", "$", quoted)
 
     def _substitution(self, opening: int) -> str:
-        """Return the commands up to the parenthesis that closes ``$(`` or ``<(``."""
+        """Return the commands up to the parenthesis that closes ``$(`` or ``<(``.
+
+        Raises ``ConfigError`` if there is none, or commands are nested too deeply.
+        """
         file_line, self.at = self.file_line, self.at + opening
         start, depth = self.at, 0
         self.nesting += 1
@@ -235,7 +244,10 @@ class _Lexer:
         raise ConfigError(f"{file_line}: the $( that begins here has no closing parenthesis: add it")
 
     def _matching(self, opening: str, closing: str) -> int:
-        """Return the position after the ``closing`` that matches the ``opening`` here, past quotes and nested braces."""
+        """Return the position after the ``closing`` that matches the ``opening`` here, past quotes and nested braces.
+
+        Raises ``ConfigError`` if there is none.
+        """
         file_line, depth, at = self.file_line, 0, self.at
         a, b, min_depth = opening[0], closing[0], len(opening)
         while at < len(self.text):

@@ -45,7 +45,10 @@ class ScriptReader:
     starts: list[Start] = field(default_factory=list[Start])
 
     def read(self, script: Path) -> None:
-        """Read a file and the files it sources. Raises ``ConfigError`` with file and line if a part cannot be read."""
+        """Read a file and the files it sources.
+
+        Raises ``ConfigError`` with file and line if a part cannot be read, or if too many files are sourced.
+        """
         self.files.append(script)
         if len(self.files) > MAX_SOURCED:
             raise ConfigError(f"{script}: more than {MAX_SOURCED} files are sourced: leave some out with --skip FILE")

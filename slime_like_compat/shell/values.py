@@ -40,7 +40,7 @@ class Scope:
 
     user_values: Mapping[str, str]
     values: dict[str, tuple[Value, ...]] = field(default_factory=dict[str, tuple[Value, ...]])
-    unknown_reasons: dict[str, str] = field(default_factory=dict[str, str])  # name of an unknown variable -> reason
+    unknown_reasons: dict[str, str] = field(default_factory=dict[str, str])  # reasons by name of an unknown variable
     incomplete: bool = False  # a skipped file may set more variables
 
     @contextmanager
@@ -93,7 +93,11 @@ class Scope:
         return self.values.get(name)
 
     def expand(self, word: Word, script: Path) -> tuple[Value, ...]:
-        """Return the words that ``word`` expands to: unquoted values are split at blanks, arrays give a word per element."""
+        """Return the words that ``word`` expands to.
+
+        Unquoted values are split at blanks; arrays give a word per element. Raises ``ConfigError`` if ``word`` contains
+        braces that bash expands, or there are more than ``MAX_WORDS`` words.
+        """
         if any(part.kind == "text" and not part.quoted and _BRACES.search(part.text) for part in word.parts):
             raise ConfigError(f"{word.file_line}: braces that bash expands are not read: write the words out")
         words: list[Value] = []
@@ -193,7 +197,10 @@ class Scope:
         return Value("", file_line, f"{name} {problem}: give --set {name}=VALUE")
 
     def _positional(self, name: str, operation: str, position: WordPosition) -> tuple[Value, ...] | None:
-        """Return the value of ``$1``, ``$@``, ``$*`` or ``$#``; None for an unsupported form or without arguments."""
+        """Return the value of ``$1``, ``$@``, ``$*`` or ``$#``; None if the script does not set its arguments.
+
+        A form that is not supported has a problem.
+        """
         values = self.lookup(ARGUMENTS, position.file_line)
         if values is None or (operation and not name.isdigit()):
             return (

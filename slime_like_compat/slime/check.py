@@ -24,7 +24,10 @@ CLASSES = {
 
 
 def check_folder(folder: Path, *, variables: Mapping[str, str] | None = None) -> str:
-    """Return counts by class, and a line for each script in ``folder`` that starts training, as text."""
+    """Return counts by class, and a line for each script in ``folder`` that starts training, as text.
+
+    Raises ``ConfigError`` if there is no such script.
+    """
     scripts = [path for path in sorted([*folder.rglob("*.sh"), *folder.rglob("*.py")]) if _starts_training(path)]
     if not scripts:
         raise ConfigError(f"{folder} has no script that starts {' or '.join(TRAIN)}: give the folder of launch scripts")

@@ -116,7 +116,10 @@ def _keys_of(flags: Sequence[str]) -> set[str]:
 def _kept_flags(
     items: Sequence[FlagOccurrence], flags: Flags, drop: Sequence[str]
 ) -> tuple[list[FlagOccurrence], list[Row]]:
-    """Return the flags that a recipe can express, and a row for every flag."""
+    """Return the flags that a recipe can express, and a row for every flag.
+
+    Raises ``ConfigError`` if ``drop`` names a flag that the script does not give.
+    """
     if unknown_flags := sorted(set(drop) - {item.flag for item in items} - {*NEEDED, *ENVIRONMENT}):
         raise ConfigError(f"--drop {unknown_flags[0]}: the script does not give it: remove this --drop")
     kept_flags: list[FlagOccurrence] = []

@@ -36,14 +36,17 @@ def load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def start_checkpoint(flags: Flags) -> str | None:
-    """Return the checkpoint that the policy starts from; None for --hf-checkpoint."""
+    """Return the checkpoint that the policy starts from; None if it starts from --hf-checkpoint."""
     item = flags.by_name.get("--ref-load")
     verdict_note = ref_load(item, flags) if item is not None else None
     return item.text if item is not None and verdict_note is not None and verdict_note[0] == "mapped" else None
 
 
 def _model_name(path: str) -> str:
-    """Return the name of a model's folder, without the suffix of slime's converters."""
+    """Return the last part of a checkpoint's path in lower case, without the suffix of slime's converters.
+
+    Their names end with, for example, ``_torch_dist``.
+    """
     name = path.rstrip("/").rpartition("/")[2].lower()
     return re.sub(r"[-_](torch_dist|torch-dist|mcore|megatron|dist)$", "", name)
 

@@ -24,7 +24,10 @@ CLASSES = {
 
 
 def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Sequence[str]) -> str:
-    """Return counts by class, and a line for each script in ``folder`` that starts training, as text."""
+    """Return counts by class, and a line for each script in ``folder`` that starts training, as text.
+
+    Raises ``ConfigError`` if there is no such script.
+    """
     names = "|".join(re.escape(name) for name in (*PROGRAMS, *OTHERS))
     scripts = [path for path in sorted(folder.rglob("*.sh")) if may_contain(path, names)]
     if not scripts:

@@ -78,7 +78,7 @@ def map_evaluation(job: Job) -> None:
 
 
 def _paths_by_name(paths: list[str]) -> dict[str, str]:
-    """Return name -> path. The name is the file's, or its folder's if the file has a common name such as test."""
+    """Return ``paths`` by name. The name is the file's, or its folder's if the file has a common name such as test."""
     paths_by_name: dict[str, str] = {}
     for path in paths:
         parts = [part for part in Path(path.partition("@")[0].rpartition(".")[0] or "val").parts if part != "/"]

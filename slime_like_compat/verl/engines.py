@@ -15,7 +15,10 @@ _NODES, _GPUS = f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"
 
 
 def map_engines(job: Job, ranks: int) -> None:
-    """Set the keys of the engines of a job whose trainer has ``ranks`` GPUs."""
+    """Set the keys of the engines of a job whose trainer has ``ranks`` GPUs.
+
+    Raises ``ConfigError`` if the GPUs do not divide into engines, or the job's limits of staleness are not supported.
+    """
     tp = f"{ROLLOUT}.tensor_model_parallel_size"
     size = job.count(tp)
     job.set("rollout.tp", size, tp)
@@ -38,7 +41,10 @@ def map_engines(job: Job, ranks: int) -> None:
 
 
 def _run_ahead(job: Job) -> None:
-    """Set the placement and the staleness of rollouts that run during training."""
+    """Set the placement and the staleness of rollouts that run during training.
+
+    Raises ``ConfigError`` if the job allows no such rollout, or does not push weights once per rollout.
+    """
     job.set("placement.mode", "split", _MODE)
     max_lag = job.integer(_THRESHOLD) - 1
     num_ahead = min(job.integer(_WARMUP), max_lag)

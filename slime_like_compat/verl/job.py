@@ -55,7 +55,10 @@ class Job:
         return key in self.drop or (key in self.settings and not self.has(key))
 
     def value(self, key: str) -> Any:
-        """Return the value of ``key`` in the job, or verl's default. Adds a key with an unknown value to ``needed``."""
+        """Return the value of ``key`` in the job, or verl's default.
+
+        If the value is unknown, add ``key`` to ``needed``.
+        """
         if not self.has(key):
             return VALUES[key]
         setting = self.settings[key]
@@ -69,7 +72,7 @@ class Job:
         return self.has(key) and self.value(key) is not None
 
     def number(self, key: str) -> float:
-        """Return the value of ``key`` as a finite number."""
+        """Return the value of ``key`` as a number. Raises ``ConfigError`` unless it is a finite number."""
         value = self.value(key)
         if self._is_placeholder(key, value):
             return 1
@@ -78,21 +81,21 @@ class Job:
         return number
 
     def integer(self, key: str) -> int:
-        """Return the value of ``key`` as a whole number."""
+        """Return the value of ``key`` as a whole number. Raises ``ConfigError`` if it is not one."""
         value = self.number(key)
         if value != int(value):
             raise self.wrong(key, "is not a whole number")
         return int(value)
 
     def count(self, key: str) -> int:
-        """Return the value of ``key`` as a whole number above 0."""
+        """Return the value of ``key`` as a whole number above 0. Raises ``ConfigError`` if it is not one."""
         value = self.integer(key)
         if value < 1:
             raise self.wrong(key, "must be 1 or more")
         return value
 
     def pair(self, key: str) -> tuple[float, float]:
-        """Return the value of ``key`` as two numbers."""
+        """Return the value of ``key`` as two numbers. Raises ``ConfigError`` unless it is a list of two numbers."""
         value = self.value(key)
         if self._is_placeholder(key, value):
             return 0.5, 0.5
@@ -104,14 +107,14 @@ class Job:
                 raise self.wrong(key, "is not a pair of numbers, as in [0.9,0.999]")
 
     def switch(self, key: str) -> bool:
-        """Return the value of ``key`` as true or false; null is false."""
+        """Return the value of ``key`` as true or false; null is false. Raises ``ConfigError`` on any other value."""
         value = self.value(key)
         if value in (None, 0, 1) and not isinstance(value, float):
             return bool(value)
         raise self.wrong(key, "is neither true nor false")
 
     def text(self, key: str) -> str:
-        """Return the value of ``key`` as text: a name, a path or a number."""
+        """Return the value of ``key`` as text. Raises ``ConfigError`` unless it is a text or a number."""
         value = self.value(key)
         if self._is_placeholder(key, value):
             return ""
@@ -120,7 +123,10 @@ class Job:
         return text
 
     def texts(self, key: str) -> list[str]:
-        """Return the value of ``key`` as a list of texts: a single text as a list of one, null as an empty list."""
+        """Return the value of ``key`` as a list of texts: a single text as a list of one, null as an empty list.
+
+        Raises ``ConfigError`` on any other value.
+        """
         value = self.value(key)
         items = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
         texts = [text for item in items if (text := _text(item)) is not None]
@@ -143,12 +149,16 @@ class Job:
         )
 
     def needs(self, key: str, other_key: str, example: object) -> ConfigError:
-        """Return the error for ``key`` without ``other_key``, which verl needs together with it."""
+        """Return the error for a job that sets ``key`` but not ``other_key``, which verl needs together with it."""
         state = "null" if self.has(other_key) else "not given"
         return self.wrong(key, f"needs {other_key}, which is {state}: give {other_key}={format_value(example)}")
 
     def set(self, our_key: str, value: Any, key: str, note: str = "") -> None:
-        """Set ``our_key`` because of verl's ``key``, unless verl's default applies and equals ours."""
+        """Set ``our_key`` to ``value``, the translation of verl's ``key``, and add a row to the report.
+
+        Do nothing if the job does not set ``key`` and verl's default equals ours. A value of ``--with`` takes
+        precedence. Raises ``ConfigError`` if JSON cannot represent the value.
+        """
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:

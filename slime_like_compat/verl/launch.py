@@ -61,7 +61,10 @@ def read_verl(
 
 
 def _hydra_flags(launch: Launch) -> tuple[dict[str, Value], list[Value]]:
-    """Return the values of ``--config-name`` and Hydra's other flags, and the other words."""
+    """Return the values of ``--config-name`` and Hydra's other flags, and the other words.
+
+    Raises ``ConfigError`` if a flag has no value or is not one of Hydra's.
+    """
     flags: dict[str, Value] = {}
     other_words: list[Value] = []
     words = iter(launch.arguments)

@@ -88,7 +88,10 @@ def map_settings(
 def translate_settings(
     settings: Sequence[Setting], *, user_overrides: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Job:
-    """Translate key by key, without composing a configuration."""
+    """Translate key by key, without composing a configuration.
+
+    Raises ``ConfigError`` if ``drop`` names an unknown key, or a value cannot be translated.
+    """
     settings = [leaf for setting in settings for leaf in _leaves(setting)]
     user_keys = {text.partition("=")[0]: text for text in user_overrides}
     by_key = {setting.key: setting for setting in settings}

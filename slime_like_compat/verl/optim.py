@@ -9,7 +9,10 @@ from slime_like_compat.verl.job import Job
 
 
 def map_batches(job: Job) -> None:
-    """Set the keys of batches, steps and rollouts. verl counts mini-batches in prompts, and its step is a rollout."""
+    """Set the keys of batches, steps and rollouts. verl counts mini-batches in prompts, and its step is a rollout.
+
+    Raises ``ConfigError`` if the size of a mini-batch does not divide that of the batch.
+    """
     prompts, mini = job.count("data.train_batch_size"), job.count(f"{ACTOR}.ppo_mini_batch_size")
     if prompts % mini:
         raise job.wrong(f"{ACTOR}.ppo_mini_batch_size", f"does not divide data.train_batch_size={prompts}")
@@ -94,7 +97,10 @@ class Schedule:
 
 
 def schedule_of(job: Job, optim: str) -> Schedule:
-    """Return the schedule that the keys below ``optim`` describe, without keys that its shape does not read."""
+    """Return the schedule that the keys below ``optim`` describe, except keys that its shape does not read.
+
+    Raises ``ConfigError`` if the shape is wsd and its decay steps are missing.
+    """
     kind, style = f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style"
     key = kind if job.has(kind) and not job.has(style) else style
     shape = job.text(key).lower()
