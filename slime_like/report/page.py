@@ -44,7 +44,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'none'; form-ac
 
 
 def html(value: object) -> str:
-    """Escape a value for use as text or in an attribute: no markup, no control characters."""
+    """Escape markup and control characters of a value, for use as text or in an attribute."""
     return escape(visible(str(value)), quote=True)
 
 

@@ -45,7 +45,8 @@ class RunRecord:
 def read_record(folder: Path) -> RunRecord:
     """Read a run's folder. An incomplete last line, which a killed run can leave, is skipped with a note.
 
-    Raises ``DataError`` naming the file and any unreadable line.
+    Raises ``DataError`` if it is not a run's folder, or if a file or line cannot be read. The error names the file or
+    line.
     """
     path = folder / METRICS
     if not folder.is_dir():
@@ -60,7 +61,7 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a tree to dotted key -> value."""
+    """Flatten a tree of dicts to a dict from dotted key to value."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict) and value:

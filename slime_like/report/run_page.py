@@ -146,7 +146,7 @@ def _chart(record: RunRecord, title: str, metrics: Sequence[str]) -> str:
 
 
 def _estimated_entropy(record: RunRecord) -> str:
-    """Return a chart of the mean -log p of sampled tokens, which estimates the entropy if the loss does not compute it."""
+    """Return a chart of an estimate of the entropy: the mean -log p of sampled tokens. Empty if it was not recorded."""
     curve = [(step, -value) for step, value in record.curve("rollout/log_probs")]
     note = "estimated as minus the mean log-probability of sampled tokens"
     return chart(ENTROPY, [Series("entropy", curve)], unit="nats", note=note) if curve else ""
@@ -270,6 +270,6 @@ def _metrics(record: RunRecord) -> Iterator[str]:
 
 
 def tokenizer_folder(record: RunRecord) -> str | None:
-    """Return the folder of the run's tokenizer, if its configuration names one."""
+    """Return the folder of the run's tokenizer; None if its configuration names none."""
     folder = record.setting("model.hf_checkpoint")
     return folder if isinstance(folder, str) else None

@@ -25,7 +25,7 @@ class SampledRollout:
 def sampled_rollouts(folder: Path, max_rollouts: int = 3) -> list[SampledRollout]:
     """Return up to ``max_rollouts`` rollouts of a run's ``rollouts`` folder, evenly spaced.
 
-    Raises ``DataError`` naming an unreadable file.
+    Raises ``DataError`` naming the file if a file cannot be read.
     """
     matches = (re.fullmatch(r"rollout_(\d+)\.npz", path.name) for path in sorted(folder.glob("rollout_*.npz")))
     ids = [int(match[1]) for match in matches if match is not None]

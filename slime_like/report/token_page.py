@@ -49,7 +49,7 @@ COLUMNS = ("engine", "trainer", "difference", "advantage", "weight", "version", 
 
 
 def _tokens_of(sample: Sample, token_table: TokenTable | None, decode: Decode) -> Iterator[Token]:
-    """Yield the tokens of a sample, with the trainer's columns if ``token_table`` has the sample."""
+    """Yield the tokens of a sample, with the trainer's columns if ``token_table`` contains the sample."""
     first_row = _first_row(sample, token_table)
     for span in sample.spans:
         for index in range(span.start, span.stop):
@@ -95,7 +95,7 @@ def _facts(sample: Sample) -> str:
 
 
 def _first_row(sample: Sample, token_table: TokenTable | None) -> int | None:
-    """Return the index of a sample's first token in ``token_table``; None if the table does not have the sample."""
+    """Return the index of a sample's first token in ``token_table``; None if the table does not contain the sample."""
     if token_table is None:
         return None
     for index in np.flatnonzero(token_table.sample_ids == sample.sample_id):
