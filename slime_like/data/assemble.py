@@ -1,4 +1,4 @@
-"""Scored groups -> ``TrainBatch``: advantages, loss weights, optimizer steps, packed micro-batches per dp rank.
+"""Assembly of a ``TrainBatch``: advantages, loss weights, optimizer steps, packed micro-batches per dp rank.
 
 Decisions that define the loss:
 
@@ -38,9 +38,10 @@ from slime_like.types import F32, I32, UNTRAINED, Reward, Sample, SampleGroup, S
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Return the indices of ``lengths`` in ``parts`` lists, each ascending, with nearly equal sums of lengths.
 
-    Assigns each index, in descending order of length, to the list with the smallest sum (Graham 1969, LPT: the largest sum is
-    at most 4/3 of the optimum). Deterministic: of equal lengths, the one with the lower index is assigned first; of equal sums,
-    the list with fewer indices is chosen, then the first. No list is empty if there are at least ``parts`` lengths.
+    Each index, in descending order of length, is assigned to the list with the smallest sum (Graham 1969, LPT: the
+    largest sum is at most 4/3 of the optimum). The result is deterministic: of equal lengths, the one with the lower
+    index is assigned first; of equal sums, the list with fewer indices is chosen, then the first. No list is empty if
+    there are at least ``parts`` lengths.
 
     Example: ``balance([5, 4, 3, 2], 2) == [[0, 3], [1, 2]]``.
     """
@@ -57,7 +58,8 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence gets a separate row.
 
-    Puts each index, longest first, into the first row with enough space (Johnson 1973: at most 11/9 of the fewest rows + 1).
+    Each index, longest first, is put into the first row with enough space (Johnson 1973: at most 11/9 of the fewest
+    rows + 1).
 
     Example: ``first_fit_decreasing([3, 9, 4, 5], 8) == [[1], [0, 3], [2]]``.
     """
@@ -79,7 +81,7 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> list[list[int]]:
     """Split ``rows`` into ``num_rows``, always halving the row with the most tokens among rows of several sequences.
 
-    Returns fewer rows if no row with several sequences is left.
+    The result has fewer rows if no row with several sequences is left.
     """
     rows = [list(row) for row in rows]
     while len(rows) < num_rows:
@@ -226,7 +228,7 @@ def _step(columns: Sequence[SequenceColumns], spec: AssembleSpec, name: str) -> 
 
 
 def _token_weights(columns: Sequence[SequenceColumns], spec: AssembleSpec) -> list[float]:
-    """Return the weight per trained token of each sequence."""
+    """Return the weight per trained token of each sequence. Raises ``ConfigError`` if the aggregation is unknown."""
     tokens: Counter[tuple[int, int]] = Counter()
     for c in columns:
         tokens[c.episode] += c.num_trained

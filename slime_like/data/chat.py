@@ -19,7 +19,10 @@ Message = Mapping[str, Any]
 
 
 def check_messages(prompt: object) -> list[Message]:
-    """Return ``prompt`` as chat messages. Raises ``ValueError`` naming the problem."""
+    """Return ``prompt`` as chat messages.
+
+    Raises ``ValueError`` unless it is a non-empty list of dicts, each with a string for ``role`` and ``content``.
+    """
     if not isinstance(prompt, list) or not prompt:
         raise ValueError(f"is {abbreviate(cast(object, prompt))}; it must be a string or a list of chat messages")
     messages: list[Message] = []

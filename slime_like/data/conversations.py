@@ -48,8 +48,8 @@ class Conversations:
     def mark(self, messages: Sequence[Message], tools: object, location: str) -> MaskedTokens:
         """Return the tokens of ``messages``, with a mask of the tokens that are trained on.
 
-        Raises ``DataError`` naming ``location`` if the template refuses the messages or no assistant turn is trained on, and
-        ``ConfigError`` for an unsuitable tokenizer.
+        Raises ``DataError`` naming ``location`` if the template rejects the messages or no assistant turn is trained
+        on, and ``ConfigError`` if the tokenizer or its chat template is unsuitable.
         """
         require_template(self.tokenizer, "a conversation")
         pieces = (
@@ -88,7 +88,10 @@ class Conversations:
         return pieces
 
     def _frame(self) -> tuple[int, str]:
-        """Return the length of the text that the template writes before the first turn, and its generation prompt."""
+        """Return the length of the text that the template writes before the first turn, and its generation prompt.
+
+        Raises ``ConfigError`` if the template omits a message.
+        """
         user_turn = {"role": "user", "content": PLACEHOLDER}
         two_turns = self._render([user_turn, user_turn], "data.conversation=turns")
         first, second = two_turns.find(PLACEHOLDER), two_turns.rfind(PLACEHOLDER)

@@ -21,7 +21,7 @@ class Demonstrations:
 
     Rows are tokenised once. ``source`` keeps the cursor. The constructor raises ``DataError`` for a row that has
     neither a label nor a trained assistant turn, is longer than the context, or is refused by the template, and
-    ``ConfigError`` for an unsuitable tokenizer, for example one without an end-of-sequence token.
+    ``ConfigError`` if the tokenizer is unsuitable, for example because it has no end-of-sequence token.
     """
 
     def __init__(

@@ -82,7 +82,10 @@ def digest(columns: Mapping[str, Any]) -> str:
 
 
 def check_digest(columns: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if columns do not match their digest. Columns without digest (older versions) are valid."""
+    """Raise ``ValueError`` if columns do not match their digest.
+
+    Columns that have no digest (older versions) are valid.
+    """
     if DIGEST in columns and str(columns[DIGEST]) != digest(columns):
         raise ValueError("its columns do not match its digest")
 
@@ -130,7 +133,10 @@ def load_groups(path: Path) -> tuple[SampleGroup, ...]:
 
 
 def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
-    """Return the groups in a file's arrays. Raises ``ValueError``, ``KeyError`` or ``AssertionError`` if inconsistent."""
+    """Return the groups in a file's arrays.
+
+    Raises ``ValueError``, ``KeyError`` or ``AssertionError`` if the arrays are inconsistent.
+    """
     values = parse_json(str(columns["header"]))
     file_format = values.get("format") if isinstance(values, dict) else None
     if file_format != FORMAT:
@@ -203,7 +209,10 @@ def _reward_entry(reward: Reward) -> list[Any]:
 
 
 def _extras(columns: Mapping[str, Any], num_samples: int) -> dict[int, dict[str, Any]]:
-    """Return sample index -> extra arrays, for a file of ``num_samples`` samples."""
+    """Return the extra arrays of each sample, as a dict from sample index to a dict from name to array.
+
+    Raises ``ValueError`` if an array belongs to none of the ``num_samples`` samples of the file.
+    """
     extras: dict[int, dict[str, Any]] = {}
     for key in columns:
         kind, _, path = key.partition("/")

@@ -72,10 +72,10 @@ def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
 
 
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
-    """Return the injected faults and the recoveries of a run, before and after resumes; empty without a file.
+    """Return the injected faults and the recoveries of a run, before and after resumes; empty if the run has no file.
 
     A loss has a record from when it was noticed and another one from when it was resolved; the newest one is returned.
-    Raises ``DataError`` naming an unreadable line.
+    Raises ``DataError`` naming the line if a line cannot be read.
     """
     injections: list[InjectedFault] = []
     recoveries: list[Recovery] = []

@@ -43,7 +43,8 @@ class DataFile:
     def open(cls, key: str, spec: str) -> DataFile:
         """Return the file and row range given by ``spec``, the value of config key ``key``: ``path`` or ``path@[a:b]``.
 
-        Raises ``DataError`` if the file is missing, of another type or empty, or the slice is empty.
+        Raises ``DataError`` if the file is missing, empty or not one of ``SUFFIXES``, or if the slice is malformed or
+        empty.
         """
         match = SLICE.match(spec)
         if match is None and "@[" in spec:

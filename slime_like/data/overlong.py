@@ -13,10 +13,10 @@ from slime_like.types import UNTRAINED, Sample, SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """Length penalty: 0 up to ``max_len - buffer_len`` response tokens, then growing linearly to ``factor`` at
-    ``max_len``.
+    """Length penalty: 0 up to ``max_len - buffer_len`` response tokens, and ``factor`` at ``max_len``.
 
-    Filters, dumps and ``rollout/raw_reward`` see the reward without the penalty.
+    It grows linearly in between. Filters, dumps and ``rollout/raw_reward`` use the reward before the penalty is
+    subtracted.
     Source: DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.
 
     Example: ``OverlongPenalty(100, 20, 1.0)`` subtracts 0.5 at 90 tokens and 1 at 100.
@@ -36,7 +36,7 @@ class OverlongPenalty:
         return [replace(group, samples=tuple(self._penalise(sample) for sample in group.samples)) for group in groups]
 
     def metrics(self, groups: Sequence[SampleGroup]) -> list[Metric]:
-        """Return ``rollout/overlong_penalty``, the mean over trained samples; an empty list without trained samples."""
+        """Return ``rollout/overlong_penalty``, the mean over trained samples; empty if there are none."""
         penalties = [self.penalty(s) for group in groups for s in group.samples if s.status not in UNTRAINED]
         return [Mean("rollout/overlong_penalty", float(np.mean(penalties)))] if penalties else []
 

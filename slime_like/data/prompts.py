@@ -27,14 +27,14 @@ MIN_ROLLOUTS_APART = 4  # minimum number of rollouts between two uses of a promp
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """Dataset-specific arguments of a data source, in addition to its config group."""
+    """Arguments of a data source in addition to its config group: values of the run, the model and the data file."""
 
     path: str  # data.train, or a file of evaluation.datasets
     tokenizer: Tokenizer
     max_context_len: int  # prompt and response together
     needs_label: Callable[[str | None], bool]  # takes a row's rm_type; raises ConfigError on an unknown one
     row_problem: Callable[[str | None, str | None, Mapping[str, Any]], str] = (
-        any_row  # (rm_type, label, metadata) -> problem, or empty
+        any_row  # takes rm_type, label and metadata; returns the problem, or empty
     )
     rm_type: str | None = None  # reward of every row; overrides the rows' own
     seed: int = 0
@@ -48,10 +48,10 @@ class SourceContext:
 
 
 def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
-    """Return the number of consecutive prompts that must be distinct, also across the border of two epochs.
+    """Return the number of consecutive prompts that must be distinct, even across the border of two epochs.
 
-    This is the larger of two numbers: a batch (or all rows, if the file has fewer), and ``MIN_ROLLOUTS_APART`` rollouts of
-    ``max_prompts`` prompts, limited to half of the file so that epochs stay shuffled.
+    This is the larger of two numbers: a batch (or all rows, if the file has fewer), and ``MIN_ROLLOUTS_APART`` rollouts
+    of ``max_prompts`` prompts, limited to half of the file so that epochs stay shuffled.
     """
     return max(min(batch_size, num_rows), min(MIN_ROLLOUTS_APART * max_prompts, num_rows // 2), 1)
 
@@ -89,9 +89,10 @@ class _Cursor(TypedDict):
 class FileSource:
     """Resumable stream of prompts from one file. It has no tokenizer, so it can be pickled to other processes.
 
-    The constructor raises ``DataError`` for a missing or empty file or a bad row (naming file, line, key, reason and fix),
-    and ``ConfigError`` for chat messages without a chat template. With ``data.on_bad_row=skip`` bad rows are left out and
-    counted in ``num_bad_rows``; ``bad_rows`` holds the first reasons.
+    The constructor raises ``DataError`` for a missing or empty file or a bad row (naming file, line, key, reason and
+    fix), and ``ConfigError`` if a row has chat messages but the tokenizer has no chat template. With
+    ``data.on_bad_row=skip`` bad rows are left out and counted in ``num_bad_rows``; ``bad_rows`` holds the first
+    reasons.
     """
 
     def __init__(self, config: DataConfig, context: SourceContext) -> None:

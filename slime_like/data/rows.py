@@ -61,7 +61,7 @@ class PromptRow:
 class RowReader:
     """Converter of raw rows to ``PromptRow``, configured by the keys of ``data``.
 
-    Raises ``BadRow`` for a row that cannot be used, and ``ConfigError`` if the chat template that a row needs is
+    ``read`` raises ``BadRow`` if a row cannot be used, and ``ConfigError`` if the chat template that a row needs is
     missing, since other rows will need it too.
     """
 
@@ -73,7 +73,10 @@ class RowReader:
     supervised: bool = False  # chat messages may end with an assistant turn, which replaces the label
 
     def read(self, raw: RawRow) -> PromptRow:
-        """Return the validated row with its prompt rendered as text."""
+        """Return the validated row with its prompt rendered as text.
+
+        Raises ``BadRow`` if the row cannot be used, ``ConfigError`` if it needs a chat template and there is none.
+        """
         if raw.fields is None:
             raise BadRow(raw.problem)
         cfg, fields = self.config, raw.fields
@@ -110,7 +113,11 @@ class RowReader:
             raise BadRow(str(error)) from error
 
     def _text(self, prompt: object, tools: list[object] | None) -> tuple[str, tuple[Message, ...]]:
-        """Return the prompt's text, and the messages it was rendered from."""
+        """Return the prompt's text, and the messages from which it was rendered.
+
+        Raises ``BadRow`` if the messages are invalid or the template rejects them, ``ConfigError`` if there is no
+        template.
+        """
         cfg = self.config
         if isinstance(prompt, str) and not cfg.apply_chat_template:
             return prompt, ()
@@ -177,7 +184,7 @@ def _column(fields: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_text(key: str, text: str) -> None:
-    """Raise ``BadRow`` on lone surrogates, which JSON and Python accept but tokenizers do not."""
+    """Raise ``BadRow`` if ``text`` contains a lone surrogate, which JSON and Python accept but tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -207,7 +214,10 @@ def _label(key: str, value: object) -> str | None:
 
 
 def _tools(value: object) -> list[object] | None:
-    """Return the value of a row's column ``tools``, a list or its JSON text, as a list; None if absent."""
+    """Return the value of a row's column ``tools``, a list or its JSON text, as a list; None if it is absent.
+
+    Raises ``BadRow`` if it is something else.
+    """
     parsed = value
     if isinstance(value, str):
         try:
@@ -241,7 +251,10 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
 
 
 def _check_json(key: str, value: object) -> None:
-    """Raise ``BadRow`` on parquet values that JSON, and therefore dumps and checkpoints, cannot represent."""
+    """Raise ``BadRow`` if JSON, the format of dumps and checkpoints, cannot represent ``value``.
+
+    Parquet has such values.
+    """
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ from slime_like.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class ManagerShare:
-    """Share number ``index`` of ``num_shares``. Example: share 1 of 2 has items 1, 3, 5, ... of every sequence."""
+    """Share number ``index`` of ``num_shares``. Example: share 1 of 2 contains items 1, 3, 5, ... of every sequence."""
 
     index: int = 0
     num_shares: int = 1

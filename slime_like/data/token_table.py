@@ -59,9 +59,10 @@ def table_path(folder: Path, rollout_id: int) -> Path:
 
 
 def choose_samples(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens: int) -> PackedBatch | None:
-    """Return the best and worst samples of the first groups as one micro-batch: at most ``MAX_SAMPLES`` and ``max_tokens``.
+    """Return the best and worst samples of the first groups as one micro-batch.
 
-    Samples that are not in ``batch`` or do not fit are skipped. Returns None if no sample remains.
+    It contains at most ``MAX_SAMPLES`` samples and ``max_tokens`` tokens. Samples that are not in ``batch`` or do not
+    fit are skipped. The result is None if no sample remains.
     """
     places = {
         int(sample_id): (micro_batch, index)
@@ -105,7 +106,7 @@ def token_table(batch: PackedBatch, trainer_logprobs_T: F32, version: int) -> To
 
 
 def with_advantages(table: TokenTable, new_advantages: Mapping[int, F32]) -> TokenTable:
-    """Return the table with the ranks' ``new_advantages`` (sample id -> [L]); untrained tokens keep nan.
+    """Return the table with the ranks' ``new_advantages`` ([L] by sample id); untrained tokens keep nan.
 
     Samples that are not in ``new_advantages``, or have another length there, keep their advantages.
     """
@@ -127,7 +128,7 @@ def save_table(path: Path, table: TokenTable) -> None:
 
 
 def load_table(path: Path) -> TokenTable:
-    """Read a file that ``save_table`` wrote. Raises ``DataError`` naming the file."""
+    """Read a file that ``save_table`` wrote. Raises ``DataError`` naming the file if it is missing or damaged."""
     file = InputFile(path, fix="dump it again")
     columns = file.arrays()
     try:

@@ -48,7 +48,8 @@ class Settings(TypedDict, total=False):
 def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
     """Return the tokenizer of ``transformers.AutoTokenizer``, or an equivalent one that loads a hundred times faster.
 
-    Raises ``ConfigError`` naming ``key``, whose value is ``folder``, and the file that cannot be used.
+    Raises ``ConfigError`` if ``folder``, the value of ``key``, is not a folder or a file in it cannot be used. The
+    error names ``key`` and the file.
     """
     if not Path(folder).is_dir():  # transformers would try to download it
         raise ConfigError(f"{key}={folder!r} is not a folder: set it to the path of a downloaded Hugging Face model")
@@ -68,7 +69,7 @@ def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
 
 
 def _check_files(folder: Path, key: str) -> None:
-    """Raise ``ConfigError`` on a tokenizer file that is not JSON or text, or has a field of a wrong type."""
+    """Raise ``ConfigError`` if a tokenizer file is not JSON or text, or has a field of a wrong type."""
     for name in JSON_FILES:
         file = InputFile(folder / name, ConfigError, "copy the tokenizer files there again", key)
         if file.path.exists():
@@ -135,7 +136,7 @@ def _auto_tokenizer(folder: str) -> Any:
 def _plain(folder: Path) -> PlainTokenizer | None:
     """Return the tokenizer of ``folder`` loaded without transformers.
 
-    Returns None if transformers could change its behaviour or a file is unreadable.
+    The result is None if transformers could change the tokenizer's behaviour or a file is unreadable.
     """
     try:
         settings = parse_json((folder / "tokenizer_config.json").read_bytes())
@@ -168,12 +169,12 @@ def _template(folder: Path, settings: dict[str, Any]) -> Any:
 
 
 def text_decoder(tokenizer: Tokenizer) -> Callable[[TokenIds], str]:
-    """Return a function that decodes token ids to the text of ``tokenizer.decode`` without special tokens.
+    """Return a function that decodes token ids to the same text as ``tokenizer.decode``, skipping special tokens.
 
     ``tokenizers`` and transformers look each token up by name and convert its characters to bytes, at several hundred
-    nanoseconds per token, which would be the largest part of the rollout manager's work. Byte-level BPE (GPT-2, Qwen, Llama 3,
-    DeepSeek, GLM) needs only the bytes of each token. Their table is used only if it gives the tokenizer's text for the entire
-    vocabulary, in ascending and descending order.
+    nanoseconds per token, which would be the largest part of the rollout manager's work. Byte-level BPE (GPT-2, Qwen,
+    Llama 3, DeepSeek, GLM) needs only the bytes of each token. Their table is used only if it gives the tokenizer's
+    text for the entire vocabulary, in ascending and descending order.
     """
 
     def decode(token_ids: TokenIds) -> str:
@@ -205,7 +206,7 @@ class ByteTable:
     lengths: I32  # [V]
 
     def text(self, token_ids: I32) -> str:
-        """Return the text of tokens, without a Python loop over them. Raises ``IndexError`` for an unknown id."""
+        """Return the text of tokens, without a Python loop over them. Raises ``IndexError`` if an id is unknown."""
         lengths = self.lengths[token_ids]
         ends = np.cumsum(lengths, dtype=np.int32)
         index = np.repeat(self.starts[token_ids] - (ends - lengths), lengths)
@@ -234,7 +235,10 @@ def _byte_table(backend: Any) -> ByteTable | None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return character -> byte of a byte-level vocabulary. Source: ``bytes_to_unicode`` of GPT-2's encoder.py."""
+    """Return a dict from character to byte for byte-level vocabularies.
+
+    Source: ``bytes_to_unicode`` of GPT-2's encoder.py.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     other_bytes = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(other_bytes)}
