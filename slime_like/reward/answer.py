@@ -16,7 +16,10 @@ NUMBER = re.compile(rf"(?<![\w.])[-+]?{UNSIGNED}(?:\s*/\s*{UNSIGNED})?%?(?!\w)")
 
 @needs_label
 def answer(prompt: Prompt, sample: Sample) -> Reward:
-    """Return score and accuracy 1 if the final answer equals the label, else 0. Raises ``ValueError`` without a label."""
+    """Return score and accuracy 1 if the final answer equals the label, else 0.
+
+    Raises ``ValueError`` if the prompt has no label.
+    """
     label, response_answer = label_of(prompt), final_answer(sample.text)
     correct = response_answer is not None and equal(label_latex(label), response_answer)
     return Reward(score=float(correct), accuracy=float(correct))
@@ -25,8 +28,8 @@ def answer(prompt: Prompt, sample: Sample) -> Reward:
 def final_answer(text: str) -> str | None:
     """Return LaTeX of the final answer: the content of the last ``\\boxed{}``, else the last formula or number.
 
-    Example: ``final_answer("so $x=3$, in all 12.") == "12"``; None if there is neither formula nor number, or if the
-    last box does not close.
+    The result is None if there is neither formula nor number, or if the last box does not close.
+    Example: ``final_answer("so $x=3$, in all 12.") == "12"``.
     """
     if OPENING.search(text):
         return (last_boxed(text) or "").strip() or None

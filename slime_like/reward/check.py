@@ -21,7 +21,7 @@ from slime_like.util.user_code import check_signature
 
 AnyReward = RewardFn | GroupRewardFn
 RowRule = Callable[[str | None, str | None, Mapping[str, Any]], str]
-"""(rm_type, label, metadata) -> reason why the rewards cannot score the row; empty if they can."""
+"""Function of (rm_type, label, metadata) that returns why the rewards cannot score the row; empty if they can."""
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -33,7 +33,7 @@ def check_reward(config: RewardConfig) -> None:
 
 
 def load_reward(key: str, name: str) -> AnyReward:
-    """Return a reward by its name, ignoring the prefix ``boxed_``, or by its path.
+    """Return a reward by its name, ignoring the prefix ``boxed_``, or by its import path.
 
     Raises ``ConfigError`` if it does not exist or cannot be called as a reward.
     """
@@ -58,8 +58,8 @@ def load_reward(key: str, name: str) -> AnyReward:
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
     """Return ``SourceContext.needs_label``: a function that returns whether rows of an rm_type (or None) need a label.
 
-    The function raises ``ConfigError`` on an unknown rm_type, and also on a path: a data file must not choose the code
-    that runs.
+    The function raises ``ConfigError`` if the rm_type is unknown or an import path: a data file must not choose the
+    code that runs.
     """
 
     @cache
@@ -70,9 +70,9 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 
 
 def row_rule(config: RewardConfig) -> RowRule:
-    """Return ``SourceContext.row_problem``: a function that returns the first reason for which a reward refuses a row.
+    """Return ``SourceContext.row_problem``: a function that returns why a reward rejects a row; empty if none does.
 
-    It runs the checks attached by ``checks_rows``; a missing label is the concern of ``label_rule``.
+    It runs the checks attached by ``checks_rows`` and returns the first reason. ``label_rule`` covers missing labels.
     """
 
     @cache

@@ -19,7 +19,10 @@ SPECIAL = re.compile(r"<\|[^|<>]*\|>")  # special tokens of a chat template, if 
 
 @needs_label
 def dapo(prompt: Prompt, sample: Sample) -> Reward:
-    """Return score 1 and accuracy 1 if the last ``Answer:`` has the label's value, else -1 and 0."""
+    """Return score 1 and accuracy 1 if the last ``Answer:`` has the label's value, else -1 and 0.
+
+    Raises ``ValueError`` if the prompt has no label.
+    """
     label = label_of(prompt)
     answers = ANSWER.findall(sample.text[-TAIL:])
     correct = bool(answers) and _matches(label, answers[-1])

@@ -1,4 +1,4 @@
-"""Reward ``exact``: 1 if the response, without outer whitespace, is the label."""
+"""Reward ``exact``: 1 if the response equals the label, apart from outer whitespace."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from slime_like.types import Prompt, Reward, Sample
 
 @needs_label
 def exact(prompt: Prompt, sample: Sample) -> Reward:
-    """Return score and accuracy 1 if the texts are equal, else 0. Raises ``ValueError`` without a label."""
+    """Return score and accuracy 1 if the texts are equal, else 0. Raises ``ValueError`` if the prompt has no label."""
     correct = sample.text.strip() == label_of(prompt).strip()
     return Reward(score=float(correct), accuracy=float(correct))

@@ -8,7 +8,7 @@ from slime_like.types import Prompt, Reward, Sample, Status
 def given(prompt: Prompt, sample: Sample) -> Reward:
     """Return a reward of 0 for a truncated sample, because its scorer did not reach the end.
 
-    Raises ``ValueError`` for any other sample without a reward.
+    Raises ``ValueError`` for any other sample: its generate function or agent should have scored it.
     """
     if sample.status is Status.TRUNCATED:
         return Reward(0.0)

@@ -1,9 +1,9 @@
 """Reward ``gpqa``: 1 if a response chooses the correct option of a multiple-choice question.
 
 The row gives the correct option: its label is a letter, an index from 0, or the text of a choice. The metadata may
-have ``choices`` (texts of the options, as a list or a mapping by letter, sorted here), ``valid_letters`` (letters of the options),
-``correct_letter``, and ``correct_answer`` or ``answer_text`` (text of the correct option), as in data for slime's
-rm_type ``gpqa``.
+contain ``choices`` (texts of the options, as a list or a mapping by letter, sorted here), ``valid_letters`` (letters of
+the options), ``correct_letter``, and ``correct_answer`` or ``answer_text`` (text of the correct option), as in data for
+slime's rm_type ``gpqa``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
 
 @checks_rows(_scorable)
 def gpqa(prompt: Prompt, sample: Sample) -> Reward:
-    """Return score and accuracy 1 if the correct option is chosen: by its letter or, without a letter, by its text."""
+    """Return score and accuracy 1 if the response chooses the correct option, else 0.
+
+    A response that states no letter chooses an option by its text.
+    """
     parsed = question(prompt.label, prompt.metadata)
     text = sample.text.rpartition(THOUGHT)[2]
     letter = chosen_letter(text, parsed.letters)
@@ -120,7 +123,10 @@ def chosen_letter(text: str, letters: tuple[str, ...]) -> str | None:
 
 
 def _by_letter(choices: Mapping[Any, object]) -> dict[str, str]:
-    """Return the text of each option by its letter, in the order of the letters."""
+    """Return the text of each option by its letter, in the order of the letters.
+
+    Raises ``ValueError`` if the keys of ``choices`` are not distinct letters.
+    """
     choice_of = {str(key).strip().upper(): str(item) for key, item in choices.items()}
     if len(choice_of) < len(choices) or not all(LETTER.fullmatch(letter) for letter in choice_of):
         keys = ", ".join(repr(key) for key in choices)

@@ -8,23 +8,26 @@ from typing import Any
 from slime_like.types import Prompt
 
 RowCheck = Callable[[str | None, Mapping[str, Any]], str]
-"""(label, metadata) -> reason why a row cannot be scored, and the fix; empty if it can."""
+"""Function of (label, metadata) that returns why a row cannot be scored, and the fix; empty if it can."""
 
 LABEL, GROUP, ROW = "needs_label", "scores_groups", "row_check"
 
 
 def needs_label[F: Callable[..., Any]](function: F) -> F:
-    """Mark a reward that compares with the label: rows without a label are refused when the data is read."""
+    """Mark a reward that compares with the label: rows that have no label are rejected when the data is read."""
     return _mark(function, LABEL, True)
 
 
 def scores_groups[F: Callable[..., Any]](function: F) -> F:
-    """Mark a reward that scores a prompt's samples together: ``(prompt, samples) -> Reward or float per sample``, in order."""
+    """Mark a reward that scores a prompt's samples together.
+
+    It takes ``(prompt, samples)`` and returns a ``Reward`` or float per sample, in order.
+    """
     return _mark(function, GROUP, True)
 
 
 def checks_rows[F: Callable[..., Any]](check: RowCheck) -> Callable[[F], F]:
-    """Mark a reward that refuses rows for which ``check`` returns a reason."""
+    """Mark a reward that rejects a row if ``check`` returns a reason."""
     return lambda function: _mark(function, ROW, check)
 
 
@@ -39,12 +42,15 @@ def takes_groups(function: object) -> bool:
 
 
 def row_check(function: object) -> RowCheck | None:
-    """Return the check that ``checks_rows`` attached to the reward ``function``, or None."""
+    """Return the check that ``checks_rows`` attached to the reward ``function``; None if there is none."""
     return getattr(function, ROW, None)
 
 
 def label_of(prompt: Prompt) -> str:
-    """Return the prompt's label. Raises ``ValueError`` if it has none; such rows are refused when the data is read."""
+    """Return the prompt's label.
+
+    Raises ``ValueError`` if it has none, although such rows are rejected as data is read.
+    """
     if prompt.label is None:
         raise ValueError(f"prompt {prompt.prompt_id} of {prompt.dataset} has no label")
     return prompt.label

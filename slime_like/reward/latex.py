@@ -49,7 +49,7 @@ SPACE = re.compile(r"(?<!\d) | (?!\d)")  # "1 2" is not "12"
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last ``\\boxed{}`` or ``\\fbox{}``; None without one, or if it does not close.
+    """Return the content of the last ``\\boxed{}`` or ``\\fbox{}``; None if there is none, or if it does not close.
 
     Example: ``last_boxed(r"\\boxed{1}, no: \\boxed{\\frac{1}{2}}") == r"\\frac{1}{2}"``.
     """
@@ -67,7 +67,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def only_boxed(sample: Sample) -> Sample:
-    """Return the sample with the content of its last box as text; empty without a box."""
+    """Return the sample with the content of its last box as text; the text is empty if there is no box."""
     return replace(sample, text=last_boxed(sample.text) or "")
 
 

@@ -12,7 +12,10 @@ from slime_like.types import Prompt, Reward, Sample
 
 @needs_label
 def math(prompt: Prompt, sample: Sample) -> Reward:
-    """Return score and accuracy 1 if the boxed answer equals the label, else 0. Raises ``ValueError`` without a label."""
+    """Return score and accuracy 1 if the boxed answer equals the label, else 0.
+
+    Raises ``ValueError`` if the prompt has no label.
+    """
     return boxed_is(label_of(prompt), sample.text)
 
 

@@ -51,8 +51,9 @@ class RewardPool:
     async def score(self, groups: Sequence[SampleGroup], *, unshaped: bool = False) -> list[SampleGroup]:
         """Return new groups in which every sample has a reward.
 
-        ``unshaped`` uses only a row's own reward, without the other components of ``reward.weights``. Samples scored by a
-        generate function keep their reward; failed and aborted ones get 0 without a call.
+        ``unshaped`` uses only a row's own reward and ignores the other components of ``reward.weights``. Samples scored
+        by a generate function keep their reward. Failed and aborted samples get 0; no reward function is called for
+        them.
         """
         return await gather_or_cancel([self._group(group, unshaped) for group in groups])
 
@@ -107,7 +108,7 @@ class RewardPool:
         )
 
     def _with_reward(self, sample: Sample, reward: Reward | None) -> Sample:
-        """Return the sample with its reward or, without one, with ``reward.fallback``."""
+        """Return the sample with its reward or, if it has none, with ``reward.fallback``."""
         if reward is not None:
             return replace(sample, reward=reward)
         self._counts["fallbacks"] += 1
@@ -125,7 +126,10 @@ class RewardPool:
         return [rewards[0] for rewards in results]
 
     async def _is_for_groups(self, name: str) -> bool:
-        """Return whether the reward takes groups, importing it on first use."""
+        """Return whether the reward takes groups, importing it on first use.
+
+        Raises ``RewardError`` if the import fails, or if its process is killed ``LOAD_TRIES`` times.
+        """
         async with self._loading:
             for attempt in range(LOAD_TRIES):
                 if name in self._takes_groups:
@@ -245,7 +249,7 @@ def _compose(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
 async def _load(worker: WorkerProcess, name: str) -> bool:
     """Import the reward before its first call, outside the call's deadline, and return whether it takes groups.
 
-    Raises ``RewardError``, or ``WorkerDied`` if the process was killed.
+    Raises ``RewardError`` if the import fails, or ``WorkerDied`` if the process was killed.
     """
     if name in worker.loaded:
         return worker.loaded[name]

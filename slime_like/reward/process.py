@@ -19,7 +19,7 @@ from slime_like.reward.worker import OUT_OF_MEMORY, Load, ScoreReply, ScoreReque
 from slime_like.util.deadline import Deadline, scale
 
 EXIT_S = 5.0
-PIPE_S = 5.0  # limit of a write or read without progress: a stopped process does not read a long request
+PIPE_S = 5.0  # limit of a write or read without progress: a suspended process does not read a long request
 
 
 class WorkerDied(Exception):
@@ -43,7 +43,7 @@ class WorkerProcess:
 
     def __init__(self, call_seconds: float, memory_bytes: int) -> None:
         """Start the process. ``memory_bytes`` is the memory limit that the kernel enforces; 0 means no limit."""
-        self.loaded: dict[str, bool] = {}  # reward -> True if it takes groups
+        self.loaded: dict[str, bool] = {}  # by reward: True if it takes groups
         self._pipe_lock = (
             threading.Lock()
         )  # held while a thread writes or reads, so that the pipe is not closed under it
@@ -76,9 +76,11 @@ class WorkerProcess:
         return self._process.poll() is None
 
     async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
-        """Send a request and return the reply. Raises ``DeadlineExceeded``, or ``WorkerDied`` with the exit code.
+        """Send a request and return the reply.
 
-        Threads write and read, because a stopped process can block both for ``PIPE_S``, and the event loop must not wait.
+        Raises ``DeadlineExceeded`` if there is no reply in time, or ``WorkerDied`` with the exit code if the process
+        ended. Threads write and read, because a suspended (SIGSTOP) process can block both for ``PIPE_S``, and the
+        event loop must not wait.
         """
         subject = f"reward {request.name!r} (process {self.pid})"
         try:
@@ -133,7 +135,7 @@ class WorkerProcess:
             self._pipe.close()
 
     def close(self) -> None:
-        """Let an idle process exit; kill it if it does not."""
+        """Close the pipe, so that an idle process exits; kill the process if it does not."""
         with self._pipe_lock:
             self._pipe.close()
         try:
@@ -143,7 +145,10 @@ class WorkerProcess:
 
 
 def _limit_waits(fd: int) -> None:
-    """Make writes to and reads from a pipe of ``Pipe()``, a socket, raise ``BlockingIOError`` after ``PIPE_S`` without progress."""
+    """Set the timeouts of a pipe of ``Pipe()``, a socket.
+
+    A write or read that makes no progress for ``PIPE_S`` then raises ``BlockingIOError``.
+    """
     seconds, fraction = divmod(PIPE_S * scale(), 1.0)
     with socket(fileno=os.dup(fd)) as end:  # the copy has the same options
         for option in (SO_SNDTIMEO, SO_RCVTIMEO):

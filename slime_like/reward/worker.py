@@ -33,7 +33,7 @@ MAX_SCORE = 1e9
 def validated_reward(score: object, accuracy: object = None) -> Reward:
     """Return the values as a reward.
 
-    Raises ``ValueError`` on a score that is not a number up to ``MAX_SCORE`` in size, or an accuracy outside [0, 1].
+    Raises ``ValueError`` if the score is not a number up to ``MAX_SCORE`` in size, or the accuracy is outside [0, 1].
     """
     checked_accuracy = None if accuracy is None else _number(accuracy)
     if checked_accuracy is not None and not 0.0 <= checked_accuracy <= 1.0:
