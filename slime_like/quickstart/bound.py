@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives execve
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Exec ``command``. Raises if prctl fails, and exits if ``parent`` has already ended."""
+    """Exec ``command``, or exit if ``parent`` has already ended. Raises ``OSError`` if prctl fails."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() == parent:

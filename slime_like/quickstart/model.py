@@ -138,11 +138,11 @@ def write_model(folder: Path, spec: ModelSpec) -> None:
 
 
 def _fill_padding(model: Any, config: Any) -> None:
-    """Give the padding token a random embedding in place of the zeros that transformers initialises it with.
+    """Replace the padding token's embedding, which transformers sets to zeros, with random numbers.
 
-    A policy may sample any token. The gradient through a norm of zeros is about 1e3 times larger than elsewhere, and the norm
-    of a key adds the same factor, so that one padding token would dominate a clipped step. A tied embedding needs no
-    initialisation: it is also the output layer, which the first step changes.
+    A policy may sample any token. The gradient through a norm of zeros is about 1e3 times larger than elsewhere, and
+    the norm of a key adds the same factor, so that one padding token would dominate a clipped step. A tied embedding
+    needs no initialisation: it is also the output layer, which the first step changes.
     """
     import torch
 
