@@ -1,5 +1,7 @@
-"""Columns of a sequence (token ids, log-probabilities, weight versions and routed experts, one entry per token), and the tables
-of a store, which hold them for all of its rows."""
+"""Columns of a sequence, and the tables of a store, which hold the columns of all its rows.
+
+The columns are token ids, log-probabilities, weight versions and routed experts, with one entry per token.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def context_columns(token_ids: I32, kind: int = PROMPT_TOKEN) -> TokenColumns:
 
 
 def sampled_columns(token_ids: I32, logprobs: F32, versions: Iterable[tuple[int, int, int]]) -> TokenColumns:
-    """Return the columns of sampled tokens; ``versions`` has (start, stop, version) of all tokens, in order."""
+    """Return the columns of sampled tokens; ``versions`` contains (start, stop, version) for all tokens, in order."""
     column = np.empty(len(token_ids), dtype=np.int32)
     for start, stop, version in versions:
         column[start:stop] = version
@@ -130,7 +132,10 @@ class Slab:
 
     @staticmethod
     def allocate(size: int, experts: ExpertEntry | None, num_extents: int) -> Slab:
-        """Return a slab of uninitialised memory for ``size`` tokens, with zeros as experts. Raises ``MemoryError``."""
+        """Return a slab of uninitialised memory for ``size`` tokens, with zeros as experts.
+
+        Raises ``MemoryError`` if there is not enough memory.
+        """
         token_ids, logprobs = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.float32)
         rows = None if experts is None else np.zeros((size, *experts.shape), dtype=experts.dtype)
         return Slab(TokenColumns(token_ids, logprobs, np.empty(size, dtype=np.int32), rows), num_extents)

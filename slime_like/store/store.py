@@ -24,7 +24,7 @@ MIN_SPARE = 16  # minimum number of free entries after an unfinished row that wa
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Tokens to append: ``columns`` has ``counts[i]`` tokens for each ``rows[i]``, in order."""
+    """Tokens to append: ``columns`` contains ``counts[i]`` tokens for each ``rows[i]``, in order."""
 
     rows: I64  # [N], without repetitions
     columns: TokenColumns  # [sum(counts)], its experts are not used
@@ -51,7 +51,7 @@ class SampleStore:
 
     # ---- rows --------------------------------------------------------------------------------------------------------
     def add(self, columns: TokenColumns) -> int:
-        """Add a row with these tokens and return its index. Raises ``StoreFull``."""
+        """Add a row with these tokens and return its index. Raises ``StoreFull`` if the store or the memory is full."""
         count = len(columns)
         slab = self._allocate(count, self._expert_entry([columns.experts]), num_extents=1)
         (extent,) = self._extents.add(slab, np.zeros(1, np.int64), np.array([count])).tolist()
@@ -62,7 +62,8 @@ class SampleStore:
     def fork(self, row: int, length: int | None = None, num_rows: int = 1) -> range:
         """Add ``num_rows`` rows that share the memory of the first ``length`` tokens of ``row``; return their indices.
 
-        ``length`` is that of ``row`` by default.
+        By default, they share all tokens of ``row``. Raises ``ValueError`` if ``row`` does not exist, was released or
+        has fewer than ``length`` tokens.
         """
         extent, end = self._location(row)
         length = end if length is None else length
@@ -123,17 +124,17 @@ class SampleStore:
     def append_batch(self, batch: Batch) -> None:
         """Append tokens to rows.
 
-        Raises ``StoreFull``, or ``ValueError`` if a row is finished, released or repeated or the batch is inconsistent.
-        No row is changed in these cases.
+        Raises ``StoreFull`` if the store or the memory is full, or ``ValueError`` if a row is finished, released or
+        repeated or the batch is inconsistent. No row is changed in these cases.
         """
         if not self._append_token_per_row(batch):
             self._append_any(batch)
 
     def _append_token_per_row(self, batch: Batch) -> bool:
-        """Append one token to each row with one indexed write per column; return False, without a change, if it cannot.
+        """Append one token to each row with one indexed write per column. If that is not possible, return False.
 
-        It cannot if the batch has other fields than rows and columns, or if a row is invalid, may have to be moved or
-        is in another slab than the first row.
+        It is not possible if the batch has fields other than rows and columns, or if a row is invalid, may have to be
+        moved or is not in the slab of the first row. Nothing is changed in these cases.
         """
         table, rows, columns = self._rows, batch.rows, batch.columns
         n = len(rows)
@@ -257,7 +258,10 @@ class SampleStore:
         return next(iter(entries), None)
 
     def _allocate(self, size: int, entry: ExpertEntry | None, num_extents: int) -> int:
-        """Add a slab for ``size`` tokens, with experts as ``entry`` describes, and return its key. Raises ``StoreFull``."""
+        """Add a slab for ``size`` tokens, with experts as ``entry`` describes, and return its key.
+
+        Raises ``StoreFull`` if the store or the memory is full.
+        """
         if self._num_entries + size > self._capacity:
             raise StoreFull(
                 f"the samples of a group need memory for {self._num_entries + size} tokens, but the limit is {self._capacity}: lower "
@@ -322,7 +326,7 @@ class StoreRow:
         return StoreRow(self.store, self.store.fork(self.index, length)[0])
 
     def append(self, columns: TokenColumns, experts: RoutedExperts | None = None) -> None:
-        """Append tokens. ``experts`` has the experts of all tokens of the row, including the earlier ones."""
+        """Append tokens. ``experts`` contains the experts of all tokens of the row, including the earlier ones."""
         counts = np.array([len(columns)])
         self.store.append_batch(Batch(np.array([self.index]), columns, counts, (experts,)))
 
