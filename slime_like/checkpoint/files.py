@@ -3,7 +3,7 @@
     latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
                                          rollout files, and the settings and inputs of the run that wrote them
-    rollout/state_4.json                 the state of the rollout side at the same iteration
+    rollout/state_4.json                 the state of the rollout managers at the same iteration
     rollout/leftover_4[_made_5].npz      groups carried over to the next rollout
     rollout/leftover_4_in_flight.npz     unfinished groups; leftover_4_manager_0_in_flight.npz with several managers
     *.tmp                                incomplete files of a save that is in progress or was killed
@@ -119,8 +119,8 @@ def other_iterations(folder: Path) -> str:
 def replacing(path: Path) -> Generator[Path]:
     """Yield a scratch path to write to. At the end of the block, the file there replaces ``path``.
 
-    After an error the incomplete file is removed, to free its space on a disk that may be full. An ``OSError`` that names no
-    file, as when a write fills the disk, gets the name of ``path``.
+    Before an error in the block is raised, the incomplete file is removed, to free its space on a disk that may be
+    full. An ``OSError`` that names no file, as when a write fills the disk, gets the name of ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + SCRATCH)

@@ -127,8 +127,8 @@ def read_manifest(folder: Path) -> Manifest:
 def read_record(folder: Path) -> CheckpointRecord:
     """Return the record of ``folder`` after checking the size of each of its files.
 
-    Raises ``CheckpointError`` naming the folder or file that is missing, truncated, garbled, in another format or of
-    another iteration.
+    Raises ``CheckpointError`` if the folder or a file is missing, truncated, garbled, in another format or from another
+    iteration. The error names it.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -224,7 +224,7 @@ def _without_manifest(folder: Path) -> str:
 def critic_source(folder: Path) -> Path:
     """Return the critic's iteration folder: ``folder`` itself if it is one, otherwise an iteration in it.
 
-    This is the iteration that the latest file names or, without a latest file, the newest one. Raises
+    This is the iteration that the latest file names or, if there is no latest file, the newest one. Raises
     ``CheckpointError`` if there is no iteration, or if it belongs to an actor, which has no value head.
     """
     present = iterations(folder)
