@@ -55,7 +55,8 @@ class BroadcastSender:
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets of ``source`` in order, and return the metadata of the tensors.
 
-        Every rank of a stage must call this. Ranks other than the stage's sender send nothing and return an empty list.
+        A collective over the ranks of a pipeline stage. Ranks other than the stage's sender send nothing and return an
+        empty list. An error is raised only after the last bucket, since the other ranks gather together with this one.
         """
         tensors: list[TensorMeta] = []
         buckets = source.buckets(self._transport.max_bytes)
@@ -104,7 +105,7 @@ class BroadcastSender:
         return await self._join_groups(open_rendezvous(self._host))
 
     async def _join_groups(self, address: RendezvousAddress) -> dist.ProcessGroup:
-        """Create the group at this rank and let all engines join it.
+        """Create the group on this rank while all engines join it.
 
         Raises ``EngineLost`` if an engine is lost. The other engines, which wait for the lost one, are released first.
         """
@@ -154,7 +155,7 @@ class BroadcastSender:
     def _make_group(self, address: RendezvousAddress, world: int) -> dist.ProcessGroup:
         """Create a group outside the trainer's world. torch has no public function for it; SGLang uses the same helper.
 
-        Remove when torch can create a process group with a store other than the default group's.
+        Remove this function once torch can create a process group with a store other than the default group's.
         """
         # A separate client: with the server's store object, this thread would keep the server alive.
         store: Any = join_store(address, world, is_master=False, timeout=self._timeout)

@@ -91,7 +91,7 @@ class DeviceBucketMemory:
     def write(self, bucket: Bucket) -> bytes:
         """Copy a bucket's tensors into the memory, and return the message for one ``OpenedBucket``.
 
-        The receiver must have closed the previous bucket. Raises ``WeightSyncError`` on an unsupported dtype.
+        The receiver must have closed the previous bucket. Raises ``WeightSyncError`` if a dtype is not supported.
         """
         entries, size = lay_out(bucket)
         if self._bytes is None or len(self._bytes) < size:

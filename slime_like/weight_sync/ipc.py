@@ -63,7 +63,10 @@ class MessageGroup:
 
 
 class _Delivery:
-    """Delivery of one push's buckets from this rank to its engine. On a rank without an engine, it does nothing."""
+    """Delivery of one push's buckets from this rank to its engine. On a rank that has no engine, it does nothing.
+
+    ``hand_over`` and ``finish`` are collectives over the trainer ranks of one engine.
+    """
 
     def __init__(self, receiver: WeightReceiver | None, ranks: EngineRanks) -> None:
         self.error: BaseException | None = None  # error of this rank or, on the rank that sends requests, of the engine
@@ -83,7 +86,7 @@ class _Delivery:
         self._last = memory
 
     async def finish(self) -> None:
-        """Wait, on every trainer rank, until the engine has copied the last bucket. No-op after a failure."""
+        """Wait until the engine has copied the last bucket. No-op after a failure."""
         if self._receiver is not None and not self._has_failed:
             await self._exchange(END)
 
@@ -101,9 +104,10 @@ class _Delivery:
         return UNWRITTEN
 
     async def _exchange(self, message: bytes) -> list[bytes]:
-        """Wait for the reply to the last request, send ``message`` to the engine's ranks, and return their messages.
+        """Wait for the reply to the last request, then exchange ``message`` with the other trainer ranks of the engine.
 
-        After an error reply, LOST is sent instead. If any message is LOST or UNWRITTEN, every rank records a failure.
+        Return the messages of all these ranks. This is a collective over them. After an error reply, LOST is sent
+        instead of ``message``. If any message is LOST or UNWRITTEN, every rank records a failure.
         """
         is_copied = await self.settle()
         messages = self._ranks.gather(message if is_copied else LOST)
@@ -141,7 +145,10 @@ class IpcSender:
         host: str,
         handles: DeviceHandles | None = None,
     ) -> None:
-        """Raises ``WeightSyncError`` if an engine shares no GPUs with trainer ranks, or their memory cannot be shared."""
+        """Find this rank's engine.
+
+        Raises ``WeightSyncError`` if an engine shares no GPUs with trainer ranks, or if their memory cannot be shared.
+        """
         del group_name, host
         rank, world = dist.get_rank(), dist.get_world_size()
         for receiver in receivers:
@@ -158,10 +165,10 @@ class IpcSender:
         self._handles = CudaHandles() if handles is None else handles
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets. Every trainer rank must call this.
+        """Send all buckets. A collective over all trainer ranks.
 
-        Return the metadata of the stage's tensors on the sender of a pipeline stage, an empty list on other ranks. An error is
-        raised only after the last bucket, since the other ranks gather together with this one.
+        Return the metadata of the stage's tensors on the sender of a pipeline stage, an empty list on other ranks. An
+        error is raised only after the last bucket, since the other ranks gather together with this one.
         """
         assert isinstance(source, ReplicatedWeightSource), "a trainer's rank can gather all weights"
         delivery = _Delivery(self._receiver, engine_ranks(self._receivers, self._transport.deadline_s))
@@ -188,9 +195,9 @@ class IpcSender:
 async def _send_all(
     buckets: Iterator[Bucket], memories: Sequence[DeviceBucketMemory], delivery: _Delivery
 ) -> list[TensorMeta]:
-    """Deliver all buckets and return the metadata of their tensors.
+    """Deliver all buckets and return the metadata of their tensors. A collective over all trainer ranks.
 
-    A separate function, so that its frame, which refers to tensors, ends before the caller releases the memory.
+    This is a separate function, so that its frame, which refers to tensors, ends before the caller releases the memory.
     """
     metas: list[TensorMeta] = []
     next_memories = cycle(memories)
@@ -203,7 +210,7 @@ async def _send_all(
 
 
 _groups: dict[tuple[dist.ProcessGroup, int], EngineRanks] = {}
-"""(world, ranks per engine) -> this rank's group. Groups outlive senders, which ranks replace at different times."""
+"""This rank's group by (world, ranks per engine). Groups outlive senders, which ranks replace at different times."""
 
 
 def engine_ranks(receivers: Sequence[WeightReceiver], seconds: float) -> EngineRanks:

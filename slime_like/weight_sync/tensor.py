@@ -34,9 +34,10 @@ class TensorSender:
         self._regions = SharedBucketMemory(), SharedBucketMemory()  # one is read while the other is written
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets of ``source`` in order; return the metadata of the tensors. Every rank of a stage must call this.
+        """Send all buckets of ``source`` in order, and return the metadata of the tensors.
 
-        Ranks other than the stage's sender send nothing and return an empty list.
+        A collective over the ranks of a pipeline stage. Ranks other than the stage's sender send nothing and return an
+        empty list.
         """
         metas: list[TensorMeta] = []
         buckets = source.buckets(self._max_bytes)
@@ -94,8 +95,8 @@ def serialize(bucket: Bucket) -> bytes:
 def _name_storage_loader() -> None:
     """Restore the name under which pickles refer to torch's storage loader.
 
-    megatron.core.safe_globals replaces the loader with a function whose name SGLang's unpickler refuses. Only that name is
-    changed here. Remove when megatron-core no longer replaces ``torch.storage._load_from_bytes``.
+    megatron.core.safe_globals replaces the loader with a function whose name SGLang's unpickler refuses. Only that name
+    is changed here. Remove this function once megatron-core no longer replaces ``torch.storage._load_from_bytes``.
     """
     loader: Any = torch.storage._load_from_bytes  # pyright: ignore[reportPrivateUsage]  pickles hold this name
     loader.__module__, loader.__qualname__ = "torch.storage", "_load_from_bytes"
