@@ -50,7 +50,10 @@ def make_package(repository: Path) -> Package:
 
 
 def _files(repository: Path) -> list[str]:
-    """Return the sorted paths of the regular files to package, relative to ``repository``; symbolic links are left out."""
+    """Return the sorted paths of the regular files to package, relative to ``repository``; symbolic links are left out.
+
+    Raises ``ConfigError`` if git cannot list the files.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS]
     try:
         output = subprocess.run(command, cwd=repository, capture_output=True, check=True, timeout=LIST_S).stdout

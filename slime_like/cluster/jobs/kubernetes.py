@@ -39,7 +39,10 @@ class KubernetesOptions:
 
 
 def ray_job(layout: NodeLayout, options: KubernetesOptions) -> dict[str, Any]:
-    """Return the manifest of the ``RayJob``. Raises ``ConfigError`` naming an option that Kubernetes would reject."""
+    """Return the manifest of the ``RayJob``.
+
+    Raises ``ConfigError`` naming the option if Kubernetes would reject one.
+    """
     _check(options, layout)
     workers = layout.num_nodes - 1
     head = {

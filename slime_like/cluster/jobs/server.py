@@ -37,8 +37,8 @@ class JobRequest:
 class JobServer:
     """Async client of one job server.
 
-    Its methods raise ``ConfigError`` if the server rejects the token (``check`` also if there is no server), ``DataError`` for
-    an unknown job, ``ProcessLost`` if the connection fails, ``WorkerError`` for any other error status, and
+    Its methods raise ``ConfigError`` if the server rejects the token, ``DataError`` if the job is unknown,
+    ``ProcessLost`` if the connection fails, ``WorkerError`` if the server returns any other error status, and
     ``DeadlineExceeded`` after ``REQUEST_S``.
     """
 
@@ -58,7 +58,7 @@ class JobServer:
             await self._session.close()
 
     async def check(self) -> None:
-        """Check that a job server answers and accepts the token. Raises ``ConfigError``."""
+        """Raise ``ConfigError`` unless a job server answers and accepts the token."""
         try:
             reply = await self._request("GET", "/api/version")
         except ProcessLost as error:
@@ -76,7 +76,10 @@ class JobServer:
         return (await self._request("GET", "/api/authentication_mode")).get("authentication_mode") == TOKEN_MODE
 
     async def nodes(self) -> tuple[ClusterNode, ...]:
-        """Return the live nodes with the resources that they report."""
+        """Return the live nodes with the resources that they report.
+
+        Raises ``WorkerError`` if the reply is malformed.
+        """
         reply = await self._request("GET", "/api/v0/nodes?detail=true&limit=10000")
         try:
             entries = reply["data"]["result"]["result"]
@@ -163,7 +166,11 @@ class JobServer:
         return (await self._exchange(method, path, data=data))[0]
 
     async def _exchange(self, method: str, path: str, **body: Any) -> tuple[int, str, Any]:
-        """Return status, text and JSON of a reply; the JSON is an empty mapping if the reply has none."""
+        """Return status, text and JSON of a reply; the JSON is an empty mapping if the reply has none.
+
+        Raises ``DeadlineExceeded`` after ``REQUEST_S``, ``ProcessLost`` if the connection fails or the JSON is
+        malformed.
+        """
         deadline = Deadline("scripts/submit.py", "job server", REQUEST_S)
         timeout = aiohttp.ClientTimeout(total=deadline.limit)
         try:

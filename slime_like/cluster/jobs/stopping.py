@@ -17,10 +17,10 @@ HELPER_S = 60.0  # for Ray to start and end a helper job, in addition to the wai
 async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bool = False) -> ClusterJob:
     """Stop a job that this project submitted, and return it once it has ended.
 
-    A helper job on the head node, where the run's driver is, sends the request; the run then finishes its current rollout,
-    saves a checkpoint and ends. With ``at_once``, Ray sends SIGTERM instead, which also works if the run has not begun or its
-    files are gone. Raises ``DataError`` for another program's job, ``WorkerError`` if the run does not accept the request, and
-    ``DeadlineExceeded`` if the job has not ended ``HELPER_S`` after ``wait_s``.
+    A helper job on the head node, where the run's driver is, sends the request; the run then finishes its current
+    rollout, saves a checkpoint and ends. With ``at_once``, Ray sends SIGTERM instead, which also works if the run has
+    not begun or its files are gone. Raises ``DataError`` if another program submitted the job, ``WorkerError`` if the
+    run does not accept the request, and ``DeadlineExceeded`` if the job has not ended ``HELPER_S`` after ``wait_s``.
     """
     job = await server.job(job_id)
     if not job.is_ours:

@@ -65,7 +65,7 @@ def make_submission(
 
 
 def check_no_secrets(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` on a secret or a malformed variable name.
+    """Raise ``ConfigError`` if an argument or variable contains a secret, or if a variable's name is malformed.
 
     Every user of the cluster can read the entrypoints and environments of jobs.
     """
