@@ -25,8 +25,8 @@ STACKS_WAIT_S = 2.0
 def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (), ray_logs: Path | None = None) -> Path:
     """Write a crash bundle to ``run_dir/crash-<time>`` and return its path.
 
-    It contains the cause, followed by the lines of ``extra``, and traceback, stacks, ranks in collectives, log tails, config
-    and versions. ``ray_logs`` is Ray's log folder.
+    It contains the cause and the lines of ``extra``, the traceback, stacks, the last collectives of each rank, the ends
+    of logs, the config and versions of libraries. ``ray_logs`` is Ray's log folder; None if Ray was not started.
     """
     bundle = run_dir / f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
     bundle.mkdir(parents=True, exist_ok=True)
@@ -50,9 +50,10 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
 
 
 def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
-    """Return (name, path) of the logs of Ray's processes and of the run's actors, which are found by the pids in ``stacks``.
+    """Return (name, path) of each log of Ray's processes and of the run's actors.
 
-    The bundle needs a copy of these logs, because Ray's folder is removed at the end of the run.
+    The logs of actors are found by the pids in ``stacks``. The bundle needs a copy of these logs, because Ray's folder
+    is removed at the end of the run.
     """
     if ray_logs is None:
         return []

@@ -127,7 +127,10 @@ def bounded_call(deadline: Deadline, waits_for: str, *, at_once: bool = False) -
 
 
 def _leave_terminal() -> None:
-    """Replace stdin with /dev/null if it is a terminal: the kernel stops a background process group that reads from one."""
+    """Replace stdin with /dev/null if it is a terminal.
+
+    The kernel suspends a background process group that reads from a terminal.
+    """
     if os.isatty(0):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

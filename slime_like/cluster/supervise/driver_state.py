@@ -33,7 +33,11 @@ class DriverState:
     is_done: bool = False
 
     def update(self, message: Mapping[str, Any]) -> Mapping[str, int]:
-        """Apply a message. Return the Ray processes that it reports (name -> pid), which the caller must watch from now on."""
+        """Apply a message. Return the pids of the Ray processes that it reports, by name.
+
+        The caller must watch these processes from now on. Raises ``AssertionError`` if the kind of the message is
+        unknown.
+        """
         match message["kind"]:
             case "run_dir":
                 self.run_dir = Path(message["run_dir"])

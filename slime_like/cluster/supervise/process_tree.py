@@ -18,7 +18,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 WAIT_S = 0.05
 END_S = 20.0  # for killed processes to exit; a process that waits for a disk exits only when the disk responds
 
-RAY_AGENTS = {  # children of the raylet: name -> parts of the command line with and without a process title
+RAY_AGENTS = {  # children of the raylet, by name: parts of the command line with and without a process title
     "dashboard agent": ("ray::DashboardAgent", "dashboard/agent.py"),
     "runtime-env agent": ("ray::RuntimeEnvAgent", "runtime_env/agent/main.py"),
 }
@@ -27,7 +27,8 @@ RAY_AGENTS = {  # children of the raylet: name -> parts of the command line with
 def adopt(adopting: bool = True) -> bool:
     """Set whether orphaned descendants become children of this process; return the previous setting.
 
-    ``adopting=False``: an orphan goes to the next ancestor that adopts.
+    If ``adopting`` is False, an orphan becomes a child of the next ancestor that adopts. Raises ``OSError`` if prctl
+    fails.
     """
     previous = ctypes.c_int()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -80,14 +81,14 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def ray_processes() -> dict[str, int]:
-    """Return name -> pid of the essential processes of the Ray instance that this process started."""
+    """Return a dict from name to pid of the essential processes of the Ray instance that this process started."""
     child_names = {_name(child): child for child in children()}
     pids = {name: child_names[name].pid for name in ("raylet", "gcs_server") if name in child_names}
     return pids | (ray_agents(child_names["raylet"]) if "raylet" in pids else {})
 
 
 def ray_agents(raylet: psutil.Process) -> dict[str, int]:
-    """Return name -> pid of the agents that a raylet has started so far; it starts them with a delay."""
+    """Return a dict from name to pid of the agents that a raylet has started so far; it starts them with a delay."""
     pids: dict[str, int] = {}
     with suppress(psutil.Error):
         for child in raylet.children():
@@ -109,7 +110,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Return True if a process is stopped, for example by SIGSTOP."""
+    """Return True if a process is suspended, for example by SIGSTOP."""
     try:
         return process.status() == psutil.STATUS_STOPPED
     except psutil.Error:

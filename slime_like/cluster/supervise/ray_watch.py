@@ -1,4 +1,4 @@
-"""Watch Ray's processes for the supervisor: the death or stop of one ends the run."""
+"""Watch Ray's processes for the supervisor: the run ends if one dies or is suspended (SIGSTOP) for too long."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import psutil
 
 from slime_like.cluster.supervise import process_tree
 
-PAUSED_S = 5.0  # a longer gap between checks means that this process was stopped, perhaps with all others
-STOPPED_S = 10.0  # for which a Ray process may be stopped; less than the time after which Ray declares its node dead
+PAUSED_S = 5.0  # a longer gap between checks means that this process was suspended, perhaps with all others
+STOPPED_S = 10.0  # for which a Ray process may be suspended; less than the time after which Ray declares its node dead
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class RayWatch:
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._died(name, fd))
 
     def problems(self) -> list[str]:
-        """Return a message for each process that died or, if none died, for each that has been stopped for too long."""
+        """Return a message for each process that died or, if none died, for each that was suspended for too long."""
         self._look_for_agents()
         return self.dead or self._stopped_processes()
 

@@ -69,7 +69,7 @@ class Reaper:
 
 
 def reaper() -> Reaper | None:
-    """Return a reaper, or None if this process is already marked, by a supervisor that will kill its descendants."""
+    """Return a reaper; None if a supervisor has marked this process and will kill its descendants."""
     return None if process_tree.MARK in os.environ else Reaper()
 
 

@@ -25,7 +25,7 @@ def dump_stacks_on_signal(folder: Path, name: str) -> None:
 
 
 def live_processes(folder: Path) -> dict[str, int]:
-    """Return name -> pid of every live process on this node that is registered in ``folder``.
+    """Return a dict from name to pid of every live process on this node that is registered in ``folder``.
 
     Start times guard against reused pids.
     """
@@ -41,10 +41,10 @@ def request_stacks(folder: Path) -> None:
 
 
 def gather_stacks(folder: Path, seconds: float) -> None:
-    """Request stacks and wait until all are written, at most ``seconds`` (scaled), because a stopped process writes none.
+    """Request stacks and wait until all are written, at most ``seconds`` (scaled).
 
-    faulthandler writes from a signal handler and gives no notice: a file counts as complete once it has grown and its size no
-    longer changes.
+    A suspended (SIGSTOP) process writes none. faulthandler writes from a signal handler and gives no notice: a file
+    counts as complete once it has grown and its size no longer changes.
     """
     initial = _sizes(folder)
     request_stacks(folder)

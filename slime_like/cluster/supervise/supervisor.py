@@ -1,11 +1,11 @@
 """The process started by the user: supervises its only child, the driver, and outlives it.
 
-Ray kills its driver when a Ray process dies, and ``ray.init`` and ``ray.shutdown`` never return while one is stopped; the
-kernel may kill a driver that uses too much memory. Error message, crash bundle and cleanup must not depend on the
+Ray kills its driver when a Ray process dies, and ``ray.init`` and ``ray.shutdown`` never return while one is suspended;
+the kernel may kill a driver that uses too much memory. Error message, crash bundle and cleanup must not depend on the
 driver. The supervisor imports neither Ray nor torch.
 
-It adopts orphaned descendants (``PR_SET_CHILD_SUBREAPER``), so that processes started by a reward function end with the run
-too. It forwards signals. The driver has a separate process group, so that Ctrl-C on a terminal reaches it once.
+It adopts orphaned descendants (``PR_SET_CHILD_SUBREAPER``), so that processes started by a reward function end with the
+run too. It forwards signals. The driver has a separate process group, so that Ctrl-C on a terminal reaches it once.
 """
 
 from __future__ import annotations
@@ -133,7 +133,10 @@ class Supervisor:
         return None
 
     def _check_faults(self) -> int | None:
-        """End the run on a signal, a dead or stopped Ray process or an expired deadline; return its exit code, else None."""
+        """End the run on a signal, a dead or suspended Ray process or an expired deadline.
+
+        Return the exit code of the run; None if it goes on.
+        """
         if self._signals and any(call.at_once for call in self._state.calls.values()):
             _say(f"stopped while it waited for {next(iter(self._state.calls.values())).waits_for}")
             return self._kill_all(STOPPED_CODE)
