@@ -24,7 +24,10 @@ from slime_like.errors import ConfigError
 
 
 def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, decisions: PlanDecisions) -> RankSpec:
-    """Return the spec of the actor's ranks, with every ``auto`` resolved. Raises ``ConfigError`` on conflicting settings."""
+    """Return the spec of the actor's ranks, with every ``auto`` resolved.
+
+    Raises ``ConfigError`` if settings conflict.
+    """
     p, loop = cfg.parallel, cfg.loop
     world = trainer_ranks(cfg)
     if cfg.placement.actor_num_gpus_per_node is None:
@@ -90,7 +93,11 @@ def _add_expert_decision(cfg: TrainConfig, world: int, model: HfConfig | None, d
 
 
 def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, decisions: PlanDecisions) -> OptimConfig:
-    """Return the optimizer config with its schedule in optimizer steps; record every option without effect in this run."""
+    """Return the optimizer config with its schedule in optimizer steps.
+
+    Options that have no effect in this run are recorded. Raises ``ConfigError`` if ``optim.cpu_offload`` is set for
+    float32 weights on GPUs.
+    """
     steps, formula = actor_steps(cfg)
     if cfg.run.mode == "rollout_only":
         return cfg.optim

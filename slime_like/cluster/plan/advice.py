@@ -60,7 +60,7 @@ def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str
 
 
 def _more_engines(cfg: TrainConfig, gpus: int) -> str:
-    """Return settings with which the engines use more of the ``gpus`` GPUs."""
+    """Return settings that put the engines on more of the ``gpus`` GPUs."""
     rollout, max_engines = cfg.rollout, gpus // cfg.rollout.tp
     if max_engines == rollout.num_engines:
         return f"rollout.tp to a divisor of {gpus}"

@@ -32,8 +32,8 @@ class Assignment:
     """Nodes of a run's processes; empty in a run on one machine."""
 
     gpus: tuple[ClusterNode, ...] = ()  # node of each GPU of the run, by run-local index
-    processes: Mapping[str, tuple[ClusterNode, ...]] | None = None  # on a CPU: role -> node of each process
-    nodes_per_engine: int = 1  # with more than 1, ``processes`` has the nodes of engine 0, then those of engine 1, ...
+    processes: Mapping[str, tuple[ClusterNode, ...]] | None = None  # on a CPU: node of each process, by role
+    nodes_per_engine: int = 1  # if more than 1, ``processes`` contains the nodes of engine 0, then of engine 1, ...
 
     def used(self, nodes: Sequence[ClusterNode]) -> tuple[ClusterNode, ...]:
         """Return the nodes of the run's GPUs, or all ``nodes`` of the cluster if the run uses no GPUs."""
@@ -43,7 +43,7 @@ class Assignment:
     def summary(self) -> str:
         """Number of GPUs on each node or, on CPUs, of processes of each role on each node, in one line.
 
-        Empty in a run on one machine.
+        The text is empty in a run on one machine.
         """
         if self.processes is None:
             counts = Counter(node.address for node in self.gpus)
@@ -62,7 +62,7 @@ class NodeBlock:
 
     role: str
     indices: tuple[int, ...]
-    engine: int = -1  # first GPU of the engine of which this block is one part; -1 for a whole engine or another role
+    engine: int = -1  # first GPU of the engine that this block is a part of; -1 for a whole engine or another role
 
 
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
@@ -114,7 +114,10 @@ def _on_cpu(
 
 
 def _on_gpus(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tuple[ClusterNode, ...]:
-    """Return the node of each GPU, with engines on as few nodes as possible, or on ``rollout.engine_num_nodes``."""
+    """Return the node of each GPU, with engines on as few nodes as possible, or on ``rollout.engine_num_nodes``.
+
+    Raises ``MissingResources`` if the nodes lack free GPUs for the run.
+    """
     tp, num_nodes = cfg.rollout.tp, cfg.rollout.engine_num_nodes
     num_free = sum(node.free_gpus for node in nodes)
     if num_free < plan.num_gpus:
@@ -137,10 +140,14 @@ def _on_gpus(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tupl
 def _with_engine_parts(
     cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], nodes_per_engine: int
 ) -> tuple[ClusterNode, ...]:
-    """Return the node of each GPU, with each engine that does not share the trainer's GPUs on ``nodes_per_engine`` nodes."""
+    """Return the node of each GPU.
+
+    Each engine that does not share the trainer's GPUs is on ``nodes_per_engine`` nodes. Raises ``MissingResources`` if
+    a block of GPUs fits on no node.
+    """
     free = {node.node_id: node.free_gpus for node in nodes}
     node_of_gpu: dict[int, ClusterNode] = {}
-    used_nodes: dict[tuple[str, int], set[str]] = {}  # (role, engine) -> nodes that already have a block of it
+    used_nodes: dict[tuple[str, int], set[str]] = {}  # nodes that already have a block, by (role, engine)
     for block in sorted(
         node_blocks(cfg, plan, nodes_per_engine), key=lambda block: (block.role != TRAINER, -len(block.indices))
     ):

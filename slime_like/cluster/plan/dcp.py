@@ -41,7 +41,7 @@ def plan_dcp(
     load: EngineLoad,
     decisions: PlanDecisions,
 ) -> DcpPlan:
-    """Resolve ``rollout.dcp`` and ``rollout.dcp_comm``. ``engine`` is an engine without DCP.
+    """Resolve ``rollout.dcp`` and ``rollout.dcp_comm``. ``engine`` is an engine whose DCP size is 1.
 
     Before a Ray cluster is joined, ``auto`` is taken as 1; ``plan_on_nodes`` decides it later.
     """

@@ -57,7 +57,7 @@ class MemoryPlan:
 
     @property
     def min_bytes(self) -> float:
-        """Minimum bytes for the run to start: ``needed_bytes`` without the allocator's overhead."""
+        """Minimum bytes for the run to start: ``needed_bytes`` minus the allocator's overhead."""
         return max((p.total - sum(table.of("allocator") for _, table in p.tables) for p in self.phases), default=0.0)
 
 
@@ -106,7 +106,7 @@ class Demand:
 
     @property
     def offload_settings(self) -> Offloads:
-        """Sides (trainer, engines) that release their memory for each other, with a proposed change applied."""
+        """Whether trainer and engines release their memory for each other, with a proposed change applied."""
         placement = self.cfg.placement
         if self.offloads is not None:
             return self.offloads
@@ -144,7 +144,7 @@ class Demand:
     def _scoring(self) -> MemoryTable | None:
         """Return the memory of a trainer rank with only its weights that computes log-probabilities.
 
-        None without ``placement.offload_train``, or if the model is unknown.
+        The result is None if ``placement.offload_train`` is false or the model is unknown.
         """
         if self.shapes.actor is None or not self.offload_settings.train:
             return None

@@ -21,9 +21,9 @@ from slime_like.planner.static_fraction import graph_sizes
 from slime_like.util.gpus import MIG
 
 KV_BYTES = {"auto": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
-"""SGLang's kv_cache_dtype -> bytes per element of a 16-bit model."""
+"""Maps SGLang's kv_cache_dtype to the bytes per element of the KV cache of a 16-bit model."""
 CAPTURING_BACKENDS = ("none", "deepep", "megamoe", "flashinfer")
-"""Values of SGLang's moe_a2a_backend with which it captures prefill graphs by default."""
+"""Values of moe_a2a_backend for which SGLang captures prefill graphs by default."""
 
 
 def predict_engine(cfg: TrainConfig, machine: Machine, shapes: RoleShapes, engine: EngineSpec) -> EngineMemory | str:
@@ -120,9 +120,9 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
 
 
 def _workspaces(spec: EngineSpec) -> int:
-    """Return the size of FlashInfer's workspace in units of ``constants.FLASHINFER_WORKSPACE``; 0 without FlashInfer attention.
+    """Return the size of FlashInfer's workspace in units of ``constants.FLASHINFER_WORKSPACE``.
 
-    Backends that SGLang selects by default for a GPU are not known here.
+    It is 0 if attention does not use FlashInfer. Backends that SGLang selects by default for a GPU are not known here.
     """
     names = {str(spec.sglang[field]) for field in BACKEND_FIELDS if spec.sglang.get(field)}
     if spec.dcp > 1 and not spec.sglang.get(BACKEND_FIELDS[0]):
@@ -158,7 +158,10 @@ def _prefill_graphs(spec: EngineSpec) -> int | None:
 
 
 def _states_per_request(spec: EngineSpec) -> int:
-    """Return how many recurrent states SGLang counts per request: 3 plus those its radix cache tracks; 1 without the cache."""
+    """Return the number of recurrent states that SGLang counts per request.
+
+    It is 3 plus the number of states that the radix cache tracks, or 1 if the radix cache is disabled.
+    """
     options = spec.sglang
     on_host = spec.device == "cpu"
     if options.get("disable_radix_cache"):

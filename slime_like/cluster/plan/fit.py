@@ -26,10 +26,10 @@ def rank_roles(
     colocated: bool,
     device: str,
 ) -> tuple[Role, ...]:
-    """Return the roles trainer and engine, as far as they have processes, with their GPUs.
+    """Return the roles trainer and engine with their GPUs. A role that has no processes is left out.
 
-    Ranks have GPUs 0, 1, ...; engines have the same GPUs if colocated, the following ones if split. On CPUs, they have none.
-    Raises ``ConfigError`` if colocated engines need more GPUs than the trainer has.
+    The trainer's ranks have GPUs 0, 1, ... Colocated engines share them; split engines have the following GPUs. On
+    CPUs, no role has GPUs. Raises ``ConfigError`` if colocated engines need more GPUs than the trainer has.
     """
     world = actor.layout.world_size if needs_trainer else 0
     ranks = tuple((rank,) for rank in range(world))
@@ -48,7 +48,7 @@ def rank_roles(
 
 
 def _fewer_engines(cfg: TrainConfig, world: int) -> str:
-    """Return settings with which engines of ``rollout.tp`` GPUs fit the ``world`` GPUs of the trainer."""
+    """Return settings that make the engines fit the ``world`` GPUs of the trainer."""
     tp = cfg.rollout.tp
     return engines_setting(cfg.rollout, max(1, world // tp)) + (f" rollout.tp={world}" if world < tp else "")
 

@@ -48,9 +48,10 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
 
 
 def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
-    """Return True if the trainer's communicators are destroyed during rollouts; ``note`` records the decision on an unset key.
+    """Return True if the trainer's communicators are destroyed during rollouts.
 
-    Off by default: releasing gloo's small buffers gains nothing, and releasing NCCL's large ones has not been tested.
+    ``note`` records the decision on an unset key. The default is False: releasing gloo's small buffers gains nothing,
+    and releasing NCCL's large ones has not been tested.
     """
     setting = cfg.guard.release
     if setting is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":

@@ -20,7 +20,7 @@ FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory", "attention workspace
 
 @dataclass(frozen=True, slots=True)
 class Offloads:
-    """Sides that release their memory while the other one needs it."""
+    """Whether trainer and engines release their memory while the other needs it."""
 
     train: bool = False
     rollout: bool = False

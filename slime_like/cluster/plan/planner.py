@@ -84,8 +84,8 @@ class Plan:
 def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     """Resolve ``cfg`` for ``machine``. Raises ``ConfigError`` if the run does not fit.
 
-    Reads config.json and weight headers of ``model.hf_checkpoint``; they may be missing if ``run.prepare`` creates them, and
-    for a described machine if the planner's table has the model.
+    This reads config.json and weight headers of ``model.hf_checkpoint``. They may be missing if ``run.prepare`` creates
+    them, or if the machine is described and the planner's table contains the model.
     """
     decisions = PlanDecisions([])
     model = model_config(cfg, machine)

@@ -26,7 +26,7 @@ PREPARED = {
     "slime_like.quickstart.prepare:prepare_next": NEXT,
     "slime_like.quickstart.prepare:prepare_tool": TOOL,
 }
-"""run.prepare of a default job -> the model that it writes."""
+"""Maps run.prepare of a default job to the model that it writes."""
 
 
 def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:

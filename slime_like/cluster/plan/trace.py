@@ -53,7 +53,7 @@ def check_traceable(plan: Plan, subject: str) -> None:
 
 
 def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, Any]]:
-    """Return the traces of the first and the last pipeline stage. Raises ``ConfigError`` with the child's message."""
+    """Return the traces of the first and the last pipeline stage. Raises ``ConfigError`` if the child process fails."""
     request = {"argv": list(argv), "machine": description}
     return run_on_phantom("trace", TRACED_RANK, request, TRACED_GPU.environment(), TRACE_SECONDS)
 
@@ -150,7 +150,7 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
 def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return the row for the end of a push, when the trainer has only its weights.
 
-    Return no row if the trainer's state is not offloaded, or with pipeline stages.
+    Return no row if the trainer's state is not offloaded, or if there are several pipeline stages.
     """
     traced = next((phase["allocated"] for phase in trace["phases"] if phase["name"] == PUSH), None)
     table = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)

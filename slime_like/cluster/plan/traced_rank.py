@@ -1,7 +1,7 @@
 """Child process of ``train.py --plan --trace``, which traces trainer ranks on a phantom GPU.
 
-In ``python -m slime_like.cluster.plan.traced_rank REQUEST RESULT``, REQUEST has the command line, the described machine and the
-choice of kernels; the traces are written to RESULT. Both are JSON files.
+In ``python -m slime_like.cluster.plan.traced_rank REQUEST RESULT``, REQUEST contains the command line, the described
+machine and the choice of kernels; the traces are written to RESULT. Both are JSON files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def main(request: Path, result: Path) -> int:
 def traces(argv: list[str], description: str | None, *, own_kernels: bool = False) -> list[dict[str, Any]]:
     """Return a trace of the first rank of the first pipeline stage and, if there are several stages, of the last.
 
-    With ``own_kernels``, Gated DeltaNet runs on the run's kernels, which Triton or TileLang compiles, instead of torch's.
+    With ``own_kernels``, Gated DeltaNet runs on the run's kernels, which Triton or TileLang compiles, instead of
+    torch's. Raises ``ConfigError`` if the model has no config.json yet.
     """
     cfg = load_config(argv, files=False, machine=description is None)
     machine = probe_machine() if description is None else described_machine(description)

@@ -44,7 +44,10 @@ def plan_transport(
 
 
 def transport_on_nodes(cfg: TrainConfig, transport: TransportSpec, engine_num_nodes: int) -> TransportSpec:
-    """Return ``transport`` adapted to engines on ``engine_num_nodes`` nodes each. Errors as in ``plan_transport``."""
+    """Return ``transport`` adapted to engines on ``engine_num_nodes`` nodes each.
+
+    Raises ``ConfigError`` if ``weights.transport`` is set to ``ipc`` and the engines are on several nodes.
+    """
     if transport.kind != IPC or engine_num_nodes == 1:
         return transport
     if cfg.weights.transport != "auto":
