@@ -30,7 +30,7 @@ type Sizes = Mapping[str, Any]
 
 
 def main(request: Path, result: Path) -> int:
-    """Call the functions of the requested engine, and write one entry per function. Returns the exit code."""
+    """Call the functions of the requested engine, and write one entry per function. Return the exit code."""
     arguments: dict[str, Any] = json.loads(request.read_text(encoding="utf-8"))
     if arguments.get("first_configs"):
         use_first_configs()
@@ -45,7 +45,7 @@ def main(request: Path, result: Path) -> int:
 def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
     """Return the functions to call: request pool, and if the engine uses them, Triton attention and Gated DeltaNet.
 
-    Latent attention is not compiled, and the activation only if nvcc is installed.
+    Latent attention is not compiled, and the activation is compiled only if nvcc is installed.
     """
     out: list[Callable[[Sizes], None]] = [request_pool]
     if not sizes["latent"] and sizes["attention_backend"] in ("", "triton"):  # "": the default of some models and GPUs
@@ -62,7 +62,7 @@ def activation(sizes: Sizes) -> None:
 
 
 def call(function: Callable[[Sizes], None], sizes: Sizes) -> dict[str, Any]:
-    """Call ``function``. Returns its name, the seconds it took, and its error or ""."""
+    """Call ``function``. Return its name, the seconds it took, and its error or ""."""
     start, error = time.monotonic(), ""
     try:
         function(sizes)

@@ -24,7 +24,10 @@ _loaded: set[str] = set()
 
 
 def enabled(name: str) -> bool:
-    """Return True if plugin ``name`` is enabled. Off by default: entry points load in every SGLang process."""
+    """Return True if plugin ``name`` is enabled.
+
+    It is off by default, because entry points load in every SGLang process.
+    """
     return name in _enabled_names()
 
 
@@ -38,10 +41,10 @@ def record_loaded(name: str) -> None:
 
 
 def load_all() -> None:
-    """Load SGLang's plugins in this process. Stop the process if an enabled plugin is not in place afterwards.
+    """Load SGLang's plugins in this process. Raises ``SystemExit`` if an enabled plugin is not in place afterwards.
 
-    SGLang skips entry points that are not registered or not allowed by ``SGLANG_PLUGINS`` and ``SGLANG_PLATFORM``. If an
-    entry point raises an exception, SGLang logs it and continues without the plugin.
+    SGLang skips entry points that are not registered or not allowed by ``SGLANG_PLUGINS`` and ``SGLANG_PLATFORM``. If
+    an entry point raises an exception, SGLang logs it and continues without the plugin.
     """
     from sglang.srt.plugins import load_plugins
 
@@ -73,7 +76,7 @@ class Hook:
 
 
 def problem(hook: Hook) -> str | None:
-    """Return the reason why ``hook`` is not in place, or ``None`` if it is."""
+    """Return the reason why ``hook`` is not in place; None if it is."""
     try:
         wrapper = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
@@ -87,7 +90,7 @@ def problem(hook: Hook) -> str | None:
 
 
 def install(owner: str, hooks: Sequence[Hook]) -> None:
-    """Apply ``hooks`` in this process. Raises ``SystemExit`` naming the hook that did not take effect.
+    """Apply ``hooks`` in this process. Raises ``SystemExit`` naming each hook that did not take effect.
 
     The error is a ``SystemExit``, because SGLang catches ``Exception`` around plugins and would serve without the hook.
     """
@@ -128,9 +131,9 @@ def _search_for_functions(owner: str) -> Generator[None]:
 
 
 def through_loaders(reason: str) -> Callable[..., Any]:
-    """Return a hook around ``WeightUpdater.update_weights_from_tensor`` that refuses formats which bypass the model's loaders.
+    """Return a hook around ``WeightUpdater.update_weights_from_tensor``.
 
-    ``reason`` completes the error message, after the format.
+    It rejects formats that bypass the model's loaders. ``reason`` completes the error message, after the format.
     """
 
     def load_tensors(
@@ -144,7 +147,7 @@ def through_loaders(reason: str) -> Callable[..., Any]:
 
 
 def stop_on(owner: str, problems: Sequence[str]) -> None:
-    """Stop the engine if there are ``problems``, naming each."""
+    """Raise ``SystemExit`` naming each of ``problems``, if there are any. It stops the engine."""
     if problems:
         raise SystemExit(
             f"slime_like plugin {owner!r} does not fit this SGLang: {'; '.join(problems)}. "
@@ -153,7 +156,10 @@ def stop_on(owner: str, problems: Sequence[str]) -> None:
 
 
 def replace_attribute(owner: str, module: Any, name: str, value: Any) -> None:
-    """Set ``module.name``. Stops the engine if it does not exist: setting a name that upstream renamed would have no effect."""
+    """Set ``module.name``. Raises ``SystemExit`` if it does not exist.
+
+    Setting a name that upstream renamed would have no effect.
+    """
     if not hasattr(module, name):
         stop_on(owner, [f"{module.__name__}.{name} does not exist"])
     setattr(module, name, value)

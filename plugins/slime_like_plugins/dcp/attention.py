@@ -42,7 +42,7 @@ class ShardedBatch:
     lens_B: Tensor  # number of these rows; prefill: of the cached prefix only
     buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # attention to this rank's rows
     new_buckets: list[LengthBucket] = field(default_factory=list[LengthBucket])  # prefill: attention among new tokens
-    prefixed_T: Tensor | None = None  # prefill: tokens of requests with a cached prefix; None without such requests
+    prefixed_T: Tensor | None = None  # prefill: tokens of requests with a cached prefix; None if there are none
 
 
 class ShardedAttention(BatchedAttention):
@@ -108,7 +108,7 @@ class ShardedAttention(BatchedAttention):
         return buckets
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D]."""
+        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D]. Collective over the DCP group."""
         assert self._batch is not None
         k_TKD = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v_TKD = v.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
@@ -130,7 +130,10 @@ class ShardedAttention(BatchedAttention):
     def _prefill(
         self, q_THD: Tensor, new_TKD: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor], scale: float
     ) -> Tensor:
-        """Return attention [T, H, D] of new tokens to each other and to the cached prefixes on all ranks."""
+        """Return attention [T, H, D] of new tokens to each other and to the cached prefixes on all ranks.
+
+        Collective over the DCP group if a request has a cached prefix.
+        """
         assert self._batch is not None
         prefixed_T = self._batch.prefixed_T
         if prefixed_T is None:
@@ -142,13 +145,16 @@ class ShardedAttention(BatchedAttention):
         return out_THD
 
     def _queries_of_all_ranks(self, q_THD: Tensor) -> Tensor:
-        """Return the queries of all ranks, [T, A, D]."""
+        """Return the queries of all ranks, [T, A, D]. Collective over the DCP group."""
         return self._group.all_gather(q_THD, dim=1).contiguous()
 
     def _attend_cached(
         self, q_TAD: Tensor, pools: tuple[Tensor, Tensor], scale: float, kernels: CKernels | None
     ) -> tuple[Tensor, Tensor]:
-        """Attend to the tokens in the pools of all ranks. Returns float32 [T, H, D] and log-sum-exp [T, H]."""
+        """Attend to the tokens in the pools of all ranks. Return float32 [T, H, D] and log-sum-exp [T, H].
+
+        Collective over the DCP group.
+        """
         batch = self._batch
         assert batch is not None
         if kernels is None:
@@ -161,7 +167,7 @@ class ShardedAttention(BatchedAttention):
     def _attend_partially(
         self, buckets: list[LengthBucket], q_THD: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention bucket by bucket in float32. Returns [T, H, D] and log-sum-exp [T, H].
+        """Compute attention bucket by bucket in float32. Return [T, H, D] and log-sum-exp [T, H].
 
         Tokens in no bucket get 0 and -inf.
         """

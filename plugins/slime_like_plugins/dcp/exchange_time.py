@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 STRIDE = 7  # not a multiple of the 1 to 3 exchanges per layer, so that each kind is measured equally often
 METHODS = ("all_gather", "all_reduce", "all_to_all_single", "reduce_scatter_along_dim")
-"""Methods of SGLang's ``GroupCoordinator`` with which DCP exchanges."""
+"""Methods of SGLang's ``GroupCoordinator`` that DCP uses for its exchanges."""
 
 
 class ExchangeClock(Protocol):
@@ -112,7 +112,7 @@ class DeviceClock:
     def _replayed(self, graph: CapturedExchanges) -> float | None:
         """Return the milliseconds of a graph's exchanges in its last replay.
 
-        None if the graph was never replayed, or if its last replay was read before or has not ended.
+        The result is None if the graph was never replayed, or if its last replay was read before or has not ended.
         """
         if not graph.pairs or not graph.pairs[-1][1].query():
             return None
@@ -132,7 +132,7 @@ _clocks: list[ExchangeClock] = []  # clock of this process's DCP group; at most 
 
 
 def take(num_replays: int) -> float | None:
-    """Return the seconds that this rank spent in exchanges since the last call; None without DCP."""
+    """Return the seconds that this rank spent in exchanges since the last call; None if the engine has no DCP."""
     return _clocks[0].take(num_replays) if _clocks else None
 
 

@@ -51,7 +51,7 @@ class GroupQueries:
         self._hidden_TC = inputs[0]
 
     def _renew(self) -> None:
-        """Gather the query projections again after a push.
+        """Gather the query projections again after a push. Collective over the DCP group.
 
         All ranks gather together, because a push overwrites every parameter on all ranks before any of them decodes.
         """

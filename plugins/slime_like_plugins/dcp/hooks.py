@@ -1,4 +1,4 @@
-"""Hooks that start DCP groups on a CPU, and refuse arguments with which SGLang would compute wrong tokens."""
+"""Hooks that start DCP groups on a CPU, and stop an engine whose arguments would make SGLang compute wrong tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from slime_like_plugins.sglang_hooks import install as install_hooks
 def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Hook around ``initialize_model_parallel``: allow DCP groups on a CPU.
 
-    The function refuses platforms on which SGLang's own attention does not support DCP, and uses ``is_cuda`` for nothing
-    else. Remove when SGLang's platforms declare whether they support DCP.
+    The function rejects platforms that SGLang's own attention does not support with DCP, and uses ``is_cuda`` for
+    nothing else. Raises ``SystemExit`` if SGLang does not have this name. Remove when SGLang's platforms declare
+    whether they support DCP.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -62,21 +63,21 @@ def measure_exchanges(result: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _all_to_all_on_cpu(process_group: Any, outputs: torch.Tensor, inputs: torch.Tensor) -> None:
-    """Exchange equal parts between the ranks of a group on a CPU. SGLang's own operator needs a GPU."""
+    """Exchange equal parts between the ranks of a group on a CPU. Collective. SGLang's own operator needs a GPU."""
     torch.distributed.all_to_all_single(outputs, inputs, group=process_group)
 
 
 def check_resolved(result: None, server_args: Any) -> None:
-    """Hook after ``ServerArgs.resolve_once``: stop the engine if its attention cannot serve with DCP.
+    """Hook after ``ServerArgs.resolve_once``: stop the engine if its attention cannot serve with DCP (``SystemExit``).
 
-    Remove when SGLang refuses attention backends without DCP and KV heads that differ within a DCP group.
+    Remove when SGLang rejects attention backends that do not support DCP, and KV heads that differ within a DCP group.
     """
     if problem := obstacle(server_args):
         raise SystemExit(f"slime_like plugin {DCP!r}: rollout.dcp: {problem}")
 
 
 def obstacle(server_args: Any) -> str | None:
-    """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens, or None."""
+    """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens; None if there is none."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view
     from sglang.srt.configs.model_config import AttentionArch
 

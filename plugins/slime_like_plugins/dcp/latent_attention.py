@@ -39,8 +39,8 @@ class ShardedLatentAttention(KeysAsValues, ShardedAttention):
 def leave_exchange_to_backend(model: Any, pool: Any) -> None:
     """Disable the exchanges in ``model``, and make ``pool`` accept rows instead of slots of all ranks.
 
-    Stops the engine if SGLang's attributes do not exist. Remove when an attention backend of SGLang can declare that it does
-    the exchange.
+    Raises ``SystemExit`` if SGLang's attributes do not exist. Remove when an attention backend of SGLang can declare
+    that it does the exchange.
     """
     layers = [module for module in model.modules() if hasattr(module, "attn_mqa")]
     missing = [] if layers else [f"{type(model).__name__} has no layer with attn_mqa"]

@@ -1,6 +1,6 @@
-"""Token positions of one rank of a DCP group, and buckets of requests for its part of the KV cache. Torch only.
+"""Token positions of one rank of a DCP group, and buckets of requests for its part of the KV cache.
 
-Axes as in ``sglang_cpu.attention``.
+The axes are those of ``sglang_cpu.attention``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A part of the keys gives output ``o_r`` (softmax over that part) and ``lse_r``, the logarithm of the sum of exp(scores).
 Over all parts: ``lse = logsumexp_r(lse_r)`` and ``o = sum_r exp(lse_r - lse) o_r``. A part without keys has ``lse_r = -inf``
-and no effect. As in Helix Parallelism (Bhatia et al., 2025, arXiv 2507.07120) and SGLang's ``layers/dcp/comm.py``.
+and no effect. The method is that of Helix Parallelism (Bhatia et al., 2025, arXiv 2507.07120) and of SGLang's
+``layers/dcp/comm.py``.
 
 Axes: R parts, T tokens, H query heads of this rank, A query heads of all ranks of the group, D head dimension.
 """
@@ -32,7 +33,7 @@ def merge(outs_RTHD: Tensor, lses_RTH: Tensor, *, base: float = math.e) -> tuple
 def reduce_scattered(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     """Merge over the ranks of a DCP group (``ag_rs``): all-gather log-sum-exps, then reduce-scatter scaled outputs.
 
-    Returns this rank's heads: [T, H, D] and [T, H]. ``out_TAD`` is overwritten.
+    Return this rank's heads: [T, H, D] and [T, H]. ``out_TAD`` is overwritten. Collective.
     """
     from sglang.srt.layers.dcp import cp_lse_ag_out_rs_mha
 
@@ -43,7 +44,7 @@ def reduce_scattered(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tenso
 def all_to_all(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     """Merge over the ranks of a DCP group (``a2a``): exchange outputs and log-sum-exps by heads together, then merge.
 
-    Returns this rank's heads: [T, H, D] and [T, H].
+    Return this rank's heads: [T, H, D] and [T, H]. Collective.
     """
     size = group.world_size
     packed = torch.cat((out_TAD, lse_TA[..., None]), -1)

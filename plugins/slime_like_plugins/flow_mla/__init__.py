@@ -1,10 +1,11 @@
-"""FlowMLA: the ranks of data-parallel attention each hold a part of the attention weights, and gather a layer before it runs.
+"""FlowMLA: the ranks of data-parallel attention each hold a part of the attention weights, and gather layers to run
+them.
 
-With data-parallel attention, every rank holds all attention weights. Here a rank holds ``1 / dp`` of each layer, and two or
-more buffers (slots) that the layers share: while a layer runs, the weights of the next ones arrive in the other slots. The
-memory that this frees becomes KV cache. The design follows "FlowMLA" of Ant Group's ASystem (SGLang pull request 7005, not
-merged), which shards the output projection of latent attention. Inactive unless ``SLIME_LIKE_SGLANG`` names ``flow_mla`` or the
-server has ``--enable-flow-mla``.
+With data-parallel attention, every rank holds all attention weights. Here a rank holds ``1 / dp`` of each layer, and
+two or more buffers (slots) that the layers share: while a layer runs, the weights of the next ones arrive in the other
+slots. The memory that this frees becomes KV cache. The design follows "FlowMLA" of Ant Group's ASystem (SGLang pull
+request 7005, not merged), which shards the output projection of latent attention. The plugin is inactive unless
+``SLIME_LIKE_SGLANG`` names ``flow_mla`` or the server has ``--enable-flow-mla``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 
 def load() -> None:
-    """Entry point ``sglang.srt.plugins``. A server that is started by hand enables the plugin with a flag."""
+    """Install the plugin's hooks if ``SLIME_LIKE_SGLANG`` names ``flow_mla`` or the server has ``--enable-flow-mla``.
+
+    The flag is for a server that is started without slime_like. SGLang calls this function in every process (entry
+    point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook does not fit SGLang, or the flags contradict each
+    other.
+    """
     if "--enable-flow-mla" in sys.argv:
         from slime_like_plugins.flow_mla import flags
 

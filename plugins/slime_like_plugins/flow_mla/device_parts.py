@@ -18,7 +18,7 @@ class StreamCopy:
         self._event = event
 
     def wait(self) -> None:
-        """Make the current stream wait for the copy, also while a CUDA graph is captured."""
+        """Make the current stream wait for the copy, even while a CUDA graph is captured."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
@@ -29,7 +29,7 @@ class DeviceParts:
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
-        """``device`` must have an index."""
+        """Create a stream for each of ``num_slots`` slots on ``device``, which must have an index."""
         self._device = device
         self._streams = [torch.cuda.Stream(self._device) for _ in range(num_slots)]
 

@@ -30,11 +30,14 @@ class Gather(Protocol):
         ...
 
     def share(self, parts: Sequence[Tensor]) -> None:
-        """Let the other ranks read this rank's part of each layer. All ranks call it once, after allocating all parts."""
+        """Make this rank's part of each layer readable by the other ranks.
+
+        Collective: all ranks call it once, after allocating all parts.
+        """
         ...
 
     def meet(self) -> None:
-        """Wait until all ranks have finished earlier gathers and earlier writes to their parts. All ranks call it."""
+        """Wait until all ranks have finished earlier gathers and earlier writes to their parts. Collective."""
         ...
 
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
@@ -57,11 +60,11 @@ class PendingAll:
 class GroupGather:
     """Gathers by collectives, over one process group per slot.
 
-    With NCCL, a gather is an all-gather; with gloo, a broadcast by each rank, because gloo's all-gather receives into a second
-    buffer of the whole layer. Each NCCL group has its own stream, and each gloo group its own threads, so gathers into
-    different slots do not wait for each other or for the engine's collectives. With NCCL, torch records an event before and
-    after each gather: the gather waits for kernels that read the slot, and ``wait`` makes the current stream wait for the
-    gather, also while a CUDA graph is captured.
+    With NCCL, a gather is an all-gather; with gloo, a broadcast by each rank, because gloo's all-gather receives into a
+    second buffer of the whole layer. Each NCCL group has its own stream, and each gloo group its own threads, so
+    gathers into different slots do not wait for each other or for the engine's collectives. With NCCL, torch records an
+    event before and after each gather: the gather waits for kernels that read the slot, and ``wait`` makes the current
+    stream wait for the gather, even while a CUDA graph is captured.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -103,9 +106,10 @@ class GroupGather:
 def create_groups(
     members: Sequence[Sequence[int]], num_groups: int, backend: str, max_ctas: int | None = None
 ) -> list[dist.ProcessGroup]:
-    """Return ``num_groups`` process groups that contain this rank. All ranks call it with the global ranks of all groups.
+    """Return ``num_groups`` process groups that contain this rank.
 
-    ``max_ctas`` limits the thread blocks of an NCCL collective, and so the multiprocessors that it takes from the computation.
+    Collective: all ranks call it with the global ranks of all groups. ``max_ctas`` limits the thread blocks of an NCCL
+    collective, and so the multiprocessors that it takes from the computation.
     """
     options: Any = None
     if max_ctas is not None and backend == "nccl":

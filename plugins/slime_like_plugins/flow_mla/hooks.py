@@ -1,4 +1,4 @@
-"""Hooks that shard a model while SGLang builds it, and refuse arguments and requests that sharded weights do not support."""
+"""Hooks that shard a model while SGLang builds it, and reject what sharded weights do not support."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def options() -> FlowOptions:
 def check_arguments(original: Callable[..., None], server_args: Any) -> None:
     """Hook around ``ServerArgs.resolve_once``: stop the engine if FlowMLA does not support its arguments.
 
-    Divisibility is checked first, because SGLang asserts without a message that ``attn_dp_size`` divides ``tp_size``.
+    It is stopped by ``SystemExit``. Divisibility is checked first, because SGLang asserts without a message that
+    ``attn_dp_size`` divides ``tp_size``.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
@@ -59,7 +60,7 @@ def check_arguments(original: Callable[..., None], server_args: Any) -> None:
 
 
 def obstacle(view: Any) -> str | None:
-    """Return the reason why an engine with the resolved arguments ``view`` cannot use FlowMLA, or None."""
+    """Return the reason why an engine with the resolved arguments ``view`` cannot use FlowMLA; None if it can."""
     if int(view.attn_dp_size or 1) == 1:
         return (
             "attn_dp_size=1: only ranks of data-parallel attention hold the same weights; set rollout.dp_attention "
@@ -82,7 +83,10 @@ def obstacle(view: Any) -> str | None:
 
 
 def model_obstacle(quantization: str | None, config: Any) -> str | None:
-    """Return the reason why a model's attention weights cannot be sharded, or None. ``config`` is SGLang's ``ModelConfig``."""
+    """Return the reason why a model's attention weights cannot be sharded; None if they can.
+
+    ``config`` is SGLang's ``ModelConfig``.
+    """
     if missing := missing_weights(options().weights, latent=config.attention_arch.name == "MLA"):
         return f"rollout.flow_mla.weights (--flow-mla-weights) {missing}"
     if quantization == "fp8" and not config.hf_quant_config:
@@ -96,7 +100,10 @@ def model_obstacle(quantization: str | None, config: Any) -> str | None:
 def shard_layers(
     original: Callable[..., Any], num_hidden_layers: int, layer_fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Hook around ``make_layers``: shard each decoder layer once it is built."""
+    """Hook around ``make_layers``: shard each decoder layer once it is built.
+
+    Raises ``SystemExit`` if the model lacks a weight that ``rollout.flow_mla.weights`` names.
+    """
     weights = create_weights()
 
     def build(*arguments: Any, **options: Any) -> Any:
@@ -112,9 +119,10 @@ def shard_layers(
 
 
 def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook after ``DefaultModelLoader.load_model``: allocate the slots for forwards, and check the bytes held by this rank.
+    """Hook after ``DefaultModelLoader.load_model``: allocate the slots for forwards, and check this rank's memory.
 
     SGLang calls it within its memory saver's region for weights, so that the slots are released with the weights.
+    Raises ``SystemExit`` if a check fails.
     """
     for weights in _models:
         stop_on(FLOW_MLA, weights.moved())  # before the views are set again
@@ -141,7 +149,7 @@ def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
 def create_weights() -> ShardedWeights:
     """Create the process groups, and return the sharded weights of this process's model, still without layers.
 
-    Raises ``SystemExit`` if the process already has a model.
+    Collective. Raises ``SystemExit`` if the process already has a model.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -176,7 +184,10 @@ def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, wei
 
 
 def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -> None:
-    """Hook around ``Fp8LinearMethod.process_weights_after_loading``, which needs whole matrices: gather the layer."""
+    """Hook around ``Fp8LinearMethod.process_weights_after_loading``, which needs whole matrices: gather the layer.
+
+    Raises ``SystemExit`` if SGLang has replaced the memory of a sharded weight.
+    """
     for weights in _models:
         if (layer := weights.layer_of(module)) is not None:
             weights.update(layer, lambda: original(method, module))
@@ -190,7 +201,10 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
 
 
 def check_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: stop the engine unless sharded weights are loaded and in their slots."""
+    """Hook after ``ModelRunner.load_model``: stop the engine unless sharded weights are loaded and in their slots.
+
+    It is stopped by ``SystemExit``.
+    """
     if not _models:
         raise SystemExit(
             f"slime_like plugin {FLOW_MLA!r}: no weight of {type(runner.model).__name__} is sharded, because this model of SGLang builds its "

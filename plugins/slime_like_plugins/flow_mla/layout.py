@@ -1,4 +1,4 @@
-"""Layout of the sharded matrices of one layer in a buffer of bytes, and the part of each rank. Torch only.
+"""Layout of the sharded matrices of one layer in a buffer of bytes, and the part of each rank.
 
 Matrices follow each other at aligned offsets, and the buffer is padded so that all parts are equal and aligned. Rank ``r`` of
 ``dp`` holds bytes ``[r * n / dp, (r + 1) * n / dp)`` of the ``n`` bytes, so one all-gather of the parts restores the layer.

@@ -36,7 +36,7 @@ class GatherPipeline:
     def __init__(
         self, layouts: Sequence[LayerLayout], num_slots: int, gather: Gather, device: torch.device | None = None
     ) -> None:
-        """``gather`` has this rank's part of each layer. The slots are on ``device`` (default: CPU)."""
+        """Create the slots on ``device`` (default: CPU). ``gather`` has this rank's part of each layer."""
         self._layouts, self._gather, self._device = layouts, gather, device or torch.device("cpu")
         self.slots = [Slot(size, self._device) for size in slot_sizes(layouts, num_slots)]
 

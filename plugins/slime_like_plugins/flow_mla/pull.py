@@ -27,11 +27,11 @@ class RankExchange(Protocol):
     """Messages between the ranks that hold the parts of a layer."""
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in rank order."""
+        """Return the messages of all ranks, in rank order. Collective."""
         ...
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks. Collective."""
         ...
 
 
@@ -88,7 +88,7 @@ class PullGather:
         return self._memory.allocate(num_bytes)
 
     def share(self, parts: Sequence[Tensor]) -> None:
-        """Exchange addresses. Raises ``SystemExit`` if a rank cannot open the memory of another one."""
+        """Exchange addresses. Collective. Raises ``SystemExit`` if a rank cannot open the memory of another one."""
         addresses = [  # indexed by the rank that opens them
             [] if rank == self._rank else [dict(self._memory.address(part)) for part in parts]
             for rank in range(self._num_ranks)

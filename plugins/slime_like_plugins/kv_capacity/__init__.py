@@ -12,7 +12,11 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 
 def load() -> None:
-    """Entry point ``sglang.srt.plugins``."""
+    """Install the hooks of each of the three plugins that ``SLIME_LIKE_SGLANG`` names.
+
+    SGLang calls this function in every process (entry point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook
+    does not fit SGLang.
+    """
     if enabled(KV_USAGE):
         from slime_like_plugins.kv_capacity import usage
 

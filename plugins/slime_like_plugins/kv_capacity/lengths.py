@@ -33,8 +33,8 @@ class ResponseLengths:
     def estimate(cls, lengths_N: I64, ended_N: NDArray[np.bool_]) -> ResponseLengths:
         """Return the estimate from observed ``lengths_N``, which are lower bounds where ``ended_N`` is False.
 
-        ``NUM_ENDLESS`` responses without an end are added. Without observations, and beyond the longest one, responses are
-        therefore expected to reach their maximum length, and a few short responses have little weight.
+        ``NUM_ENDLESS`` responses without an end are added. If there are no observations, and beyond the longest one,
+        responses are therefore expected to reach their maximum length, and a few short responses have little weight.
         """
         num_K = np.bincount(lengths_N, minlength=1)
         num_ended_K = np.bincount(lengths_N[ended_N], minlength=len(num_K))

@@ -1,6 +1,7 @@
 """Matrix multiplications of all experts of a rank by the C kernels (``csrc/experts.h``), as an autograd function.
 
-Used only on CPUs with AVX-512: elsewhere torch is faster. Arguments that could make C read out of bounds are checked here.
+The kernels are used only on CPUs with AVX-512, because elsewhere torch is faster. Arguments that could make C read out of
+bounds are checked here.
 
 Axes: R rows (tokens, ordered by expert), E experts, I inputs, O outputs.
 """
@@ -78,12 +79,19 @@ class ExpertKernels:
 
 @cache
 def expert_kernels() -> ExpertKernels:
-    """Return the kernels of this process, compiled unless cached. Raises ``BuildError`` or OSError."""
+    """Return the kernels of this process, compiled unless cached.
+
+    Raises ``BuildError`` if they cannot be compiled, ``OSError`` if they cannot be loaded.
+    """
     return ExpertKernels(build(SOURCE).path)
 
 
 class ExpertLinearFunction(torch.autograd.Function):
-    """Linear layer of each expert: (rows [R, I], number of rows per expert, kernels, weights [O, I]) -> [R, O]."""
+    """Linear layer of each expert.
+
+    The inputs are the rows [R, I], the number of rows per expert, the kernels, and a weight [O, I] per expert; the
+    result is [R, O].
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, counts: tuple[int, ...], kernels: ExpertKernels, *weights: Tensor) -> Tensor:

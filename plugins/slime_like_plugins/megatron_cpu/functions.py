@@ -11,7 +11,10 @@ from slime_like_plugins.megatron_cpu.kernels import QkvHeads, TrainKernels
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMSNorm: (x [..., H], weight [H], eps, kernels) -> [..., H]."""
+    """RMSNorm of x [..., H] with a weight [H]; the result has the shape of x.
+
+    The other inputs are eps and the kernels.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, kernels: TrainKernels) -> Tensor:
@@ -30,7 +33,11 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """SwiGLU, scaled by row: (gate and up [..., 2 F], scale F32 [N] for the N rows or None, kernels) -> [..., F]."""
+    """SwiGLU, scaled by row.
+
+    The inputs are gate and up [..., 2 F], a scale F32 [N] for the N rows or None, and the kernels; the result is [...,
+    F].
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, scale_N: Tensor | None, kernels: TrainKernels) -> Tensor:
@@ -51,8 +58,8 @@ class SwiGLUFunction(torch.autograd.Function):
 class SplitRotateFunction(torch.autograd.Function):
     """Split of projected queries, keys and values, with norms and rotation of queries and keys.
 
-    (qkv [N, G (R + 2) D], weights of query and key norm [D] or None, cos_sin [N, D], heads, eps, kernels) ->
-    F32 queries [N, G R, D], keys and values [N, G, D].
+    The inputs are qkv [N, G (R + 2) D], the weights of query and key norm [D] or None, cos_sin [N, D], heads, eps and
+    the kernels. The results are F32 queries [N, G R, D], and keys and values [N, G, D].
     """
 
     @staticmethod
@@ -88,7 +95,8 @@ class SplitRotateFunction(torch.autograd.Function):
 class AttentionFunction(torch.autograd.Function):
     """Causal attention over packed sequences.
 
-    (F32 queries [N, H, D], keys and values [N, G, D], cu_seqlens, scale, dtype of the result, kernels) -> [N, H, D].
+    The inputs are F32 queries [N, H, D], keys and values [N, G, D], cu_seqlens, scale, the dtype of the result and the
+    kernels; the result is [N, H, D].
     """
 
     @staticmethod

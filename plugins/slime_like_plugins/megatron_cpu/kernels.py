@@ -1,5 +1,6 @@
-"""C leaf kernels for training (``csrc``) on contiguous host tensors. Arguments that could make C read out of bounds are
-checked here.
+"""C leaf kernels for training (``csrc``) on contiguous host tensors.
+
+Arguments that could make C read out of bounds are checked here.
 
 Axes: N tokens, H hidden, F output features of SwiGLU, G groups (KV heads), R query heads per group, D head dimension,
 V vocabulary.
@@ -93,7 +94,7 @@ class TrainKernels:
     def swiglu_back(
         self, gate_up: Tensor, grad_NF: Tensor, scale_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of ``gate_up`` [N, 2 F] and of the scale F32 [N] (None without a scale)."""
+        """Return the gradients of ``gate_up`` [N, 2 F] and of the scale F32 [N] (None if there is no scale)."""
         n, f = grad_NF.shape
         _check(gate_up.dtype, (gate_up, (n, 2 * f)), (grad_NF, (n, f)))
         _check_scale(scale_N, n)
@@ -105,10 +106,11 @@ class TrainKernels:
     def split_rotate(
         self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Split ``qkv`` [N, G (R + 2) D]. Returns F32 queries [N, G R, D], keys and values [N, G, D], and the norms' scales.
+        """Split ``qkv`` [N, G (R + 2) D].
 
-        Queries and keys are normalised (with weights [D] each, if given) and rotated by halves; ``cos_sin`` has D / 2 cosines,
-        then sines. The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
+        Return F32 queries [N, G R, D], keys and values [N, G, D], and the norms' scales. Queries and keys are
+        normalised (with weights [D] each, if given) and rotated by halves; ``cos_sin`` has D / 2 cosines, then sines.
+        The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
         """
         n, g, r, d = len(qkv), heads.groups, heads.queries, heads.dim
         _check_qkv(qkv, norms, cos_sin_ND, heads)
@@ -126,7 +128,10 @@ class TrainKernels:
         grads: tuple[Tensor, Tensor, Tensor],
         heads: QkvHeads,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of ``qkv`` [N, G (R + 2) D] and of the norms' weights F32 [2, D] (0 without norms)."""
+        """Return the gradients of ``qkv`` [N, G (R + 2) D] and of the norms' weights F32 [2, D].
+
+        If there are no norms, the gradients of their weights are 0.
+        """
         n, g, r, d = len(qkv), heads.groups, heads.queries, heads.dim
         _check_qkv(qkv, norms, cos_sin_ND, heads)
         shapes = ((n, g * r, d), (n, g, d), (n, g, d), (n, g, r + 1))
@@ -174,8 +179,10 @@ class TrainKernels:
     def log_probs(
         self, logits_NV: Tensor, target_N: Tensor, temperature: float, *, entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the log-probabilities of ``target`` (I64) under ``softmax(logits / temperature)``, the log-sum-exps of the
-        scaled logits, and with ``entropy`` the entropies: F32 [N] each."""
+        """Return the log-probabilities of ``target`` (I64) under ``softmax(logits / temperature)``: F32 [N].
+
+        Also return the log-sum-exps of the scaled logits, F32 [N], and with ``entropy`` the entropies, F32 [N].
+        """
         n, v = _check_logits(logits_NV, target_N)
         columns = tuple(logits_NV.new_empty(n, dtype=torch.float32) for _ in range(3 if entropy else 2))
         logprobs_N, log_sums_N, entropies_N = columns if entropy else (*columns, None)
@@ -209,13 +216,16 @@ class TrainKernels:
 
 
 def make_kernels() -> TrainKernels:
-    """Return the kernels, compiled unless they are cached. Raises ``BuildError`` or OSError."""
+    """Return the kernels, compiled unless they are cached.
+
+    Raises ``BuildError`` if they cannot be compiled, ``OSError`` if they cannot be loaded.
+    """
     return TrainKernels(build(SOURCE).path)
 
 
 @cache
 def kernels() -> TrainKernels:
-    """Return the kernels of this process. Raises like ``make_kernels``."""
+    """Return the kernels of this process. Raises the errors of ``make_kernels``."""
     return make_kernels()
 
 

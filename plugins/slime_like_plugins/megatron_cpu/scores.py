@@ -16,9 +16,9 @@ from slime_like_plugins.megatron_cpu.kernels import SUFFIX, kernels
 
 
 class ScoresFunction(torch.autograd.Function):
-    """Log-probabilities and entropies.
+    """Log-probabilities F32 [N] and entropies F32 [N] or None.
 
-    (hidden [N, H], weight [V, H], number of its rows that are tokens, target I64 [N], ...) -> F32 [N], F32 [N] or None.
+    The inputs are hidden [N, H], weight [V, H], the number of its rows that are tokens, target I64 [N] and settings.
     """
 
     @staticmethod
@@ -83,7 +83,11 @@ def fused_vocab_scores(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of ``vocab_scores``; call it for a split vocabulary, for other dtypes, and without tokens."""
+    """Return the results of ``vocab_scores``.
+
+    ``vocab_scores`` itself computes them if the vocabulary is split, the dtype is not supported, or there are no
+    tokens.
+    """
     is_unshared = part.group is None or part.group.size() == 1
     fits = hidden_NH.dtype in SUFFIX and weight_VH.dtype is hidden_NH.dtype
     if not (is_unshared and part.num_real and len(hidden_NH) and fits):

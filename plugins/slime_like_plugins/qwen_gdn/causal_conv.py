@@ -31,7 +31,10 @@ def causal_conv(
     activation: str | None = "silu",
     halo: Tensor | None = None,
 ) -> Tensor:
-    """Convolve as ``backend.GDNBackend.causal_conv`` describes. 16-bit inputs are accumulated in float32."""
+    """Convolve as ``backend.GDNBackend.causal_conv`` describes. 16-bit inputs are accumulated in float32.
+
+    Raises ``ValueError`` if the activation is not supported or the shapes do not fit.
+    """
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r} is not silu or None")
     if x.dim() != 3 or x.shape[0] != 1 or weight.shape[0] != x.shape[2]:
@@ -53,7 +56,10 @@ def _grid(lengths_N: tuple[int, ...], width: int, device: torch.device) -> _Grid
 
 
 class _CausalConv(torch.autograd.Function):
-    """Convolution as ``W`` shifted multiply-adds over the grid. Saves the sums before the activation for backward."""
+    """Convolution as ``W`` shifted multiply-adds over the grid.
+
+    It saves the sums before the activation for backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, halo: Tensor | None, grid: _Grid, silu: bool) -> Tensor:

@@ -43,8 +43,10 @@ class _Scan:
 def backward(
     x: ChunkInputs, blocks: tuple[ChunkBlock, ...], dout: Tensor, dfinal: Tensor, order: ChunkOrder
 ) -> Gradients:
-    """Return the gradients of the inputs from those of the output ``dout`` [M, HV, C, V] and final states ``dfinal``
-    [N, HV, K, V]."""
+    """Return the gradients of the inputs.
+
+    ``dout`` [M, HV, C, V] is the gradient of the output, ``dfinal`` [N, HV, K, V] that of the final states.
+    """
     grads = Gradients(
         keys=torch.empty_like(x.keys),
         v=torch.empty_like(x.v),
@@ -61,7 +63,7 @@ def backward(
 
 
 def project(keys: Tensor, dkeys: Tensor, rstd: Tensor, scale: float) -> Tensor:
-    """Return the gradient of the unnormalised keys and queries; overwrites ``dkeys`` [M, H, 2C, K]."""
+    """Return the gradient of the unnormalised keys and queries, in the memory of ``dkeys`` [M, H, 2C, K]."""
     chunk = keys.shape[2] // 2
     dkeys[:, :, chunk:] *= scale
     dots = torch.linalg.vecdot(dkeys, keys)
@@ -139,8 +141,10 @@ def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, gra
 def _keys_gradient(
     x: ChunkInputs, dgram: Tensor, from_read: Tensor, from_write: Tensor, out: Tensor, chunks: slice
 ) -> None:
-    """Write ``out`` [m, H, 2C, K]: gradients through both sides of the gram matrix and through the state, summed over
-    value heads."""
+    """Write ``out`` [m, H, 2C, K]: gradients through both sides of the gram matrix and through the state.
+
+    They are summed over value heads.
+    """
     chunk = dgram.shape[-1]
     keys = x.keys[chunks].flatten(0, 1)
     dgram = _sum_groups(grouped(dgram, x))
@@ -150,5 +154,5 @@ def _keys_gradient(
 
 
 def _sum_groups(part: Tensor) -> Tensor:
-    """Return the sum over the value heads of a key head: [m, H, HV / H, R, D] -> [m * H, R, D]."""
+    """Return the sum of ``part`` [m, H, HV / H, R, D] over the value heads of each key head: [m * H, R, D]."""
     return (part.squeeze(2) if part.shape[2] == 1 else part.sum(2)).flatten(0, 1)

@@ -73,7 +73,7 @@ class Result:
 
     out: Tensor  # [M, HV, C, V]
     final: Tensor  # [N, HV, K, V] in the order of ``ChunkOrder.sequences``
-    blocks: tuple[ChunkBlock, ...]  # empty without ``keep``
+    blocks: tuple[ChunkBlock, ...]  # empty unless ``keep``
 
 
 def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrder, scale: float) -> ChunkInputs:
@@ -102,7 +102,7 @@ def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrd
 def forward(x: ChunkInputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> Result:
     """Run the rule from the initial states ``state`` [N, HV, K, V], which are in the order of ``order.sequences``.
 
-    ``keep`` saves the tensors that backward needs.
+    If ``keep``, the result contains the tensors that backward needs.
     """
     out, state = torch.empty_like(x.v), state.clone()
     blocks: list[ChunkBlock] = []

@@ -103,7 +103,10 @@ class FlaGDN:
         return padded(out, rows)
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """Return fla's rule with a ``cp_context``, which gathers states and decays once in forward and once in backward."""
+        """Return fla's rule for a stream that is split over the ranks of ``group``.
+
+        The ranks gather states and decays once in forward and once in backward, so the rule is a collective.
+        """
         context = self._build_cp_context(cu_seqlens, group, cu_seqlens_cpu=cu_seqlens_cpu)
 
         def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:

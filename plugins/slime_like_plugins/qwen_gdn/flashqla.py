@@ -1,7 +1,7 @@
 """Backend ``flashqla``: FlashQLA's fused TileLang kernels for Hopper and Blackwell, called directly.
 
-Create the backend only after ``select`` has validated the machine: ``flash_qla`` compiles for the machine's GPU at import, and
-raises without one.
+Create the backend only after ``select`` has validated the machine: ``flash_qla`` compiles for the machine's GPU at import,
+and raises an error if there is no GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers in float64: entry ``gdn`` of the table ``FLOAT64_LAYERS``."""
+"""Gated DeltaNet layers in float64, registered as ``gdn`` in ``FLOAT64_LAYERS``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ FLOAT64_BACKEND = TorchGDN()
 
 
 def delta_net(model: nn.Module, stack: ExitStack) -> int:
-    """Make every layer compute its convolution, decay and delta rule in float64 with the torch backend (exact to 1e-12).
+    """Make every layer compute its convolution, decay and delta rule in float64, exact to 1e-12.
 
-    Projections, norm and gate are unchanged. Returns the number of layers; closing ``stack`` restores them.
+    They are computed by the torch backend. Projections, norm and gate are unchanged. Return the number of layers;
+    closing ``stack`` restores them.
     """
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNetLayer)]
     for layer in layers:

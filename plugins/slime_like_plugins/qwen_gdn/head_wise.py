@@ -1,8 +1,8 @@
 """Context parallelism by heads: while the rule runs, each rank holds all tokens for its share of the heads.
 
 As in DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509) and megatron-core's GatedDeltaNet, an all-to-all exchanges tokens
-for heads, and another one reverses it. The output gate is not exchanged, because the rule does not read it; megatron exchanges
-it, which increases the traffic by half.
+for heads, and another one reverses it. The output gate is not exchanged, because the rule does not read it; megatron
+exchanges it, which increases the traffic by half.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_r
 
 
 class HeadWise:
-    """``Mixing`` for numbers of heads that are divisible by the size of ``group``; a single rank needs no all-to-all."""
+    """``Mixing`` for numbers of heads that are divisible by the size of ``group``; a single rank needs no all-to-all.
+
+    A call is a collective over ``group``.
+    """
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
         del hidden  # tokens are projected in attention's layout
@@ -49,7 +52,10 @@ class HeadWise:
         return hidden
 
     def _to_heads(self, inputs: DeltaInputs, packed: PackedRows) -> DeltaInputs:
-        """Exchange this rank's tokens with all heads for all tokens, in sequence order, with a share of the heads."""
+        """Exchange this rank's tokens with all heads for all tokens, in sequence order, with a share of the heads.
+
+        Collective.
+        """
         if self.size == 1:
             return inputs
         assert packed.in_order is not None
@@ -77,7 +83,10 @@ class HeadWise:
         return torch.cat([s.chunk(self.size)[self.rank] for s in parameter.split(list(sections))])
 
     def _to_tokens(self, out: Tensor, packed: PackedRows) -> Tensor:
-        """Turn [P, HV / size, V], all tokens with a share of the heads, into [L, HV, V], this rank's tokens with all heads."""
+        """Turn [P, HV / size, V], all tokens with a share of the heads, into [L, HV, V]. Collective.
+
+        The result contains this rank's tokens with all heads.
+        """
         if self.size == 1:
             return out
         assert packed.by_rank is not None

@@ -71,8 +71,10 @@ class ChunkOrder:
 
 
 def lengths(cu_seqlens_cpu: Tensor, num_rows: int) -> tuple[int, ...]:
-    """Return the length of each sequence. Raises ``ValueError`` unless the bounds start at 0, never decrease and end within
-    the rows."""
+    """Return the length of each sequence.
+
+    Raises ``ValueError`` unless the bounds are on the host, start at 0, never decrease and end within the rows.
+    """
     if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.dim() != 1 or cu_seqlens_cpu.numel() < 1:
         raise ValueError(f"cu_seqlens_cpu must be a vector [N+1] on the host, not {cu_seqlens_cpu!r}")
     bounds: list[int] = cu_seqlens_cpu.tolist()
@@ -83,12 +85,12 @@ def lengths(cu_seqlens_cpu: Tensor, num_rows: int) -> tuple[int, ...]:
 
 
 def num_tokens(cu_seqlens_cpu: Tensor, num_rows: int) -> int:
-    """Return the number of rows without padding. Raises ``ValueError`` like ``lengths``."""
+    """Return the number of rows without padding. Raises the ``ValueError`` of ``lengths``."""
     return sum(lengths(cu_seqlens_cpu, num_rows))
 
 
 def padded(rows: Tensor, num_rows: int) -> Tensor:
-    """Append zero rows: [1, t, ...] -> [1, num_rows, ...]."""
+    """Return ``rows`` [1, t, ...] followed by zero rows: [1, num_rows, ...]."""
     return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, num_rows - rows.shape[1]))
 
 

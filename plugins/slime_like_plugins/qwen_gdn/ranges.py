@@ -46,16 +46,22 @@ class Range:
     rule: RangeRule | None  # the backend's own rule, if a border between ranks cuts a sequence
 
     def to_stream(self, rows: Tensor) -> Tensor:
-        """Exchange this rank's tokens [L, ...] in attention's layout for those of its range, in stream order."""
+        """Exchange this rank's tokens [L, ...] in attention's layout for those of its range, in stream order.
+
+        Collective.
+        """
         return all_to_all(self.group, rows, list(self.part.receive), list(self.part.send)).index_select(0, self.order)
 
     def to_rows(self, stream: Tensor) -> Tensor:
-        """Reverse ``to_stream``."""
+        """Reverse ``to_stream``. Collective."""
         rows = stream.index_select(0, self.inverse)
         return all_to_all(self.group, rows, list(self.part.send), list(self.part.receive))
 
     def gather(self, local: Tensor) -> Tensor:
-        """Return ``local`` [...] of all ranks, stacked by rank [cp, ...]. Backward sums the gradients of all ranks."""
+        """Return ``local`` [...] of all ranks, stacked by rank [cp, ...].
+
+        Backward sums the gradients of all ranks. Collective.
+        """
         return gather_from_sequence_parallel_region(local[None], group=self.group)
 
 

@@ -1,4 +1,4 @@
-"""Entry of the table ``MIXERS``: a Gated DeltaNet layer with the kernels of the config."""
+"""Function registered in ``MIXERS``: it returns a Gated DeltaNet layer with the kernels of the config."""
 
 from __future__ import annotations
 

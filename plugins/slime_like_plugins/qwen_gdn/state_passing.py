@@ -68,7 +68,10 @@ class StatePassing:
 
 
 def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, local_range: Range, activation: str) -> Tensor:
-    """Return this rank's range of the convolution over the entire stream: [L, D] -> [L, D]."""
+    """Return this rank's range [L, D] of the convolution over the entire stream, of which ``x_LD`` is the rank's range.
+
+    Collective over the context parallel ranks if a border between ranks cuts a sequence.
+    """
     part, history = local_range.part, weight_DW.shape[1] - 1
     if not part.is_cut or history == 0:
         return _convolved(backend, x_LD, weight_DW, local_range.pieces, activation)
@@ -85,9 +88,10 @@ def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, local_rang
 def gated_delta_rule(
     backend: GDNBackend, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, local_range: Range
 ) -> Tensor:
-    """Return this rank's range of the gated delta rule over the entire stream.
+    """Return this rank's range [1, L, Hv, V] of the gated delta rule over the entire stream.
 
-    q, k [1, L, H, K], v [1, L, Hv, V], g (log of the decay) and beta [1, L, Hv] -> [1, L, Hv, V].
+    The arguments are q, k [1, L, H, K], v [1, L, Hv, V], g (log of the decay) and beta [1, L, Hv]. Collective over the
+    context parallel ranks if a border between ranks cuts a sequence.
     """
     part, columns = local_range.part, (q, k, v, g, beta)
     edges = part.cu_seqlens.tolist()

@@ -1,4 +1,4 @@
-"""Backend ``torch``: plain torch operations for any device, the default on a CPU."""
+"""Backend ``torch``: torch operations for any device, the default on a CPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class TorchGDN:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply the rule as ``backend.GDNBackend.chunk_rule`` describes."""
+        """Apply the rule as ``backend.GDNBackend.chunk_rule`` describes.
+
+        Raises ``ValueError`` if the shapes do not fit.
+        """
         del cu_seqlens  # the copy on the host is sufficient
         _check_shapes(q, k, v, g, beta)
         order = chunk_order(cu_seqlens_cpu, q.shape[1], chunk_size(cu_seqlens_cpu), q.device)
@@ -87,7 +90,10 @@ class _Call:
 
 
 class _ChunkRule(torch.autograd.Function):
-    """q, k [T, H, K], v [T, HV, V], g, beta [T, HV], state [N, HV, K, V] -> output [T, HV, V], final state."""
+    """Chunked rule of q, k [T, H, K], v [T, HV, V], g, beta [T, HV] and a state [N, HV, K, V].
+
+    The results are the output [T, HV, V] and the final state [N, HV, K, V].
+    """
 
     @staticmethod
     def forward(

@@ -42,7 +42,7 @@ def expert_sums(
     hidden, device = w2.shape[1], w2.device
     flat = ids.reshape(-1)
     order = flat.argsort(kind="stable")
-    # Positions in ``order`` at which the pairs without an expert end, then those of each expert.
+    # Positions in ``order`` where the pairs without an expert end, then those of each expert.
     ends = np.bincount(flat + 1, minlength=len(w13) + 1).cumsum()
     start = int(ends[0])
     pairs, tokens = (_index(indices[start:], device) for indices in (order, order // num_selected))

@@ -28,7 +28,10 @@ class Connection:
     """Frames over a connected stream socket."""
 
     def __init__(self, sock: socket.socket, peer: str, max_payload: int) -> None:
-        """``peer`` names the other process in errors. ``max_payload`` limits a received payload, in bytes."""
+        """Send and receive frames over ``sock``.
+
+        ``peer`` names the other process in errors. ``max_payload`` limits a received payload, in bytes.
+        """
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
@@ -61,9 +64,10 @@ class Connection:
         self._send()
 
     def pump(self, timeout_s: float = 0.0) -> None:
-        """Send as much as possible, and receive up to one frame. Waits up to ``timeout_s`` if neither is possible immediately.
+        """Send as much as possible, and receive up to one frame.
 
-        Raises ``PeerLost`` or ``FrameError``.
+        Wait up to ``timeout_s`` if neither is possible immediately. Raises ``PeerLost`` if the connection has ended,
+        ``FrameError`` if a received header violates the protocol.
         """
         if self._polls_for_room != bool(self._outgoing):
             self._polls_for_room = not self._polls_for_room
@@ -96,7 +100,7 @@ class Connection:
         return events
 
     def next(self) -> Frame | None:
-        """Return the oldest received frame, or None."""
+        """Return the oldest received frame; None if there is none."""
         return self._incoming.popleft() if self._incoming else None
 
     @property

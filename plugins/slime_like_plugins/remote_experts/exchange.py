@@ -17,14 +17,14 @@ class Exchange:
     def __init__(
         self, client: WorkerClient, layer: int, x_TH: Tensor, buckets: Sequence[TokenBucket], max_rows: int
     ) -> None:
-        """``max_rows`` limits the rows of a request."""
+        """Prepare the requests for ``buckets``, with at most ``max_rows`` rows each."""
         self._client, self._layer, self._x = client, layer, x_TH
         self._waiting: Iterator[TokenBucket] = (part for bucket in buckets for part in bucket.chunks(max_rows))
         self._next: TokenBucket | None = next(self._waiting, None)
         self._in_flight: deque[tuple[TokenBucket, ExpertRequest]] = deque()
 
     def feed(self) -> None:
-        """Receive replies, and send requests while the worker takes them. Does not wait."""
+        """Receive replies, and send requests while the worker takes them. It does not wait."""
         if self._next is None and len(self._in_flight) < 2 and not self._client.is_sending:
             return  # the worker has at most one request, and receiving its reply now would not give it more work
         self._client.poll()
@@ -35,7 +35,7 @@ class Exchange:
             self._next = next(self._waiting, None)
 
     def results(self) -> Iterator[tuple[TokenBucket, Tensor]]:
-        """Yield each request's tokens and their float32 sums, in the order of the requests. Waits for the worker."""
+        """Wait for the worker, and yield each request's tokens and their float32 sums, in the order of the requests."""
         self.feed()
         while self._in_flight:
             bucket, request = self._in_flight.popleft()

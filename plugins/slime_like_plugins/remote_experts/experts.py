@@ -64,7 +64,10 @@ class RemoteExperts:
         self._link.start()
 
     def open(self, shapes: ExpertShapes) -> None:
-        """Connect to the worker and make it allocate the experts. Raises one of ``FAILURES``, or ``ConfigError``."""
+        """Connect to the worker and make it allocate the experts.
+
+        Raises one of ``FAILURES`` if the worker fails, ``ConfigError`` if the settings cannot be used.
+        """
         self._shapes = shapes
         if self._options.policy != "required":
             self._copy = ExpertMemory(shapes, torch.device("cpu"))
@@ -92,13 +95,13 @@ class RemoteExperts:
         return WorkerFault(self._restarts, self._is_replaced)
 
     def close(self) -> None:
-        """End the worker. Never hangs."""
+        """End the worker. The call always returns."""
         self._link.close()
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     # No method of an update raises an error of the worker: other ranks would wait for this one in SGLang's barriers.
     def begin(self) -> None:
-        """Invalidate the weights: every element has to be written before the commit."""
+        """Invalidate the weights. Every element must be written before the commit."""
         self._version, self._failure = 0, ""
         if self._copy is not None:
             self._copy.begin()
@@ -124,7 +127,7 @@ class RemoteExperts:
         return report, self._failure
 
     def commit(self) -> str:
-        """Serve the written weights as the next version. Returns the worker's failure, or "" on success."""
+        """Serve the written weights as the next version. Return the worker's failure, or "" on success."""
         self._commits += 1
         if not self._is_replaced:
             self._try(lambda: self._link.client.commit(self._commits))
@@ -220,7 +223,10 @@ class RemoteExperts:
         )
 
     def _respawn(self) -> None:
-        """Open a new worker and send it the copy of the weights. Commits their version, unless an update is open."""
+        """Open a new worker and send it the copy of the weights. Commit their version, unless an update is open.
+
+        Raises ``RemoteExpertsLost`` if the settings cannot be used for a new worker.
+        """
         assert self._shapes is not None and self._copy is not None
         self._link.abandon()
         self._restarts += 1

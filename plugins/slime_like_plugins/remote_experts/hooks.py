@@ -1,4 +1,4 @@
-"""Hooks that move part of the experts to a worker, forward weight updates to it, and refuse unsupported arguments."""
+"""Hooks that move part of the experts to a worker, forward weight updates to it, and reject unsupported arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def options() -> RemoteOptions:
 
 # ---- start -----------------------------------------------------------------------------------------------------------
 def check_resolved(result: None, server_args: Any) -> None:
-    """Hook after ``ServerArgs.resolve_once``: stop the engine if remote experts do not support its arguments."""
+    """Hook after ``ServerArgs.resolve_once``: stop the engine if remote experts do not support its arguments.
+
+    It is stopped by ``SystemExit``.
+    """
     from sglang.srt.arg_groups.overrides import resolved_view
 
     if problem := obstacle(resolved_view(server_args), options()):
@@ -42,7 +45,7 @@ def check_resolved(result: None, server_args: Any) -> None:
 
 
 def obstacle(view: Any, settings: RemoteOptions) -> str | None:
-    """Return the reason why an engine with the resolved arguments ``view`` cannot have remote experts, or None."""
+    """Return the reason why an engine with the resolved arguments ``view`` cannot have remote experts; else None."""
     for field in FIELDS:
         value = getattr(view, field)
         if reason := field_obstacle(field, value):
@@ -58,7 +61,10 @@ def obstacle(view: Any, settings: RemoteOptions) -> str | None:
 
 
 def create_weights(original: Callable[..., None], method: Any, layer: Any, num_experts: int, **arguments: Any) -> None:
-    """Hook around ``UnquantizedFusedMoEMethod.create_weights``: allocate the local experts of a layer."""
+    """Hook around ``UnquantizedFusedMoEMethod.create_weights``: allocate the local experts of a layer.
+
+    Raises ``SystemExit`` if remote experts do not support the layer, or the settings do not fit it.
+    """
     if layer.is_draft or layer.is_shared_fused_moe:
         original(method, layer=layer, num_experts=num_experts, **arguments)
         return
@@ -84,7 +90,10 @@ def _model() -> RemoteModel:
 
 
 def commit_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: stop the engine if an expert was not loaded, else commit the first version."""
+    """Hook after ``ModelRunner.load_model``: commit the first version.
+
+    Raises ``SystemExit``, which stops the engine, if an expert was not loaded.
+    """
     if not _models:
         raise SystemExit(
             f"slime_like plugin {REMOTE_EXPERTS!r}: the model has no experts, or quantised ones, which a worker cannot compute; serve a "
@@ -136,7 +145,8 @@ def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``end_weight_update``: check the workers of all ranks, then the rest of the model, then commit.
 
-    Every rank takes part in every exchange, whatever happened to its worker, so that no other rank waits for it forever.
+    Collective: every rank takes part in every exchange, whatever happened to its worker, so that no other rank waits
+    for it forever.
     """
     session = manager._session
     if session is None or not _selects_target(manager, session.selector):
@@ -152,8 +162,8 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around updates in a single call, from disk or by IPC: commit the weights that the worker received.
 
-    If the update fails on one rank, it fails on every rank: a single rank that continued to the checks would wait for
-    the others forever.
+    Collective. If the update fails on one rank, it fails on every rank: a single rank that continued to the checks
+    would wait for the others forever.
     """
     output = original(manager, request)
     message = _joined(manager, "" if output.success else output.message) or check(manager) or commit(manager)
@@ -161,7 +171,7 @@ def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> 
 
 
 def check(manager: Any) -> str:
-    """Return an error message if the weights of any rank's worker cannot be committed, else "".
+    """Return an error message if the weights of any rank's worker cannot be committed, else "". Collective.
 
     Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy is ``required``.
     """
@@ -175,16 +185,19 @@ def check(manager: Any) -> str:
 
 
 def commit(manager: Any) -> str:
-    """Commit on every rank. Returns the failures of all ranks, or "" on success. Raises like ``check``."""
+    """Commit on every rank.
+
+    Return the failures of all ranks, or "" on success. Collective. Raises the error of ``check``.
+    """
     failure = _models[0].experts.commit()
     _models[0].record_load()
     return _joined(manager, failure, failure)
 
 
 def _joined(manager: Any, text: str, failure: str = "") -> str:
-    """Return the text of each rank, or its worker's failure if it has no text, joined in one line.
+    """Return one line with the text of each rank. A rank without a text is represented by its worker's failure.
 
-    Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy is ``required``.
+    Collective. Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy is ``required``.
     """
     per_rank: list[Any] = [None] * dist.get_world_size(manager.tp_cpu_group)
     dist.all_gather_object(per_rank, (text, failure), group=manager.tp_cpu_group)

@@ -55,9 +55,10 @@ class WorkerLink:
             self._process = ExpertProcess(WorkerOrigin(threads=o.threads, device=o.device))
 
     def open(self, shapes: ExpertShapes, connect_s: float = START_S) -> WorkerClient:
-        """Connect, and make the worker allocate its experts. Raises one of ``FAILURES``, or ``ConfigError``.
+        """Connect, and make the worker allocate its experts.
 
-        ``connect_s``: time limit in seconds for a worker that another program starts to accept the connection.
+        Raises one of ``FAILURES`` if the worker fails, ``ConfigError`` if the settings cannot be used. ``connect_s``:
+        time limit in seconds for a worker that another program starts to accept the connection.
         """
         self.start()
         o = self._options
@@ -84,7 +85,7 @@ class WorkerLink:
                     self.client.write(layer, name, expert, 0, rows)
 
     def close(self) -> None:
-        """Close the connection, and end the process if this rank started it. Never hangs. Idempotent."""
+        """Close the connection, and end the process if this rank started it. The call always returns. Idempotent."""
         if self._client is not None:
             self._client.close()
             self._client = None

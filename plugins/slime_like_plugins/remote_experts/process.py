@@ -54,12 +54,15 @@ class ExpertProcess:
         return self._process.pid
 
     def stop(self) -> None:
-        """End the process: wait ``END_S`` for it to exit after its socket was closed, then kill it. Never hangs."""
+        """End the process: wait ``END_S`` for it to exit after its socket was closed, then kill it.
+
+        The call always returns.
+        """
         self.socket.close()
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)  # also ends a stopped process
+            self._process.send_signal(signal.SIGKILL)  # also ends a suspended process (SIGSTOP)
             try:
                 self._process.wait(END_S)
             except subprocess.TimeoutExpired:
@@ -74,8 +77,9 @@ class ExpertProcess:
 def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
     """Connect to a listening worker, and authenticate with the key.
 
-    Retries for ``seconds`` while nothing listens at the address, or the worker serves another engine; then raises ``PeerLost``.
-    Raises ``PeerLost`` or ``FrameError`` if the worker has another key, ``ConfigError`` if the key file cannot be used.
+    While nothing listens at the address, or the worker serves another engine, retry for ``seconds``. Raises
+    ``PeerLost`` after that. Raises ``PeerLost`` or ``FrameError`` if the worker has another key, ``ConfigError`` if the
+    key file cannot be used.
     """
     assert origin.key_file is not None, "rules require a key file with an address"
     secret = key.read_key(origin.key_file)
@@ -101,7 +105,10 @@ def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
 
 
 def _admitted(sock: socket.socket, secret: bytes, name: str, key_file: Path) -> Connection:
-    """Return a connection over ``sock`` after both ends have proved that they know the key."""
+    """Return a connection over ``sock`` after both ends have proved that they know the key.
+
+    Raises ``PeerLost`` or ``FrameError`` if the worker has another key.
+    """
     connection = Connection(sock, name, key.MAX_PAYLOAD)
     try:
         key.prove(connection, secret, name)

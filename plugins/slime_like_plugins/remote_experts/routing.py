@@ -18,7 +18,10 @@ class ExpertRows:
     """Location of each expert of a layer: a row of the engine's matrices, or of the worker's."""
 
     def __init__(self, num_experts: int, remote: Sequence[int]) -> None:
-        """``num_experts`` counts routed and shared experts; ``remote`` has the ids of those in the worker's memory."""
+        """Assign rows to ``num_experts`` routed and shared experts.
+
+        ``remote`` are the ids of those in the worker's memory.
+        """
         self.remote = tuple(sorted(remote))
         is_remote = np.zeros(num_experts, bool)
         is_remote[list(self.remote)] = True
@@ -56,11 +59,14 @@ class TokenBucket:
 
 
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
-    """Return the rows of local experts [T, K] (-1 if a pair is not local), and buckets in ascending order of remote experts per token.
+    """Return the row of the local expert of each pair [T, K], and the buckets of tokens with remote experts.
 
-    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. If at most ``ONE_REQUEST_ROWS`` tokens
-    have remote experts, as in a decode step, they form a single bucket: the worker then computes each expert once, and a layer
-    needs one request.
+    The row is -1 if the expert of a pair is not local. The buckets are in ascending order of the number of remote
+    experts per token.
+
+    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. If at most
+    ``ONE_REQUEST_ROWS`` tokens have remote experts, as in a decode step, they form a single bucket: the worker then
+    computes each expert once, and a layer needs one request.
     """
     local, remote = rows.local_rows.take(ids), rows.remote_rows.take(ids)
     if not (is_used := weights != 0).all():

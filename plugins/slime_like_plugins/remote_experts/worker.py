@@ -43,12 +43,12 @@ def serve(sock: socket.socket, settings: WorkerSettings, secret: bytes | None = 
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``, or loopback and port of ``PORT``. Raises ``ConfigError``."""
+    """Return host and port of ``HOST:PORT``, or loopback and port of ``PORT``. Raises ``ConfigError`` on other text."""
     return parse_address(f"{LOOPBACK}:{text}" if text.isdecimal() else text)
 
 
 def listen_and_serve(address: str, secret: bytes, settings: WorkerSettings) -> None:
-    """Listen on ``address``, and serve the ranks of engines one after another until the process is stopped."""
+    """Listen on ``address``, and serve the ranks of engines one after another until the process ends."""
     host, port = listen_address(address)
     with listen(host, port) as listener:
         print_output(f"a worker of remote experts listens at {host}:{listener.getsockname()[1]}\n")
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Run a worker until its engine ends, or with ``--listen`` until it is interrupted. Returns the exit code."""
+    """Run a worker until its engine ends, or with ``--listen`` until it is interrupted. Return the exit code."""
     options = parse(argv)
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the engine, which closes its worker

@@ -6,7 +6,7 @@ seeds are honoured and input tokens are scored at the request's temperature, on 
 
 Seeds work with all sampling options: temperature, top-k, nucleus, min-p, penalties, biases, grammars, custom logit
 processors, sampling masks. They do not work with speculative decoding, which verifies drafts in separate functions:
-the engine logs a warning, and ``run.deterministic`` refuses it.
+the engine logs a warning, and ``run.deterministic=true`` does not allow it.
 
 If a request asks for it, the reply has base64 columns instead of lists of tokens and log-probabilities (``columns``).
 """
@@ -18,7 +18,11 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 
 def load() -> None:
-    """Entry point ``sglang.srt.plugins``."""
+    """Install the plugin's hooks if ``SLIME_LIKE_SGLANG`` names ``rollout_sampling``.
+
+    SGLang calls this function in every process (entry point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook
+    does not fit SGLang.
+    """
     if enabled(ROLLOUT_SAMPLING):
         from slime_like_plugins.rollout_sampling import hooks
 

@@ -2,8 +2,8 @@
 
 SGLang replies with a list of ``[log-probability, token, text]`` and a list of tokens. Building and parsing these lists takes
 several hundred nanoseconds per token in the server and in its client. A request gets columns if it sets
-``return_flat_raw_output_top_logprobs`` and ``return_flat_raw_top_logprobs_b64``, which ask SGLang for its top log-probabilities
-in this form, and ``return_logprob`` without ``top_logprobs_num``, ``token_ids_logprob`` and ``stream``.
+``return_flat_raw_output_top_logprobs`` and ``return_flat_raw_top_logprobs_b64``, which ask SGLang for its top
+log-probabilities in this form, and ``return_logprob``, but not ``top_logprobs_num``, ``token_ids_logprob`` or ``stream``.
 """
 
 from __future__ import annotations

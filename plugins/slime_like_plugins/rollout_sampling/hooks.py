@@ -79,7 +79,7 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
 def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor, min_p_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities in descending order, 0 if excluded by top-k, nucleus or min-p, and their token ids.
 
-    min-p is a share of the most probable token's probability. Same rules as
+    min-p is a share of the most probable token's probability. The rules are those of
     ``top_k_top_p_min_p_sampling_from_probs_torch`` in ``sglang.srt.layers.sampler``.
     """
     sorted_BV, tokens_BV = torch.sort(probs_BV, stable=True, dim=-1, descending=True)
@@ -159,7 +159,7 @@ def sample_from_probs(
 ) -> Any:
     """Hook around ``Sampler._sample_from_probs``: return tokens, and the distributions of requests with sampling masks.
 
-    SGLang's function refuses seeds with min-p and with flashinfer, and samples seeded tokens by a Triton kernel, which
+    SGLang's function rejects seeds with min-p and with flashinfer, and samples seeded tokens by a Triton kernel, which
     does not run on a CPU.
     """
     if info.sampling_seed is None:
@@ -178,7 +178,10 @@ def sample_from_probs(
 
 
 def draw_with_kernel(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return tokens and their log-probabilities from the kernel; ``None`` without a kernel or for an unsupported batch."""
+    """Return tokens and their log-probabilities from the kernel.
+
+    The result is None if there is no kernel, or it does not support the batch.
+    """
     draw_rows = kernel.selected()
     if draw_rows is None or logits_BV.dtype is not torch.float32 or info.has_custom_logit_processor:
         return None

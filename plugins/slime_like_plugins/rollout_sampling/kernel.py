@@ -1,4 +1,4 @@
-"""The compiled kernel that samples plain batches, if the platform has one."""
+"""The compiled kernel that samples batches without filters of tokens, if the platform has one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _selected: list[SamplingKernel] = []
 
 
 def select(kernel: SamplingKernel | None) -> None:
-    """Sample plain batches with ``kernel(logits, temperatures, top_k, seeds, positions)``, or with torch if it is ``None``.
+    """Set the kernel that samples batches without top-k, nucleus and min-p sampling; None: they are sampled in torch.
 
-    The kernel must sample the same tokens as ``hooks.draw``, or return ``None`` to leave the batch to torch.
+    It is called as ``kernel(logits, temperatures, top_k, seeds, positions)``. It must sample the same tokens as
+    ``hooks.draw``, or return None to leave the batch to torch.
     """
     _selected[:] = [] if kernel is None else [kernel]
 
 
 def selected() -> SamplingKernel | None:
-    """Return the current sampling kernel, or ``None``."""
+    """Return the current sampling kernel; None if there is none."""
     return _selected[0] if _selected else None

@@ -1,9 +1,10 @@
-"""SGLang on a plain CPU: an out-of-tree platform with batched attention and a fused forward.
+"""SGLang on a CPU: an out-of-tree platform with batched attention and a fused forward.
 
 SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform, every op uses its
-torch-native forward instead; this package supplies the rest. Decoding, where a run spends most of its time, has leaf kernels
-in plain C that is compiled on the machine (``csrc``, ``build``), and equivalents in torch (``kernels``). Batches that the
-kernels do not support go through SGLang's own forward. Inactive unless ``SLIME_LIKE_SGLANG`` names ``cpu``.
+torch-native forward instead; this package supplies the rest. Decoding, where a run spends most of its time, has leaf
+kernels in C that is compiled on the machine (``csrc``, ``build``), and equivalents in torch (``kernels``). Batches that
+the kernels do not support go through SGLang's own forward. The platform is inactive unless ``SLIME_LIKE_SGLANG`` names
+``cpu``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 
 def activate() -> str | None:
-    """Entry point ``sglang.srt.platforms``: return the dotted path of the platform class, or ``None`` if the plugin is off."""
+    """Return the dotted path of the platform class if ``SLIME_LIKE_SGLANG`` names ``cpu``, else None.
+
+    SGLang calls this function to find its platform (entry point ``sglang.srt.platforms``).
+    """
     return "slime_like_plugins.sglang_cpu.platform.PlainCpu" if enabled(CPU) else None
 
 
 def load() -> None:
-    """Entry point ``sglang.srt.plugins``, called in every SGLang process before its arguments are checked."""
+    """Install the hooks of ``cpu``, and of ``exact``, if ``SLIME_LIKE_SGLANG`` names them.
+
+    SGLang calls this function in every process before it checks its arguments (entry point ``sglang.srt.plugins``).
+    Raises ``SystemExit`` if a hook does not fit SGLang.
+    """
     if enabled(CPU):
         from slime_like_plugins.sglang_cpu import memory, process
 

@@ -119,7 +119,7 @@ def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> 
 
 
 class BatchedAttention(AttentionBackend):
-    """Causal self-attention with a paged KV pool; refuses unsupported layers."""
+    """Causal self-attention with a paged KV pool. Other kinds of layers are not supported."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
         """Decode with ``kernels`` if given; prefill always uses torch."""
@@ -176,7 +176,10 @@ class BatchedAttention(AttentionBackend):
 
     @staticmethod
     def require_plain(layer: Any) -> None:
-        """Raise ``NotImplementedError`` unless ``layer`` is plain causal self-attention."""
+        """Raise ``NotImplementedError`` unless ``layer`` is causal self-attention over all tokens.
+
+        Its scores must not be capped or rescaled.
+        """
         is_causal = not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER
         sees_all = layer.sliding_window_size == -1 and not layer.use_irope
         plain_scores = not layer.logit_cap and layer.xai_temperature_len <= 0
@@ -208,7 +211,7 @@ class BatchedAttention(AttentionBackend):
     def _attend_over(
         self, buckets: list[LengthBucket], q_THD: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> Tensor:
-        """Compute attention bucket by bucket: [T, H, D] -> [T, H, D]."""
+        """Return attention [T, H, D] of ``q_THD``, computed bucket by bucket."""
         if len(buckets) == 1 and buckets[0].tokens_bQ is None:
             return self._attend(buckets[0], q_THD[:, None], keys, values, scale).view_as(q_THD)
         out_THD = torch.zeros_like(q_THD)
@@ -261,7 +264,7 @@ class BatchedAttention(AttentionBackend):
 
 
 def require_plain_layers(model: torch.nn.Module) -> None:
-    """Raise ``NotImplementedError`` unless every attention layer of ``model`` is plain causal self-attention."""
+    """Raise ``NotImplementedError`` unless every attention layer of ``model`` passes ``require_plain``."""
     for layer in model.modules():
         if isinstance(layer, RadixAttention):
             BatchedAttention.require_plain(layer)

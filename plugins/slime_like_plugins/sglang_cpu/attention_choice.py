@@ -1,4 +1,4 @@
-"""The choice of an attention backend on a CPU: plain or latent attention, with a whole or a sharded KV cache."""
+"""The choice of an attention backend on a CPU: over keys and values or latents, with a whole or a sharded KV cache."""
 
 from __future__ import annotations
 

@@ -34,12 +34,18 @@ def run_compiler(compiler: str, target: Path, source: Path | None = None) -> Non
 
 
 def build(source: Path | None = None) -> SharedObject:
-    """Return the compiled kernels of the folder ``source`` (default ``SOURCE``) for this machine. Raises ``BuildError``."""
+    """Return the compiled kernels of the folder ``source`` (default ``SOURCE``) for this machine.
+
+    Raises ``BuildError`` if they cannot be compiled.
+    """
     return c_build.build(_recipe(source))
 
 
 def main() -> int:
-    """Build the kernels of every plugin that has them, and print the paths of the shared objects. Returns the exit code."""
+    """Build the kernels of every plugin that has them, and print the paths of the shared objects.
+
+    Return the exit code.
+    """
     try:
         for source in sorted(SOURCE.parents[1].glob("*/csrc")):
             built = build(source)

@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def replace() -> None:
-    """Replace SGLang's functions. Stops the engine if one of them does not exist."""
+    """Replace SGLang's functions. Raises ``SystemExit`` if one of them does not exist."""
     exchange: Any = importlib.import_module("sglang.srt.layers.dp_attention")
     batches: Any = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
     collectives: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
@@ -70,7 +70,7 @@ def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def reduce_scatterv(group: Any, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
-    """Reduce-scatter ``input_`` in parts of ``sizes`` rows, as engines with expert parallelism do.
+    """Reduce-scatter ``input_`` in parts of ``sizes`` rows, as engines with expert parallelism do. Collective.
 
     SGLang's own implementation needs NCCL, except the one of its deterministic mode, which is called here.
     """

@@ -1,7 +1,7 @@
 """Batch-invariant engine: a token's logits are bitwise equal in prefill, in decode and after a prefix-cache hit, in any batch.
 
-Enabled by ``exact`` together with ``cpu`` in ``SLIME_LIKE_SGLANG`` (``run.deterministic=true``). The arithmetic is that
-of ``slime_like.util.exact``, which the trainer also uses. Shortcuts of this package must not replace a hooked function
+The names ``exact`` and ``cpu`` together in ``SLIME_LIKE_SGLANG`` enable it (``run.deterministic=true``). The arithmetic is
+that of ``slime_like.util.exact``, which the trainer also uses. Shortcuts of this package must not replace a hooked function
 while ``enabled("exact")``.
 """
 
@@ -21,7 +21,7 @@ EXACT_ATTENTION = "slime_like_exact"
 
 
 def apply_linear(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Any = None) -> Tensor:
-    """Hook around ``UnquantizedLinearMethod.apply``: pad to the number of rows from which a GEMM's rows are independent."""
+    """Hook around ``UnquantizedLinearMethod.apply``: pad to the number of rows that makes a GEMM's rows independent."""
     return original(method, layer, exact.padded_rows(x), bias)[: x.shape[0]]
 
 
@@ -41,7 +41,7 @@ HOOKS = (
 
 
 def install() -> None:
-    """Apply and verify the hooks in this process; stop the engine if one is not in place."""
+    """Apply and verify the hooks in this process. Raises ``SystemExit`` if one is not in place."""
     from sglang.srt.arg_groups import choices
 
     choices.add_attention_backend_choices([EXACT_ATTENTION])
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def check(model: Any) -> None:
-    """Stop the engine if the rows of a matrix multiplication are not independent on this machine."""
+    """Raise ``SystemExit`` if the rows of a matrix multiplication are not independent on this machine."""
     shapes = [tuple(w.shape) for name, w in model.named_parameters() if w.ndim == 2 and name.endswith("weight")]
     if problem := exact.check_machine(shapes):
         stop_on(EXACT, [f"{problem}; run.deterministic=true is not possible on this machine"])

@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def replace() -> None:
-    """Replace the experts' forward. Stop the engine if it does not exist."""
+    """Replace the experts' forward. Raises ``SystemExit`` if it does not exist."""
     experts: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
     forward: Any = getattr(experts, "moe_forward_native", None)
     replace_attribute(CPU, experts, "moe_forward_native", local_choices(forward))

@@ -54,7 +54,7 @@ class FusedForward:
         return self._product.packed_by
 
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
-        """Return True for a plain decode or prefill batch on this plugin's attention backend."""
+        """Return True for a decode or prefill batch on this plugin's attention backend that needs no other feature."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         return (
@@ -121,7 +121,7 @@ class FusedForward:
 
 
 def head_norms(block: DecoderBlock) -> tuple[Tensor, Tensor] | None:
-    """Return the weights of the query and key norms, or None if the model has none."""
+    """Return the weights of the query and key norms; None if the model has none."""
     return None if block.q_norm is None or block.k_norm is None else (block.q_norm.weight, block.k_norm.weight)
 
 
@@ -133,7 +133,7 @@ def attention_backend() -> Any:
 
 
 def bind(model: Any, kernels: Kernels | None) -> str:
-    """Replace ``model``'s forward with the fused one for supported batches. Returns a description of the forward."""
+    """Replace ``model``'s forward with the fused one for supported batches. Return a description of the forward."""
     if kernels is None:
         return f"module by module for {type(model).__name__}"
     reason = obstacle(model)

@@ -197,7 +197,7 @@ class CKernels:
         lens_B: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Compute ``attention``, but allow lengths of 0. Returns float32 [B, H, D] and the log-sum-exp of scores [B, H].
+        """Compute ``attention``, but allow lengths of 0. Return float32 [B, H, D] and the log-sum-exp of scores [B, H].
 
         For a length of 0, the output is 0 and the log-sum-exp is -inf.
         """
@@ -241,7 +241,10 @@ class CKernels:
         return self.has_products and weight.dtype in SUFFIX and weight.shape[1] % DEPTH[weight.dtype] == 0
 
     def pack(self, weight: Tensor, old: Tensor | None = None) -> Tensor:
-        """Pack a weight [M, K] into panels of ``COLUMNS`` outputs, for ``product`` and ``decode``; reuses ``old`` if given."""
+        """Pack a weight [M, K] into panels of ``COLUMNS`` outputs, for ``product`` and ``decode``.
+
+        Reuse ``old`` if given.
+        """
         columns, depth = weight.shape
         assert self.packs(weight) and weight.is_contiguous(), f"{weight.dtype} {tuple(weight.shape)} cannot be packed"
         packed = torch.empty(packed_size(columns, depth), dtype=weight.dtype) if old is None else old

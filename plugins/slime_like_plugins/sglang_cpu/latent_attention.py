@@ -33,7 +33,7 @@ class KeysAsValues(BatchedAttention):
 
 
 class LatentAttentionBackend(KeysAsValues):
-    """Batched backend for absorbed queries: attention returns weighted sums of whole keys, of which it keeps the latents."""
+    """Batched backend for absorbed queries: attention returns weighted sums of whole keys; only their latents are kept."""
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
         super().__init__(runner, kernels)

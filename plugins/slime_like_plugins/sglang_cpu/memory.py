@@ -19,7 +19,10 @@ _models: list[torch.nn.Module] = []
 
 
 def limit() -> int | None:
-    """Return the memory limit of a rank in bytes, or None if only the machine's memory limits it. Stops the engine on a bad setting."""
+    """Return the memory limit of a rank in bytes; None if only the machine's memory limits it.
+
+    Raises ``SystemExit`` if the setting is not a number of bytes.
+    """
     try:
         return rank_memory()
     except ConfigError as error:
@@ -38,7 +41,10 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def free_bytes() -> int:
-    """Return a rank's free bytes times the number of NUMA nodes, by which SGLang divides. Replaces ``get_free_cpu_memory``."""
+    """Return a rank's free bytes times the number of NUMA nodes, by which SGLang divides.
+
+    This function replaces ``get_free_cpu_memory``.
+    """
     from sglang.srt.utils import common
 
     size = limit()

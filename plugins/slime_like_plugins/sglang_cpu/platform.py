@@ -45,7 +45,10 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Do nothing: the base class would run a full garbage collection of half a second at every flush."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Set the arguments that a CPU engine needs, and refuse unsupported ones. Called while SGLang resolves its arguments."""
+        """Set the arguments that a CPU engine needs. Raises ``SystemExit`` if speculative decoding is configured.
+
+        SGLang calls it while it resolves its arguments.
+        """
         if server_args.speculative_algorithm is not None:
             raise SystemExit(
                 f"slime_like plugin {CPU!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} is not "
@@ -122,7 +125,10 @@ def host_memory(dims: tuple[int, ...], dtype: Any, device: str, *args: Any, **kw
 
 
 def state_slots(server_args: Any) -> int | None:
-    """Return the number of linear attention states to allocate; ``None`` without states, or if SGLang is to choose it."""
+    """Return the number of linear attention states to allocate.
+
+    It is None if the model has no such states, or SGLang chooses the number.
+    """
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from slime_like_plugins.sglang_cpu.hybrid.states import slots

@@ -21,19 +21,19 @@ WAIT_MS = 1_000  # maximum wait for a message, after which the controller feeds 
 
 
 def start_by_fork(result: None, *_: Any, **__: Any) -> None:
-    """Hook after ``_set_envs_and_config``: fork instead of spawning, so that SGLang is imported once instead of three times.
+    """Hook after ``_set_envs_and_config``: fork instead of spawning, so that SGLang is imported only once.
 
-    This is safe only because the forking process has one OpenMP thread and no CUDA, and runs no other code. Remove when SGLang
-    accepts a start method as an argument.
+    This is safe only because the forking process has one OpenMP thread and no CUDA, and runs no other code. Remove when
+    SGLang accepts a start method as an argument.
     """
     if os.environ.get("OMP_NUM_THREADS") == "1":
         multiprocessing.set_start_method("fork", force=True)
 
 
 def sleep_while_paused(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-    """Hook after each iteration of a paused scheduler's loop: wait for a message, as an idle scheduler does, instead of spinning.
+    """Hook after each iteration of a paused scheduler's loop: wait for a message, as an idle scheduler does.
 
-    Remove when SGLang's ``sleep_on_idle`` covers the paused state.
+    Otherwise the scheduler spins. Remove when SGLang's ``sleep_on_idle`` covers the paused state.
     """
     scheduler.maybe_sleep_on_idle()
 
@@ -51,8 +51,8 @@ def receive(original: Callable[..., Any], socket: Any, **options: Any) -> Any:
 def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     """Return ``model_config`` unchanged.
 
-    Replaces a function that pads heads for AMX kernels on any CPU, which breaks KV heads replicated over ranks. Remove when
-    padding is an option of SGLang's platforms.
+    This function replaces one that pads heads for AMX kernels on any CPU, which breaks KV heads replicated over ranks.
+    Remove when padding is an option of SGLang's platforms.
     """
     return model_config
 

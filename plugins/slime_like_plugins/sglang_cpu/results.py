@@ -37,9 +37,9 @@ class StopConditions:
 
 
 def plain_request(request: Any) -> StopConditions | None:
-    """Return the stop conditions of a request that needs only tokens and log-probabilities; ``None`` for any other.
+    """Return the stop conditions of a request that needs only tokens and log-probabilities; None for any other.
 
-    Computed once per request.
+    They are computed once per request.
     """
     cached: StopConditions | bool | None = getattr(request, PLAIN, False)
     if not isinstance(cached, bool):

@@ -1,4 +1,4 @@
-"""Rotary embeddings for latent attention on a CPU. SGLang's function refuses models without ``rope_scaling``."""
+"""Rotary embeddings for latent attention on a CPU. SGLang's function rejects models without ``rope_scaling``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from slime_like_plugins.sglang_hooks import replace_attribute
 
 
 def install() -> None:
-    """Replace SGLang's function in this process. Remove when it accepts models without ``rope_scaling``."""
+    """Replace SGLang's function in this process. Raises ``SystemExit`` if it does not exist.
+
+    Remove when it accepts models without ``rope_scaling``.
+    """
     replace_attribute(CPU, factory, "get_rope_cpu", with_unscaled(factory.get_rope_cpu))
 
 

@@ -50,7 +50,7 @@ def blocks(model: Any) -> list[DecoderBlock]:
 
 
 def obstacle(model: Any) -> str | None:
-    """Return the first property of ``model`` that the fused forward does not support, or ``None``."""
+    """Return the first property of ``model`` that the fused forward does not support; None if it supports the model."""
     from sglang.srt.runtime_context import get_parallel
 
     name = type(model).__name__

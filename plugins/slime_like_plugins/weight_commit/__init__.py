@@ -1,10 +1,11 @@
-"""Weight updates that are refused unless they are complete.
+"""Weight updates that fail unless they are complete.
 
 SGLang's loaders skip unknown names and write parts of fused parameters one by one; a push without ``v_proj`` of one
-layer would report success. With ``SLIME_LIKE_SGLANG`` naming ``weight_commit``, ``begin_weight_update``
-fills every floating-point parameter with NaN, and ``end_weight_update`` fails if any NaN remains.
+layer would report success. If ``SLIME_LIKE_SGLANG`` names ``weight_commit``, ``begin_weight_update`` fills every
+floating-point parameter with NaN, and ``end_weight_update`` fails if any NaN remains.
 
-``dequantise`` is for checkpoints with float8 weights: the engine, like the trainer, loads them in the dtype of the pushes.
+``dequantise`` is for checkpoints with float8 weights: the engine, like the trainer, loads them in the dtype of the
+pushes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 
 def load() -> None:
-    """Entry point ``sglang.srt.plugins``."""
+    """Install the hooks of ``weight_commit``, and of ``dequantise``, if ``SLIME_LIKE_SGLANG`` names them.
+
+    SGLang calls this function in every process (entry point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook
+    does not fit SGLang.
+    """
     if enabled(WEIGHT_COMMIT):
         from slime_like_plugins.weight_commit import hooks, model_types
 

@@ -14,8 +14,9 @@ from slime_like.weight_sync.device_memory import CudaHandles, DeviceHandles, Ope
 def load(original: Callable[..., Any], manager: Any, request: Any, handles: DeviceHandles | None = None) -> Any:
     """Load this rank's bucket with ``original`` (``SchedulerWeightUpdaterManager.update_weights_from_tensor``).
 
-    SGLang replies when the ranks have started their copies. The sender overwrites the memory after the reply, so here the ranks
-    reply only when all their copies have finished. If a rank fails, every rank replies with that rank's error.
+    SGLang replies when the ranks have started their copies. The sender overwrites the memory after the reply, so here
+    the ranks reply only when all their copies have finished. If a rank fails, every rank replies with that rank's
+    error. Collective over the tensor-parallel ranks.
     """
     group = manager.tp_cpu_group
     bucket, problem = None, ""
@@ -43,7 +44,7 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
 
 
 def _meet(group: Any, problem: str) -> str:
-    """Wait for all ranks. Returns the problem of the first rank that has one, or ""."""
+    """Wait for all ranks. Return the problem of the first rank that has one, or "". Collective."""
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     return next((f"rank {rank} of {len(problems)}: {problem}" for rank, problem in enumerate(problems) if problem), "")

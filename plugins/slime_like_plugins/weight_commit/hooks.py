@@ -1,4 +1,4 @@
-"""Hooks that poison and check parameters in SGLang's schedulers, and refuse requests in its HTTP process."""
+"""Hooks that poison and check parameters in SGLang's schedulers, and reject requests in its HTTP process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def unwritten(parameters: Iterable[tuple[str, Tensor]]) -> list[Unwritten]:
 
 
 def incomplete_message(per_rank: list[list[Unwritten]]) -> str | None:
-    """Return one error message for all tensor-parallel ranks; ``None`` if every element was written."""
+    """Return one error message for all tensor-parallel ranks; None if every element was written."""
     parts: list[str] = []
     for rank, incomplete in enumerate(per_rank):
         if incomplete:
@@ -95,7 +95,10 @@ def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``SchedulerWeightUpdaterManager.end_weight_update``: refuse if a parameter has unwritten elements."""
+    """Hook around ``SchedulerWeightUpdaterManager.end_weight_update``: fail if a parameter has unwritten elements.
+
+    Collective over the tensor-parallel ranks.
+    """
     if manager._session is None:
         return original(manager, request)
     incomplete = unwritten(parameters(manager, manager._session.selector))
@@ -143,7 +146,10 @@ def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any
 
 # ---- HTTP process ----------------------------------------------------------------------------------------------------
 async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Hook around ``TokenizerManager.begin_weight_update``: refuse if the engine is not paused and would decode NaN."""
+    """Hook around ``TokenizerManager.begin_weight_update``: fail unless generation is paused.
+
+    The engine would otherwise generate with parameters that are NaN.
+    """
     if not manager.is_pause:
         return False, "pause generation before a weight update"
     success, message = await original(manager, *args)
@@ -153,7 +159,7 @@ async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tu
 
 
 async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Hook around ``TokenizerManager.end_weight_update``: keep refusing requests after a failed commit."""
+    """Hook around ``TokenizerManager.end_weight_update``: continue to reject requests after a failed commit."""
     success, message = await original(manager, *args)
     if success or getattr(manager, REFUSAL, ""):  # ending an update that was never begun changes nothing
         setattr(manager, REFUSAL, "" if success else message)
@@ -163,15 +169,16 @@ async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tupl
 async def failures_first(original: Callable[..., Awaitable[list[Any]]], communicator: Any, request: Any) -> list[Any]:
     """Hook around ``FanOutCommunicator.__call__``: return the replies of failed data-parallel ranks before all others.
 
-    SGLang reads only the first reply to a flush. A rank that refuses the flush keeps cached prefixes of the old weights.
+    SGLang reads only the first reply to a flush. A rank that fails to flush keeps cached prefixes of the old weights.
     """
     return sorted(await original(communicator, request), key=lambda reply: getattr(reply, "success", True))
 
 
 async def release_memory(original: Callable[..., Awaitable[None]], manager: Any, request: Any, *args: Any) -> None:
-    """Hook around ``TokenizerControlMixin.release_memory_occupation``: refuse if the engine is not paused.
+    """Hook around ``TokenizerControlMixin.release_memory_occupation``.
 
-    Its scheduler would end otherwise. Without the memory of its weights, the engine refuses to generate until a commit.
+    Raises ``ValueError`` unless the engine is paused. Its scheduler would end otherwise. After the memory of its
+    weights was released, the engine rejects requests until a commit.
     """
     if not manager.is_pause:
         raise ValueError("pause generation before memory is released")
@@ -181,7 +188,7 @@ async def release_memory(original: Callable[..., Awaitable[None]], manager: Any,
 
 
 async def generate(original: GenerateStream, manager: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """Hook around ``TokenizerManager.generate_request``: refuse to generate from incomplete weights.
+    """Hook around ``TokenizerManager.generate_request``. Raises ``ValueError`` if the weights are incomplete.
 
     While an update is open the engine is paused, and requests wait as in any pause.
     """
@@ -193,7 +200,7 @@ async def generate(original: GenerateStream, manager: Any, *args: Any, **kwargs:
 
 
 async def resume(original: Callable[..., Awaitable[None]], manager: Any, *args: Any) -> None:
-    """Hook around ``TokenizerManager.continue_generation``: refuse to resume before a commit."""
+    """Hook around ``TokenizerManager.continue_generation``. Raises ``HTTPException`` (409) before a commit."""
     refusal = getattr(manager, REFUSAL, "")
     if refusal:
         from fastapi import HTTPException

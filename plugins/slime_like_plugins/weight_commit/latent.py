@@ -20,7 +20,7 @@ DERIVED = ("w_kc", "w_vc")
 
 
 class PairedLoader:
-    """Wrapper of a model's ``load_weights`` that passes on both parts of a fused projection or neither."""
+    """Wrapper around a model's ``load_weights`` that passes on both parts of a fused projection or neither."""
 
     def __init__(self, load: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
         self._load = load
@@ -62,7 +62,7 @@ def adjust(result: Any, runner: Any) -> Any:
 
 
 def adjust_norms(name: str, attention: Any) -> None:
-    """Set the epsilon of a layer's latent norms. Stops the engine if the layer lacks an expected attribute."""
+    """Set the epsilon of a layer's latent norms. Raises ``SystemExit`` if the layer lacks an expected attribute."""
     norms = [norm for norm in (attention.kv_a_layernorm, getattr(attention, "q_a_layernorm", None)) if norm is not None]
     missing = [f"{name} has no {key}" for key in DERIVED if not isinstance(getattr(attention, key, None), Tensor)]
     missing += [

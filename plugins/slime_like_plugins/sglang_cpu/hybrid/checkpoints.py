@@ -1,7 +1,8 @@
 """Copies of recurrent states during decode steps, for the prefix cache (SGLang's strategy ``extra_buffer``).
 
-A cached prefix ends at a multiple of 64 tokens, where a request's states are copied to slots that the prefix cache keeps.
-Replaces functions of ``sglang.kernels.ops.mamba.mamba_state_scatter_triton``. Axes: B requests, S slots, N layers.
+A cached prefix ends at a multiple of 64 tokens, where a request's states are copied to slots that the prefix cache
+keeps. The functions replace those of ``sglang.kernels.ops.mamba.mamba_state_scatter_triton``. Axes: B requests, S
+slots, N layers.
 """
 
 from __future__ import annotations
@@ -39,5 +40,8 @@ def copy_states_of_all_layers(
 
 
 def unpinned(tensor: Tensor, device: object = None) -> Tensor:
-    """Return ``tensor``. Replaces ``Tensor.pin_memory``, which needs a GPU and which SGLang calls for decode-step masks."""
+    """Return ``tensor``.
+
+    This function replaces ``Tensor.pin_memory``, which needs a GPU and which SGLang calls for decode-step masks.
+    """
     return tensor

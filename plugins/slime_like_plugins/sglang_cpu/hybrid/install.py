@@ -2,7 +2,7 @@
 
 Every replaced name must exist. If SGLang stops calling a function by its name, a Triton kernel is called instead and fails
 on a CPU at the first forward. Remove when SGLang's platforms dispatch these functions as they dispatch layers (a
-linear-attention backend cannot be registered for Gated DeltaNet: ``GDNKernelDispatcher`` refuses unknown names).
+linear-attention backend cannot be registered for Gated DeltaNet: ``GDNKernelDispatcher`` rejects unknown names).
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ OF_MODELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 
 
 def bind(model: Any) -> str | None:
-    """Replace the Triton kernels of ``model``. Returns a description; ``None`` without linear attention.
+    """Replace the Triton kernels of ``model``. Return a description; None if the model has no linear attention.
 
-    An engine imports the modules of only one model; modules that are not imported are skipped.
+    An engine imports the modules of only one model; modules that are not imported are skipped. Raises ``SystemExit`` if
+    a name does not exist.
     """
     for module, name, function in OF_MODELS:
         if module in sys.modules:

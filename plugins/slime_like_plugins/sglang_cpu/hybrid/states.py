@@ -10,7 +10,10 @@ MAX_BYTES = 1 << 30
 
 
 def state_bytes(config: Any) -> int:
-    """Return the bytes of one request's float32 states over all layers of a text config; 0 without linear attention."""
+    """Return the bytes of one request's float32 states over all layers of a text config.
+
+    They are 0 if it has no linear attention.
+    """
     layers = len(getattr(config, "linear_layer_ids", ()))
     if not layers:
         return 0
@@ -21,9 +24,10 @@ def state_bytes(config: Any) -> int:
 
 
 def slots(config: Any, max_running_requests: int | None) -> int | None:
-    """Return ``max_mamba_cache_size``, or ``None`` to leave it to SGLang (above ``MAX_BYTES``, or without linear attention).
+    """Return ``max_mamba_cache_size``; None to leave it to SGLang.
 
-    SGLang fills its share of the memory, which suits large models; for a small one, that takes seconds and gigabytes.
+    It is None if the states would take more than ``MAX_BYTES``, or there are none. SGLang fills its share of the
+    memory, which suits large models; for a small one, that takes seconds and gigabytes.
     """
     num_slots = SLOTS_PER_REQUEST * (max_running_requests or RUNNING)
     size = state_bytes(config)
