@@ -31,28 +31,58 @@ ENTRIES = (
     MetricEntry("eval/<dataset>/response_len/median", "median length of held-out responses", "tokens"),
     MetricEntry("eval/<dataset>/response_len/max", "longest held-out response", "tokens"),
     MetricEntry("eval/<dataset>/response_len/min", "shortest held-out response", "tokens"),
-    MetricEntry("comm/<group>/<op>/calls", "collectives issued in one kind of process group, sum over the ranks", ""),
-    MetricEntry("comm/<group>/<op>/bytes", "bytes of these collectives, sum over the ranks", "bytes"),
     MetricEntry(
-        "comm/<group>/<op>/time", "time of a rank's thread for issuing and waiting, maximum over the ranks", "s"
+        "comm/<group>/<op>/calls", "calls of one collective in one kind of process group, sum over the ranks", ""
     ),
-    MetricEntry("comm/<group>/<op>/checks", "free-memory queries before these collectives", ""),
-    MetricEntry("comm/<group>/<op>/check_time", "time of these queries on the slowest rank", "s"),
-    MetricEntry("comm/<group>/<op>/clears", "releases of memory before these collectives", "", "0"),
-    MetricEntry("comm/<group>/<op>/freed_bytes", "bytes released", "bytes"),
-    MetricEntry("guard/checks", "free-memory queries before the collectives of all ranks", ""),
+    MetricEntry(
+        "comm/<group>/<op>/bytes", "bytes of one collective in one kind of process group, sum over the ranks", "bytes"
+    ),
+    MetricEntry(
+        "comm/<group>/<op>/time",
+        "time in which a rank's thread issued or waited for one collective in one kind of process group, maximum over the ranks",
+        "s",
+    ),
+    MetricEntry(
+        "comm/<group>/<op>/checks",
+        "free-memory queries before one collective in one kind of process group, sum over the ranks",
+        "",
+    ),
+    MetricEntry(
+        "comm/<group>/<op>/check_time",
+        "time of the free-memory queries before one collective in one kind of process group, maximum over the ranks",
+        "s",
+    ),
+    MetricEntry(
+        "comm/<group>/<op>/clears",
+        "releases of memory before one collective in one kind of process group, sum over the ranks",
+        "",
+        "0",
+    ),
+    MetricEntry(
+        "comm/<group>/<op>/freed_bytes",
+        "bytes of memory released before one collective in one kind of process group, sum over the ranks",
+        "bytes",
+    ),
+    MetricEntry("guard/checks", "free-memory queries before collectives, sum over the ranks", ""),
     MetricEntry(
         "guard/time",
-        "time of these queries and of releasing memory, maximum over the ranks",
+        "time of the guard's free-memory queries and of its releases of memory, maximum over the ranks",
         "s",
         "below 0.1% of perf/step_time",
     ),
-    MetricEntry("guard/shortages", "times that free memory was below guard.threshold, or about to be", "", "0"),
-    MetricEntry("guard/clears", "releases of memory", "", "0"),
-    MetricEntry("guard/freed_bytes", "bytes released", "bytes"),
+    MetricEntry(
+        "guard/shortages",
+        "times that free memory was below guard.threshold, or about to be, sum over the ranks",
+        "",
+        "0",
+    ),
+    MetricEntry("guard/clears", "releases of memory by the guard, sum over the ranks", "", "0"),
+    MetricEntry("guard/freed_bytes", "bytes of memory that the guard released, sum over the ranks", "bytes"),
     MetricEntry("guard/free_bytes", "smallest free memory that any rank measured", "bytes", "above guard.threshold"),
     MetricEntry(
-        "guard/reload_time", "destroying and creating communicators, maximum over the ranks (guard.release)", "s"
+        "guard/reload_time",
+        "time of destroying and creating communicators, maximum over the ranks (guard.release)",
+        "s",
     ),
     MetricEntry(
         "memory/<phase>",

@@ -6,7 +6,9 @@ from slime_like.metrics.entry import MetricEntry
 
 ENTRIES = (
     MetricEntry("rollout/raw_reward", "mean reward of the samples trained on, after filters", "", "rises"),
-    MetricEntry("rollout/accuracy", "share of correct responses of these samples", "0 to 1", "rises"),
+    MetricEntry(
+        "rollout/accuracy", "share of correct responses among the samples trained on, after filters", "0 to 1", "rises"
+    ),
     MetricEntry(
         "rollout/num_samples", "samples trained on", "", "batch_size * n_samples_per_prompt unless filters drop some"
     ),
@@ -21,7 +23,7 @@ ENTRIES = (
         "rollout/truncated_ratio",
         "share of responses cut at max_response_len",
         "0 to 1",
-        "small; if it grows, raise max_response_len",
+        "small",
     ),
     MetricEntry("rollout/aborted_ratio", "share of responses that were aborted", "0 to 1", "0"),
     MetricEntry(
@@ -42,7 +44,11 @@ ENTRIES = (
         "versions",
         "at most loop.max_staleness, 1 more with loop.leftover=carry; with partial rollouts at most rollout.max_partial_staleness",
     ),
-    MetricEntry("rollout/staleness_mean", "the same, mean over groups", "versions"),
+    MetricEntry(
+        "rollout/staleness_mean",
+        "trainer version minus the version of a group's oldest token, mean over groups",
+        "versions",
+    ),
     MetricEntry(
         "rollout/mixed_version_ratio",
         "share of samples whose tokens were sampled under several weight versions",
@@ -74,7 +80,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/avg_cached_tokens_per_sample",
-        "prompt tokens that a request for one sample read from the prefix cache (mean)",
+        "prompt tokens that a request for one sample reads from the prefix cache, mean over requests",
         "tokens",
     ),
     MetricEntry(
@@ -108,8 +114,8 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/dcp_exchange_time",
-        "time that a rank spent on exchanging queries and partial attention with its DCP group since the previous rollout, "
-        "including waits for other ranks; maximum over the engines (docs/dcp.md)",
+        "time since the previous rollout in which a rank exchanged queries and partial attention with its DCP group, including "
+        "waits for other ranks; maximum over the engines (docs/dcp.md)",
         "s",
         "below half of perf/rollout_time",
     ),
@@ -119,17 +125,22 @@ ENTRIES = (
         "engines",
         "0",
     ),
-    MetricEntry("rollout/carried_groups", "groups kept for the next rollout", "groups"),
+    MetricEntry("rollout/carried_groups", "groups kept for the next rollout (loop.leftover=carry)", "groups"),
     MetricEntry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
-    MetricEntry("rollout/dropped_groups/<filter>", "groups a filter dropped", "groups"),
-    MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups that the filter dropped for one reason", "groups"),
+    MetricEntry("rollout/dropped_groups/<filter>", "groups that one filter dropped", "groups"),
+    MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups that one filter dropped for one reason", "groups"),
     MetricEntry(
         "rollout/generated/raw_reward",
         "mean reward of all generated samples that did not fail, before any filter",
         "",
         "rises",
     ),
-    MetricEntry("rollout/generated/accuracy", "share of correct responses of these samples", "0 to 1", "rises"),
+    MetricEntry(
+        "rollout/generated/accuracy",
+        "share of correct responses among all generated samples that did not fail, before any filter",
+        "0 to 1",
+        "rises",
+    ),
     MetricEntry(
         "rollout/generated/zero_std_ratio", "share of all generated groups whose rewards are all equal", "0 to 1"
     ),
@@ -151,7 +162,7 @@ ENTRIES = (
         "rollout/refills",
         "rounds of additional prompts that replaced dropped groups",
         "",
-        "small; if it grows, the prompts have become too easy or are too hard",
+        "small",
     ),
     MetricEntry("rollout/engine_restarts", "engines that died or stalled and were restarted (docs/faults.md)", "", "0"),
     MetricEntry(
@@ -164,7 +175,7 @@ ENTRIES = (
         "rollout/overlong_penalty",
         "mean penalty for responses near max_response_len, subtracted from the reward for training only",
         "",
-        "near 0; if it grows, raise max_response_len",
+        "near 0",
     ),
     MetricEntry(
         "rollout/reward/<part>", "mean score of one part of a combined reward (reward.weights), before its weight"

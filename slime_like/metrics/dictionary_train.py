@@ -24,20 +24,41 @@ ENTRIES = (
     MetricEntry("train/entropy_loss", "mean entropy of the policy", "nats", "falls slowly"),
     MetricEntry("train/entropy", "mean entropy of the policy", "nats", "falls slowly"),
     MetricEntry("train/tis", "mean importance weight of old over rollout policy, before truncation", "", "near 1"),
-    MetricEntry("train/tis_abs", "mean distance of that weight from 1", "", "near 0"),
-    MetricEntry("train/tis_clipfrac", "share of tokens whose weight was truncated", "0 to 1", "below 0.05"),
+    MetricEntry(
+        "train/tis_abs",
+        "mean distance from 1 of the importance weight of old over rollout policy, before truncation",
+        "",
+        "near 0",
+    ),
+    MetricEntry(
+        "train/tis_clipfrac",
+        "share of tokens whose importance weight was truncated (algo.tis_clip, algo.tis_clip_low)",
+        "0 to 1",
+        "below 0.05",
+    ),
     MetricEntry("train/mis", "mean importance weight of old over rollout policy, before masking", "", "near 1"),
-    MetricEntry("train/mis_abs", "mean distance of that weight from 1", "", "near 0"),
+    MetricEntry(
+        "train/mis_abs",
+        "mean distance from 1 of the importance weight of old over rollout policy, before masking",
+        "",
+        "near 0",
+    ),
     MetricEntry(
         "train/mis_maskfrac_low",
-        "share of tokens masked because the weight is below algo.mis_low",
+        "share of tokens masked because their importance weight is below algo.mis_low",
         "0 to 1",
         "below 0.01",
     ),
-    MetricEntry("train/mis_maskfrac_high", "the same, above algo.mis_high", "0 to 1", "below 0.01"),
+    MetricEntry(
+        "train/mis_maskfrac_high",
+        "share of tokens masked because their importance weight is above algo.mis_high",
+        "0 to 1",
+        "below 0.01",
+    ),
     MetricEntry(
         "train/rejection_ratio",
-        "mean ratio of old to rollout policy of whole sequences: product or geometric mean, as algo.rejection says",
+        "ratio of old to rollout policy of a whole sequence, mean over the tokens; algo.rejection selects the product or the "
+        "geometric mean of the ratios of its tokens",
         "",
         "near 1",
     ),
@@ -46,11 +67,16 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/value_loss",
-        "the critic's loss: half the squared error of its values, whose change is limited by critic.value_clip",
+        "half the squared error of the critic's values, mean over the tokens; critic.value_clip limits the change of a value",
         "",
         "falls at first",
     ),
-    MetricEntry("train/critic_loss", "the same, weighted by the loss weights", "", "falls at first"),
+    MetricEntry(
+        "train/critic_loss",
+        "loss of the critic's optimizer steps: half the squared errors of its values, summed with the tokens' loss weights",
+        "",
+        "falls at first",
+    ),
     MetricEntry(
         "train/value_clipfrac",
         "share of tokens whose value was clipped towards its old estimate",
@@ -81,7 +107,11 @@ ENTRIES = (
         "",
         "near 1; far above 1 the ranks of parallel.ep wait for each other",
     ),
-    MetricEntry("train/moe_load_max", "the same, maximum over the layers", ""),
+    MetricEntry(
+        "train/moe_load_max",
+        "tokens of a layer's busiest expert divided by the mean over its experts, maximum over the layers",
+        "",
+    ),
     MetricEntry(
         "train/moe_aux_loss",
         "load balancing loss of the Switch Transformer before model.megatron.moe_aux_loss_coeff, mean over the layers",
@@ -93,9 +123,14 @@ ENTRIES = (
         "share of tokens for which algo.routing_replay replays experts that the trainer's router would not choose, mean over "
         "the layers",
         "0 to 1",
-        "with algo.routing_replay=rollout and no staleness below 0.01 in float32; a few hundredths in bfloat16",
+        "with algo.routing_replay=rollout and without stale tokens: below 0.01 in float32, a few hundredths in bfloat16",
     ),
-    MetricEntry("train/routed_experts_differ_max", "the same, maximum over the layers", "0 to 1"),
+    MetricEntry(
+        "train/routed_experts_differ_max",
+        "share of tokens for which algo.routing_replay replays experts that the trainer's router would not choose, maximum "
+        "over the layers",
+        "0 to 1",
+    ),
     MetricEntry(
         "train/routed_experts_gap_max",
         "largest score difference in favour of a router's own choice over the replayed one; scores are logits of a softmax, "
@@ -107,36 +142,48 @@ ENTRIES = (
         "train/off_policy_token_ratio",
         "share of trained tokens sampled by an older version",
         "0 to 1",
-        "0 with loop.max_staleness=0",
+        "0 unless rollouts are partial or asynchronous, or groups are carried over (loop.leftover=carry)",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff",
         "mean |trainer - engine| log-probability of trained tokens, before the first optimizer step; only samples whose tokens"
         " were all sampled by the trainer's current weights",
         "nats",
-        "below 1e-5 in float32, below 0.02 in bfloat16; a warning if it grows (weights.drift_warning)",
+        "below 1e-5 in float32, below 0.02 in bfloat16 (growth causes a warning, see weights.drift_warning)",
     ),
-    MetricEntry("train/train_rollout_logprob_abs_diff_p99", "99th percentile of the same", "nats"),
+    MetricEntry(
+        "train/train_rollout_logprob_abs_diff_p99",
+        "99th percentile of |trainer - engine| log-probability of trained tokens in samples whose tokens were all sampled by "
+        "the trainer's current weights",
+        "nats",
+    ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_max",
-        "largest of the same",
+        "largest |trainer - engine| log-probability of trained tokens in samples whose tokens were all sampled by the "
+        "trainer's current weights",
         "nats",
         "below weights.sample_tolerance, or the run ends before the step",
     ),
     MetricEntry(
         "train/train_rollout_kl_k3",
-        "k3 estimate of the KL between engine and trainer on those tokens",
+        "k3 estimate of the KL between engine and trainer on trained tokens in samples whose tokens were all sampled by the "
+        "trainer's current weights",
         "nats",
         "near 0",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff/<layers>",
-        "mean of the same over each rank's first micro-batch, with one kind of the trainer's layers (attention, gdn, mlp, or "
-        "all) computed in float64 (weights.probe_layers=true); own_experts: with experts that the trainer chooses "
-        "(algo.routing_replay=rollout)",
+        "mean |trainer - engine| log-probability over each rank's first micro-batch, with one kind of the trainer's layers "
+        "(attention, gdn, mlp, or all) computed in float64 (weights.probe_layers=true); own_experts: with experts that the "
+        "trainer chooses (algo.routing_replay=rollout)",
         "nats",
     ),
-    MetricEntry("train/train_rollout_logprob_abs_diff_max/<layers>", "largest of the same", "nats"),
+    MetricEntry(
+        "train/train_rollout_logprob_abs_diff_max/<layers>",
+        "largest |trainer - engine| log-probability over each rank's first micro-batch, with one kind of the trainer's layers "
+        "computed in float64 (weights.probe_layers=true), or own_experts",
+        "nats",
+    ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_mixed",
         "mean |trainer - engine| log-probability of tokens sampled by the trainer's weights in samples that other weights "
@@ -144,7 +191,12 @@ ENTRIES = (
         "nats",
         "as train/train_rollout_logprob_abs_diff",
     ),
-    MetricEntry("train/train_rollout_logprob_abs_diff_mixed_max", "largest of the same", "nats"),
+    MetricEntry(
+        "train/train_rollout_logprob_abs_diff_mixed_max",
+        "largest |trainer - engine| log-probability of tokens sampled by the trainer's weights in samples that other weights "
+        "began; has no tolerance",
+        "nats",
+    ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_stale",
         "mean |trainer - engine| log-probability of tokens sampled by other weights: the off-policy distance; has no tolerance",
@@ -156,7 +208,11 @@ ENTRIES = (
         "nats",
         "below weights.probe_tolerance, or the run ends",
     ),
-    MetricEntry("probe/logprob_abs_diff_mean", "mean of the same", "nats"),
+    MetricEntry(
+        "probe/logprob_abs_diff_mean",
+        "mean |trainer - engine| log-probability of the probe sequences after the push",
+        "nats",
+    ),
     MetricEntry(
         "probe/decode_logprob_abs_diff_max",
         "largest |trainer - engine| log-probability of tokens that the engine samples after cached prefixes of the probe "
@@ -164,28 +220,42 @@ ENTRIES = (
         "nats",
         "below weights.probe_tolerance, or the run ends",
     ),
-    MetricEntry("probe/decode_logprob_abs_diff_mean", "mean of the same", "nats"),
+    MetricEntry(
+        "probe/decode_logprob_abs_diff_mean",
+        "mean |trainer - engine| log-probability of tokens that the engine samples after cached prefixes of the probe sequences",
+        "nats",
+    ),
     MetricEntry(
         "probe/prefix_cache_hit_rate",
-        "share of these prefixes whose keys and values were in the engine's cache",
+        "share of the prefix tokens of the probe's continuations whose keys and values were in the engine's cache",
         "0 to 1",
         "near 1; less if rollout.sglang turns the prefix cache off or makes its pages large",
     ),
     MetricEntry(
         "probe/logprob_abs_diff_max/<layers>",
-        "the same, with one kind of the trainer's layers (attention, gdn, mlp, or all) computed in float64: far smaller if the"
-        " trainer's rounding in those layers causes the difference; the difference that remains with `all` is the engine's "
-        "(weights.probe_layers=true); own_experts: without algo.routing_replay=rollout",
+        "largest |trainer - engine| log-probability of the probe sequences with one kind of the trainer's layers (attention, "
+        "gdn, mlp, or all) computed in float64 (weights.probe_layers=true): far smaller than probe/logprob_abs_diff_max if "
+        "the trainer's rounding in these layers causes the difference; what remains with `all` is the engine's rounding; "
+        "own_experts: without algo.routing_replay=rollout",
         "nats",
     ),
-    MetricEntry("probe/logprob_abs_diff_mean/<layers>", "mean of the same", "nats"),
+    MetricEntry(
+        "probe/logprob_abs_diff_mean/<layers>",
+        "mean |trainer - engine| log-probability of the probe sequences with one kind of the trainer's layers computed in "
+        "float64 (weights.probe_layers=true), or own_experts",
+        "nats",
+    ),
     MetricEntry(
         "probe/routed_experts_differ",
         "share of the probe's tokens for which engine and trainer choose different experts, mean over the layers",
         "0 to 1",
         "near 0: only ties that rounding decides",
     ),
-    MetricEntry("probe/routed_experts_differ_max", "the same, maximum over the layers", "0 to 1"),
+    MetricEntry(
+        "probe/routed_experts_differ_max",
+        "share of the probe's tokens for which engine and trainer choose different experts, maximum over the layers",
+        "0 to 1",
+    ),
     MetricEntry(
         "probe/routed_experts_gap_max",
         "largest score difference in favour of the choice of the trainer's router over the engine's",

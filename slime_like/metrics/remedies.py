@@ -12,7 +12,7 @@ REMEDIES = {
     "responses",
     "rollout/generated/raw_reward": "as rollout/raw_reward",
     "rollout/generated/accuracy": "as rollout/accuracy",
-    "rollout/truncated_ratio": "raise rollout.max_response_len; or set reward.overlong_buffer_len",
+    "rollout/truncated_ratio": "raise rollout.max_response_len, or set reward.overlong_buffer_len",
     "rollout/aborted_ratio": "read logs/engine_*.log",
     "rollout/zero_std_ratio": "choose other prompts, more rollout.n_samples_per_prompt, or rollout.filters=[nonzero_std]",
     "rollout/log_probs": "near 0: the policy has collapsed to one answer (train/entropy); falls: lower optim.lr",
@@ -26,10 +26,11 @@ REMEDIES = {
     "rollout/kv_usage": "near 1: more concurrent requests do not fit; raise rollout.sglang.mem_fraction_static or rollout.tp, or set "
     "rollout.dcp if rollout.tp exceeds the model's KV heads",
     "rollout/retractions": "set rollout.max_running_requests=auto, or a lower number",
-    "rollout/dcp_exchange_time": "rollout.dcp=1 if rollout/kv_usage stays low; else the other rollout.dcp_comm, or "
-    "rollout.dcp_replicate_q=true on a CPU",
+    "rollout/dcp_exchange_time": "set rollout.dcp=1 if rollout/kv_usage stays low; otherwise try the other value of "
+    "rollout.dcp_comm or, on a CPU, rollout.dcp_replicate_q=true",
     "rollout/kv_engines_without_report": "as rollout/engine_restarts; the warning names the engines",
-    "rollout/refills": "choose other prompts; rollout/dropped_groups gives the reasons",
+    "rollout/refills": "the prompts have become too easy, or are too hard: choose other prompts; rollout/dropped_groups gives "
+    "the reasons",
     "rollout/engine_restarts": "read logs/engine_*.log; if health checks fail because the machine is slow: raise "
     "health.timeout_s",
     "rollout/remade_groups": "as rollout/engine_restarts",
@@ -68,8 +69,8 @@ REMEDIES = {
     "train/critic_loss": "as train/value_loss",
     "train/value_clipfrac": "lower critic.lr",
     "train/values": "raise critic.warmup_rollouts or critic.lr",
-    "train/explained_variance": "raise critic.warmup_rollouts or critic.lr; is the reward noise?",
-    "train/teacher_kl": "rises: lower optim.lr; flat: does the teacher share the tokenizer and the template?",
+    "train/explained_variance": "raise critic.warmup_rollouts or critic.lr; check that the reward is not noise",
+    "train/teacher_kl": "rises: lower optim.lr; flat: check that the teacher has the same tokenizer and chat template",
     "train/moe_load": "raise model.megatron.moe_aux_loss_coeff",
     "train/moe_aux_loss": "raise model.megatron.moe_aux_loss_coeff",
     "train/routed_experts_differ": "as train/train_rollout_logprob_abs_diff; with loop.max_staleness above 0 or "
@@ -77,11 +78,11 @@ REMEDIES = {
     "probe/routed_experts_differ": "as probe/logprob_abs_diff_max",
     "probe/routed_experts_gap_max": "the engine's routers have other weights, or experts of other tokens were returned: read "
     "the error",
-    "train/off_policy_token_ratio": "with loop.max_staleness=0: report it",
+    "train/off_policy_token_ratio": "a bug: please report it",
     "train/train_rollout_logprob_abs_diff": "see the causes in report.html; weights.probe_layers=true separates the trainer's "
     "rounding from the engine's; set algo.use_tis=true until the cause is known",
-    "train/train_rollout_logprob_abs_diff_max": "as the mean; the error names the samples; in bfloat16 a single token is often"
-    " one of very low probability",
+    "train/train_rollout_logprob_abs_diff_max": "as train/train_rollout_logprob_abs_diff; the error names the samples; in "
+    "bfloat16, the largest difference is often that of a token of very low probability",
     "train/train_rollout_logprob_abs_diff_mixed": "much above train_rollout_logprob_abs_diff: the engine continues samples on "
     "keys and values of older weights; report it",
     "train/train_rollout_kl_k3": "as train/train_rollout_logprob_abs_diff",
@@ -94,7 +95,8 @@ REMEDIES = {
     "eval/<dataset>": "if only training accuracy rises: more prompts, fewer epochs, a KL term",
     "eval/<dataset>-pass@<k>": "pass@1 rises while the largest k falls: responses become less diverse, see train/entropy",
     "comm/<group>/<op>/clears": "lower guard.threshold, or give engines less memory: scripts/profile_comm.py",
-    "guard/time": "raise guard.every, or guard fewer ops: scripts/profile_comm.py",
+    "guard/time": "lower guard.budget (guard.checks=auto), raise guard.every (every_n), or guard fewer ops: "
+    "scripts/profile_comm.py",
     "guard/shortages": "give engines less memory (rollout.sglang.mem_fraction_static), lower parallel.max_tokens_per_rank",
     "guard/clears": "as guard/shortages",
     "guard/free_bytes": "as guard/shortages",
