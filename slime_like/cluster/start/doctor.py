@@ -1,4 +1,4 @@
-"""Check machine and environment (``train.py --doctor``). Every problem is reported with its fix. Does not import torch."""
+"""Check machine and environment (``train.py --doctor``), without torch. Every problem is reported with its fix."""
 
 from __future__ import annotations
 

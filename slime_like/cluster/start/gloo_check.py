@@ -9,7 +9,10 @@ RANK_SECONDS = 45
 
 
 def main(store: str, rank: int, world: int) -> int:
-    """All-reduce ``rank + 1`` over gloo; return exit code 0 if the sum is right, else 1."""
+    """All-reduce ``rank + 1`` over gloo; return exit code 0 if the sum is right, else 1.
+
+    A collective of ``world`` processes.
+    """
     import torch
     import torch.distributed as dist
 

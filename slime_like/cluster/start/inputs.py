@@ -53,7 +53,10 @@ class RunInputs:
 
 
 def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
-    """Read tokenizer and datasets. Raises ``ConfigError`` or ``DataError`` naming key or file, value and fix."""
+    """Read tokenizer and datasets.
+
+    Raises ``ConfigError`` if a setting or the tokenizer cannot be used, ``DataError`` if a dataset cannot be used.
+    """
     tokenizer = open_tokenizer(cfg.model.hf_checkpoint)
     model = read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint)
     vocab_size, routing = model.vocab_size, routing_shape(cfg, model)

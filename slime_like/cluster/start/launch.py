@@ -45,9 +45,10 @@ SINK_S = 180.0  # for wandb to respond and to accept the remaining data
 
 
 def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> RunInputs:
-    """Load the inputs, and check files of an earlier part of the run that are otherwise read only after processes have started.
+    """Load the inputs, and check files of an earlier part of the run.
 
-    Raises ``CheckpointError`` or ``DataError`` naming the file.
+    Without this check, these files would be read only after processes have started. Raises ``CheckpointError`` or
+    ``DataError`` naming the file if one cannot be used.
     """
     if first and plan.needs_engines:
         check_num_managers(checkpoint_folder(cfg, run_dir), first, cfg.rollout.num_managers)
@@ -63,7 +64,8 @@ def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> Run
 def launch(cfg: TrainConfig) -> Generator[Run]:
     """Check all inputs, start the processes of ``cfg``, yield the run, tear everything down.
 
-    On an error, writes a crash bundle to ``run.dir`` and re-raises the error with the bundle's path in its message.
+    After an error in the block, write a crash bundle to ``run.dir`` and raise the error with the bundle's path in its
+    message.
     """
     plan = _plan_run(cfg)
     run_dir = Path(cfg.run.dir).resolve()

@@ -121,7 +121,10 @@ def reach(address: str) -> str:
 
 
 def join(address: str, namespace: str) -> None:
-    """Join the cluster that ``placement.ray_address`` names. Raises ``ConfigError`` if none answers."""
+    """Join the cluster that ``placement.ray_address`` names.
+
+    Raises ``ConfigError`` if none answers or it cannot be joined.
+    """
     at, key = reach(address), f"placement.ray_address={address!r}"
     within = Deadline("driver", "placement", JOIN_S)
     try:
@@ -153,8 +156,8 @@ def nodes() -> tuple[ClusterNode, ...]:
 def keep_sigterm() -> Generator[None]:
     """Preserve the SIGTERM handler across ``ray.init``.
 
-    Ray 2.60 replaces it with ``sys.exit`` and with a handler in C that prints a stack: the run would end in the middle of a
-    rollout, without a checkpoint. Remove when ``ray.init`` leaves signals alone.
+    Ray 2.60 replaces it with ``sys.exit`` and with a handler in C that prints a stack: the run would end in the middle
+    of a rollout, without a checkpoint. Remove this function once ``ray.init`` leaves signals alone.
     """
     assert hasattr(ray_utils, "set_sigterm_handler"), "ray moved set_sigterm_handler: find its new name"
     handler, original = signal.getsignal(signal.SIGTERM), ray_utils.set_sigterm_handler
@@ -170,11 +173,11 @@ def keep_sigterm() -> Generator[None]:
 def without_unused_processes() -> Generator[None]:
     """Make Ray start its node without autoscaler, log monitor, API server and agents, which no run uses.
 
-    They take 6 s of CPU time, and ``ray.init`` waits for the API server and the agents. It starts the API server even with
-    ``include_dashboard=False``, and has no option for the others. Remove when it has such options.
+    They take 6 s of CPU time, and ``ray.init`` waits for the API server and the agents. It starts the API server even
+    with ``include_dashboard=False``, and has no option for the others. Remove this function once it has such options.
 
-    The raylet ends if one of its agents ends, so stand-ins replace the agents. The driver does not import the dashboard's
-    dependencies.
+    The raylet ends if one of its agents ends, so stand-ins replace the agents. The driver does not import the
+    dashboard's dependencies.
     """
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (ray_node.Node, name): lambda *_, **__: None for name in UNUSED
@@ -194,7 +197,10 @@ def without_unused_processes() -> Generator[None]:
 
 
 def _agent_command(original: Any) -> Callable[..., list[str]]:
-    """Wrap Ray's function for the first words of a process's command line: for an agent, return a stand-in's."""
+    """Return a wrapper around Ray's function for the first words of a process's command line.
+
+    For an agent, the wrapper returns the words of its stand-in.
+    """
 
     def command(component: str, *arguments: Any, **options: Any) -> list[str]:
         if component in (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT):
@@ -225,7 +231,8 @@ def shutdown() -> None:
 def _private_folder() -> Path:
     """Create a private folder in the first of Ray's locations with a short enough path; return Ray's subfolder.
 
-    Ray opens its folder and sockets to every user of the machine; the private parent folder prevents access.
+    Ray opens its folder and sockets to every user of the machine; the private parent folder prevents access. Raises
+    ``ConfigError`` if the folder cannot be created.
     """
     locations = (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), SHORT_FOLDER)
     location = next((p for p in locations if p and len(os.fsencode(p)) + ADDED_BYTES <= SOCKET_BYTES), SHORT_FOLDER)
@@ -243,9 +250,9 @@ def _private_folder() -> Path:
 def _end() -> None:
     """Call ``ray.shutdown`` and preserve the SIGTERM handler.
 
-    When its core stops, Ray 2.60 restores the default action of SIGTERM, and only then ends its processes, which takes a second
-    or more; another SIGTERM in that time would kill the driver. Here, the handler is restored after about a millisecond. Remove
-    when ``ray.shutdown`` leaves signals alone.
+    When its core stops, Ray 2.60 restores the default action of SIGTERM, and only then ends its processes, which takes
+    a second or more; another SIGTERM in that time would kill the driver. Here, the handler is restored after about a
+    millisecond. Remove this function once ``ray.shutdown`` leaves signals alone.
     """
     assert hasattr(ray_worker, "_global_node"), "ray moved _global_node: find what it calls once its core is gone"
     handler, node = signal.getsignal(signal.SIGTERM), ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
@@ -274,9 +281,9 @@ def _end_before_retry(_: RetryCallState) -> None:
 def _stay_on_loopback() -> None:
     """Make Ray's servers bind to 127.0.0.1.
 
-    Ray 2.60 replaces a loopback address given to ``ray.init`` with the machine's external one and listens on every interface.
-    The constant that Ray has for platforms without clusters keeps it on loopback; the environment variable does the same for
-    Ray's daemons. Remove when ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
+    Ray 2.60 replaces a loopback address given to ``ray.init`` with the machine's external one and listens on every
+    interface. The constant that Ray has for platforms without clusters keeps it on loopback; the environment variable
+    does the same for Ray's daemons. Remove this function once ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
     """
     assert hasattr(ray_constants, "ENABLE_RAY_CLUSTER"), (
         "ray moved ENABLE_RAY_CLUSTER: find how it binds to loopback now"

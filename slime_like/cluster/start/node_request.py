@@ -19,8 +19,8 @@ PLACED_S = 1
 def request_bundles(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> list[dict[str, float]]:
     """Return one bundle for each set of GPUs that have to be on one node.
 
-    Such a set has the GPUs of a trainer node, of an engine or its part on a node, or of a tensor parallel group of another
-    role. On CPUs, return one bundle for each of the nodes that the run needs at least.
+    Such a set contains the GPUs of a trainer node, of an engine or its part on a node, or of a tensor parallel group of
+    another role. On CPUs, return one bundle for each of the nodes that the run needs at least.
     """
     if plan.device == "cpu":
         num_nodes = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
@@ -30,10 +30,11 @@ def request_bundles(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) 
 
 
 def _nodes_per_engine(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> int:
-    """Return the smallest number of nodes of an engine with which each part fits on the largest known node.
+    """Return the smallest number of nodes per engine at which each part of an engine fits on the largest known node.
 
-    A part that is larger than every node could never be placed. Nodes are assumed to have at least as many GPUs as there are
-    trainer ranks on a node, or one GPU in a run without a trainer. ``rollout.engine_num_nodes`` takes precedence.
+    A part that is larger than every node could never be placed. Nodes are assumed to have at least as many GPUs as
+    there are trainer ranks on a node, or one GPU in a run without a trainer. ``rollout.engine_num_nodes`` takes
+    precedence.
     """
     tp = cfg.rollout.tp
     if cfg.rollout.engine_num_nodes:

@@ -42,7 +42,7 @@ from slime_like.util.deadline import Deadline
 # Set by the actors: a Ray runtime_env would wait for Ray's agent and would not reach workers that have already started.
 CPU_ENV = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 STOP_S = 20.0  # for actors to stop their child processes
-CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is stopped
+CLOSE_S = 45.0  # in total; Ray does not return while one of its processes is suspended (SIGSTOP)
 PIN = 0.001  # amount of the resource node:ADDRESS that ties a bundle to that node
 REQUEST_S = 30.0  # for Ray to answer a request for nodes
 POLL_S = 1.0  # between two checks of a cluster that lacks nodes or GPUs
@@ -52,10 +52,11 @@ DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the index of the bundle for each GPU of the plan. Ray assigns the GPUs of a node to bundles in arbitrary order.
+    """Return the index of the bundle for each GPU of the plan.
 
-    ``locations`` has the node id and GPU id of each bundle. The bundles of a node are sorted by GPU and keep the node's
-    positions in the plan, so that adjacent ranks are on adjacent GPUs.
+    Ray assigns the GPUs of a node to bundles in arbitrary order. ``locations`` contains the node id and GPU id of each
+    bundle. The bundles of a node are sorted by GPU and keep the node's positions in the plan, so that adjacent ranks
+    are on adjacent GPUs.
     """
     order = list(range(len(locations)))
     for node in {node for node, _ in locations}:
@@ -121,7 +122,8 @@ class Placement:
     def _assign_nodes(self, request: NodeRequest) -> tuple[Assignment, tuple[ClusterNode, ...]]:
         """Assign the processes to the cluster's nodes; return the assignment and all nodes.
 
-        Requests missing nodes and waits for them. Raises ``MissingResources`` after ``placement.wait_deadline_s``.
+        If nodes are missing, request them and wait for them. Raises ``MissingResources`` if nodes are still missing
+        after ``placement.wait_deadline_s``.
         """
         cfg = self._cfg
         deadline, said_at = Deadline("driver", "placement", cfg.placement.wait_deadline_s), -SAY_S
@@ -145,7 +147,10 @@ class Placement:
         return local_ray.log_dir()
 
     def _reserve_gpus(self) -> None:
-        """Reserve one bundle per GPU of the plan; in a joined cluster, on the node to which the GPU is assigned."""
+        """Reserve one bundle per GPU of the plan; in a joined cluster, on the node to which the GPU is assigned.
+
+        Raises ``ConfigError`` if the GPUs are not free within ``placement.wait_deadline_s``.
+        """
         num_needed, nodes = self._plan.num_gpus, self._assignment.gpus
         bundle = {"GPU": 1.0, "CPU": 1.0}
         bundles = [bundle | {f"node:{node.address}": PIN} for node in nodes] or [bundle] * num_needed

@@ -159,7 +159,7 @@ class Cluster:
         return addresses, rollout
 
     def _with_moves(self, trainer: Trainer, rollout: RolloutSource) -> tuple[Trainer, RolloutSource]:
-        """Return wrappers of trainer and rollout source that first move the memory needed by each call.
+        """Return wrappers around trainer and rollout source that first move the memory needed by each call.
 
         If the run moves no memory, return the arguments themselves.
         """

@@ -140,10 +140,10 @@ def _check_optimizer(cfg: TrainConfig, manifest: Manifest, source: Path) -> None
 def _check_same_run(
     cfg: TrainConfig, run_dir: Path, source: Path, record: CheckpointRecord, run: Mapping[str, Any]
 ) -> None:
-    """Check that settings and inputs match the checkpoint, except for keys that may change.
+    """Raise ``ConfigError`` if ``run.resume=auto`` and a setting that may not change, or an input, has changed.
 
-    With ``run.resume=auto``, raises ``ConfigError`` on any other change. With the path of checkpoints, a new run may have new
-    settings, and a changed tokenizer or config.json only causes a warning.
+    If ``run.resume`` is the path of checkpoints, a new run may have new settings, and a changed tokenizer or
+    config.json only causes a warning.
     """
     auto = cfg.run.resume == "auto"
     saved_config = record.run["config"] if record.run is not None else _settings_of(run_dir / "config.yaml")
