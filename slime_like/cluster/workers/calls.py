@@ -158,7 +158,8 @@ def wait_first[R](
 ) -> tuple[str, R]:
     """Return the name and result of the first ready ref. If several are ready, ``refs`` come before ``optional_refs``.
 
-    Errors as in ``wait_all``, without a search for the root cause. ``optional_refs`` may stay pending until the end of the run:
+    Raises the error of that call with the types of ``wait_all``, without a search for the root cause, or
+    ``DeadlineExceeded`` if no ref is ready in time. ``optional_refs`` may stay pending until the end of the run:
     ``DeadlineExceeded`` does not name them.
     """
     pending = {ref: name for name, ref in refs.items()}
@@ -171,11 +172,12 @@ def wait_first[R](
 
 
 def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dict[str, R]:
-    """Return the results of all ``refs`` by name; raise an error only once the other calls have ended, unless a process died.
+    """Return the results of all ``refs`` by name.
 
-    ``EngineLost`` is raised only when no call is pending any more, so that the calls can be repeated; if a call is still
-    pending at the deadline, raises ``DeadlineExceeded`` instead. After any other error, the pending calls have ``SETTLE_S`` to
-    end. Errors have the same types as in ``wait_all``.
+    Unless a process died, an error is raised only once the other calls have ended.
+    ``EngineLost`` is raised only when no call is pending any more, so that the calls can be repeated; if a call is
+    still pending at the deadline, ``DeadlineExceeded`` is raised instead. After any other error, the pending calls have
+    ``SETTLE_S`` to end. Errors have the same types as in ``wait_all``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}
@@ -209,7 +211,7 @@ def is_ready(ref: ObjectRef[Any]) -> bool:
 
 
 def wait_one[R](name: str, ref: ObjectRef[R], deadline: Deadline) -> R:
-    """Return the result of one call. Errors as in ``wait_all``."""
+    """Return the result of one call. Raises the same errors as ``wait_all``."""
     return wait_all({name: ref}, deadline)[name]
 
 

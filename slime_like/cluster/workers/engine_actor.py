@@ -83,7 +83,11 @@ class EngineActor:
             self._parts.stop(self._server.stop)
 
     def ready(self) -> EngineAddress:
-        """Wait until the engine responds on all nodes and return its address."""
+        """Wait until the engine responds on all nodes and return its address.
+
+        Raises ``EngineError`` if a server died, ``EngineNodeLost`` if another node of the engine is lost, and
+        ``DeadlineExceeded`` after ``spec.start_deadline_s``.
+        """
         spec, parts = self._spec, self._parts
         deadline = Deadline(self._name, "engine start", spec.start_deadline_s)
         try:
@@ -123,7 +127,7 @@ class EngineActor:
         return self.ready(), exit_summary
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the engine's processes, on all of its nodes, that are stopped, for example by SIGSTOP."""
+        """Return the pids of the engine's processes, on all of its nodes, that are suspended (SIGSTOP)."""
         if not self._server.alive():
             return ()
         return processes.stopped_pids(self._server.pid) + (() if self._parts is None else self._parts.stopped_pids())

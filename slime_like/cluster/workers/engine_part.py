@@ -39,8 +39,8 @@ class EnginePart:
     def wait_for_end(self) -> str:
         """Wait until the server or a rank ends; return how it ended, or an empty text once ``stop`` is called.
 
-        Needed until SGLang's watchdog of subprocesses also covers nodes other than the first without data-parallel attention:
-        their servers stay alive when a signal ends one of their ranks.
+        This is needed until SGLang's watchdog of subprocesses covers the nodes other than the first of an engine that
+        does not use data-parallel attention: their servers stay alive when a signal ends one of their ranks.
         """
         ended_pids: tuple[int, ...] = ()
         while self._server.alive() and not (ended_pids := processes.ended_pids(self._rank_pids)):
@@ -54,7 +54,7 @@ class EnginePart:
         return rank + self._server.cause_of_death()
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the server's processes that are stopped, for example by SIGSTOP."""
+        """Return the pids of the server's processes that are suspended (SIGSTOP)."""
         return processes.stopped_pids(self._server.pid) if self._server.alive() else ()
 
     def stop(self) -> None:

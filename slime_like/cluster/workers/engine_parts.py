@@ -50,7 +50,10 @@ class PartSettings:
 
 
 class EngineParts:
-    """Owner of an engine's actors on other nodes, from one start of the engine to its stop. Ends the engine if one is lost."""
+    """Owner of an engine's actors on other nodes, from one start of the engine to its stop.
+
+    It ends the engine if one of these actors is lost.
+    """
 
     def __init__(
         self, settings: PartSettings, slots: Sequence[NodeSlot], node: EngineNode, end_engine: Callable[[], None]
@@ -67,7 +70,8 @@ class EngineParts:
     def wait_ready(self, deadline: Deadline) -> None:
         """Wait until the servers of all parts respond.
 
-        Raises ``EngineNodeLost`` or ``EngineError`` naming the part that failed; after ``stop``, only the latter.
+        Raises ``EngineNodeLost`` if a part was lost with its node, or ``EngineError`` if a part failed or ``stop`` was
+        called. The error names the part.
         """
         refs = {
             f"its part on node {slot.address}": call(actor, EnginePart.ready) for slot, actor in self._actors.items()
@@ -79,7 +83,7 @@ class EngineParts:
             raise (EngineNodeLost if is_lost else EngineError)(str(error)) from error
 
     def raise_loss(self, error: EngineError) -> None:
-        """Raise ``EngineNodeLost`` or ``EngineError`` if a part is lost.
+        """Raise ``EngineNodeLost`` if a part is lost with its node, or ``EngineError`` if only its server is lost.
 
         The message includes ``error``, the error of the first node, because either may have caused the other.
         """
@@ -88,7 +92,7 @@ class EngineParts:
             raise (EngineNodeLost if self._node_lost else EngineError)(text) from error
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the stopped processes of all parts that answer within ``ANSWER_S``."""
+        """Return the pids of the suspended (SIGSTOP) processes of all parts that answer within ``ANSWER_S``."""
         refs = [call(actor, EnginePart.stopped_pids) for actor in self._actors.values()]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S * scale()) if refs else ([], [])
         try:
@@ -101,7 +105,7 @@ class EngineParts:
 
         Then kill the actors, including those that did not answer, for example on a lost node.
         """
-        self._closing.set()  # the end of a part is no loss from here
+        self._closing.set()  # from here, the end of a part is not a loss
         refs: list[ObjectRef[None]] = [call(actor, EnginePart.stop) for actor in self._actors.values()]
         stop_first()
         if refs:

@@ -101,9 +101,9 @@ class EngineStarter:
     ) -> None:
         """Take over ``actors``, this manager's engines that are already running, by engine index.
 
-        ``hosts`` has the node address of every engine of the run, for spreading further engines; it is not updated when other
-        managers move engines. The index of ``share`` breaks ties between nodes with equally few engines, so that managers that
-        add engines at the same time use different nodes.
+        ``hosts`` contains the node address of every engine of the run, for spreading further engines; it is not updated
+        when other managers move engines. The index of ``share`` breaks ties between nodes with equally few engines, so
+        that managers that add engines at the same time use different nodes.
         """
         self._template, self._share = template, share
         self._hosts = {index: (host,) for index, host in hosts.items()}

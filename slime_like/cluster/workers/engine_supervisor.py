@@ -38,7 +38,10 @@ class RayEngineFactory:
         self._starter, self._config, self._routing, self._peer_timeout_s = starter, config, routing, peer_timeout_s
 
     async def create(self, index: int) -> RayEngineSupervisor:
-        """Start an engine on a live node; return its supervisor once it responds."""
+        """Start an engine on a live node; return its supervisor once it responds.
+
+        Raises ``EngineError`` or ``DeadlineExceeded`` if it does not start.
+        """
         actor = await self._starter.start(index)  # waits for GPUs until its own deadline
         deadline = Deadline("rollout manager", "engine start", self._config.start_deadline_s + STOP_S)
         address = await ask(actor, f"the actor of engine {index}", EngineActor.ready, deadline)
@@ -89,8 +92,9 @@ class RayEngineSupervisor:
     async def restart(self) -> tuple[EngineClient, str]:
         """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended.
 
-        If Ray cannot start the actor again, for example after the loss of its node, or if another node of the engine is lost,
-        start another actor on live nodes.
+        If Ray cannot start the actor again, for example after the loss of its node, or if another node of the engine is
+        lost, start another actor on live nodes. Raises ``EngineError`` or ``DeadlineExceeded`` if the engine does not
+        start.
         """
         deadline = Deadline("rollout manager", "engine restart", self._config.start_deadline_s + STOP_S)
         try:
@@ -112,7 +116,7 @@ class RayEngineSupervisor:
         await self._ask(EngineActor.stop_server, Deadline("rollout manager", "engine stop", STOP_S))
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the engine's processes that are stopped, for example by SIGSTOP."""
+        """Return the pids of the engine's processes that are suspended (SIGSTOP)."""
         return await self._ask(EngineActor.stopped_pids, Deadline("rollout manager", "health", ANSWER_S))
 
     async def _ask[R](self, method: Callable[[EngineActor], R], deadline: Deadline) -> R:
@@ -122,7 +126,11 @@ class RayEngineSupervisor:
 async def ask[R](
     actor: ActorHandle[EngineActor], name: str, method: Callable[[EngineActor], R], deadline: Deadline
 ) -> R:
-    """Return the result of a call to an engine's actor. Raises ``EngineError`` or ``DeadlineExceeded``."""
+    """Return the result of a call to an engine's actor.
+
+    Raises the call's own ``SlimeLikeError``, ``EngineError`` if the actor died or the call raised another error, or
+    ``DeadlineExceeded`` if there is no answer in time.
+    """
     try:
         async with asyncio.timeout(deadline.remaining(name)):
             return await call(actor, method)

@@ -80,7 +80,7 @@ class MultiRoleTrainer:
         return self.actor.kernels()
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return sample id -> per-token advantages of the actor."""
+        """Return a dict from sample id to the per-token advantages [L] of the actor."""
         return self.actor.token_advantages(sample_ids)
 
     def release_communicators(self) -> None:
@@ -90,7 +90,10 @@ class MultiRoleTrainer:
                 group.release_communicators()
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Begin a checkpoint of the current state of actor and critic."""
+        """Begin a checkpoint of the current state of actor and critic.
+
+        Raises ``CheckpointError`` if one of them cannot begin; no save is pending then.
+        """
         if self.critic is not None:
             self.critic.begin_save(folder / CRITIC, iteration)
         try:
@@ -101,7 +104,10 @@ class MultiRoleTrainer:
             raise
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Return True if the checkpoints of actor and critic are complete; with ``wait``, block until they are."""
+        """Return True if the checkpoints of actor and critic are complete; with ``wait``, block until they are.
+
+        Raises ``CheckpointError`` if one of them cannot be written, once the other one is complete.
+        """
         try:
             critic_done = self.critic is None or self.critic.finish_save(wait=wait)
         except CheckpointError:

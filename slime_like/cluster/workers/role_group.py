@@ -28,7 +28,7 @@ type ShardScores = tuple[Columns | None, tuple[Metric, ...]]  # columns only fro
 
 
 class RoleWorker(RankWorker):
-    """Actor with one rank of a critic or a teacher. Methods are called on all ranks concurrently."""
+    """Actor with one rank of a critic or a teacher. Methods are collectives: the driver calls them on all ranks."""
 
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         super().__init__(name, rank, world_size, stacks_dir, env)
@@ -37,7 +37,10 @@ class RoleWorker(RankWorker):
         self._role: RankCritic | RankTeacher | None = None
 
     def connect(self, spec: CriticSpec | TeacherSpec, master: tuple[str, int]) -> int:
-        """Join the other ranks and build the model; return the data-parallel rank."""
+        """Join the other ranks and build the model; return the data-parallel rank.
+
+        A collective over the role's ranks.
+        """
         with heavy_imports():
             from slime_like.train.megatron.platform import groups
 

@@ -24,7 +24,7 @@ from slime_like.util.deadline import Deadline
 
 # Time limit for releasing communicators, in multiples of a collective's deadline. A release is one collective.
 RELEASE_DEADLINES = 2
-type Refs[R] = dict[str, ObjectRef[R]]  # rank name -> pending result
+type Refs[R] = dict[str, ObjectRef[R]]  # pending result by rank name
 
 
 class RankGroup[W: RankWorker](ABC):
@@ -90,7 +90,10 @@ class RankGroup[W: RankWorker](ABC):
 
 
 def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Callable[[str], None] | None = None) -> None:
-    """Join the ranks of each group into a world of their own, all groups concurrently; ``waiting`` as in ``wait_all``."""
+    """Join the ranks of each group into a world of their own, all groups concurrently.
+
+    ``wait_all`` describes ``waiting``.
+    """
     addresses: Refs[tuple[str, int]] = {}
     for group in groups:
         addresses |= group.rendezvous()
@@ -140,7 +143,11 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return self.start(TrainerWorker.update, [step.num_tokens for step in batch.steps], frozen)
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
-        """Return [T] log-probabilities at the sampling temperature; layers of kind ``float64_kind`` are computed in float64."""
+        """Return [T] log-probabilities at the sampling temperature.
+
+        Layers of kind ``float64_kind``, if not None, are computed in float64. Raises ``WorkerError`` unless exactly one
+        rank reports log-probabilities.
+        """
         score_results = [
             x for x in self.on_all(TrainerWorker.score, put(batch), float64_kind).values() if x is not None
         ]
@@ -154,7 +161,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return difference
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return sample id -> advantages [L] that the ranks computed in the last trained rollout."""
+        """Return a dict from sample id to the advantages [L] that the ranks computed in the last trained rollout."""
         answers = self.on_all(TrainerWorker.token_advantages, put(list(sample_ids))).values()
         return {sample_id: column for columns in answers for sample_id, column in columns.items()}
 
@@ -177,7 +184,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return all(self.on_all(TrainerWorker.finish_save, wait).values())
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Load ``folder/iter_<iteration>``."""
+        """Load ``folder/iter_<iteration>``. Raises ``WorkerError`` if the ranks read different weight versions."""
         versions = set(self.on_all(TrainerWorker.load, str(folder), iteration).values())
         if len(versions) != 1:
             raise WorkerError(

@@ -69,11 +69,14 @@ class RankWorker:
         return ""
 
     def rendezvous_address(self, master: tuple[str, int]) -> RendezvousAddress:
-        """Return the rendezvous address; on rank 0, it has the open socket."""
+        """Return the rendezvous address; on rank 0, it contains the open socket."""
         return self._rendezvous or RendezvousAddress(*master)
 
     def release_communicators(self) -> None:
-        """Destroy communicators if ``guard.release`` is set; the next phase with collectives creates them again."""
+        """Destroy communicators if ``guard.release`` is set; the next phase with collectives creates them again.
+
+        A collective over the role's ranks.
+        """
         from slime_like.distributed.wrapper import install
 
         install.release()
@@ -84,14 +87,15 @@ class RankWorker:
 
     @property
     def device_state(self) -> DeviceState:
-        """Return the state of the connected rank."""
+        """Return the state of the connected rank. Raises ``NotImplementedError`` unless a subclass overrides it."""
         raise NotImplementedError
 
 
 class TrainerWorker(RankWorker):
-    """Ray actor with one rank of the policy. All ranks are called concurrently; ``TrainerGroup`` combines their results.
+    """Ray actor with one rank of the policy. ``TrainerGroup`` combines the results of the ranks.
 
-    No method is a coroutine: Ray would run all methods in an event loop, and collectives of two calls could interleave.
+    Methods are collectives, as in ``RankTrainer``: the driver calls them on all ranks concurrently. No method is a
+    coroutine: Ray would run all methods in an event loop, and collectives of two calls could interleave.
     """
 
     def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
@@ -102,7 +106,7 @@ class TrainerWorker(RankWorker):
         self._events = asyncio.new_event_loop()
 
     def connect(self, spec: RankSpec, master: tuple[str, int]) -> int:
-        """Join the other ranks and build the model; return the data-parallel rank."""
+        """Join the other ranks and build the model; return the data-parallel rank. A collective over all ranks."""
         self._peaks = MemoryPeaks(cuda=spec.device == "cuda")
         with heavy_imports():
             from slime_like.train.megatron.platform import groups
@@ -149,7 +153,10 @@ class TrainerWorker(RankWorker):
             self.trainer.open_rollout(steps)
 
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
-        """Run the second part: compute advantages; return the critic's targets on a shard's reporter, None without a critic."""
+        """Run the second part: compute advantages.
+
+        Return the critic's targets on the rank that reports its shard; None on other ranks, or if there is no critic.
+        """
         return self.trainer.compute_advantages(columns)
 
     def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
@@ -159,7 +166,7 @@ class TrainerWorker(RankWorker):
         return self._with_peaks(metrics)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return sample id -> per-token advantages in the last trained rollout, for samples that this rank reports."""
+        """Return the advantages [L] in the last trained rollout, by id of the samples that this rank reports."""
         return self.trainer.token_advantages(sample_ids)
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
@@ -170,7 +177,7 @@ class TrainerWorker(RankWorker):
     def routing_difference(self) -> RoutingDifference | None:
         """Return how replayed experts differ from this model's choice in the batches scored since the last call.
 
-        None except on the reporter.
+        The result is None except on the reporter.
         """
         return self.trainer.routing_difference()
 
@@ -206,7 +213,10 @@ class TrainerWorker(RankWorker):
         return source.manifest() if source.is_sender else ()
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
-        """Send this rank's weights to every engine; return the metadata of the sent tensors."""
+        """Send this rank's weights to every engine; return the metadata of the sent tensors.
+
+        A collective over all ranks.
+        """
         from slime_like.distributed.wrapper import install
 
         with install.phase("push"), self._peaks("push"):
@@ -215,7 +225,7 @@ class TrainerWorker(RankWorker):
 
 
 class RankSender:
-    """Weight sender of one rank. Separate from ``TrainerWorker``, which must not have coroutines."""
+    """Weight sender of one rank. It is separate from ``TrainerWorker``, which must not have coroutines."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -228,7 +238,8 @@ class RankSender:
     ) -> list[TensorMeta]:
         """Send all weights of ``source`` to ``engines``; return the metadata of the sent tensors.
 
-        The connections are reused only for the same engines; a restarted engine has a new address.
+        A collective over all ranks. The connections are reused only for the same engines; a restarted engine has a new
+        address. If the push fails, the connections are closed before its error is raised.
         """
         if self._sender is not None and self._engines != engines:
             await self._drop()
