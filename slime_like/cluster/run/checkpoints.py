@@ -35,11 +35,12 @@ class Checkpoints:
     _pending: int | None = field(default=None)
 
     def save(self, num_trained: int, *, final: bool = False, wait: bool = False) -> bool:
-        """Save a checkpoint after ``num_trained`` rollouts: rollout files first, the file that names the latest one last.
+        """Save a checkpoint after ``num_trained`` rollouts.
 
-        Waits for completion if ``wait`` or ``final``, or with ``run.async_save=false``. Returns True if the checkpoint
-        is complete. Raises ``CheckpointError`` if this or the previous save failed, unless
-        ``run.on_failed_save=continue`` is set and this is not the ``final`` save.
+        The rollout files are written first, the file that names the latest checkpoint last. If ``wait`` or ``final``,
+        or with ``run.async_save=false``, wait for completion. Return True if the checkpoint is complete. Raises
+        ``CheckpointError`` if this or the previous save failed, unless ``run.on_failed_save=continue`` is set and this
+        is not the ``final`` save.
         """
         if not self.enabled:
             return False

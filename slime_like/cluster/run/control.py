@@ -78,7 +78,10 @@ class _File:
 
 @dataclass(slots=True)
 class Control:
-    """The run's side of run control: it reads requests and reports results. A bad request is reported once and ends no run."""
+    """Reader of requests in the driver, which also reports results.
+
+    A bad request is reported once and does not end the run.
+    """
 
     run_dir: Path
     say: Callable[[str], None]  # prints a line
@@ -146,7 +149,10 @@ class Control:
             self._report(ControlReply(str(text), time_s, DROPPED, self._status.step, detail, by))
 
     def _take(self) -> Iterator[tuple[RequestText, float, str]]:
-        """Remove the folder's files; yield (request, time, user) for each and for SIGUSR2. The run's own user is empty."""
+        """Remove the folder's files; yield (request, time, user) for each and for SIGUSR2.
+
+        The user is an empty text if it is the run's own.
+        """
         if self._signalled is not None:
             yield RequestText(Request.SAVE), self._signalled, ""
             self._signalled = None

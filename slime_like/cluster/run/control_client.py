@@ -25,9 +25,10 @@ def read_live_status(run_dir: Path) -> RunStatus:
 
 
 def send_request(run_dir: Path, request: Request | RequestText) -> float:
-    """Send ``request``; return its time in seconds since the epoch, with which ``wait_for_answer`` finds the reply.
+    """Send ``request``; return its time in seconds since the epoch, which ``wait_for_answer`` needs to find the reply.
 
-    An identical unread request is reused and keeps its time. Raises ``DataError`` naming the file that cannot be written.
+    An identical unread request is reused and keeps its time. Raises ``DataError`` if the file of the request cannot be
+    written.
     """
     path = run_dir / FOLDER / str(request)
     try:
@@ -45,7 +46,10 @@ def send_request(run_dir: Path, request: Request | RequestText) -> float:
 def wait_for_answer(
     run_dir: Path, request: Request | RequestText, requested_at: float, deadline: Deadline
 ) -> ControlReply:
-    """Wait for the reply to a request. Raises ``DataError`` if the run ends without one, or ``DeadlineExceeded``."""
+    """Wait for the reply to a request.
+
+    Raises ``DataError`` if the run ends and has not replied, ``DeadlineExceeded`` if there is no reply in time.
+    """
     while True:
         status = read_status(run_dir)
         for answer in () if status is None else status.requests:

@@ -14,9 +14,9 @@ from slime_like.printable import visible
 
 @contextmanager
 def tolerate_full_disk(path: Path, config: RunConfig) -> Generator[None]:
-    """If ``path`` cannot be written, remove the partial file, and warn under ``run.on_failed_save=continue``.
+    """If ``path`` cannot be written, remove the partial file, and warn if ``run.on_failed_save=continue``.
 
-    Raises ``SlimeLikeError`` under ``stop``.
+    Raises ``SlimeLikeError`` if ``run.on_failed_save=stop``.
     """
     try:
         yield

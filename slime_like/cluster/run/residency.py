@@ -1,6 +1,7 @@
-"""Memory by phase: before each phase of the loop, trainer and engines keep only the state that the phase needs on the GPUs.
+"""Memory by phase of the loop.
 
-The side that releases memory does so before the other side allocates it.
+Before each phase, trainer and engines keep only the state that the phase needs on the GPUs. Each of the two releases
+memory before the other allocates it.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTrainer:
-    """Wrapper of a trainer that first moves the state needed by each call to the devices of the ranks."""
+    """Wrapper around a trainer that first moves the state needed by each call to the devices of the ranks."""
 
     trainer: Trainer
     residency: Residency
@@ -114,7 +115,7 @@ class ResidentTrainer:
         return StepStats(stats.version, (*stats.metrics, *self.residency.drain_metrics()))
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
-        """Return [T] log-probabilities. Enters phase step, because the step of the same rollout follows."""
+        """Enter phase step, because the step of the same rollout follows, and return [T] log-probabilities."""
         self.residency.enter(STEP)
         return self.trainer.score(batch, float64_kind)
 
@@ -123,7 +124,10 @@ class ResidentTrainer:
         return self.trainer.kernels()
 
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
-        """Return sample id -> per-token advantages of the actor. No state is moved: they are in host memory."""
+        """Return a dict from sample id to the per-token advantages [L] of the actor.
+
+        No state is moved, because the advantages are in host memory.
+        """
         return self.trainer.token_advantages(sample_ids)
 
     def release_communicators(self) -> None:
@@ -152,7 +156,7 @@ class ResidentTrainer:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRollout:
-    """Wrapper of a source of rollouts that gives the devices' memory to the engines while they sample."""
+    """Wrapper around a source of rollouts that gives the devices' memory to the engines while they sample."""
 
     rollout: RolloutSource
     residency: Residency
@@ -172,7 +176,7 @@ class ResidentRollout:
         return self.rollout.resize(num_engines)
 
     def save(self, folder: Path, next_rollout: int) -> None:
-        """Save the state of the rollout source, which is in host memory."""
+        """Save the state of the rollout source. No state is moved, because it is in host memory."""
         self.rollout.save(folder, next_rollout)
 
     def load(self, folder: Path, next_rollout: int) -> None:

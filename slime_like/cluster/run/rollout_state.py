@@ -1,6 +1,6 @@
 """Rollout state of a checkpoint: the data cursors of the rollout managers, and the files with their groups.
 
-``rollout/state_<N>.json`` has the state of a single manager, or a list ``managers`` with the states of several.
+``rollout/state_<N>.json`` contains the state of a single manager, or a list ``managers`` with the states of several.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def manager_states(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
-    """Return the rollout state of a checkpoint without its groups. Raises ``CheckpointError`` if it is missing or damaged."""
+    """Return the rollout state of a checkpoint except its groups.
+
+    Raises ``CheckpointError`` if the file is missing, damaged or for another rollout.
+    """
     return _read(folder, next_rollout)[1]
 
 
@@ -125,7 +128,7 @@ def _read(folder: Path, next_rollout: int) -> tuple[InputFile, dict[str, Any], t
 
 
 def check_num_managers(folder: Path, next_rollout: int, num_managers: int) -> None:
-    """Raise ``CheckpointError`` unless a checkpoint has the cursors of exactly ``num_managers`` managers."""
+    """Raise ``CheckpointError`` unless a checkpoint contains the cursors of exactly ``num_managers`` managers."""
     num_saved = len(manager_states(read_state(folder, next_rollout)))
     if num_saved != num_managers:
         raise CheckpointError(

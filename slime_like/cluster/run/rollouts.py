@@ -61,7 +61,7 @@ class ManagerGroup:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[R]:
-        """Call a method of every manager and return the results. Errors as in ``wait_settled``."""
+        """Call a method of every manager and return the results. Raises the same errors as ``wait_settled``."""
         return list(wait_settled(self.start(method, *args, **kwargs), deadline).values())
 
 
@@ -187,7 +187,7 @@ class ReplayRollout:
         return EvalResult()
 
     def resize(self, num_engines: int) -> str:
-        """Refuse: there is no engine."""
+        """Raise ``ConfigError``: the run has no engines."""
         raise ConfigError(NO_ENGINES.format(num_engines))
 
     def save(self, folder: Path, next_rollout: int) -> None:
@@ -215,7 +215,7 @@ class DemonstrationRollout:
         return EvalResult()
 
     def resize(self, num_engines: int) -> str:
-        """Refuse: there is no engine."""
+        """Raise ``ConfigError``: the run has no engines."""
         raise ConfigError(NO_ENGINES.format(num_engines))
 
     def save(self, folder: Path, next_rollout: int) -> None:

@@ -61,8 +61,8 @@ class EngineSync:
     def push(self, version: int) -> tuple[Metric, ...]:
         """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
 
-        On failure the managers close the updates of all engines before the error propagates. Engines with incomplete
-        weights stay paused.
+        Raises ``EngineLost`` if more engines are lost than ``max_losses`` allows. Before any error is raised, the
+        managers close the updates of all engines. Engines with incomplete weights stay paused.
         """
         num_losses = num_engines = 0
         # Outside ``try``: if it fails, there is no update to abort, and the engines must not take memory.

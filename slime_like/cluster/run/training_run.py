@@ -35,7 +35,7 @@ from slime_like.printable import visible
 from slime_like.rollout.selection import CollectedRollout
 from slime_like.types import StepStats
 
-PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # timer -> phase of chaos.faults
+PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # phase of chaos.faults by timer
 
 
 @dataclass(slots=True)
@@ -71,9 +71,10 @@ class Run:
             self.spans.drain()
 
     def rollout_ids(self) -> Iterator[int]:
-        """Yield the remaining rollout ids, then save a checkpoint and, if all rollouts are trained, export as configured.
+        """Yield the remaining rollout ids, then save a checkpoint.
 
-        A stop request ends the loop after the current rollout: raises ``KeyboardInterrupt`` after the save.
+        If all rollouts are trained and ``run.save_hf`` is set, then export the weights. A stop request ends the loop
+        after the current rollout. Raises ``KeyboardInterrupt`` after the save if rollouts remain.
         """
         num_trained = self.first_rollout
         for rollout_id in range(self.first_rollout, self.cfg.loop.num_rollout):
@@ -259,5 +260,5 @@ class Run:
 
 
 def hf_folder(run_dir: Path, num_trained: int) -> Path:
-    """Return the folder that ``run.save_hf_interval`` exports to after ``num_trained`` rollouts."""
+    """Return the folder of the HF export after ``num_trained`` rollouts (``run.save_hf_interval``)."""
     return run_dir / f"hf_iter_{num_trained:07d}"
