@@ -38,7 +38,7 @@ PARTS: dict[str, Callable[[CompileJob], list[dict[str, Any]]]] = {"trainer": com
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile for every capability. Return exit code 1 if a function of a part could not be called."""
+    """Compile for every capability. Return the exit code, 1 if a function of a part could not be called."""
     args, run = _parser().parse_known_args(argv)
     folder = args.cache.expanduser().resolve()
     failed = False

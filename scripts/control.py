@@ -64,7 +64,7 @@ def request(run_dir: Path, action: RequestText, wait: float | None) -> int:
 
 
 def show(run_dir: Path) -> int:
-    """Print ``status.json`` in readable form."""
+    """Print ``status.json`` in readable form. Raises ``DataError`` if the folder has none."""
     status = read_status(run_dir)
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")

@@ -1,6 +1,6 @@
 """Write the tables of SGLang's and Megatron's option names that ``slime_like.config`` checks keys against.
 
-Reads the installed packages' source with ``ast``: importing them takes seconds and may need a device.
+The source of the installed packages is read with ``ast``, because importing them takes seconds and may need a device.
 
     python scripts/dump_upstream_keys.py            # rewrite slime_like/config/rules/upstream/*.json
     python scripts/dump_upstream_keys.py --check    # exit 1 if a file differs from the installed packages

@@ -52,7 +52,8 @@ TOKENS, SECONDS = "train/num_tokens", "perf/actor_train_time"
 class PartResult:
     """Result of a part.
 
-    ``codes`` are the exit codes of the started commands, None for one stopped at the limit. ``commit`` is a sentence.
+    ``codes`` are the exit codes of the started commands, None for a command that was killed at the limit. ``commit`` is
+    a sentence.
     """
 
     codes: tuple[int | None, ...]
@@ -87,7 +88,10 @@ def page_of(part: EvidencePart, result: PartResult, folder: Path) -> str:
 
 
 def test_table(file: Path) -> Iterator[str]:
-    """Yield a table of pytest's JUnit file: test, outcome, seconds, recorded properties. Nothing if there is no file."""
+    """Yield a table of pytest's JUnit file: test, outcome, seconds, recorded properties.
+
+    Yield nothing if there is no file.
+    """
     if not file.is_file():
         return
     yield from ("| test | outcome | s | figures |", "|---|---|---|---|")
@@ -99,7 +103,10 @@ def test_table(file: Path) -> Iterator[str]:
 
 
 def figure_table(folder: Path) -> Iterator[str]:
-    """Yield a table of the metrics of each run in ``folder``, with the trainer's tokens/s. Nothing if there is no run."""
+    """Yield a table of the metrics of each run in ``folder``, with the trainer's tokens/s.
+
+    Yield nothing if there is no run.
+    """
     rows: list[str] = []
     for file in sorted(folder.glob(f"*/{METRICS}")):
         try:

@@ -1,4 +1,4 @@
-"""Write a checkpoint of a run as a model in HF format. Starts neither Ray nor engines; the run may still be training.
+"""Write a checkpoint of a run as a model in HF format. Neither Ray nor engines are started; the run may still be training.
 
 python scripts/export_hf.py runs/my_run --output models/mine                    # the newest checkpoint
 python scripts/export_hf.py runs/my_run/checkpoints/iter_0000040 --output models/mine --dtype bfloat16
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def find(path: Path) -> Path:
-    """Return the iteration folder that ``path`` refers to."""
+    """Return the iteration folder that ``path`` refers to. Raises ``CheckpointError`` if there is none."""
     for folder in (path / "checkpoints", path):
         if (source := megatron_folder(folder)) is not None:
             return source
@@ -57,7 +57,10 @@ def find(path: Path) -> Path:
 
 
 def model_of(source: Path) -> str:
-    """Return ``model.hf_checkpoint`` from the config.yaml of the run that wrote ``source``; nothing else in it is read."""
+    """Return ``model.hf_checkpoint`` from the config.yaml of the run that wrote ``source``; nothing else in it is read.
+
+    Raises ``CheckpointError`` if the file is missing or names no model.
+    """
     path = source.parents[1] / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, so the model is unknown: give its folder with --hf-checkpoint")

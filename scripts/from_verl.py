@@ -1,5 +1,6 @@
-"""Convert a launch script of verl (python3 -m verl.trainer.main_ppo key=value ...), or a YAML file of its keys, into a recipe
-and report on every key. No command of the script is run.
+"""Convert a launch script of verl, or a YAML file of its keys, into a recipe and report on every key.
+
+A launch script contains python3 -m verl.trainer.main_ppo key=value ... No command of the script is run.
 
 python scripts/from_verl.py run_qwen3_8b.sh [key=value ...] --with reward.name=math [--out my_configs/recipe/qwen3_8b.yaml]
     [--set NAME=VALUE] [--skip FILE] [--config FILE] [--drop KEY]

@@ -46,7 +46,7 @@ GIGABYTE = 10**9
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts. Return 1 if one of them failed or was stopped."""
+    """Run the parts. Return 1 if one of them failed or was killed."""
     args = _parser().parse_args(argv)
     parts = [part for part in PARTS if not args.parts or part.name in args.parts]
     try:
@@ -91,9 +91,9 @@ def _run_parts(
 
 
 def run_part(part: EvidencePart, folder: Path, address: str = "") -> PartResult:
-    """Run the part's commands, each in its own session, until the part's time limit, at which the running one is killed.
+    """Run the part's commands, each in its own session. The running one is killed at the part's time limit.
 
-    Writes logs and result.json to ``folder``.
+    Write logs and result.json to ``folder``.
     """
     if (folder / "log_0").is_file():  # from an earlier call for this part, whose runs would be continued
         shutil.rmtree(folder)
@@ -138,7 +138,7 @@ def _run(name: str, arguments: Sequence[str], log: Path, seconds: float) -> int 
 
 
 def read_result(folder: Path) -> PartResult | None:
-    """Return the result of an earlier run of the part, or None if there is none that can be read."""
+    """Return the result of an earlier run of the part; None if there is none that can be read."""
     try:
         values = json.loads((folder / "result.json").read_text())
         return PartResult(tuple(values["codes"]), values["seconds"], values["commit"])
@@ -157,7 +157,10 @@ def commit() -> str:
 
 
 def skip_reason(part: EvidencePart, node_gpus: Sequence[int]) -> str | None:
-    """Return the part's first unmet need, or None. ``node_gpus``: number of free GPUs of each node of the cluster."""
+    """Return the part's first unmet need; None if all are met.
+
+    ``node_gpus``: number of free GPUs of each node of the cluster.
+    """
     import torch
 
     if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:

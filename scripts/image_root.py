@@ -39,7 +39,7 @@ CHROOT = 'mount -t proc proc "$0/proc" && exec chroot "$@"'
 
 
 class ImageError(Exception):
-    """Raised if the root is unusable or a line of the Dockerfile cannot be executed."""
+    """An unusable root, or a line of the Dockerfile that cannot be executed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ GIT_S = 60.0
 
 
 class TableFile:
-    """File that a script rewrites with its results. A file that the script did not write is refused."""
+    """File that a script rewrites with its results. A file that the script did not write is rejected."""
 
     def __init__(self, path: Path, script: str) -> None:
         """Raise ``ArgumentTypeError``, which argparse prints, if ``path`` exists and ``script`` did not write it."""
@@ -32,7 +32,7 @@ class TableFile:
 
 
 def commit() -> str:
-    """Return the short hash of this checkout's commit; "unknown" without git or a repository."""
+    """Return the short hash of this checkout's commit; "unknown" if git is missing or this is not a checkout."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=GIT_S)

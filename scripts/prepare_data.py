@@ -3,7 +3,7 @@
 python scripts/prepare_data.py gsm8k data          writes data/gsm8k/train.jsonl and test.jsonl
 python scripts/prepare_data.py dapo-math-17k data --source folder       reads a local copy
 
-Needs the network unless ``--source`` names a folder that ``datasets.load_dataset`` can read.
+The script needs the network unless ``--source`` names a folder that ``datasets.load_dataset`` can read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GSM8K_HINT = "Let's think step by step and give the final answer after ####, in 
 
 
 class UnusableRow(Exception):
-    """Raised for a row without the fields of its data set."""
+    """A row without the fields of its data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,10 @@ class Format:
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row with ``question`` and ``answer``, in which the result follows ``####``."""
+    """Convert a row with ``question`` and ``answer``; the result follows ``####`` in the answer.
+
+    Raises ``UnusableRow`` if a field or the result is missing.
+    """
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:
         raise UnusableRow("has no question, or no answer with '####'")
@@ -46,7 +49,10 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_label(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row with ``prompt`` (chat messages) and ``label``, as in slime's copies of these data sets."""
+    """Convert a row with ``prompt`` (chat messages) and ``label``, as in slime's copies of these data sets.
+
+    Raises ``UnusableRow`` if a field is missing.
+    """
     if not row.get("prompt") or row.get("label") is None:
         raise UnusableRow("has no prompt or no label")
     return {"prompt": row["prompt"], "label": str(row["label"]), "rm_type": "math"}

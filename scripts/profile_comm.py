@@ -4,7 +4,7 @@ python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS O
 python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                         profile each op alone
 python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                        read a profiled run, even a failed one
 
-Prints a table and writes DIR/guard/NAME.yaml with a reason for each op. Drops of memory are maxima over ranks, in MiB.
+It prints a table and writes DIR/guard/NAME.yaml with a reason for each op. Drops of memory are maxima over ranks, in MiB.
 The drop of the allocator is the growth of the process's memory, that of the driver the drop of free memory; on a CPU
 they are the growth of resident memory and the drop of free memory of the host and its control groups. First use is the
 first call and every call with more bytes than any before; all other calls are the steady state. Use the policy with
@@ -129,7 +129,10 @@ def _rank(rank: int, size: int, folder: str) -> None:
 
 
 def measure(device: Any) -> None:
-    """Run every op in every size in the current process group; measurements go to ``guard.profile``'s folder."""
+    """Run every op in every size in the current process group. Collective.
+
+    Measurements go to the folder of ``guard.profile``.
+    """
     import torch.distributed as dist
 
     from slime_like.distributed.wrapper import install
@@ -142,7 +145,7 @@ def measure(device: Any) -> None:
 
 
 def _every_op(device: Any, num_floats: int) -> None:
-    """Run every op on ``num_floats`` floats per rank."""
+    """Run every op on ``num_floats`` floats per rank. Collective."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d

@@ -3,10 +3,11 @@
 python scripts/soak_faults.py [--faults 50] [--max-faults-per-call 10] [--seed 0] [--rollouts 480] [--folder FOLDER]
     [--table FILE] [--write]
 
-A part of the run is one call of train.py. Up to four faults that a run survives (an engine or a part of it killed, stopped or
-slow, a reward worker killed) are injected, sometimes before an engine serves again after the previous fault. Then one fault
-ends the part: a rank, the rollout manager, the driver or a process of Ray is killed or stopped, SIGINT, SIGTERM or SIGHUP
-arrives in a phase, or one or two signals arrive during its start. The least tried kinds are drawn first (``soak_draw.py``),
+A part of the run is one call of train.py. Up to four faults that a run survives (an engine or a part of it is killed,
+suspended (SIGSTOP) or slow, a reward worker is killed) are injected, sometimes before an engine serves again after the
+previous fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray is killed or
+suspended, SIGINT, SIGTERM or SIGHUP arrives in a phase, or one or two signals arrive during its start. The least tried
+kinds are drawn first (``soak_draw.py``),
 so that 14 parts, with 66 faults if the target of each is running, include every kind. Parts differ in the number of engines
 and in the weight transport. A part is clean if its exit code fits its final fault, and if it left one crash bundle that names
 the target, or no bundle if it ended by a signal or by itself. After each part, leftover processes, listening ports, named

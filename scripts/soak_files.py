@@ -1,11 +1,12 @@
-"""Damage every file that a run reads, in many ways, and read it as a run does. Starts no process of a run; takes minutes.
+"""Damage every file that a run reads, in many ways, and read it as a run does. No process of a run is started.
 
 python scripts/soak_files.py [--count 1200] [--seed 0] [--write] [--show]
 
 A small model, its reference, data, a recipe and the folder of a stopped run are written to a temporary folder. Then,
 ``--count`` times, one file is damaged (bytes, one field, a folder or pipe in its place, its permissions), read by the readers
-of ``train.py --plan``, of a resumed run and of its report, and restored. The exit code is 0 if each file was refused with one
-message, or read with a permitted value. ``--write`` replaces the section "Damaged files" of docs/measurements/robustness.md.
+of ``train.py --plan``, of a resumed run and of its report, and restored. The exit code is 0 if each file was rejected with
+one message, or read with a permitted value. ``--write`` replaces the section "Damaged files" of
+docs/measurements/robustness.md. The script takes minutes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def soak(num_files: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
 
 
 def section(trials: list[Trial], command: str, seconds: float) -> str:
-    """Return the Markdown of the section "Damaged files" of the page."""
+    """Return the section "Damaged files" of docs/measurements/robustness.md in Markdown."""
     num_trials = Counter((trial.kind, trial.outcome) for trial in trials)
     columns = [*ReadOutcome]
     rows = [f"| files | tried | {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) + 1)}"]

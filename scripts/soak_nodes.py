@@ -186,7 +186,7 @@ def wait_for_phase(run: NodeRun, phase: str, rng: random.Random) -> None:
 
 
 def phase_at(run_dir: Path, moment: float) -> str:
-    """Return the phase at a moment of a completed rollout; empty between two phases."""
+    """Return the phase at a moment of a completed rollout; empty if the moment is between two phases."""
     phases = {span: phase for phase, span in SPANS.items()}
     for row in metrics(run_dir):
         for name, (begin, end) in row["spans"].items():

@@ -1,4 +1,4 @@
-"""Print how a finished run's held-out accuracy changed. Called by scripts/quickstart.sh with train.py's arguments.
+"""Print how a finished run's held-out accuracy changed. scripts/quickstart.sh calls it with train.py's arguments.
 
 python scripts/summarize_run.py [overrides and flags of train.py]
 """
