@@ -46,7 +46,7 @@ class ArmRecord:
         return statistics.median(self.step_s)
 
     def part(self, name: str) -> float:
-        """Median seconds of one part of a step."""
+        """Return the median seconds of one part of a step."""
         return statistics.median(self.parts_s[name])
 
     def add(self, steps: Sequence[float], parts: dict[str, list[float]], rewards: Sequence[float]) -> None:
@@ -160,7 +160,10 @@ def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
 
 
 def run_trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, python: Path) -> None:
-    """Run TRL's GRPOTrainer in its own environment, with all cores; add the run to ``record``."""
+    """Run TRL's GRPOTrainer in its own environment, with all cores; add the run to ``record``.
+
+    Raises ``SystemExit`` if it did different work from ours.
+    """
     out = work / f"trl-{dtype}-{len(record.runs)}.json"
     options: dict[str, Any] = {
         "model": inputs.model,

@@ -220,7 +220,10 @@ def page(sections: Mapping[str, str], machine_line: str, command: str) -> str:
 
 
 def run_case(case: DcpCase, rounds: int) -> dict[str, list[DcpRound]]:
-    """Start the engines of a case and return their measurements."""
+    """Start the engines of a case and return their measurements.
+
+    Raises ``SystemExit`` if one decodes without C kernels.
+    """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model = Path(folder) / "model"
         make_model(case.shape, model)

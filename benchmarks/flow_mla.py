@@ -131,7 +131,10 @@ async def measure(server: EngineServer, name: str, num_rounds: int) -> tuple[Dcp
 
 
 def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
-    """Start the engine of an arm, measure it, stop it, and return the results."""
+    """Start the engine of an arm, measure it, stop it, and return the results.
+
+    Raises ``SystemExit`` if a rank does not hold the expected bytes.
+    """
     spec = make_spec(name, model)
     server = EngineServer(spec, admin_key=KEY)
     try:

@@ -58,7 +58,7 @@ class PrefetchResult:
 
     @property
     def hidden(self) -> float:
-        """Share of the gathers' time in which the forward does not wait."""
+        """Share of the gathers' time that the forward does not wait for."""
         return max(0.0, 1 - self.wait_s / self.gather_s)
 
 
@@ -75,7 +75,7 @@ class TracedGather:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the duration of ``work`` on this rank; all ranks begin at the same time."""
+    """Return the duration of ``work`` on this rank. Collective: all ranks begin at the same time."""
     dist.barrier()
     start = time.perf_counter()
     work()

@@ -44,7 +44,7 @@ PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
 
 
 def shape_of(text: str) -> GdnShape:
-    """Parse a shape such as ``2048,16,32,128`` or ``64x32,4,4,64``. Raises ``ArgumentTypeError`` with the form."""
+    """Parse a shape such as ``2048,16,32,128`` or ``64x32,4,4,64``. Raises ``ArgumentTypeError`` on other text."""
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*),([1-9]\d*),([1-9]\d*),([1-9]\d*)", text, re.ASCII)
     if match is None or int(match[4]) % int(match[3]):
         raise argparse.ArgumentTypeError(f"{text!r} is not T,H,HV,D or NxT,H,HV,D, with HV a multiple of H")

@@ -44,7 +44,7 @@ class Steps:
 
 
 def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) -> int:
-    """Run each backend, and print the table, the kernels that ran and reasons of failures. Returns 1 if all failed.
+    """Run each backend, and print the table, the kernels that ran and reasons of failures. Return 1 if all failed.
 
     Each run has ``rollouts`` steps and evaluates nothing, unless ``overrides`` say otherwise.
     """
@@ -74,7 +74,7 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
 
 
 def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
-    """Run train.py and print its output. Returns the exit code, the lines, and the last line of stderr, or ""."""
+    """Run train.py and print its output. Return the exit code, the lines, and the last line of stderr, or ""."""
     output: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "train.py", *arguments]

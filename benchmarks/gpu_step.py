@@ -130,7 +130,10 @@ def traced_peak(arm: StepArm, args: argparse.Namespace) -> str:
 
 
 def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
-    """Return the figures of an arm that ran in a process of its own, or None if it failed; its output has the cause."""
+    """Return the figures of an arm that ran in a process of its own; None if it failed.
+
+    Its output then names the cause.
+    """
     with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
         result = Path(folder) / "figures.json"
         command = [sys.executable, __file__, *argv, "--arms", name, "--result", str(result)]

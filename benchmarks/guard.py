@@ -66,12 +66,12 @@ class SlowDriver:
         self._clock = clock
 
     def free(self) -> int:
-        """Return 40 GiB; takes ``QUERY_S``."""
+        """Advance the clock by ``QUERY_S``, and return 40 GiB."""
         self._clock.advance(QUERY_S)
         return 40 * 2**30
 
     def process_bytes(self) -> int:
-        """Return 40 GiB; takes ``CHEAP_CHECK_S``."""
+        """Advance the clock by ``CHEAP_CHECK_S``, and return 40 GiB."""
         self._clock.advance(CHEAP_CHECK_S)
         return 40 * 2**30
 

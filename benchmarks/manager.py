@@ -64,15 +64,15 @@ class RecordedEngine:
         self.client = client
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Raise the error that ends the run."""
+        """Raise ``EngineError``, which ends the run."""
         raise EngineError("a recorded engine ended")
 
     async def stop_server(self) -> None:
-        """Raise the error that ends the run."""
+        """Raise ``EngineError``, which ends the run."""
         raise EngineError("a recorded engine cannot be stopped")
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return nothing: a recorded engine has no processes."""
+        """Return no process ids, because a recorded engine has no processes."""
         return ()
 
 
@@ -179,7 +179,10 @@ def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def measure_in_children(
     size: tuple[int, int], replies: str, group: int, profile: int, num_managers: int
 ) -> list[dict[str, Any]]:
-    """Measure each of ``num_managers`` managers in a new process, so that the peak of memory belongs to this size alone."""
+    """Measure each of ``num_managers`` managers in a new process, so that the peak of memory belongs to this size.
+
+    Raises ``SystemExit`` if a process fails.
+    """
     options = {"--sizes": f"{size[0]}x{size[1]}", "--replies": replies, "--managers": num_managers, "--group": group}
     options |= {"--profile": profile}
     words = [str(word) for option in options.items() for word in option]
@@ -243,7 +246,7 @@ async def _measure(spec: ManagerSpec, url: str, profile: int) -> dict[str, Any]:
 
 
 def driver_time(pickled: bytes, buffers: Sequence[pickle.PickleBuffer], num_samples: int) -> float:
-    """Return the CPU seconds in which the driver reads a manager's rollout and selects its groups."""
+    """Return the CPU seconds that the driver needs to read a manager's rollout and select its groups."""
     selection = GroupSelection(SelectionSpec(num_samples, "drop", 0, shuffle=False, seed=0), LearningSignal("group"))
     start = time.process_time()
     part = pickle.loads(pickled, buffers=buffers)  # noqa: S301  written by this process

@@ -1,4 +1,4 @@
-"""Types of the benchmarks' options, which refuse a bad value before anything is measured."""
+"""Types of the benchmarks' options, which reject a bad value before anything is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable, Container
 
 
 def at_least(minimum: int, *, multiple: int = 1) -> Callable[[str], int]:
-    """Return the type of an option: a number of ``minimum`` or more, a multiple of ``multiple``."""
+    """Return the type of an option: a number of ``minimum`` or more, a multiple of ``multiple``.
+
+    It raises ``ArgumentTypeError`` on other text.
+    """
     kind = f"a number of at least {minimum}" + (f" that is a multiple of {multiple}" if multiple > 1 else "")
 
     def parse(text: str) -> int:
@@ -24,7 +27,10 @@ def comma_separated[T](parse: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def name_of(names: Container[str], description: str) -> Callable[[str], str]:
-    """Return the type of an option: one of ``names``, which ``description`` lists."""
+    """Return the type of an option: one of ``names``, which ``description`` lists.
+
+    It raises ``ArgumentTypeError`` on other text.
+    """
 
     def parse(text: str) -> str:
         if text not in names:

@@ -48,7 +48,7 @@ SIZES = [LayerSize(4, hidden, hidden // 2) for hidden in (128, 256, 512)]
 
 @contextlib.contextmanager
 def undisturbed(is_real_time: bool) -> Generator[None]:
-    """Within the block, let this process and its children run before all other processes, if ``is_real_time``."""
+    """Give this process and its children real-time priority within the block, if ``is_real_time``."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)] if is_real_time else []
     threads = [thread.id for process in processes for thread in process.threads()]
     for thread in threads:

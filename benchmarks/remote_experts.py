@@ -227,7 +227,10 @@ def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str
 
 
 def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
-    """Return the results of the arms of a setting, and before them those of all experts in one process."""
+    """Return the results of the arms of a setting, and before them those of all experts in one process.
+
+    Raises ``SystemExit`` if the sums of an arm differ.
+    """
     torch.set_num_threads(1)
     layers = make_layers(setting.size)
     x = torch.randn((PROMPT, setting.size.hidden), generator=torch.Generator().manual_seed(1))
@@ -280,7 +283,7 @@ def results(
 
 
 def traffic(run: Local | Remote) -> Traffic:
-    """Return the counters of a run; zeros without a worker."""
+    """Return the counters of a run; they are zeros if it has no worker."""
     return run.experts.traffic if isinstance(run, Remote) else Traffic()
 
 

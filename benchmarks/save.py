@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _rollouts(actor: Any, run: Any, numbers: range, tokens: int) -> tuple[float, float]:
-    """Return the seconds per rollout, and the seconds per rollout for which training waits for the save."""
+    """Return the seconds per rollout, and the part of them that training waits for the save."""
     start, waited_s = time.perf_counter(), 0.0
     for k in numbers:
         _step(actor, tokens, k)
@@ -115,7 +115,7 @@ def _step(actor: Any, tokens: int, seed: int) -> None:
 
 
 def _checkpoints(run_dir: Path, actor: Any, async_save: bool | None) -> Any:
-    """Return the driver's side of saving; None without checkpoints."""
+    """Return the driver's ``Checkpoints``; None if no checkpoint is saved."""
     from slime_like.cluster.run.checkpoints import Checkpoints
     from slime_like.cluster.run.rollouts import DemonstrationRollout
 

@@ -62,7 +62,7 @@ class SimulatedSupervisor:
         """Do nothing: a simulated engine does not end."""
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return no processes."""
+        """Return no process ids, because a simulated engine has no processes."""
         return ()
 
 

@@ -62,7 +62,7 @@ class Case:
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """Parse a case, for example ``tiny,bfloat16,2``."""
+        """Parse a case, for example ``tiny,bfloat16,2``. Raises ``ArgumentTypeError`` on other text."""
         size, dtype, threads = (*text.split(","), "", "")[:3]
         if size not in SHAPES or dtype not in TOLERANCE or text.count(",") != 2:
             raise argparse.ArgumentTypeError(
