@@ -77,7 +77,7 @@ def check_resolved(result: None, server_args: Any) -> None:
 
 
 def obstacle(server_args: Any) -> str | None:
-    """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens; None if there is none."""
+    """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens; else None."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view
     from sglang.srt.configs.model_config import AttentionArch
 

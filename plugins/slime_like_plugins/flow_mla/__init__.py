@@ -1,5 +1,4 @@
-"""FlowMLA: the ranks of data-parallel attention each hold a part of the attention weights, and gather layers to run
-them.
+"""FlowMLA: each rank of data-parallel attention holds a part of the attention weights, and layers are gathered to run.
 
 With data-parallel attention, every rank holds all attention weights. Here a rank holds ``1 / dp`` of each layer, and
 two or more buffers (slots) that the layers share: while a layer runs, the weights of the next ones arrive in the other

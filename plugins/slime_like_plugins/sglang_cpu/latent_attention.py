@@ -33,7 +33,10 @@ class KeysAsValues(BatchedAttention):
 
 
 class LatentAttentionBackend(KeysAsValues):
-    """Batched backend for absorbed queries: attention returns weighted sums of whole keys; only their latents are kept."""
+    """Batched backend for absorbed queries.
+
+    Attention returns weighted sums of whole keys, of which it keeps the latents.
+    """
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:
         super().__init__(runner, kernels)
