@@ -1,7 +1,7 @@
-"""Group advantages from rewards, computed in the driver (table GROUP_ADVANTAGES), and their lookup by name. Imports no torch.
+"""Group advantages from rewards, computed in the driver (table GROUP_ADVANTAGES), and their lookup by name. Torch-free.
 
-A group advantage takes the rewards of one group at a time, as groups may have different sizes. Errors in user code name the
-config key and the line. Axis: G = trained episodes of a group.
+A group advantage takes the rewards of one group at a time, as groups may have different sizes. Errors in user code name
+the config key and the line. Axis: G = trained episodes of a group.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def bind_group_advantage(name: str) -> GroupAdvantage:
 
 @dataclass(frozen=True, slots=True)
 class UserGroupAdvantage:
-    """Group advantage given by ``module:attribute`` or ``file.py:attribute``. Raises ``UserCodeError`` for errors in it."""
+    """Group advantage given by an import path. Errors in it are raised as ``UserCodeError``."""
 
     name: str
     advantage: Callable[[F32], Any]

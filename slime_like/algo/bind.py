@@ -50,7 +50,7 @@ def bind_off_policy(config: PolicyConfig) -> OffPolicy:
 
 @dataclass(slots=True)
 class UserLoss:
-    """Loss given by ``module:attribute`` or ``file.py:attribute``. Raises ``UserCodeError`` for errors in it."""
+    """Loss given by an import path. Errors in it are raised as ``UserCodeError``."""
 
     name: str
     loss: LossFn
@@ -88,7 +88,7 @@ def _shape(column: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class UserCorrection:
-    """Correction given by ``module:attribute`` or ``file.py:attribute``. Raises ``UserCodeError`` for errors in it."""
+    """Correction given by an import path. Errors in it are raised as ``UserCodeError``."""
 
     name: str
     correct: OffPolicy

@@ -1,4 +1,4 @@
-"""Files of checkpoints, written in such an order that the latest file never names an incomplete one. Imports no torch.
+"""Files of checkpoints, written in such an order that the latest file never names an incomplete one. Torch-free.
 
     latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
@@ -200,7 +200,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def side_of(path: Path) -> int | None:
-    """Return the iteration of a file of ``rollout/``: the first number in its name. None if it is not part of a checkpoint."""
+    """Return the iteration of a checkpoint's file in ``rollout/``, the first number in its name; None for other files."""
     match = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_manager_\d+)?(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
     return None if match is None else int(match[1])
 

@@ -1,6 +1,6 @@
-"""The file checkpoint.json, which describes the other files of a checkpoint folder and is checked when they are read.
+"""The file checkpoint.json, which describes the other files of a checkpoint folder. Torch-free.
 
-Imports no torch. Fields:
+It is checked when these files are read. Fields:
 
 format, iteration, version, ...   fields of ``Manifest``
 files, rollout                    size and SHA-256 of every file of the folder, and of this iteration's rollout files
@@ -150,7 +150,7 @@ def read_record(folder: Path) -> CheckpointRecord:
 def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], *, rollout: bool) -> None:
     """Compare the files ``names`` of ``folder`` and, if ``rollout``, the rollout files with the hashes in ``record``.
 
-    Raises ``CheckpointError`` naming the files that were changed (at most four), or one that is missing or unreadable.
+    Raises ``CheckpointError`` if files were changed (it names at most four), or if one is missing or unreadable.
     """
     files = {name: record.files[name] for name in names}
     side = record.rollout if rollout else {}

@@ -161,7 +161,10 @@ def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
 
 
 def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence[int]) -> list[Any]:
-    """Split column ``name`` into pieces of ``lengths``. Raises ``ValueError`` on a wrong dtype, size or token id."""
+    """Split column ``name`` into pieces of ``lengths``.
+
+    Raises ``ValueError`` if its dtype, size or a token id is wrong.
+    """
     column, total = columns[name], sum(lengths)
     if column.dtype != dtype or column.shape != (total,):
         raise ValueError(f"{name} is {column.dtype}{list(column.shape)}, not {np.dtype(dtype)}[{total}]")

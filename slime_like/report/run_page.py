@@ -146,7 +146,7 @@ def _chart(record: RunRecord, title: str, metrics: Sequence[str]) -> str:
 
 
 def _estimated_entropy(record: RunRecord) -> str:
-    """Return a chart of an estimate of the entropy: the mean -log p of sampled tokens. Empty if it was not recorded."""
+    """Return a chart of the mean -log p of sampled tokens, an estimate of the entropy; empty if it was not recorded."""
     curve = [(step, -value) for step, value in record.curve("rollout/log_probs")]
     note = "estimated as minus the mean log-probability of sampled tokens"
     return chart(ENTROPY, [Series("entropy", curve)], unit="nats", note=note) if curve else ""

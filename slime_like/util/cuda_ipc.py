@@ -21,7 +21,7 @@ UNSHAREABLE = {
     "expandable_segments:true": "memory in expandable segments",  # torch passes file descriptors, which containers often forbid
     "backend:cudamallocasync": "memory of cudaMallocAsync",
 }
-"""Maps a setting of torch's allocator, in lower case, to a description of its memory, which has no CUDA IPC handle."""
+"""Map from a setting of torch's allocator, in lower case, to its memory, which has no CUDA IPC handle."""
 
 
 def share(memory: Tensor) -> dict[str, Any]:

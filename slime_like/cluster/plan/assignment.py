@@ -68,8 +68,8 @@ class NodeBlock:
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
     """Return the node of each process.
 
-    Raises ``MissingResources`` naming the missing nodes or GPUs, and ``ConfigError`` if engines cannot be split into equal
-    parts or do not support the kind of GPU.
+    Raises ``MissingResources`` if the cluster lacks nodes or GPUs, and ``ConfigError`` if engines cannot be split into
+    equal parts or do not support the kind of GPU.
     """
     ordered = sorted(nodes, key=_order)
     if plan.device == "cpu":

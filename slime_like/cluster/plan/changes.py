@@ -23,7 +23,7 @@ KEYS = {
     "offload": "optim.cpu_offload",
     "distributed_optimizer": "parallel.distributed_optimizer",
 }
-"""Maps a field of ``TrainerSettings`` to its config key."""
+"""Map from a field of ``TrainerSettings`` to its config key."""
 STATIC_STEP = 0.05  # between proposed static fractions
 
 

@@ -21,7 +21,7 @@ from slime_like.planner.static_fraction import graph_sizes
 from slime_like.util.gpus import MIG
 
 KV_BYTES = {"auto": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
-"""Maps SGLang's kv_cache_dtype to the bytes per element of the KV cache of a 16-bit model."""
+"""Map from SGLang's kv_cache_dtype to the bytes per element of the KV cache of a 16-bit model."""
 CAPTURING_BACKENDS = ("none", "deepep", "megamoe", "flashinfer")
 """Values of moe_a2a_backend for which SGLang captures prefill graphs by default."""
 

@@ -43,9 +43,10 @@ class PhaseMemory:
 def phase_memory(
     roles: Mapping[str, MemoryTable], scoring: MemoryTable | None, offloads: Offloads
 ) -> tuple[PhaseMemory, ...]:
-    """Return the memory of a GPU with ``roles`` in each phase. ``scoring`` is the memory of a trainer rank with weights only.
+    """Return the memory of a GPU with ``roles`` in each phase.
 
-    Without offloading, and on a GPU without an engine or with only an engine, there is one phase.
+    ``scoring`` is the memory of a trainer rank with weights only. There is one phase if nothing is offloaded, or if the
+    GPU has no engine or nothing but an engine.
     """
     shared = ENGINE in roles and len(roles) > 1
     if not shared or not (offloads.train or offloads.rollout):

@@ -26,7 +26,7 @@ PREPARED = {
     "slime_like.quickstart.prepare:prepare_next": NEXT,
     "slime_like.quickstart.prepare:prepare_tool": TOOL,
 }
-"""Maps run.prepare of a default job to the model that it writes."""
+"""Map from run.prepare of a default job to the model that it writes."""
 
 
 def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:

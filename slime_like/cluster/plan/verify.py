@@ -47,7 +47,7 @@ def on_ranks(cfg: TrainConfig) -> bool:
 
 
 def verify_initial_checkpoints(cfg: TrainConfig) -> None:
-    """Verify every checkpoint written by this trainer from which the run takes initial weights."""
+    """Verify the checkpoints that provide initial weights of the run, as far as slime_like wrote them."""
     paths = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
     sources = [megatron_folder(Path(path)) for path in paths if path is not None]
     if isinstance(cfg.algo, PpoConfig) and cfg.critic.load is not None:

@@ -67,11 +67,12 @@ def put[T](value: T) -> T:
 def wait_all[R](
     refs: Mapping[str, ObjectRef[R]], deadline: Deadline, waiting: Callable[[str], None] | None = None
 ) -> dict[str, R]:
-    """Return the results of all ``refs`` by name; call ``waiting`` with the pending names after each wait without a result.
+    """Return the results of all ``refs`` by name.
 
-    Raises the ``SlimeLikeError`` of a remote call with its type; ``WorkerError`` for any other error, and naming a process that
-    died; ``DeadlineExceeded`` naming the processes that have not responded. An error is noticed within ``POLL_S``, even while
-    other calls are pending, but raised only after ``_root_cause`` has waited for a more specific one. Each wait collects all
+    If a wait gives no result, ``waiting`` is called with the pending names. Raises the ``SlimeLikeError`` of a remote
+    call with its type, ``WorkerError`` if the call raised another error or its process died, and ``DeadlineExceeded``
+    naming the processes that have not responded in time. An error is noticed within ``POLL_S``, even while other calls
+    are pending, but raised only after ``_root_cause`` has waited for a more specific one. Each wait collects all
     available results, and waits become longer, so that their number does not depend on the number of ``refs``.
     """
     pending = {ref: name for name, ref in refs.items()}

@@ -43,7 +43,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
-"""Maps a field to the values that have no effect. Any other value is rejected."""
+"""Map from a field to the values that have no effect. Any other value is rejected."""
 
 
 class ApiError(Exception):

@@ -39,7 +39,10 @@ class RecordedCall:
 
 
 class EngineCall:
-    """One ``Engine.generate`` call: a fork of the prompt's row per seed, to which each reply appends tokens."""
+    """One ``Engine.generate`` call.
+
+    It has a fork of the prompt's row per seed; each reply appends tokens to these rows.
+    """
 
     def __init__(self, store: SampleStore, token_ids: I32, seeds: Sequence[int]) -> None:
         self.seeds = tuple(seeds)

@@ -274,7 +274,7 @@ class EngineClient:
         await self._connection.post("begin update", "/begin_weight_update", UPDATE_SELECTOR)
 
     async def end_update(self, version: int) -> None:
-        """Commit the update. Raises ``EngineError`` naming the parameters that were not completely written."""
+        """Commit the update. Raises ``EngineError`` naming the parameters if some were not completely written."""
         await self._connection.post("end update", "/end_weight_update", {})
         await self._connection.post(
             "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}

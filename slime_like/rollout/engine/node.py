@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 RENDEZVOUS_SCHEME = "slime-like-store"  # distributed.rendezvous.SCHEME, without importing torch
 DATA_PARALLEL_PORTS = (*range(1, 7), 13)
-"""Ports at which data-parallel attention listens, as offsets from the rendezvous port: six for its processes, and one
-(DP_ATTENTION_HANDSHAKE_PORT_DELTA of sglang.srt.server_args) at which other nodes request the ports of the groups."""
+"""Ports of data-parallel attention, as offsets from the rendezvous port.
+
+Six ports are for its processes. At the other one (DP_ATTENTION_HANDSHAKE_PORT_DELTA of sglang.srt.server_args), other
+nodes request the ports of the groups.
+"""
 
 
 @dataclass(frozen=True, slots=True)

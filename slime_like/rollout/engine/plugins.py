@@ -20,7 +20,7 @@ ENTRY_POINTS = {
         "slime_like_weight_commit",
     ),
 }
-"""Maps a group to the names of its entry points, as in setup.py."""
+"""Map from a group to the names of its entry points, as in setup.py."""
 OPTIONAL_ENTRY_POINTS = ("slime_like_remote_experts",)
 """Entry points of ``PLUGINS_GROUP`` that only some engines need. An engine that needs one stops if it is not registered."""
 WHITELIST = "SGLANG_PLUGINS"  # comma-separated entry points that SGLang may load; empty or unset: all

@@ -1,8 +1,9 @@
 """Check after each push: engine and trainer score the same sequences and must agree.
 
-The check works at any staleness, since it compares the current weights of both sides, and detects a push that had no
-effect. The engine computes each sequence twice: first as a prefill without cache, then as in a rollout, by sampling a few
-tokens after a cached prefix. If a push left keys and values of older weights in the cache, only the second result differs.
+The check works at any staleness, since it compares the current weights of engine and trainer, and detects a push that
+had no effect. The engine computes each sequence twice: first as a prefill without cache, then as in a rollout, by
+sampling a few tokens after a cached prefix. If a push left keys and values of older weights in the cache, only the
+second result differs.
 """
 
 from __future__ import annotations

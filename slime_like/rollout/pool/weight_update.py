@@ -26,7 +26,7 @@ ABORT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class UpdateTarget:
-    """An engine that takes part in an update, and its slot, in which a restarted engine may replace it."""
+    """An engine that takes part in an update, and its slot. A restarted engine may replace the engine in the slot."""
 
     slot: EngineSlot
     engine: EngineClient
