@@ -1,6 +1,6 @@
 """Files of checkpoints, written in such an order that the latest file never names an incomplete one. Torch-free.
 
-    latest_checkpointed_iteration.txt    names the newest complete iteration; replaced last; "none" until the first is complete
+    latest_checkpointed_iteration.txt    names the newest complete iteration, or "none"; replaced last
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
                                          rollout files, and the settings and inputs of the run that wrote them
     rollout/state_4.json                 the state of the rollout managers at the same iteration
@@ -200,7 +200,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def side_of(path: Path) -> int | None:
-    """Return the iteration of a checkpoint's file in ``rollout/``, the first number in its name; None for other files."""
+    """Return the iteration of a checkpoint's file in ``rollout/``, the first number in its name; None if it is not one."""
     match = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_manager_\d+)?(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
     return None if match is None else int(match[1])
 

@@ -6,9 +6,9 @@ Decisions that define the loss:
   micro-batching or dp. ``token_mean``: each trained token 1/N. ``sequence_mean``: each episode 1/E, shared equally by
   its trained tokens. Both sum to 1 over a step. ``dr_grpo``: each trained token 1/(E * max_response_len), as its paper
   defines it; these sum to (mean length / max_response_len), not to 1, and are also independent of packing.
-- **Failed and aborted samples** (``types.UNTRAINED``) stay in the batch with weight 0, so that its shape is unchanged. They
-  enter no baseline and no denominator. Truncated samples are trained on; ``mask_truncated`` sets their weight to 0 but
-  leaves their rewards in the group's baseline.
+- **Failed and aborted samples** (``types.UNTRAINED``) stay in the batch with weight 0, so that its shape is unchanged.
+  They enter no baseline and no denominator. Truncated samples are trained on; ``mask_truncated`` sets their weight to 0
+  but leaves their rewards in the group's baseline.
 - **Baselines are per episode.** An episode with several samples counts once, with the mean of their rewards.
 - **Groups are not split between optimizer steps**, unless a step would otherwise have fewer samples than dp ranks.
 """

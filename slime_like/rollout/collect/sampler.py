@@ -1,12 +1,12 @@
 """Sampling of one scored group from one prompt: engine, generate function, reward.
 
-The generate function gets a ``ResumableEngine``. It continues interrupted completions, of which the function is not
-aware:
+The generate function gets a ``ResumableEngine``, which continues interrupted completions by itself:
 
-consumes  an assignment to one engine, so that a continuation finds its group's prefix in the cache; if that engine is lost,
-          the group moves to another engine, which continues from the tokens already returned
+consumes  an assignment to one engine, so that a continuation finds its group's prefix in the cache; if that engine is
+          lost, the group moves to another engine, which continues from the tokens already returned
 produces  finished completions, with the log-probability of each token and the version that sampled it
-waits for an engine that serves; for the gate, which is closed between rollouts while unfinished completions are retained
+waits for an engine that serves; for the gate, which is closed between rollouts while unfinished completions are
+          retained
 
 During an interruption, calls of the engine just wait. After a restart of the process, the generate function runs again,
 and calls that it repeats are served from a record (``CallJournal``). A call that differs from the recorded ones (for
