@@ -1,4 +1,4 @@
-"""Execute docker/Dockerfile in a clean root with chroot, on a machine without an image builder. Needs root.
+"""Execute docker/Dockerfile in a clean root with chroot, on a machine without an image builder. It needs root.
 
 python3 scripts/image_root.py FOLDER --device cpu --python /usr/local      # then the quickstart's plan
 python3 scripts/image_root.py FOLDER --device gpu -- .venv/bin/python train.py +recipe=one_gpu --plan-for 1xH200
