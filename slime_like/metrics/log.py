@@ -35,7 +35,7 @@ class RetainedLines:
 
 
 def parse_row(line: bytes) -> LogRow:
-    """Return the row of a line. Raises ``ValueError`` naming a field that is missing or of another type."""
+    """Return the row of a line. Raises ``ValueError`` naming a field that is missing or has another type."""
     fields = typed(parse_json(line), dict[str, Any])
     step = _number(fields, "step")
     if not math.isfinite(step):
