@@ -26,7 +26,7 @@ STOCK: dict[tuple[str, str], Any] = {}  # (module or class, name) -> the origina
 
 
 def replace(target: Any, name: str, value: Any) -> None:
-    """Set ``target.name`` and keep the original in ``STOCK``. Asserts that the name exists."""
+    """Set ``target.name`` and keep the original in ``STOCK``. Raises ``AssertionError`` if the name does not exist."""
     owner = str(getattr(target, "__name__", repr(target)))
     assert hasattr(target, name), f"{owner} has no {name!r}: megatron-core changed, review slime_like.train.megatron"
     STOCK[owner, name] = getattr(target, name)
@@ -41,7 +41,7 @@ def _optimizer(module: ModuleType) -> None:
 def _gradient_norm(module: ModuleType) -> None:
     """Compute the norm of all gradients on the device: upstream reads the norm of each parameter on the host.
 
-    Remove when upstream's replacement of ``multi_tensor_l2norm`` does not wait for the device.
+    Remove when upstream's replacement for ``multi_tensor_l2norm`` does not wait for the device.
     """
 
     def l2_norm(chunk_size: int, overflow: Any, tensor_lists: Any, per_tensor: bool, *args: Any) -> tuple[Tensor, None]:

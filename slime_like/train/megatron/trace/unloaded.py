@@ -1,4 +1,4 @@
-"""A policy rank with uninitialised weights. Imports megatron, so import it after ``solo.join``."""
+"""A policy rank with uninitialised weights. This module imports megatron, so import it after ``solo.join``."""
 
 from __future__ import annotations
 
