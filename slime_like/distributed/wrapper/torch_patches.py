@@ -1,4 +1,4 @@
-"""Replacement of torch's methods and functions by wrappers, independent of how a caller imported the function.
+"""Wrappers in place of torch's methods and functions, effective however a caller imported the function.
 
 All functions of ``torch.distributed`` issue their op through a method of ``ProcessGroup``. These methods are replaced on the
 class, so each op is counted once, whether its caller imported a function before ``install`` or calls a method of a group.
