@@ -200,7 +200,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def side_of(path: Path) -> int | None:
-    """Return the iteration of a checkpoint's file in ``rollout/``, the first number in its name; None if it is not one."""
+    """Return the iteration in the name of a file of ``rollout/``; None if the file is not part of a checkpoint."""
     match = re.fullmatch(r"(?:state|leftover)_(\d+)(?:_manager_\d+)?(?:_made_\d+|_in_flight)?\.(?:json|npz)", path.name)
     return None if match is None else int(match[1])
 
