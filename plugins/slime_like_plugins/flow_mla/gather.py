@@ -97,7 +97,7 @@ class GroupGather:
         return PendingAll([self._broadcast(group, tensor, rank) for rank, tensor in enumerate(parts)])
 
     def _broadcast(self, group: dist.ProcessGroup, tensor: Tensor, rank: int) -> Pending:
-        """Start the broadcast of ``tensor`` by ``rank`` of the group."""
+        """Start the broadcast of ``tensor`` by ``rank`` of the group. Collective in ``group``."""
         work = dist.broadcast(tensor, group=group, group_src=rank, async_op=True)
         assert work is not None
         return work

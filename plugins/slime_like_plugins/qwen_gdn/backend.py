@@ -14,7 +14,7 @@ class RangeRule(Protocol):
     """Gated delta rule over a stream of packed sequences, of which each rank of a group holds consecutive tokens."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return the output [1, L, HV, V] for this rank's L tokens. Arguments as in ``GDNBackend.chunk_rule``.
+        """Return the output [1, L, HV, V] for this rank's L tokens. The arguments are those of ``GDNBackend.chunk_rule``.
 
         The ranks exchange states in one collective in forward, and their gradients in one collective in backward.
         """
