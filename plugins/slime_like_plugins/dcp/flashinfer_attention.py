@@ -53,7 +53,7 @@ def runner_obstacles(runner: Any) -> list[str]:
 
 
 def layer_obstacle(layer: Any) -> str | None:
-    """Return the reason why this backend cannot compute ``layer``, or None."""
+    """Return the reason why this backend cannot compute ``layer``; None if it can."""
     if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         return f"a sliding window of {layer.sliding_window_size} tokens"
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
@@ -105,7 +105,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         ]
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Plan a decode step that a CUDA graph captures or replays."""
+        """Plan a decode step that a CUDA graph captures or replays. Raises ``NotImplementedError`` for a prefill."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise NotImplementedError(
                 f"{SHARDED_FLASHINFER}: a CUDA graph of a prefill; remove rollout.sglang.cuda_graph_config"
@@ -115,7 +115,10 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
-        """Compute attention of one token per request: q [T, H * D], k and v [T, K * D] -> [T, H * D]."""
+        """Return attention [T, H * D] of one token per request, for q [T, H * D], k and v [T, K * D].
+
+        Collective over the DCP group.
+        """
         q_THD, k_TKD, v_TKD = self._by_heads(q, k, v, layer)
         if save_kv_cache:
             self._store(k_TKD, v_TKD, layer, forward_batch)
@@ -133,7 +136,11 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
-        """Compute attention of new tokens to each other and cached prefixes: q [T, H * D], k, v [T, K * D] -> [T, H * D]."""
+        """Return attention [T, H * D] of new tokens to each other and to cached prefixes.
+
+        The arguments are q [T, H * D], and k and v [T, K * D]. Collective over the DCP group if a request has a cached
+        prefix.
+        """
         q_THD, k_TKD, v_TKD = self._by_heads(q, k, v, layer)
         options = {"causal": True, "sm_scale": layer.scaling, "logits_soft_cap": layer.logit_cap}
         if self.forward_metadata.extend_no_prefix:
@@ -148,7 +155,10 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         return out_THD.to(q.dtype).reshape(len(q_THD), -1)
 
     def _attend_prefixes(self, q_THD: Tensor, layer: Any, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Attend to the cached prefixes on all ranks. Returns float32 [T, H, D] and natural log-sum-exp [T, H]."""
+        """Attend to the cached prefixes on all ranks. Return float32 [T, H, D] and natural log-sum-exp [T, H].
+
+        Collective over the DCP group.
+        """
         qo_indptr, kv_indptr = self.qo_indptr[0][: batch_size + 1], self.kv_indptr[0][: batch_size + 1]
         tokens = torch.arange(len(q_THD), dtype=qo_indptr.dtype, device=q_THD.device)
         request_T = torch.searchsorted(qo_indptr[1:], tokens, right=True).clamp_(max=batch_size - 1)
@@ -161,10 +171,11 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     def _attend_rows(
         self, wrapper: Any, q_THD: Tensor, layer: Any, empty_T: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention of the group's queries to this rank's rows. Returns [T, A, D] and natural log-sum-exp [T, A].
+        """Compute attention of the group's queries to this rank's rows.
 
-        FlashInfer leaves its outputs undefined for tokens whose requests have no row on this rank (``empty_T``); here they
-        are 0 and -inf.
+        Return [T, A, D] and natural log-sum-exp [T, A]. FlashInfer leaves its outputs undefined for tokens whose
+        requests have no row on this rank (``empty_T``); here they are 0 and -inf. Collective over the DCP group, which
+        gathers the queries.
         """
         q_TAD = self.group.all_gather(q_THD, dim=1).contiguous()
         out_TAD, lse_TA = wrapper.forward_return_lse(
@@ -193,7 +204,10 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         self.token_to_kv_pool.set_kv_buffer(layer, location, k_TKD, v_TKD, *scales, dcp_kv_mask=stored_T)
 
     def _by_heads(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, H, D], k and v [T, K, D]. Raises ``NotImplementedError`` unless the layer is plain self-attention."""
+        """Return q [T, H, D], k and v [T, K, D].
+
+        Raises ``NotImplementedError`` unless the layer is causal self-attention with keys and values of its own.
+        """
         reason = layer_obstacle(layer)
         if reason is None and (k is None or v is None):
             reason = "keys and values of another layer"

@@ -21,10 +21,10 @@ class GroupRank(Protocol):
 
 
 class ShardedReads:
-    """Wrapper of SGLang's page table reader that reads the rows of one rank's tokens."""
+    """Wrapper around SGLang's page table reader that reads the rows of one rank's tokens."""
 
     def __init__(self, translator: Any, table: Tensor, size: int, rank: int) -> None:
-        """``table``: slots of all tokens, [requests, context]."""
+        """Read for rank ``rank`` of ``size``. ``table`` contains the slots of all tokens, [requests, context]."""
         self._translator, self._table, self._size, self._rank = translator, table, size, rank
 
     def __getattr__(self, name: str) -> Any:
@@ -42,9 +42,10 @@ class ShardedReads:
         kv_start_idx: Tensor | None = None,
         kind: Any = None,
     ) -> bool:
-        """Write the rows of request i to ``out[indptr[i] : indptr[i + 1]]``; ``seq_lens`` counts this rank's tokens only.
+        """Write the rows of request i to ``out[indptr[i] : indptr[i + 1]]``.
 
-        Returns True, because the rows need no translation.
+        ``seq_lens`` counts this rank's tokens only. Return True, because the rows need no translation. Raises
+        ``NotImplementedError`` if attention does not begin at the first token of a sequence.
         """
         if kv_start_idx is not None:
             raise NotImplementedError(
@@ -120,7 +121,10 @@ class ShardedPrefillPlans(upstream.FlashInferIndicesUpdaterPrefill):
         spec_info: Any,
         **options: Any,
     ) -> None:
-        """Plan both wrappers; ``paged_kernel_lens`` are the lengths of the cached prefixes."""
+        """Plan both wrappers; ``paged_kernel_lens`` are the lengths of the cached prefixes.
+
+        Raises ``NotImplementedError`` if there is a custom mask, or the ragged wrapper is not used.
+        """
         if not use_ragged or spec_info is not None or options.get("cross_attention_custom_mask") is not None:
             raise NotImplementedError(
                 f"{SHARDED_FLASHINFER}: a prefill with a custom mask or without the ragged wrapper"

@@ -64,7 +64,10 @@ class ShardedWeights:
     """The sharded weights of a model on one rank."""
 
     def __init__(self, settings: FlowOptions, rank: int, num_ranks: int, gather: Gather) -> None:
-        """``rank`` is this rank's index among the ``num_ranks`` ranks that hold the parts of a matrix."""
+        """Create the weights of a model without layers.
+
+        ``rank`` is this rank's index among the ``num_ranks`` ranks that hold the parts of a matrix.
+        """
         self._settings, self._rank, self.num_ranks, self._gather = settings, rank, num_ranks, gather
         self._names = tuple(name for key in settings.weights for name in MODULES[key])
         self.layers: list[ShardedLayer] = []
@@ -75,7 +78,7 @@ class ShardedWeights:
 
     @property
     def pipeline(self) -> GatherPipeline:
-        """Slots and gathers of the layers. Requires ``bind``."""
+        """Slots and gathers of the layers. ``bind`` must have been called."""
         assert self._pipeline is not None, "bind has not been called"
         return self._pipeline
 
@@ -107,7 +110,7 @@ class ShardedWeights:
         layer.register_forward_hook(lambda module, arguments, output: self.pipeline.advance(index))
 
     def bind(self) -> None:
-        """Allocate one slot for all layers. Every weight is a view of it until ``finish_loading``."""
+        """Allocate one slot for all layers. Every weight is a view of it until ``finish_loading``. Collective."""
         layouts, parts = [layer.layout for layer in self.layers], [layer.part for layer in self.layers]
         self._gather.share(parts)
         self._pipeline = GatherPipeline(layouts, 1, self._gather, parts[0].device)
@@ -115,7 +118,7 @@ class ShardedWeights:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes())
 
     def finish_loading(self) -> FlowBytes:
-        """Allocate the slots for forwards, after all weights have been loaded. Returns the expected bytes of this rank.
+        """Allocate the slots for forwards, after all weights have been loaded. Return the expected bytes of this rank.
 
         All ranks call it. Slots never move afterwards, so that CUDA graphs may be captured.
         """
@@ -137,7 +140,7 @@ class ShardedWeights:
             self.layers[index].part.copy_(self._slot_part(index))
 
     def layer_of(self, module: torch.nn.Module) -> torch.nn.Module | None:
-        """Return the decoder layer of a module with sharded weights, or None."""
+        """Return the decoder layer of a module with sharded weights; None if none of its weights are sharded."""
         owners = (layer.module for layer in self.layers if any(weight.module is module for weight in layer.weights))
         return next(owners, None)
 
@@ -243,7 +246,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def module_obstacle(name: str, module: torch.nn.Module) -> str | None:
-    """Return the reason why the weights of a module, called ``name`` in its layer, cannot be sharded, or None."""
+    """Return the reason why the weights of a module, called ``name`` in its layer, cannot be sharded; else None."""
     weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, torch.nn.Parameter) or not hasattr(weight, "weight_loader"):
         return "is not a plain linear layer, which FlowMLA requires"

@@ -34,7 +34,7 @@ class FusedRMSNorm(RMSNorm):
     """RMS norm in one pass each for forward and backward; zero-centred norms and mixed dtypes run on torch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised ``x``: [..., hidden] -> [..., hidden]."""
+        """Return the normalised ``x``, in the shape [..., hidden] of ``x``."""
         if self.zero_centered or x.dtype not in SUFFIX or self.weight.dtype is not x.dtype:
             return super().forward(x)
         return RMSNormFunction.apply(x, self.weight, self.eps, kernels())  # pyright: ignore[reportReturnType]
@@ -100,7 +100,7 @@ class FusedCoreAttention(PackedAttention):
 class FusedAttention(SelfAttention):
     """Attention with split, norms, rotation and cast of queries, keys and values in one pass.
 
-    Falls back to Megatron's own steps with context parallelism, a KV head shared by tensor parallel ranks, output gates,
+    Megatron's own steps run instead with context parallelism, a KV head shared by tensor parallel ranks, output gates,
     zero-centred norms, or a rotation of part of a head or of neighbouring channels.
     """
 
@@ -144,7 +144,7 @@ class FusedAttention(SelfAttention):
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return queries [L, 1, heads, dim], keys and values [L, 1, groups, dim].
 
-        They are rotated and in float32, except in the cases that fall back to Megatron's steps.
+        They are rotated and in float32, except if Megatron's own steps run.
         """
         if self._cos_sin is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)

@@ -150,7 +150,7 @@ class WorkerClient:
     def write(self, layer: int, name: str, expert: int, start: int, rows: Tensor) -> None:
         """Send rows of a remote expert's matrix without waiting for the reply.
 
-        A later call raises an error of the connection; ``unwritten`` reports rows that the worker refused.
+        A later call raises an error of the connection; ``unwritten`` reports rows that the worker rejected.
         """
         size = self.shapes.row_bytes[name]
         limit = min(WRITE_BYTES, self._region.slot_bytes if self._region else WRITE_BYTES)
@@ -222,7 +222,10 @@ class WorkerClient:
         return self._connection.is_sending
 
     def result(self, request: ExpertRequest) -> Tensor:
-        """Return the float32 sums [N, H] of a request. Waits for them at most until the request's deadline."""
+        """Return the float32 sums [N, H] of a request. Wait until the request's deadline, or longer while bytes arrive.
+
+        Raises ``DeadlineExceeded`` after that, and ``WorkerRefusal`` if the worker answered with an error.
+        """
         start = time.monotonic()
         self._wait(request)
         assert request.rows is not None
@@ -230,7 +233,7 @@ class WorkerClient:
         return request.rows
 
     def close(self) -> None:
-        """Close the connection. Waits at most ``CLOSE_S`` for the worker to finish."""
+        """Close the connection. Wait at most ``CLOSE_S`` for the worker to finish."""
         try:
             self._control(FrameKind.CLOSE, seconds=CLOSE_S)
         except FAILURES:
@@ -247,7 +250,7 @@ class WorkerClient:
 
     # ---- requests in flight ------------------------------------------------------------------------------------------
     def _control(self, kind: FrameKind, *, json: bytes = b"", version: int = 0, seconds: float = UPDATE_S) -> Frame:
-        """Send a request without payload, and wait for its reply. Returns the reply."""
+        """Send a request without payload, and return its reply. Raises ``WorkerRefusal`` if the reply is an error."""
         request = self._submit(Header(kind, version=version), json, [], seconds)
         self._wait(request)
         assert request.reply is not None
@@ -290,7 +293,10 @@ class WorkerClient:
             self._take(frame)
 
     def _take(self, frame: Frame) -> None:
-        """Store a reply in its request."""
+        """Store a reply in its request.
+
+        Raises ``FrameError`` if it does not fit the request, or the worker closes the connection.
+        """
         h = frame.header
         if h.kind is FrameKind.ERROR and not h.sequence:
             raise FrameError(f"{self.settings.name} closes the connection: {_message(frame)}")
@@ -311,7 +317,10 @@ class WorkerClient:
         self._free.append(request.slot)
 
     def _rows(self, frame: Frame, request_header: Header) -> Tensor:
-        """Return the rows of a result as float32, in memory that is not reused for other replies."""
+        """Return the rows of a result as float32, in memory that is not reused for other replies.
+
+        Raises ``FrameError`` if the rows do not fit the request.
+        """
         h = frame.header
         expected = (
             request_header.version,

@@ -27,7 +27,7 @@ assert HEADER_BYTES == 64
 
 
 class FrameError(SlimeLikeError, ValueError):
-    """A frame that violates the protocol: truncated, oversized, damaged or of another version."""
+    """A frame that violates the protocol: truncated, oversized, damaged or with a different version."""
 
 
 class FrameKind(IntEnum):

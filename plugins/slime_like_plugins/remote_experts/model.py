@@ -62,7 +62,7 @@ class RemoteModel:
             self.experts.start()
 
     def open(self) -> None:
-        """Connect to the worker unless connected. All layers must have been added."""
+        """Connect to the worker if this has not been done. All layers must have been added."""
         with self._lock:
             self._open()
 
@@ -134,7 +134,7 @@ class RemoteModel:
 
 
 def obstacle(layer: Any) -> str | None:
-    """Return the reason why a layer cannot have remote experts, or None."""
+    """Return the reason why a layer cannot have remote experts; None if it can."""
     config = layer.moe_runner_config
     if config.activation != "silu" or not config.is_gated or layer.with_bias:
         return f"experts with activation {config.activation}, without a gate or with biases are not supported"

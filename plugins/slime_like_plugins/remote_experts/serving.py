@@ -75,7 +75,7 @@ class Service:
         return frame
 
     def _handle(self, frame: Frame) -> None:
-        """Answer a request; its errors leave the connection open. Raises ``FrameError`` for a frame of another kind."""
+        """Answer a request; its errors leave the connection open. Raises ``FrameError`` if no handler is for the frame's kind."""
         handler = self._handlers.get(frame.header.kind)
         if handler is None:
             raise FrameError(f"a worker received a frame of kind {frame.header.kind.name}")
@@ -159,7 +159,10 @@ class Service:
         self._send(reply)
 
     def _payload(self, frame: Frame) -> memoryview:
-        """Return a frame's payload, in the socket's buffer or in a slot."""
+        """Return a frame's payload, in the socket's buffer or in a slot.
+
+        Raises ``FrameError`` if there is no such slot.
+        """
         if frame.header.slot == INLINE:
             return memoryview(frame.payload)
         if self._region is None:

@@ -18,7 +18,7 @@ WIDE_LATENT = 512
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Leaf kernels (``None``: SGLang's own forward) and their description."""
+    """Leaf kernels, and their description. ``leaf`` is None if SGLang's own forward runs."""
 
     leaf: CKernels | TorchKernels | None
     text: str
@@ -30,8 +30,10 @@ class Selection:
 
 
 def choose(choice: str) -> Selection:
-    """Return the kernels for ``choice``. Raises ``SystemExit`` if it is unknown, or if it is ``c`` and the C kernels cannot be
-    built or loaded."""
+    """Return the kernels for ``choice``.
+
+    Raises ``SystemExit`` if ``choice`` is unknown, or if it is ``c`` and the C kernels cannot be built or loaded.
+    """
     if choice not in CHOICES:
         raise SystemExit(
             f"slime_like plugin 'cpu': {CPU_KERNELS_VARIABLE}={choice!r} is not one of {', '.join(CHOICES)}"

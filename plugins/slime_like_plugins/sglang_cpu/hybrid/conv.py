@@ -28,9 +28,10 @@ def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
     seq_lens_cpu: Sequence[int],
     activation: str | None = "silu",
 ) -> Tensor:
-    """Convolve [D, T] -> [D, T]; read the states of requests with ``has_initial_state`` [B], and write those of all requests.
+    """Return the convolution of the packed inputs ``x_DT``, in the same shape.
 
-    Replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_fn``. Padding columns after the last request
+    The states of requests with ``has_initial_state`` [B] are read, and those of all requests are written. This function
+    replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_fn``. Padding columns after the last request
     are 0 in the result.
     """
     check_precision(conv_states, x_DT)
@@ -64,9 +65,9 @@ def causal_conv1d_update(
     conv_state_indices: Tensor,
     **speculative: Any,
 ) -> Tensor:
-    """Convolve one token per request: [B, D] -> [B, D]; read and write the states.
+    """Return the convolution of one token per request, ``x_BD``, in the same shape; read and write the states.
 
-    Replaces ``causal_conv1d_update`` of the same file. Raises ``NotImplementedError`` for drafts of several tokens.
+    It replaces ``causal_conv1d_update`` of the same file. Raises ``NotImplementedError`` for drafts of several tokens.
     """
     if x_BD.dim() != 2 or any(value is not None for value in speculative.values()):
         raise NotImplementedError("speculative decoding of hybrid models is not supported on a plain CPU")
@@ -84,7 +85,10 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def apply_activation(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Add the bias to ``x`` and apply SiLU if ``activation`` is set."""
+    """Add the bias to ``x`` and apply SiLU if ``activation`` is set.
+
+    Raises ``NotImplementedError`` for other activations.
+    """
     if bias is not None:
         x = x + bias.to(x.dtype)
     if activation in (None, ""):

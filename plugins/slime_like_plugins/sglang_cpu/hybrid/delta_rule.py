@@ -27,7 +27,7 @@ CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return log decay and write strength, both [1, T, HV] in float32, from the projections ``a`` and ``b`` [T, HV].
 
-    Replaces ``sglang.kernels.ops.attention.linear.fused_gdn_gating``.
+    It replaces ``sglang.kernels.ops.attention.linear.fused_gdn_gating``.
     """
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g[None], b.float().sigmoid()[None]
@@ -49,11 +49,12 @@ def extend(  # noqa: PLR0913  (a signature of SGLang)
     track_chunk_idx: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None, None]:
-    """Map q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV], packed by ``query_start_loc`` [B + 1], to [1, T, HV, V].
+    """Return the output [1, T, HV, V] for packed sequences with bounds ``query_start_loc`` [B + 1].
 
-    ``ssm_states`` is the pool; its rows ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of
-    ``track_state`` [B, HV, V, K] gets the state of request b before its chunk ``track_chunk_idx[b]``, if that is above 0.
-    Replaces ``sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.extend``.
+    The arguments are q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV]. ``ssm_states`` is the pool; its rows
+    ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of ``track_state`` [B, HV, V, K]
+    gets the state of request b before its chunk ``track_chunk_idx[b]``, if that is above 0. This function replaces
+    ``sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.extend``.
     """
     packed = (q[0], k[0], v[0], g[0], beta[0])
     lengths = query_start_loc.diff().tolist()
@@ -72,8 +73,9 @@ def extend(  # noqa: PLR0913  (a signature of SGLang)
 def split_rule(
     packed: tuple[Tensor, ...], lengths: list[int], splits: list[int], initial: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``packed_rule`` in two parts. Row b of ``states`` gets the state of request b after its first ``splits[b]``
-    tokens, unless ``splits[b]`` is 0.
+    """Compute ``packed_rule`` in two parts.
+
+    Row b of ``states`` gets the state of request b after its first ``splits[b]`` tokens, unless ``splits[b]`` is 0.
     """
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     middles = [start + split for start, split in zip(starts, splits, strict=False)]
@@ -91,7 +93,10 @@ def split_rule(
 
 
 def packed_rule(packed: tuple[Tensor, ...], lengths: list[int], initial: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the rule to packed q, k, v, g, beta and initial states [B, HV, V, K]. Returns [T, HV, V] and the final states."""
+    """Apply the rule to packed q, k, v, g, beta and initial states [B, HV, V, K].
+
+    Return [T, HV, V] and the final states.
+    """
     q, k, v, g, beta = packed
     if max(lengths) <= MAX_RECURRENT:
         return recurrent_rule(q, k, v, g, beta, lengths, initial)
@@ -122,9 +127,11 @@ def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SG
     disable_state_update: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Compute one token per request: q, k [1, B, H, K], v [1, B, HV, V], a, b [B, HV] -> [1, B, HV, V]; update the states.
+    """Return the output [1, B, HV, V] of one token per request, and update the states.
 
-    Replaces ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent``.
+    The arguments are q, k [1, B, H, K], v [1, B, HV, V], and a, b [B, HV]. This function replaces
+    ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent``. Raises ``NotImplementedError`` for
+    speculative decoding.
     """
     if disable_state_update or softplus_beta != 1.0:
         raise NotImplementedError("speculative decoding of hybrid models is not supported on a plain CPU")
@@ -147,7 +154,7 @@ def normed(x: Tensor, heads: int) -> Tensor:
 def recurrent_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int], state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute token by token for all requests together. Returns ([T, HV, V], final states [B, HV, V, K]).
+    """Compute token by token for all requests together. Return [T, HV, V] and the final states [B, HV, V, K].
 
     Requests are sorted longest first, so that those with tokens left are a prefix of the batch.
     """
@@ -169,7 +176,10 @@ def recurrent_rule(
 
 
 def token_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """Compute one token per request: q, k [B, HV, K], v [B, HV, V] -> [B, HV, V]; update ``state`` [B, HV, V, K] in place."""
+    """Return the output [B, HV, V] of one token per request; update ``state`` [B, HV, V, K] in place.
+
+    The arguments are q, k [B, HV, K] and v [B, HV, V].
+    """
     state.mul_(g.exp()[..., None, None])
     delta = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
     state.add_(delta[..., :, None] * k[..., None, :])

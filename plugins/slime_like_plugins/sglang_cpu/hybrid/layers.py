@@ -16,8 +16,8 @@ def split_by_key_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split Qwen3-Next's projections, interleaved by key head, into queries, keys and values, z, b and a.
 
-    Replaces ``fused_qkvzba_split_reshape_cat``: qkvz [T, H (2 K + 2 r V)], ba [T, 2 HV] with r = HV / H ->
-    [T, 2 H K + HV V], [T, HV, V], [T, HV], [T, HV].
+    It replaces ``fused_qkvzba_split_reshape_cat``. With r = HV / H, the arguments are qkvz [T, H (2 K + 2 r V)] and
+    ba [T, 2 HV]; the results are [T, 2 H K + HV V], [T, HV, V], [T, HV] and [T, HV].
     """
     tokens, ratio = len(qkvz), value_heads // heads
     q, k, v, z = qkvz.view(tokens, heads, -1).split([key_dim, key_dim, ratio * value_dim, ratio * value_dim], dim=-1)
@@ -29,7 +29,10 @@ def split_by_key_head(
 def split_contiguous(
     qkvz: Tensor, ba: Tensor, heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split Qwen3.5's projections, which are not interleaved. Replaces ``fused_qkvzba_split_reshape_cat_contiguous``."""
+    """Split Qwen3.5's projections, which are not interleaved.
+
+    It replaces ``fused_qkvzba_split_reshape_cat_contiguous``.
+    """
     mixed = 2 * heads * key_dim + value_heads * value_dim
     z = qkvz[:, mixed:].reshape(len(qkvz), value_heads, value_dim)
     return qkvz[:, :mixed].contiguous(), z, ba[:, :value_heads].contiguous(), ba[:, value_heads:].contiguous()
@@ -42,7 +45,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: 
 
 
 def fused_norm_forward(module: Any, x: Tensor, g: Tensor, **options: Any) -> Tensor:
-    """Replace ``FusedRMSNormGated.forward`` (Qwen3-Next)."""
+    """Replace ``FusedRMSNormGated.forward`` (Qwen3-Next). Raises ``NotImplementedError`` if an option is set."""
     if unsupported := [name for name, value in options.items() if value is not None and value is not False]:
         raise NotImplementedError(f"a gated norm with {', '.join(unsupported)} is not supported on a plain CPU")
     return gated_norm(x, g, module.weight, module.eps, module.activation)
@@ -59,14 +62,20 @@ def layernorm_fn(  # noqa: PLR0913  (a signature of SGLang)
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    """Replace ``sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn`` (Qwen3.5)."""
+    """Replace ``sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn`` (Qwen3.5).
+
+    Raises ``NotImplementedError`` for norms that Qwen does not have.
+    """
     if z is None or bias is not None or group_size is not None or not norm_before_gate or not is_rms_norm:
         raise NotImplementedError("a gated norm other than Qwen's is not supported on a plain CPU")
     return gated_norm(x, z, weight, eps, activation)
 
 
 def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False) -> Tensor:
-    """Multiply attention's output [T, H D] by the sigmoid of its gate, [T, H, D] or [T, H D]."""
+    """Multiply attention's output [T, H D] by the sigmoid of its gate, [T, H, D] or [T, H D].
+
+    Raises ``NotImplementedError`` if the output is quantised.
+    """
     if quant:
         raise NotImplementedError("a quantized attention output is not supported on a plain CPU")
     gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(attn_output.dtype)
