@@ -85,7 +85,8 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
         )
     if parsed.correct is None and not parsed.texts:
         return (
-            "has neither a label nor metadata.correct_letter, so gpqa cannot know the correct option; add one of them"
+            "has neither a label nor metadata.correct_letter, so gpqa cannot know the correct option; add a label or "
+            "metadata.correct_letter"
         )
     return ""
 

@@ -24,7 +24,7 @@ KEYS = {
     "unknown algorithm": ("algo=grop", "algo=grop", "'grpo'"),
     "unknown recipe": ("+recipe=quickstrat", "+recipe=quickstrat", "'quickstart'"),
     "no override": ("rollout", "'rollout'", "key=value"),
-    "removal": ("~rollout.batch_size", "~rollout.batch_size", "set the key to null"),
+    "removal": ("~rollout.batch_size", "~rollout.batch_size", "set rollout.batch_size=null"),
     "hydra's own": ("hydra.run.dir=x", "hydra.run.dir=x", "--config-dir"),
     "no such folder": ("--config-dir=/no/such", "--config-dir /no/such", "DIR/recipe"),
     "word for a number": ("rollout.batch_size=abc", "rollout.batch_size=abc", "a whole number", "default 32"),

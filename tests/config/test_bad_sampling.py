@@ -150,12 +150,12 @@ RULES = {
     "static fraction": (
         "rollout.sglang.mem_fraction_static=2",
         "rollout.sglang.mem_fraction_static=2 is not between 0 and 1",
-        "remove it",
+        "remove rollout.sglang.mem_fraction_static",
     ),
     "token limit of an engine": (
         "rollout.sglang.max_total_tokens=0",
         "rollout.sglang.max_total_tokens=0 must be above 0",
-        "remove it",
+        "remove rollout.sglang.max_total_tokens",
     ),
     "transport": ("weights.transport=broadcast", "weights.transport=broadcast", "weights.transport=tensor"),
     "idle ranks": (
@@ -174,7 +174,7 @@ RULES = {
     "sglang key that changes samples": (
         "+rollout.sglang.enable_watermark=true",
         "rollout.sglang.enable_watermark=True cannot be trained on",
-        "remove it",
+        "remove rollout.sglang.enable_watermark",
     ),
 }
 

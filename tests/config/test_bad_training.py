@@ -34,13 +34,13 @@ RULES = {
     "advantage under sft": (
         "algo=sft rollout.n_samples_per_prompt=1 algo.group_advantage=grpo",
         "algo.group_advantage='grpo'",
-        "set it to null",
+        "set algo.group_advantage=null",
     ),
     "advantage with reinforce_pp": (
         "algo=reinforce_pp algo.group_advantage=grpo",
         "algo.group_advantage='grpo'",
         "reinforce_pp",
-        "set it to null",
+        "set algo.group_advantage=null",
     ),
     "token advantage of another algorithm": (
         "algo.token_advantage=reinforce_pp",
@@ -72,7 +72,11 @@ RULES = {
     "rejection bound alone": ("algo.rejection_low=0.5", "algo.rejection_low=0.5", "algo.rejection=geometric"),
     "rejection without bounds": ("algo.rejection=product", "algo.rejection=product", "algo.rejection_high"),
     "rejection word": ("algo.rejection=sequence", "algo.rejection='sequence'", "geometric"),
-    "two weights": ("algo.use_tis=true algo.use_mis=true", "algo.use_tis=true", "set one of them to false"),
+    "two weights": (
+        "algo.use_tis=true algo.use_mis=true",
+        "algo.use_tis=true",
+        "set algo.use_tis=false or algo.use_mis=false",
+    ),
     "nothing to correct": (
         "algo.use_rollout_logprobs=true algo.use_tis=true",
         "algo.use_rollout_logprobs=true",
@@ -141,7 +145,7 @@ RULES = {
         "set evaluation.datasets={}",
     ),
     "replay in full": ("run.replay_from=x", "run.replay_from='x'", "run.mode=train_only"),
-    "sft samples": ("algo=sft", "rollout.n_samples_per_prompt=8", "set it to 1"),
+    "sft samples": ("algo=sft", "rollout.n_samples_per_prompt=8", "set rollout.n_samples_per_prompt=1"),
     "sft evaluation": ("algo=sft rollout.n_samples_per_prompt=1 evaluation.datasets.a=b", "evaluation.datasets", "={}"),
     "schedule": ("optim.min_lr=1", "optim.min_lr=1", "optim.lr=1e-06"),
     "warm-up": ("optim.schedule=cosine optim.warmup_steps=100", "optim.warmup_steps=100", "optim.decay_steps"),
@@ -171,7 +175,7 @@ RULES = {
     "warm-up twice": (
         "optim.warmup_steps=5 optim.warmup_fraction=0.1",
         "optim.warmup_steps=5 and optim.warmup_fraction=0.1",
-        "set only one",
+        "remove optim.warmup_steps or",
     ),
     "steps that nothing reads": ("optim.decay_steps=50", "optim.decay_steps=50", "linear, cosine and wsd", "constant"),
     "wsd steps that nothing reads": (
@@ -224,7 +228,7 @@ RULES = {
     "offload without a trainer": (
         "placement.offload_train=true run.mode=rollout_only",
         "placement.offload_train=true with run.mode=rollout_only",
-        "remove it",
+        "set placement.offload_train=false",
     ),
     "offload and stalled engines": (
         "placement.offload_rollout=true health.on_stalled_engine=wait",
@@ -234,22 +238,22 @@ RULES = {
     "offload and a skipped push": (
         "placement.offload_rollout=true weights.debug_skip_push_at=1",
         "weights.debug_skip_push_at=1",
-        "remove one of the two",
+        "remove weights.debug_skip_push_at, or set placement.offload_rollout=false",
     ),
     "offload without a memory saver": (
         "placement.offload_rollout=true rollout.sglang.enable_memory_saver=false",
         "rollout.sglang.enable_memory_saver=false",
-        "remove the latter",
+        "remove rollout.sglang.enable_memory_saver",
     ),
     "offload with graphs that cannot be released": (
         "placement.offload_rollout=true rollout.sglang.cuda_graph_backend_prefill=breakable",
         "rollout.sglang.cuda_graph_backend_prefill=breakable",
-        "set it to disabled",
+        "set rollout.sglang.cuda_graph_backend_prefill to disabled",
     ),
     "offload with decode graphs that cannot be released": (
         "placement.offload_rollout=true rollout.sglang.cuda_graph_backend_decode=breakable",
         "rollout.sglang.cuda_graph_backend_decode=breakable",
-        "set it to full",
+        "set rollout.sglang.cuda_graph_backend_decode to full",
     ),
     "no share": ("optim.cpu_offload_fraction=0", "optim.cpu_offload_fraction=0", "above 0"),
     "megatron key": ("model.megatron.softmax_scal=0.1", "model.megatron.softmax_scal=0.1", "'softmax_scale'"),

@@ -118,7 +118,7 @@ def test_every_field_without_dcp_has_a_case() -> None:
 @pytest.mark.parametrize("backend", sorted({*UNSUPPORTED_BACKENDS, "wave"} - {*SHARDED_BACKENDS["cuda"]}))
 @pytest.mark.parametrize("field", BACKEND_FIELDS)
 def test_attention_backends_without_dcp_are_refused(backend: str, field: str, plan: Callable[..., Plan]) -> None:
-    expected = rf"rollout\.sglang\.{field}={backend} with rollout\.dcp=2: .*remove it, which selects triton"
+    expected = rf"(rollout\.sglang\.{field})={backend} with rollout\.dcp=2: .*remove \1, which selects triton"
     with pytest.raises(ConfigError, match=expected):
         plan(*ON.split(), f"rollout.sglang.{field}={backend}", machine=SERVER)
 
@@ -136,7 +136,7 @@ OPTIONS: dict[tuple[str, bool], str | None] = {
     ("rollout.dcp_replicate_q=true rollout.dcp_comm=a2a", False): None,
     ("rollout.dcp_replicate_q=true rollout.dcp_comm=ag_rs", False): "exchange ag_rs; set rollout.dcp_comm=a2a",
     ("rollout.dcp_replicate_q=true", True): "multi-head latent attention.*set rollout.dcp_replicate_q=false",
-    ("rollout.symmetric_memory=true", False): "memory belongs to NCCL.*set rollout.symmetric_memory=false",
+    ("rollout.symmetric_memory=true", False): "only NCCL has symmetric memory.*set rollout.symmetric_memory=false",
     ("rollout.symmetric_memory=true", True): None,
     ("rollout.symmetric_memory=true rollout.sglang.attention_backend=flashinfer", True): None,
 }
@@ -198,7 +198,7 @@ def test_flashinfer_from_pages_is_refused(plan: Callable[..., Plan], monkeypatch
     monkeypatch.setenv("SGLANG_FLASHINFER_USE_PAGED", "1")
     keys = (*ON.split(), "placement.actor_num_gpus_per_node=8")
     plan(*keys, machine=SERVER)
-    with pytest.raises(ConfigError, match=r"variable SGLANG_FLASHINFER_USE_PAGED with rollout\.dcp=2.*unset it"):
+    with pytest.raises(ConfigError, match=r"variable SGLANG_FLASHINFER_USE_PAGED=1 with rollout\.dcp=2.*unset SGLANG"):
         plan(*keys, "rollout.sglang.attention_backend=flashinfer", machine=SERVER)
 
 
@@ -334,12 +334,12 @@ def test_latent_attention_is_sharded_by_sglangs_backends(
     [
         (
             "rollout.sglang.attention_backend=triton",
-            "not tested with latent attention and DCP on cuda; remove it, which",
+            "not tested with latent attention and DCP on cuda; remove rollout.sglang.attention_backend, which",
         ),
         ("rollout.sglang.attention_backend=flashmla", "it passes the lengths of complete sequences"),
         (
             "rollout.sglang.decode_attention_backend=fa3",
-            "SGLang does not reject this combination; remove it, which selects flashinfer",
+            "SGLang does not reject this combination; remove rollout.sglang.decode_attention_backend, which selects flashinfer",
         ),
         ("rollout.dcp_replicate_q=true rollout.dcp_comm=a2a", "a weight push would not update the copies"),
     ],

@@ -36,7 +36,7 @@ RULES = {
     ),
     "settings without it": (
         "rollout.flow_mla.weights=[qkv_proj]",
-        "the other keys of rollout.flow_mla have no effect with rollout.flow_mla.enabled=false",
+        "rollout.flow_mla.weights=['qkv_proj'] has no effect with rollout.flow_mla.enabled=false",
         "set rollout.flow_mla.enabled=true",
     ),
     "unknown weight": (f"{ON} rollout.flow_mla.weights=[gate_proj]", "'gate_proj'", "o_proj, qkv_proj"),
@@ -50,7 +50,7 @@ RULES = {
     "limit without collectives": (
         f"{ON} rollout.flow_mla.transport=p2p rollout.flow_mla.max_ctas=4",
         "rollout.flow_mla.max_ctas=4 with rollout.flow_mla.transport=p2p",
-        "remove it",
+        "remove rollout.flow_mla.max_ctas",
     ),
     "no thread block": (f"{ON} rollout.flow_mla.max_ctas=0", "rollout.flow_mla.max_ctas=0", "[1, 64]"),
     "released memory": (
@@ -72,7 +72,7 @@ RULES = {
         "enable_two_batch_overlap=True",
         "one by one",
     ),
-    "experts": (f"{ON} rollout.sglang.dwdp_size=2", "dwdp_size=2", "remove it"),
+    "experts": (f"{ON} rollout.sglang.dwdp_size=2", "dwdp_size=2", "remove rollout.sglang.dwdp_size"),
     "steps without layers": (
         f"{ON} rollout.sglang.enable_nvidia_megakernel=true",
         "enable_nvidia_megakernel=True",
@@ -83,13 +83,17 @@ RULES = {
         "start_seed_via_transfer_engine=True",
         "from a slot",
     ),
-    "offloader": (f"{ON} rollout.sglang.offload_group_size=4", "offload_group_size=4", "remove it"),
+    "offloader": (
+        f"{ON} rollout.sglang.offload_group_size=4",
+        "offload_group_size=4",
+        "remove rollout.sglang.offload_group_size",
+    ),
     "pipeline": (f"{ON} rollout.sglang.pp_size=2", "pp_size=2"),
     "quantised": (
         f"{ON} run.mode=rollout_only rollout.sglang.quantization=fp8",
         "quantization='fp8'",
         "a checkpoint in FP8 blocks",
-        "remove it",
+        "remove rollout.sglang.quantization",
     ),
     "format": (
         f"{ON} rollout.sglang.load_format=sharded_state",
@@ -107,7 +111,7 @@ def test_the_message_names_key_value_and_fix(case: tuple[str, ...], argv: list[s
 @pytest.mark.parametrize("value", ["true", "1", "Yes", "y"])
 def test_ranks_that_skip_forwards_are_refused(value: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SKIP_VARIABLE, value)
-    with refusal([SKIP_VARIABLE, "unset it, or set rollout.flow_mla.enabled=false"]):
+    with refusal([f"{SKIP_VARIABLE}={value}", f"unset {SKIP_VARIABLE}, or set rollout.flow_mla.enabled=false"]):
         load_config([*argv, *ON.split()])
     load_config(argv)
 
@@ -201,7 +205,9 @@ def test_a_limit_of_collectives_without_collectives_is_refused(monkeypatch: pyte
     from slime_like_plugins.flow_mla import flags
 
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(SystemExit, match=r"--flow-mla-max-ctas 4 with --flow-mla-transport p2p.*remove it"):
+    with pytest.raises(
+        SystemExit, match=r"--flow-mla-max-ctas 4 with --flow-mla-transport p2p.*remove --flow-mla-max-ctas"
+    ):
         flags.enable([flags.ENABLE, "--flow-mla-transport", "p2p", "--flow-mla-max-ctas", "4"], "flow_mla")
     assert VARIABLE not in os.environ
 
@@ -243,14 +249,14 @@ def test_the_engine_checks_the_fields_that_sglang_resolved(monkeypatch: pytest.M
     values = {field: required for field, (required, _) in required_fields("p2p").items()} | {"attn_dp_size": 2}
     assert hooks.obstacle(SimpleNamespace(**values)) is None
     cases = (
-        ("pp_size", 2, "set it to 1"),
-        ("cuda_graph_backend_prefill", "breakable", "set it to 'disabled'"),
-        ("enable_lora", True, "remove it"),
+        ("pp_size", 2, "set {} to 1"),
+        ("cuda_graph_backend_prefill", "breakable", "set {} to 'disabled'"),
+        ("enable_lora", True, "remove {}"),
     )
     for field, value, fix in cases:
         text = hooks.obstacle(SimpleNamespace(**values | {field: value}))
         assert text is not None and f"SGLang resolved {field}={value!r}" in text
-        assert f"{fix} (rollout.sglang.{field}, --{field.replace('_', '-')})" in text
+        assert fix.format(f"rollout.sglang.{field} (--{field.replace('_', '-')})") in text
     assert "attn_dp_size=1" in (hooks.obstacle(SimpleNamespace(**values | {"attn_dp_size": 1})) or "")
     assert hooks.obstacle(SimpleNamespace(**values | {"quantization": "fp8"})) is None, "of a checkpoint"
     assert "quantization='awq'" in (hooks.obstacle(SimpleNamespace(**values | {"quantization": "awq"})) or "")

@@ -36,7 +36,11 @@ WRONG: dict[str, tuple[dict[str, object], int, list[str]]] = {
         8,
         ["=3 * parallel.pp=2 = 6", "8 layers", "1, 2, 4"],
     ),
-    "two ways": ({"pp": 2, "vpp": 2, "layers_per_virtual_stage": 1}, 4, ["parallel.vpp=2 with", "keep one"]),
+    "two ways": (
+        {"pp": 2, "vpp": 2, "layers_per_virtual_stage": 1},
+        4,
+        ["parallel.vpp=2 with", "remove parallel.vpp, or"],
+    ),
     "first too large": (
         {"pp": 2, "first_stage_layers": 4},
         4,

@@ -29,12 +29,12 @@ ON = "rollout.remote_experts.count=4"
 KEY = "rollout.remote_experts"
 # extra arguments, then words that the message must contain
 RULES = {
-    "settings without it": (f"{KEY}.mode=stream", "has no effect", f"set {KEY}.count"),
-    "two placements": (f"{ON} {KEY}.experts=[1]", "excludes count", "remove one"),
+    "settings without it": (f"{KEY}.mode=stream", f"{KEY}.mode=stream has no effect", f"set {KEY}.count"),
+    "two placements": (f"{ON} {KEY}.experts=[1]", "excludes count", "remove experts, or"),
     "load without count": (f"{KEY}.load_file=a.json", "needs count"),
     "negative count": (f"{KEY}.count=-1", f"{KEY}.count=-1", "at least 0"),
     "expert twice": (f"{KEY}.experts=[1,1]", "repeated id"),
-    "negative expert": (f"{KEY}.experts=[-1]", "repeated id: remove it"),
+    "negative expert": (f"{KEY}.experts=[-1]", "repeated id: remove that id"),
     "mode": (f"{ON} {KEY}.mode=fast", f"{KEY}.mode='fast'", "auto, batched, stream"),
     "transport": (f"{ON} {KEY}.transport=tcp", "auto, shared, socket"),
     "policy": (f"{ON} {KEY}.policy=ignore", "required, fallback, respawn"),
@@ -44,11 +44,15 @@ RULES = {
     "deadline": (f"{ON} {KEY}.deadline_s=0", f"{KEY}.deadline_s=0", "above 0"),
     "threads": (f"{ON} {KEY}.threads=0", f"{KEY}.threads=0", "above 0"),
     "region": (f"{ON} {KEY}.shared_bytes=-1", f"{KEY}.shared_bytes=-1"),
-    "no key": (f"{ON} {KEY}.workers=[127.0.0.1:7100]", "key_file=None", "set both or neither"),
+    "no key": (
+        f"{ON} {KEY}.workers=[127.0.0.1:7100]",
+        "key_file=None",
+        "set both, or remove rollout.remote_experts.workers",
+    ),
     "ranks": (
         f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file=k rollout.tp=2",
         "1 addresses for 1 engines of 2 ranks",
-        "one for each rank",
+        "one address for each rank",
     ),
     "engines": (
         f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file=k rollout.num_engines=2",
@@ -63,8 +67,13 @@ RULES = {
     ),
     "deterministic": (f"{ON} run.deterministic=true", "run.deterministic=true", f"set {KEY}.count=0"),
     "attention groups": (f"{ON} rollout.tp=2 rollout.dp_attention=2", "not been tested", "rollout.dp_attention=1"),
-    "balancer": (f"{ON} rollout.sglang.enable_eplb=true", "enable_eplb=True", "between ranks", "remove it"),
-    "expert parallel": (f"{ON} rollout.sglang.ep_size=2", "ep_size=2", "remove it"),
+    "balancer": (
+        f"{ON} rollout.sglang.enable_eplb=true",
+        "enable_eplb=True",
+        "between ranks",
+        "remove rollout.sglang.enable_eplb",
+    ),
+    "expert parallel": (f"{ON} rollout.sglang.ep_size=2", "ep_size=2", "remove rollout.sglang.ep_size"),
     "format": (f"{ON} rollout.sglang.load_format=dummy", "load_format='dummy'", "would miss them"),
 }
 

@@ -52,7 +52,9 @@ def test_keys_that_change_samples_are_refused_in_training(field: str) -> None:
     cfg = TrainConfig()
     cfg.rollout.sglang = {field: VALUES.get(field) or OTHER_VALUES[foreign.table(foreign.SGLANG)[field]["type"]]}
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
-    with pytest.raises(ConfigError, match=rf"^rollout\.sglang\.{field}=.* cannot be trained on: .*; remove it"):
+    with pytest.raises(
+        ConfigError, match=rf"^rollout\.sglang\.{field}=.* cannot be trained on: .*; remove rollout\.sglang\.{field} "
+    ):
         check_trained_sampling(cfg, {})
     cfg.run.mode = "rollout_only"
     check_trained_sampling(cfg, {})
@@ -81,7 +83,9 @@ def test_variables_that_change_samples_are_refused_in_training(variable: str) ->
     cfg = TrainConfig()
     for value in ("0", "-1", "false", ""):
         check_trained_sampling(cfg, {variable: value})
-    with pytest.raises(ConfigError, match=rf"^{variable}=1 in the environment.* cannot be trained on: .*; unset it"):
+    with pytest.raises(
+        ConfigError, match=rf"^{variable}=1 in the environment.* cannot be trained on: .*; unset {variable} "
+    ):
         check_trained_sampling(cfg, {variable: "1"})
     cfg.run.mode = "rollout_only"
     check_trained_sampling(cfg, {variable: "1"})
@@ -105,11 +109,11 @@ def test_the_variables_of_a_run_are_checked_at_load(argv: list[str], monkeypatch
         ),
         (
             "{sglang: abc}",
-            r"config\.yaml contains 'abc' as rollout\.sglang, not a mapping; remove it to replay unchecked",
+            r"config\.yaml contains 'abc' as rollout\.sglang, not a mapping; remove this file to replay unchecked",
         ),
         ("{sglang: [1]}", r"config\.yaml contains \[1\] as rollout\.sglang, not a mapping"),
         ("3", r"config\.yaml contains 3 as rollout, not a mapping"),
-        ("[", r"config\.yaml cannot be read as YAML .*; remove it to replay unchecked"),
+        ("[", r"config\.yaml cannot be read as YAML .*; remove this file to replay unchecked"),
     ],
 )
 def test_rollouts_of_another_distribution_are_not_replayed(rollout: str, words: str, tmp_path: Path) -> None:
@@ -157,7 +161,9 @@ def test_speculative_drafts_are_refused_on_a_cpu() -> None:
     check_drafts(cfg, "cuda")
     for mode in ("train", "rollout_only"):
         cfg.run.mode = mode
-        with pytest.raises(ConfigError, match=r"speculative_algorithm=NGRAM with placement.device=cpu.*remove it"):
+        with pytest.raises(
+            ConfigError, match=r"speculative_algorithm=NGRAM with placement.device=cpu.*remove rollout\.sglang"
+        ):
             check_drafts(cfg, "cpu")
     cfg.run.mode = "train_only"  # without engines
     check_drafts(cfg, "cpu")

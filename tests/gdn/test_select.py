@@ -172,7 +172,7 @@ def test_bad_options(hybrid: list[str], extra: list[str], words: list[str]) -> N
 
 
 def test_a_backend_without_gdn_layers_is_refused(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"no Gated DeltaNet layers.*remove it"):
+    with pytest.raises(ConfigError, match=r"no Gated DeltaNet layers.*remove model\.gdn\.backend"):
         load_config([*argv, "model.gdn.backend=torch"])
 
 

@@ -38,7 +38,10 @@ class EngineLoad:
 
 
 def engine_load(cfg: TrainConfig, context: int) -> EngineLoad:
-    """Return the load of one engine. Without ``data.max_prompt_len``, prompt and response may fill the ``context``."""
+    """Return the load of one engine.
+
+    If ``data.max_prompt_len`` is unset, prompt and response may fill the ``context``.
+    """
     rollout = cfg.rollout
     groups = max(rollout.batch_size, rollout.over_sampling_batch_size or 0)
     prompt = cfg.data.max_prompt_len or max(0, context - rollout.max_response_len)
@@ -71,7 +74,7 @@ def add_admission_decision(
     if capacity is not None and capacity <= length:
         raise ConfigError(
             f"rollout.sglang.max_total_tokens={token_limit} does not hold one response of rollout.max_response_len={length}: "
-            "SGLang would shorten the response; raise the former, or lower the latter"
+            "SGLang would truncate the response; raise rollout.sglang.max_total_tokens, or lower rollout.max_response_len"
         )
     if capacity is None and predicted is not None:
         capacity, source = predicted.tokens, "predicted"

@@ -82,7 +82,8 @@ def _limit_refusal(spec: EngineSpec) -> str:
     return (
         f"rollout.sglang.max_total_tokens={spec.sglang['max_total_tokens']} limits the KV cache to that many tokens{ranks}, "
         f"which hold no sequence of {spec.context_length:,} tokens (rollout.max_context_len): set "
-        f"rollout.sglang.max_total_tokens={-(-spec.context_length // spec.dcp)} or more, or remove it (docs/planner.md)"
+        f"rollout.sglang.max_total_tokens={-(-spec.context_length // spec.dcp)} or more, or remove rollout.sglang.max_total_tokens "
+        "(docs/planner.md)"
     )
 
 

@@ -67,7 +67,7 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
     if {"loop.num_epoch", "loop.num_rollout"} <= set(overrides.values):
         raise ConfigError(
             f"loop.num_epoch={overrides.values['loop.num_epoch']} and loop.num_rollout="
-            f"{overrides.values['loop.num_rollout']}: set only one of them"
+            f"{overrides.values['loop.num_rollout']}: both set the number of rollouts; remove loop.num_epoch or loop.num_rollout"
         )
     return _finish(_compose(overrides), overrides.values, files=files, machine=machine, code=code)
 
@@ -257,7 +257,8 @@ def _sort(argv: Sequence[str]) -> _Overrides:
     for text in command.overrides:
         match = _OVERRIDE.fullmatch(text)
         if match is not None and match["mark"] == "~":
-            raise ConfigError(f"{text}: keys cannot be removed; set the key to null or, for a mapping, to {{}}")
+            key = text[1:].partition("=")[0]
+            raise ConfigError(f"{text}: keys cannot be removed; set {key}=null or, if it is a mapping, {key}={{}}")
         if match is None or match["value"] is None:
             raise ConfigError(
                 f"{text!r} is not an override: write key=value or --flag value (python train.py --help lists them)"

@@ -65,8 +65,8 @@ def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None) -> N
     """
     if cfg.rollout.symmetric_memory and device == "cpu":
         raise ConfigError(
-            "rollout.symmetric_memory=true with placement.device=cpu: symmetric memory belongs to NCCL, which connects GPUs, but ranks on a CPU "
-            "exchange over gloo; set rollout.symmetric_memory=false"
+            "rollout.symmetric_memory=true with placement.device=cpu: only NCCL has symmetric memory, and ranks on a CPU exchange over "
+            "gloo; set rollout.symmetric_memory=false"
         )
     if cfg.rollout.dcp == 1:
         return
@@ -100,7 +100,7 @@ def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None, mod
         if backend is not None and device == "cuda" and str(backend).startswith("flashinfer"):
             raise ConfigError(
                 f"rollout.sglang.{field}={backend} with rollout.dcp={cfg.rollout.dcp} needs the package {FLASHINFER}, which is not "
-                "installed: install the version that SGLang requires, or remove the key"
+                f"installed: install the version that SGLang requires, or remove rollout.sglang.{field}"
             )
     if (
         _configured_size(cfg) > 1
@@ -150,7 +150,7 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
     for field in UNSUPPORTED_FIELDS:
         value = cfg.rollout.sglang.get(field)
         if reason := field_obstacle(field, value):
-            yield DcpObstacle(f"rollout.sglang.{field}={value!r}", reason, "remove it")
+            yield DcpObstacle(f"rollout.sglang.{field}={value!r}", reason, f"remove rollout.sglang.{field}")
 
 
 def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
@@ -165,14 +165,14 @@ def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> I
         names = [sharded_backend(str(value), device, latent=latent) for latent in kinds]
         reasons = [backend_obstacle(name, device, latent=latent) for name, latent in zip(names, kinds, strict=True)]
         if reasons[0] is not None and all(reasons):
-            fix = f"remove it, which selects {default_backend(device, latent=kinds[0])}"
+            fix = f"remove rollout.sglang.{field}, which selects {default_backend(device, latent=kinds[0])}"
             yield DcpObstacle(f"rollout.sglang.{field}={value}", reasons[0], fix)
-        paged = os.environ.get(PAGED_VARIABLE, "").lower() in ("1", "true", "yes", "y")
-        if names == [SHARDED_FLASHINFER] and paged:
+        paged = os.environ.get(PAGED_VARIABLE, "")
+        if names == [SHARDED_FLASHINFER] and paged.lower() in ("1", "true", "yes", "y"):
             reason = (
                 f"{SHARDED_FLASHINFER} would read new tokens from the cache, where each rank has only a part of them"
             )
-            yield DcpObstacle(f"the environment variable {PAGED_VARIABLE}", reason, "unset it")
+            yield DcpObstacle(f"the environment variable {PAGED_VARIABLE}={paged}", reason, f"unset {PAGED_VARIABLE}")
 
 
 def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
@@ -228,5 +228,5 @@ def _check_divides_tp(cfg: TrainConfig, size: int) -> None:
     sizes = [str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0]
     raise ConfigError(
         f"rollout.dcp={size} does not divide the {ranks} attention ranks of an engine ({source}): "
-        f"set rollout.dcp={' or '.join(sizes)}; only divisors of {ranks} / the model's KV heads enlarge the KV cache"
+        f"set rollout.dcp={' or '.join(sizes)}. The KV cache grows only if rollout.dcp divides {ranks} / (KV heads of the model)"
     )

@@ -15,12 +15,12 @@ def check_engine_sizes(rollout: RolloutConfig) -> None:
     if share is not None and not 0 < share < 1:
         raise ConfigError(
             f"rollout.sglang.mem_fraction_static={share} is not between 0 and 1: set the share of an engine's memory for "
-            "weights and KV cache, or remove it"
+            "weights and KV cache, or remove rollout.sglang.mem_fraction_static"
         )
     for field in COUNTS:
         count = rollout.sglang.get(field)
         if count is not None and count < 1:
-            raise ConfigError(f"rollout.sglang.{field}={count} must be above 0: raise it, or remove it")
+            raise ConfigError(f"rollout.sglang.{field}={count} must be above 0: raise or remove rollout.sglang.{field}")
     groups = rollout.dp_attention
     if rollout.tp % groups:
         raise ConfigError(

@@ -106,7 +106,7 @@ def _check_layout(cfg: TrainConfig, model: HfConfig) -> None:
     if model.num_kv_heads % ranks and ranks % model.num_kv_heads:
         raise ConfigError(
             f"{engine[0]}={ranks} is neither a divisor nor a multiple of the "
-            f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set it to {model.num_kv_heads}"
+            f"{model.num_kv_heads} key/value heads of the model in {model.folder}: set {engine[0]} to {model.num_kv_heads}"
         )
     check_dcp_model(cfg, model)
     check_flow_mla_model(cfg.rollout, model)
@@ -129,7 +129,7 @@ def _check_engine_support(cfg: TrainConfig, model: HfConfig) -> None:
     if groups > 1 and family is not None and not family.engine_dp_attention:
         raise ConfigError(
             f"rollout.dp_attention={groups}: SGLang's {model.model_type} (the model in {model.folder}) does not implement "
-            "data-parallel attention and would add outputs of different requests: remove it, and set "
+            "data-parallel attention and would add outputs of different requests: remove rollout.dp_attention, and set "
             "rollout.num_engines for more engines"
         )
     kind = rope_type(model)

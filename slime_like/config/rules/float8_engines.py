@@ -37,17 +37,18 @@ def check_float8_engines(cfg: TrainConfig) -> None:
         )
     if rollout.remote_experts.enabled:
         raise ConfigError(
-            f"{SETTING} with rollout.remote_experts, whose workers compute experts without scales: remove one of the two"
+            f"{SETTING} with rollout.remote_experts: workers compute experts without scales; remove the keys of "
+            f"rollout.remote_experts, {OFF}"
         )
     if rollout.sglang.get("quantization") is not None:
         raise ConfigError(
             f"{SETTING} with rollout.sglang.quantization={rollout.sglang['quantization']!r}: the checkpoint determines the format; "
-            "remove the latter"
+            "remove rollout.sglang.quantization"
         )
     if rollout.flow_mla.enabled and "kv_b_proj" in rollout.flow_mla.weights:
         raise ConfigError(
-            f"{SETTING} with rollout.flow_mla.weights={rollout.flow_mla.weights}: SGLang computes weights of another type from a float8 "
-            f"kv_b_proj, which cannot be sharded; remove kv_b_proj, {OFF}"
+            f"{SETTING} with rollout.flow_mla.weights={rollout.flow_mla.weights}: SGLang computes weights of a different type from a "
+            f"float8 kv_b_proj, which cannot be sharded; remove kv_b_proj from rollout.flow_mla.weights, {OFF}"
         )
 
 

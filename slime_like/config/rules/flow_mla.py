@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.flow_mla import (
     P2P_FIELDS,
@@ -31,11 +33,13 @@ def check_flow_mla(rollout: RolloutConfig) -> None:
         value = rollout.sglang.get(field)
         if reason := field_obstacle(field, value, transport):
             keys = "rollout.flow_mla.enabled=true" + " and rollout.flow_mla.transport=p2p" * (field in P2P_FIELDS)
-            raise ConfigError(f"rollout.sglang.{field}={value!r} with {keys}: {reason}; remove it, or {OFF}")
+            raise ConfigError(
+                f"rollout.sglang.{field}={value!r} with {keys}: {reason}; remove rollout.sglang.{field}, or {OFF}"
+            )
     if skips_forwards():
         raise ConfigError(
-            f"the environment variable {SKIP_VARIABLE} with rollout.flow_mla.enabled=true: ranks without requests would skip "
-            f"forwards, and a gather needs all ranks; unset it, or {OFF}"
+            f"the environment variable {SKIP_VARIABLE}={os.environ[SKIP_VARIABLE]} with rollout.flow_mla.enabled=true: ranks without "
+            f"requests would skip forwards, and a gather needs all ranks; unset {SKIP_VARIABLE}, or {OFF}"
         )
 
 

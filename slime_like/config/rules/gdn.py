@@ -45,7 +45,7 @@ def check_has_gdn(config: GDNConfig, model: HfConfig) -> None:
     if config.backend != "auto" and model.gdn is None:
         raise ConfigError(
             f"model.gdn.backend={config.backend} with the model in {model.folder}, which has no Gated DeltaNet layers "
-            "(linear_num_value_heads in its config.json): remove it"
+            "(linear_num_value_heads in its config.json): remove model.gdn.backend"
         )
 
 

@@ -313,7 +313,7 @@ def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
     if needs_template and not has_chat_template(key, folder):
         raise CheckpointError(
             f"{needs_template}, but the tokenizer of {key}={folder!r} has no chat template: "
-            "use an instruct model's tokenizer, add chat_template.jinja, or remove that setting"
+            f"use an instruct model's tokenizer, add chat_template.jinja, or remove {needs_template.partition('=')[0]}"
         )
 
 

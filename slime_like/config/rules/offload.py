@@ -31,7 +31,9 @@ def _check_turns(cfg: TrainConfig, setting: str) -> None:
         )
     if isinstance(cfg.algo, SftConfig) or cfg.run.mode != "full":
         reason = "algo=sft" if isinstance(cfg.algo, SftConfig) else f"run.mode={cfg.run.mode}"
-        raise ConfigError(f"{setting} with {reason}: trainer and engines do not take turns in such a run; remove it")
+        raise ConfigError(
+            f"{setting} with {reason}: trainer and engines do not take turns in such a run; set {setting.partition('=')[0]}=false"
+        )
 
 
 def _check_engines(cfg: TrainConfig, setting: str) -> None:
@@ -39,7 +41,7 @@ def _check_engines(cfg: TrainConfig, setting: str) -> None:
     if cfg.weights.debug_skip_push_at is not None:
         raise ConfigError(
             f"{setting} with weights.debug_skip_push_at={cfg.weights.debug_skip_push_at}: the weights of a released engine are lost, "
-            "so a push cannot be skipped; remove one of the two"
+            "so a push cannot be skipped; remove weights.debug_skip_push_at, or set placement.offload_rollout=false"
         )
     if cfg.health.on_stalled_engine == "wait":
         raise ConfigError(
@@ -47,11 +49,15 @@ def _check_engines(cfg: TrainConfig, setting: str) -> None:
             "needs; set health.on_stalled_engine=restart or stop, or remove placement.offload_rollout"
         )
     if cfg.rollout.sglang.get("enable_memory_saver") is False:
-        raise ConfigError(f"{setting} with rollout.sglang.enable_memory_saver=false: remove the latter")
+        raise ConfigError(
+            f"{setting} with rollout.sglang.enable_memory_saver=false: SGLang releases memory only with its memory saver; remove "
+            "rollout.sglang.enable_memory_saver"
+        )
     for field, backends in GRAPHS.items():
         if cfg.rollout.sglang.get(field) == "breakable":
             raise ConfigError(
-                f"{setting} with rollout.sglang.{field}=breakable: SGLang cannot release such graphs; set it to {backends}"
+                f"{setting} with rollout.sglang.{field}=breakable: SGLang cannot release such graphs; set rollout.sglang.{field} to "
+                f"{backends}"
             )
     flow = cfg.rollout.flow_mla
     if flow.enabled and flow.transport == "p2p":
@@ -61,5 +67,6 @@ def _check_engines(cfg: TrainConfig, setting: str) -> None:
         )
     if cfg.rollout.remote_experts.enabled:
         raise ConfigError(
-            f"{setting} with rollout.remote_experts: the memory of a worker cannot be released; remove one of the two"
+            f"{setting} with rollout.remote_experts: the memory of a worker cannot be released; set "
+            "placement.offload_rollout=false, or remove the keys of rollout.remote_experts"
         )

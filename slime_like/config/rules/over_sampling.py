@@ -20,10 +20,12 @@ def check_over_sampling(cfg: TrainConfig) -> None:
     if masks and not cfg.rollout.partial_rollout and not cfg.loop.max_staleness and cfg.run.replay_from is None:
         raise ConfigError(
             "algo.mask_offpolicy=true has no effect without rollout.partial_rollout=true or loop.max_staleness, because each "
-            "sample then comes from a single weight version: set one of them, or remove algo.mask_offpolicy"
+            "sample then comes from a single weight version: set rollout.partial_rollout=true or loop.max_staleness above 0, or "
+            "remove algo.mask_offpolicy"
         )
     if bound is not None and bound <= cfg.loop.max_staleness:
         raise ConfigError(
             f"rollout.max_partial_staleness={bound} must be above loop.max_staleness={cfg.loop.max_staleness}, because "
-            f"groups that are never aborted may already lag that far: set at least {cfg.loop.max_staleness + 1}"
+            f"groups that are never aborted may already lag that far: set rollout.max_partial_staleness to at least "
+            f"{cfg.loop.max_staleness + 1}"
         )

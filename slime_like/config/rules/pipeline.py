@@ -63,17 +63,22 @@ def check_pipeline(parallel: ParallelConfig) -> None:
         settings.append(f"parallel.vpp={vpp}")
     if settings and pp == 1:
         raise ConfigError(
-            f"{settings[0]} with parallel.pp=1: there is no pipeline to split; raise parallel.pp, or remove that setting"
+            f"{settings[0]} with parallel.pp=1: there is no pipeline to split; raise parallel.pp, or remove "
+            f"{settings[0].partition('=')[0]}"
         )
     if parallel.pipeline_layout is not None and len(settings) > 1:
         conflicts = [key for key in settings if not key.startswith(("parallel.pipeline_layout", "parallel.vpp"))]
         if conflicts:
             raise ConfigError(
-                f"{conflicts[0]} with parallel.pipeline_layout, which sets the whole layout: remove one of them"
+                f"{conflicts[0]} with parallel.pipeline_layout, which sets the whole layout: remove {conflicts[0].partition('=')[0]}, or "
+                "remove parallel.pipeline_layout"
             )
     if parallel.layers_per_virtual_stage is not None and len(settings) > 1:
         conflict = next(key for key in settings if not key.startswith("parallel.layers_per_virtual_stage"))
-        raise ConfigError(f"{conflict} with parallel.layers_per_virtual_stage: both split the layers; keep one")
+        raise ConfigError(
+            f"{conflict} with parallel.layers_per_virtual_stage: both split the layers; remove {conflict.partition('=')[0]}, or "
+            "remove parallel.layers_per_virtual_stage"
+        )
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
@@ -88,7 +93,8 @@ def parse_layout(text: str) -> tuple[int, ...]:
     setting = f"parallel.pipeline_layout={text!r}"
     if unknown_characters := sorted(set(flat) - set("EtL|")):
         raise ConfigError(
-            f"{setting} has {''.join(unknown_characters)!r}: write t (layer), E (embedding), L (loss), |, x*n, (...)*n"
+            f"{setting} has {''.join(unknown_characters)!r}: write t (decoder layer), E (embedding), L (output layer), |, x*n "
+            "and (...)*n"
         )
     parts = flat.split("|")
     if flat.count("E") != 1 or flat.count("L") != 1 or not (flat.startswith("E") and flat.endswith("L")):
@@ -108,7 +114,8 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
     setting = f"parallel.pipeline_layout={text!r}"
     if len(sizes) % parallel.pp:
         raise ConfigError(
-            f"{setting} has {len(sizes)} segments, which parallel.pp={parallel.pp} does not divide: change one of them"
+            f"{setting} has {len(sizes)} segments, which parallel.pp={parallel.pp} does not divide: change the number of segments, "
+            "or parallel.pp"
         )
     if parallel.vpp not in (1, len(sizes) // parallel.pp):
         raise ConfigError(
@@ -139,7 +146,8 @@ def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
     )
     if middle < ranks or (ranks == 0) != (middle == 0) or (ranks and middle % ranks):
         raise ConfigError(
-            f"{summary}: every rank needs layers, and the middle ranks an equal number each; change the first or the last rank's layers"
+            f"{summary}: every rank needs layers, and the other ranks need equal numbers; change "
+            f"{' or '.join(f'parallel.{key}' for key, value in zip(UNEVEN, (first, last), strict=True) if value is not None)}"
         )
     per_rank = [middle // ranks] * ranks if ranks else []
     per_rank = [*([first] if first is not None else []), *per_rank, *([last] if last is not None else [])]

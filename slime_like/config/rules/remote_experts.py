@@ -33,7 +33,9 @@ def check_remote_experts(cfg: TrainConfig) -> None:
     for field in UNSUPPORTED_FIELDS:
         value = rollout.sglang.get(field)
         if reason := field_obstacle(field, value):
-            raise ConfigError(f"rollout.sglang.{field}={value!r} with {KEY}: {reason}; remove it, or {OFF}")
+            raise ConfigError(
+                f"rollout.sglang.{field}={value!r} with {KEY}: {reason}; remove rollout.sglang.{field}, or {OFF}"
+            )
     if rollout.dp_attention > 1 or rollout.flow_mla.enabled:
         raise ConfigError(
             f"{KEY} with rollout.dp_attention={rollout.dp_attention} has not been tested: set rollout.dp_attention=1 and "
@@ -42,7 +44,7 @@ def check_remote_experts(cfg: TrainConfig) -> None:
     if remote.workers and (len(remote.workers) != rollout.tp or rollout.num_engines > 1):
         raise ConfigError(
             f"{KEY}.workers has {len(remote.workers)} addresses for {rollout.num_engines} engines of {rollout.tp} ranks: a "
-            "worker serves one rank; name one for each rank of a single engine, or leave workers empty"
+            f"worker serves one rank; give one address for each rank of a single engine, or remove {KEY}.workers and {KEY}.key_file"
         )
 
 

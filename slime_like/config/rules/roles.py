@@ -84,7 +84,7 @@ def check_roles(cfg: TrainConfig) -> None:
     if cfg.critic.lr_warmup_steps >= steps:
         raise ConfigError(
             f"critic.lr_warmup_steps={cfg.critic.lr_warmup_steps} must be below the critic's {steps} optimizer steps: "
-            "lower it"
+            "lower critic.lr_warmup_steps"
         )
     if isinstance(cfg.algo, DistillConfig) and cfg.teacher.hf_checkpoint is None:
         raise ConfigError("algo=distill learns from a teacher: set teacher.hf_checkpoint=<HF folder>")
@@ -93,7 +93,7 @@ def check_roles(cfg: TrainConfig) -> None:
             if getattr(cfg.teacher, name) is not None:
                 raise ConfigError(
                     f"teacher.{name}={getattr(cfg.teacher, name)} with teacher.placement=swap: the teacher then runs on "
-                    f"the actor's ranks; remove it, or set teacher.placement=colocated"
+                    f"the actor's ranks; remove teacher.{name}, or set teacher.placement=colocated"
                 )
 
 
@@ -103,7 +103,9 @@ def _check_unused(group: str, config: CriticConfig | TeacherConfig, algo: str, *
     for item in fields(config):
         value = getattr(config, item.name)
         if value != item.default:
-            raise ConfigError(f"{group}.{item.name}={value!r} has no effect: only algo={algo} has a {group}; remove it")
+            raise ConfigError(
+                f"{group}.{item.name}={value!r} has no effect: only algo={algo} has a {group}; remove {group}.{item.name}"
+            )
 
 
 def check_role_files(cfg: TrainConfig, model: HfConfig) -> None:
@@ -128,7 +130,7 @@ def _check_critic_files(cfg: TrainConfig, model: HfConfig) -> None:
     if cfg.critic.load is not None:
         if not Path(cfg.critic.load).is_dir():
             raise CheckpointError(
-                f"critic.load={cfg.critic.load!r} is not a folder: set it to the critic folder of a run"
+                f"critic.load={cfg.critic.load!r} is not a folder: set critic.load to the critic folder of a run"
             )
         source = critic_source(Path(cfg.critic.load))
         check_critic(cfg, source, read_manifest(source))

@@ -26,7 +26,8 @@ def check_routing_replay(cfg: TrainConfig) -> None:
     key = f"algo.routing_replay={algo.routing_replay}"
     if cfg.model.megatron.get("moe_router_fusion"):
         raise ConfigError(
-            f"model.megatron.moe_router_fusion=true with {key}: the fused router always chooses experts itself; remove it"
+            f"model.megatron.moe_router_fusion=true with {key}: the fused router always chooses experts itself; remove "
+            "model.megatron.moe_router_fusion"
         )
     if algo.routing_replay == "old":
         if algo.use_rollout_logprobs:
@@ -39,17 +40,20 @@ def check_routing_replay(cfg: TrainConfig) -> None:
     if algo.routing_replay_reference and not any(getattr(algo, name) > 0 for name in coefficients):
         names = " or ".join(f"algo.{name}" for name in coefficients)
         raise ConfigError(
-            f"algo.routing_replay_reference=true without a reference: set {names} above 0, or remove routing_replay_reference"
+            f"algo.routing_replay_reference=true without a reference: set {names} above 0, or remove "
+            "algo.routing_replay_reference"
         )
     if cfg.rollout.sglang.get("enable_return_routed_experts") is False:
         raise ConfigError(
-            f"rollout.sglang.enable_return_routed_experts=false with {key}, which replays these experts: remove it"
+            f"rollout.sglang.enable_return_routed_experts=false with {key}, which replays these experts: remove "
+            "rollout.sglang.enable_return_routed_experts"
         )
     for field, (default, reason) in _REQUIRED_FIELDS.items():
         value = cfg.rollout.sglang.get(field, default)
         if value != default:
             raise ConfigError(
-                f"rollout.sglang.{field}={value!r} with {key}: {reason}; remove it, or set algo.routing_replay=old or off"
+                f"rollout.sglang.{field}={value!r} with {key}: {reason}; remove rollout.sglang.{field}, or set algo.routing_replay "
+                "to old or off"
             )
 
 

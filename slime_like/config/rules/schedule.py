@@ -45,7 +45,8 @@ def resolve_schedule(
     if optim.warmup_fraction is not None:
         if warmup:
             raise ConfigError(
-                f"optim.warmup_steps={warmup} and optim.warmup_fraction={optim.warmup_fraction:g}: set only one of them"
+                f"optim.warmup_steps={warmup} and optim.warmup_fraction={optim.warmup_fraction:g}: both set the length of the warm-up; "
+                "remove optim.warmup_steps or optim.warmup_fraction"
             )
         warmup = round(optim.warmup_fraction * decay)
     _check_fits(warmup_key, warmup, num_steps, run, "the learning rate would never reach optim.lr")

@@ -105,13 +105,13 @@ def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> 
     for field, value in cfg.rollout.sglang.items():
         if field in CHANGES_SAMPLES and not _is_harmless(field, value):
             raise ConfigError(
-                f"rollout.sglang.{field}={value!r} cannot be trained on: {CHANGES_SAMPLES[field]}; remove it "
-                "(run.mode=rollout_only allows it)"
+                f"rollout.sglang.{field}={value!r} cannot be trained on: {CHANGES_SAMPLES[field]}; remove "
+                f"rollout.sglang.{field} (run.mode=rollout_only allows it)"
             )
     for name in sorted(changing_variables(environment)):
         raise ConfigError(
             f"{name}={environment[name]} in the environment, which engines inherit, so their samples cannot be trained on: "
-            f"{CHANGES_SAMPLES_BY_VARIABLE[name]}; unset it (run.mode=rollout_only allows it)"
+            f"{CHANGES_SAMPLES_BY_VARIABLE[name]}; unset {name} (run.mode=rollout_only allows it)"
         )
 
 
@@ -122,7 +122,7 @@ def check_drafts(cfg: TrainConfig, device: str) -> None:
         return
     raise ConfigError(
         f"rollout.sglang.speculative_algorithm={method} with placement.device=cpu: engines on a CPU cannot verify drafts; "
-        "remove it, or set placement.device=cuda"
+        "remove rollout.sglang.speculative_algorithm, or set placement.device=cuda"
     )
 
 
@@ -140,7 +140,7 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
     path = folder.parent / "config.yaml"
     if isinstance(cfg.algo, SftConfig) or not path.is_file():
         return
-    file = InputFile(path, ConfigError, "remove it to replay unchecked", "run.replay_from")
+    file = InputFile(path, ConfigError, "remove this file to replay unchecked", "run.replay_from")
     rollouts = _mapping(file, _mapping(file, file.yaml(), "").get("rollout"), "rollout")
     for name in ("temperature", "top_p", "top_k"):
         value, configured = rollouts.get(name, getattr(RolloutConfig, name)), getattr(cfg.rollout, name)

@@ -197,7 +197,9 @@ def _check_algorithm(cfg: TrainConfig) -> None:
     n = cfg.rollout.n_samples_per_prompt
     if isinstance(algo, SftConfig):
         if n != 1:
-            raise ConfigError(f"rollout.n_samples_per_prompt={n} with algo=sft: a row has one label; set it to 1")
+            raise ConfigError(
+                f"rollout.n_samples_per_prompt={n} with algo=sft: a row has one label; set rollout.n_samples_per_prompt=1"
+            )
         if cfg.evaluation.datasets:
             raise ConfigError("evaluation.datasets with algo=sft: no engine runs; set evaluation.datasets={}")
         return
@@ -205,7 +207,8 @@ def _check_algorithm(cfg: TrainConfig) -> None:
     if algo.group_advantage is not None and not is_user_function and n < 2 and cfg.run.mode != "rollout_only":
         raise ConfigError(
             f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
-            "would be 0, because a sample would be its own baseline; set n_samples_per_prompt to at least 2, or algo=reinforce_pp"
+            "would be 0, because a sample would be its own baseline; set rollout.n_samples_per_prompt to at least 2, or set "
+            "algo=reinforce_pp"
         )
 
 
@@ -222,7 +225,7 @@ def _check_schema(algo: AlgoConfig, algorithm: str) -> None:
     if isinstance(algo, PolicyConfig) and not has_advantage:
         raise ConfigError(
             f"algo={algorithm}: the schema {schema} has neither group_advantage nor token_advantage, by which the loss weights "
-            "tokens: set one of them in the schema (docs/extending.md, Algorithm)"
+            "tokens: set group_advantage or token_advantage in the schema (docs/extending.md, Algorithm)"
         )
 
 
@@ -245,7 +248,7 @@ def _check_components(algo: AlgoConfig, algorithm: str) -> None:
         )
     if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
         source = default.token_advantage or "none, because it learns from labels"
-        fix = f"set algo.group_advantage={default.group_advantage}" if default.group_advantage else "set it to null"
+        fix = f"set algo.group_advantage={default.group_advantage or 'null'}"
         raise ConfigError(
             f"algo.group_advantage={algo.group_advantage!r} under algo={algorithm}, whose advantages are "
             f"{default.group_advantage or source}: {fix}, or choose another algo"
@@ -291,7 +294,9 @@ def _check_mode(cfg: TrainConfig) -> None:
 def _check_lengths(cfg: TrainConfig) -> None:
     buffer = cfg.reward.overlong_buffer_len
     if buffer is not None and isinstance(cfg.algo, SftConfig):
-        raise ConfigError(f"reward.overlong_buffer_len={buffer} with algo=sft, which reads no reward: remove it")
+        raise ConfigError(
+            f"reward.overlong_buffer_len={buffer} with algo=sft, which reads no reward: remove reward.overlong_buffer_len"
+        )
     if buffer is not None and buffer > cfg.rollout.max_response_len:
         raise ConfigError(
             f"reward.overlong_buffer_len={buffer} is above rollout.max_response_len={cfg.rollout.max_response_len}, "
@@ -343,12 +348,12 @@ def _check_memory_and_overlap(cfg: TrainConfig) -> None:
     if model.recompute_num_layers is not None and model.recompute != "full":
         raise ConfigError(
             f"model.recompute_num_layers={model.recompute_num_layers} with model.recompute={model.recompute}: "
-            "only model.recompute=full reads it; set model.recompute=full, or remove it"
+            "only model.recompute=full reads this key; set model.recompute=full, or remove model.recompute_num_layers"
         )
     if p.overlap_param_gather and not (p.overlap_grad_reduce and p.distributed_optimizer):
         raise ConfigError(
             "parallel.overlap_param_gather=true needs parallel.overlap_grad_reduce=true and "
-            "parallel.distributed_optimizer=true: set them, or remove it"
+            "parallel.distributed_optimizer=true: set both, or set parallel.overlap_param_gather=false"
         )
     if p.bucket_size is not None and not p.overlap_grad_reduce:
         raise ConfigError(
@@ -356,4 +361,7 @@ def _check_memory_and_overlap(cfg: TrainConfig) -> None:
             "reduced in one piece; set parallel.overlap_grad_reduce=true, or remove parallel.bucket_size"
         )
     if optim.cpu_offload and not p.distributed_optimizer:
-        raise ConfigError("optim.cpu_offload=true needs parallel.distributed_optimizer=true: set it")
+        raise ConfigError(
+            "optim.cpu_offload=true needs parallel.distributed_optimizer=true: set parallel.distributed_optimizer=true, or set "
+            "optim.cpu_offload=false"
+        )

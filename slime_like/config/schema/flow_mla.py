@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from slime_like.config.schema.base import Config, key, within
 from slime_like.errors import ConfigError
@@ -63,17 +63,21 @@ class FlowMlaConfig(Config):
         within(prefix, self, 1, 64, "max_ctas")
         for name in self.weights:
             if name not in MODULES:
-                raise ConfigError(f"{prefix}weights has {name!r}, which is not one of {', '.join(MODULES)}: remove it")
+                raise ConfigError(
+                    f"{prefix}weights has {name!r}, which is not one of {', '.join(MODULES)}: remove {name!r}"
+                )
         if not self.weights or len(set(self.weights)) < len(self.weights):
             raise ConfigError(f"{prefix}weights={self.weights} is empty or has a name twice: set e.g. [o_proj]")
-        if not self.enabled and self != type(self)():
+        default = type(self)()
+        if not self.enabled and self != default:
+            name = next(item.name for item in fields(self) if getattr(self, item.name) != getattr(default, item.name))
             raise ConfigError(
-                f"the other keys of {prefix[:-1]} have no effect with {prefix}enabled=false: set {prefix}enabled=true, or remove "
-                "them"
+                f"{prefix}{name}={getattr(self, name)} has no effect with {prefix}enabled=false: set {prefix}enabled=true, or remove "
+                f"{prefix}{name}"
             )
         if self.transport == "p2p" and self.max_ctas is not None:
             raise ConfigError(
-                f"{prefix}max_ctas={self.max_ctas} with {prefix}transport=p2p, which has no collective gathers: remove it"
+                f"{prefix}max_ctas={self.max_ctas} with {prefix}transport=p2p, which has no collective gathers: remove {prefix}max_ctas"
             )
 
 
@@ -93,8 +97,8 @@ class FlowOptions:
 
 def from_json(text: str) -> FlowOptions:
     """Return the settings that ``to_json`` wrote."""
-    fields = json.loads(text)
-    return FlowOptions(**(fields | {"weights": tuple(fields.get("weights", DEFAULT_WEIGHTS))}))
+    values = json.loads(text)
+    return FlowOptions(**(values | {"weights": tuple(values.get("weights", DEFAULT_WEIGHTS))}))
 
 
 WHOLE_STEPS = "its kernels compute all layers of a step, without the hooks that wait for a layer's weights"
@@ -129,7 +133,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "pp_size": (1, "not tested: each stage would have its own slots"),
     "quantization": (
         None,
-        "SGLang would quantise or repack weights after loading them; a checkpoint in FP8 blocks needs no such option",
+        "SGLang would quantise or repack weights after loading them (a checkpoint in FP8 blocks needs no such option)",
     ),
     "remote_instance_weight_loader_start_seed_via_transfer_engine": (
         False,
@@ -175,8 +179,8 @@ def field_obstacle(field: str, value: object, transport: str = TRANSPORTS[0]) ->
 
     A ``value`` of None means SGLang's default.
     """
-    fields = required_fields(transport)
-    if field not in fields:
+    requirements = required_fields(transport)
+    if field not in requirements:
         return None
-    required, reason = fields[field]
+    required, reason = requirements[field]
     return None if value in (required, None, False, []) else reason

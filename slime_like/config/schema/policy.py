@@ -108,14 +108,14 @@ class PolicyConfig(AlgoConfig):
         if self.use_tis and self.use_mis:
             raise ConfigError(
                 f"{prefix}use_tis=true with {prefix}use_mis=true: a token has one importance weight, truncated or "
-                "masked; set one of them to false"
+                f"masked; set {prefix}use_tis=false or {prefix}use_mis=false"
             )
         bounds = (self.rejection_low, self.rejection_high)
         if self.rejection == "none" and bounds != (None, None):
             name = "rejection_low" if self.rejection_low is not None else "rejection_high"
             raise ConfigError(
                 f"{prefix}{name}={getattr(self, name):g} has no effect with {prefix}rejection=none: "
-                f"set {prefix}rejection=geometric or product, or remove it"
+                f"set {prefix}rejection=geometric or product, or remove {prefix}{name}"
             )
         if self.rejection != "none" and bounds == (None, None):
             raise ConfigError(
@@ -135,7 +135,7 @@ class PolicyConfig(AlgoConfig):
         if self.use_rollout_logprobs and corrections:
             raise ConfigError(
                 f"{prefix}use_rollout_logprobs=true with {corrections[0]}: the old policy is then the rollout policy, so "
-                "there is nothing to correct; set one of them to its default"
+                f"there is nothing to correct; remove {prefix}use_rollout_logprobs or {corrections[0]}"
             )
 
 

@@ -22,6 +22,6 @@ def rank_memory() -> int | None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS and int(text)):
         raise ConfigError(
-            f"{VARIABLE}={text!r} is not a number of bytes above 0: set it to a number such as {1 << 30}, or unset it"
+            f"{VARIABLE}={text!r} is not a number of bytes above 0: set it to a number such as {1 << 30}, or unset {VARIABLE}"
         )
     return int(text)

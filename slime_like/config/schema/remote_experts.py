@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from slime_like.config.schema.base import Config, key, positive, within
@@ -89,15 +89,18 @@ class RemoteExpertsConfig(Config):
         if bool(self.workers) != bool(self.key_file):
             raise ConfigError(
                 f"{prefix}workers={self.workers} and {prefix}key_file={self.key_file!r}: running workers and their key are set "
-                "together; set both or neither"
+                f"together; set both, or remove {prefix}{'workers' if self.workers else 'key_file'}"
             )
         if problem := _workers_problem(self.workers):
             raise ConfigError(f"{prefix}workers={self.workers}: {problem}")
         if self.shared_bytes < 0:
             raise ConfigError(f"{prefix}shared_bytes={self.shared_bytes} must be at least 0")
-        if not self.enabled and self != type(self)():
+        default = type(self)()
+        if not self.enabled and self != default:
+            name = next(item.name for item in fields(self) if getattr(self, item.name) != getattr(default, item.name))
             raise ConfigError(
-                f"{prefix}* has no effect without remote experts: set {prefix}count, or remove the other keys"
+                f"{prefix}{name}={getattr(self, name)} has no effect without remote experts: set {prefix}count, or remove "
+                f"{prefix}{name}"
             )
 
 
@@ -116,7 +119,7 @@ def _workers_problem(workers: list[str]) -> str:
     except ConfigError as error:
         return str(error)
     if any(port == 0 for _, port in addresses):
-        return "port 0 is no address: set the port at which the worker says that it listens"
+        return "port 0 is not a valid port: set the port that the worker prints when it starts to listen"
     if len({*addresses}) < len(addresses):
         return "an address occurs twice, but a worker serves one rank: start a worker for each"
     return ""
@@ -127,11 +130,11 @@ def placement_problem(count: int, experts: list[int], load_file: str | None) -> 
     if count < 0:
         return f"count={count} must be at least 0"
     if experts and (count or load_file):
-        return f"experts={experts} excludes count and load_file: remove one of them"
+        return f"experts={experts} excludes count and load_file: remove experts, or remove count and load_file"
     if load_file and not count:
-        return f"load_file={load_file!r} needs count, the number of remote experts per layer"
+        return f"load_file={load_file!r} needs count, the number of remote experts per layer: set count, or remove load_file"
     if len(set(experts)) < len(experts) or min(experts, default=0) < 0:
-        return f"experts={experts} has a negative or a repeated id: remove it"
+        return f"experts={experts} has a negative or a repeated id: remove that id"
     return ""
 
 

@@ -156,7 +156,7 @@ class RolloutConfig(Config):
         if self.max_refills and not self.filters:
             raise ConfigError(
                 f"{prefix}max_refills={self.max_refills} has no effect without {prefix}filters, because no group is dropped: "
-                f"set {prefix}filters=[nonzero_std], or remove it"
+                f"set {prefix}filters=[nonzero_std], or remove {prefix}max_refills"
             )
         self._check_over_sampling(prefix)
 
@@ -181,7 +181,8 @@ class RolloutConfig(Config):
         if limit == AUTO and "schedule_conservativeness" in self.sglang:
             raise ConfigError(
                 f"{prefix}sglang.schedule_conservativeness has no effect with {prefix}max_running_requests={AUTO}, which replaces "
-                f"the estimate that it scales: remove it, or set {prefix}max_running_requests=null"
+                f"the estimate that this field scales: remove {prefix}sglang.schedule_conservativeness, or set "
+                f"{prefix}max_running_requests=null"
             )
 
     def _check_over_sampling(self, prefix: str) -> None:
@@ -194,12 +195,13 @@ class RolloutConfig(Config):
         if self.partial_rollout and num_started is None:
             raise ConfigError(
                 f"{prefix}partial_rollout=true has no effect without {prefix}over_sampling_batch_size, because a "
-                f"rollout then waits for every group: set {prefix}over_sampling_batch_size={batch_size * 3 // 2 + 1}, or remove it"
+                f"rollout then waits for every group: set {prefix}over_sampling_batch_size={batch_size * 3 // 2 + 1}, or "
+                f"remove {prefix}partial_rollout"
             )
         if self.max_partial_staleness is not None and not self.partial_rollout:
             raise ConfigError(
                 f"{prefix}max_partial_staleness={self.max_partial_staleness} has no effect without "
-                f"{prefix}partial_rollout=true: set that, or remove {prefix}max_partial_staleness"
+                f"{prefix}partial_rollout=true: set {prefix}partial_rollout=true, or remove {prefix}max_partial_staleness"
             )
 
 
@@ -250,7 +252,7 @@ class RewardConfig(Config):
         if self.overlong_buffer_len is None and self.overlong_penalty_factor != 1.0:
             raise ConfigError(
                 f"{prefix}overlong_penalty_factor={self.overlong_penalty_factor} has no effect without "
-                f"{prefix}overlong_buffer_len: set that too, or remove it"
+                f"{prefix}overlong_buffer_len: set {prefix}overlong_buffer_len, or remove {prefix}overlong_penalty_factor"
             )
 
     def components(self, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
