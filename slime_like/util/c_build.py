@@ -110,7 +110,7 @@ def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
         if result.returncode == 0:
             return
         message = message or result.stderr.strip()[-500:] or f"exit code {result.returncode} without a message"
-    raise BuildError(f"{compiler} refused the {recipe.description}: {message}")
+    raise BuildError(f"{compiler} could not compile the {recipe.description}: {message}")
 
 
 def build(recipe: Recipe) -> SharedObject:

@@ -78,7 +78,7 @@ def test_a_failing_compiler_is_quoted_and_leaves_no_file(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", str(fake_compiler(tmp_path, "echo 'kernels.c:1: no such thing' >&2; exit 1")))
-    with pytest.raises(BuildError, match=r"cc refused the kernels' source: kernels.c:1: no such thing"):
+    with pytest.raises(BuildError, match=r"cc could not compile the kernels' source: kernels.c:1: no such thing"):
         build()
     assert list(cache.iterdir()) == []
 
@@ -107,7 +107,10 @@ def test_without_a_compiler_torch_decodes_and_c_is_refused(cache: Path, monkeypa
     assert isinstance(kernels.leaf, TorchKernels)
     assert kernels.c is None
     assert kernels.text == "torch kernels, no C kernels: no C compiler (cc, gcc, clang) on PATH: apt-get install gcc"
-    with pytest.raises(SystemExit, match=r"rollout\.cpu_kernels=c: no C compiler .* or set it to auto"):
+    with pytest.raises(
+        SystemExit,
+        match=r"rollout\.cpu_kernels=c: no C compiler .*; to decode with torch, set rollout\.cpu_kernels=auto",
+    ):
         choose("c")
 
 
@@ -131,7 +134,7 @@ def test_off_and_torch_need_no_compiler(cache: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_compiler_that_fails_silently_is_named_with_its_exit_code(tmp_path: Path) -> None:
     compiler = fake_compiler(tmp_path, "exit 3")
-    with pytest.raises(BuildError, match=r"refused the kernels' source: exit code 3 without a message"):
+    with pytest.raises(BuildError, match=r"could not compile the kernels' source: exit code 3 without a message"):
         run_compiler(str(compiler), tmp_path / "out.so")
 
 

@@ -89,9 +89,7 @@ def test_a_rank_does_not_write_its_part_while_another_one_reads_it() -> None:
 
 def test_a_copy_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_parts, "DEADLINE", timedelta(milliseconds=1))
-    with pytest.raises(
-        TimeoutError, match="a copy of attention weights from the memory of other ranks took more than 0 s"
-    ):
+    with pytest.raises(TimeoutError, match="attention weights from the memory of other ranks did not finish in 0 s"):
         host_parts.ThreadCopy(Future()).wait()
 
 

@@ -32,8 +32,8 @@ def test_placement_by_count_list_and_measured_load(tmp_path: Path) -> None:
     assert remote_ids(RemoteOptions(count=2, load_file=str(path)), 5, 4) == (1, 2)
     for options, layer, message in (
         (RemoteOptions(count=2, load_file=str(path)), 6, "has no experts of layer 6"),
-        (RemoteOptions(count=4), 5, "leave at least one"),
-        (RemoteOptions(experts=(4,)), 5, "layer 5 has 4 experts"),
+        (RemoteOptions(count=4), 5, "at least one must stay in the engine: set .* to at most 3"),
+        (RemoteOptions(experts=(4,)), 5, "layer 5 has 4 experts: give ids from 0 to 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             remote_ids(options, layer, 4)

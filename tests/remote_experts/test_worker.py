@@ -189,7 +189,12 @@ def test_a_shared_region_that_is_too_small() -> None:
     with running(ClientSettings(shared_bytes=1000)) as client:
         assert client.transport == "socket"
     small_client = running(ClientSettings(shared_bytes=1000, transport="shared"))
-    with pytest.raises(ConfigError, match=r"shared_bytes=1000 is too small.*raise it"), small_client:
+    with (
+        pytest.raises(
+            ConfigError, match=r"shared_bytes=1000 is too small.*raise rollout\.remote_experts\.shared_bytes"
+        ),
+        small_client,
+    ):
         pass
     larger = replace(SHAPES, capacity=128)
     with running(ClientSettings(shared_bytes=100_000, transport="shared")) as client:

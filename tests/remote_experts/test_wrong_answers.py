@@ -155,7 +155,7 @@ FAULTS: dict[Any, str] = {
     truncated: "in the middle of a frame",
     oversized: "oversized RESULT",
     garbage: "begins with",
-    wrong_json: "of another type",
+    wrong_json: "instead of a value of type",
 }
 
 

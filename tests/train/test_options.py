@@ -300,7 +300,7 @@ def test_c_kernels_are_used_on_a_cpu_with_a_compiler(results: Results) -> None:
     )
     assert norms["none, auto"] == norms["none, torch"] == "RMSNorm"
     assert norms["none, c"].startswith("model.cpu_kernels=c: no C compiler (")
-    assert norms["none, c"].endswith("on PATH: apt-get install gcc; or set it to auto, which then uses torch")
+    assert norms["none, c"].endswith("on PATH: apt-get install gcc; to train with torch, set model.cpu_kernels=auto")
 
 
 def test_te_attention_without_transformer_engine_is_a_config_error(results: Results) -> None:

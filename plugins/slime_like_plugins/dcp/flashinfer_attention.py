@@ -74,7 +74,8 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
             )
         if not hasattr(upstream, "BatchDecodeWithPagedKVCacheWrapper"):
             raise NotImplementedError(
-                "rollout.sglang.attention_backend=flashinfer needs the package flashinfer_python: install it, or remove the key"
+                "rollout.sglang.attention_backend=flashinfer needs the package flashinfer_python: install it, or remove "
+                "rollout.sglang.attention_backend"
             )
         super().__init__(runner, init_new_workspace=runner.init_new_workspace)
         if self.prefill_uses_dequant_workspace or self.decode_uses_dequant_workspace:
@@ -108,7 +109,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         """Plan a decode step that a CUDA graph captures or replays. Raises ``NotImplementedError`` for a prefill."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise NotImplementedError(
-                f"{SHARDED_FLASHINFER}: a CUDA graph of a prefill; remove rollout.sglang.cuda_graph_config"
+                f"{SHARDED_FLASHINFER} does not support a CUDA graph of a prefill: remove rollout.sglang.cuda_graph_config"
             )
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
@@ -212,7 +213,9 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         if reason is None and (k is None or v is None):
             reason = "keys and values of another layer"
         if reason is not None or k is None or v is None:
-            raise NotImplementedError(f"{SHARDED_FLASHINFER}: layer {layer.layer_id} has {reason}")
+            raise NotImplementedError(
+                f"{SHARDED_FLASHINFER} cannot compute layer {layer.layer_id}, which has {reason}: set rollout.dcp=1"
+            )
         with use_symmetric_memory(self.group):  # the ranks gather q
             q = q.contiguous()
         return (

@@ -49,7 +49,7 @@ class ShardedReads:
         """
         if kv_start_idx is not None:
             raise NotImplementedError(
-                f"{SHARDED_FLASHINFER}: attention that does not begin at a sequence's first token"
+                f"{SHARDED_FLASHINFER} does not support attention that begins after a sequence's first token: set rollout.dcp=1"
             )
         if len(seq_lens):
             kernel: Any = create_triton_kv_indices_for_dcp_triton
@@ -127,7 +127,7 @@ class ShardedPrefillPlans(upstream.FlashInferIndicesUpdaterPrefill):
         """
         if not use_ragged or spec_info is not None or options.get("cross_attention_custom_mask") is not None:
             raise NotImplementedError(
-                f"{SHARDED_FLASHINFER}: a prefill with a custom mask or without the ragged wrapper"
+                f"{SHARDED_FLASHINFER} does not support a prefill with a custom mask or without the ragged wrapper: set rollout.dcp=1"
             )
         super().call_begin_forward(
             wrapper_ragged,

@@ -40,7 +40,8 @@ def enable(argv: Sequence[str], name: str) -> None:
     settings, _ = parser.parse_known_args(argv)
     if settings.flow_mla_transport == "p2p" and settings.flow_mla_max_ctas is not None:
         raise SystemExit(
-            f"--flow-mla-max-ctas {settings.flow_mla_max_ctas} with --flow-mla-transport p2p, which has no collective gathers: remove it"
+            f"--flow-mla-max-ctas {settings.flow_mla_max_ctas} with --flow-mla-transport p2p, which has no collective gathers: "
+            "remove --flow-mla-max-ctas"
         )
     options = FlowOptions(
         tuple(settings.flow_mla_weights),

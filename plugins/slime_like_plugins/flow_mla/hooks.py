@@ -67,18 +67,19 @@ def obstacle(view: Any) -> str | None:
             "(--attention-data-parallel-size) to 2 or more"
         )
     if skips_forwards():
-        return f"{SKIP_VARIABLE}: ranks without tokens would skip forwards, and a gather needs all ranks; unset it"
+        return (
+            f"the environment variable {SKIP_VARIABLE}={os.environ[SKIP_VARIABLE]}: ranks without tokens would skip forwards, and a "
+            f"gather needs all ranks; unset {SKIP_VARIABLE}"
+        )
     transport = options().transport
     for field, (required, _) in required_fields(transport).items():
         value = getattr(view, field)
         if (field, value) == ("quantization", "fp8"):
             continue  # the checkpoint's type; sharding checks each of its weights
         if reason := field_obstacle(field, value, transport):
-            fix = f"set it to {required!r}" if required else "remove it"
-            return (
-                f"SGLang resolved {field}={value!r}, which is not allowed with FlowMLA: {reason}; {fix} "
-                f"(rollout.sglang.{field}, --{field.replace('_', '-')}), or serve without FlowMLA"
-            )
+            key = f"rollout.sglang.{field} (--{field.replace('_', '-')})"
+            fix = f"set {key} to {required!r}" if required else f"remove {key}"
+            return f"SGLang resolved {field}={value!r}, which is not allowed with FlowMLA: {reason}; {fix}, or serve without FlowMLA"
     return None
 
 
@@ -91,8 +92,8 @@ def model_obstacle(quantization: str | None, config: Any) -> str | None:
         return f"rollout.flow_mla.weights (--flow-mla-weights) {missing}"
     if quantization == "fp8" and not config.hf_quant_config:
         return (
-            "quantization='fp8' for a checkpoint without FP8 weights, which SGLang would quantise after a load; remove it "
-            "(rollout.sglang.quantization, --quantization), or serve without FlowMLA"
+            "quantization='fp8' for a checkpoint without FP8 weights, which SGLang would quantise after a load; remove "
+            "rollout.sglang.quantization (--quantization), or serve without FlowMLA"
         )
     return None
 

@@ -29,7 +29,8 @@ class ThreadCopy:
         seconds = DEADLINE.total_seconds()
         if not wait((self._future,), seconds).done:
             raise TimeoutError(
-                f"FlowMLA: a copy of attention weights from the memory of other ranks took more than {seconds:.0f} s"
+                f"FlowMLA: copying a layer's attention weights from the memory of other ranks did not finish in {seconds:.0f} s; set "
+                "rollout.flow_mla.transport=collective if this occurs again"
             )
         self._future.result()
 

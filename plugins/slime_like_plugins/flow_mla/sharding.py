@@ -27,7 +27,8 @@ type Loader = Callable[..., Any]
 SCALES = "weight_scale_inv"
 """Attribute of a module with FP8 weights: a scale for each block."""
 UNREADABLE = (
-    "a rank holds a part of the attention weights (FlowMLA), and SGLang would read those of other layers from a slot"
+    "the weights of an engine with FlowMLA cannot be read, checked or saved: a rank holds a part of the attention weights, and "
+    "SGLang would read weights of other layers from a slot; set rollout.flow_mla.enabled=false"
 )
 
 
@@ -149,7 +150,7 @@ class ShardedWeights:
         names = {name for layer in self.layers for weight in layer.weights for name in weight.name.split(".")}
         missing = [key for key in self._settings.weights if not names.intersection(MODULES[key])]
         return [
-            f"rollout.flow_mla.weights (--flow-mla-weights) has {key}, which the model's attention does not have: remove it"
+            f"rollout.flow_mla.weights (--flow-mla-weights) has {key}, which the model's attention does not have: remove {key}"
             for key in missing
         ]
 
@@ -256,5 +257,8 @@ def module_obstacle(name: str, module: torch.nn.Module) -> str | None:
     if weight.dtype != torch.float8_e4m3fn or getattr(module, SCALES).dtype != torch.float32:
         return f"has {weight.dtype} weights with {getattr(module, SCALES).dtype} scales; FlowMLA supports float8_e4m3fn with float32"
     if name.endswith(SOURCE):
-        return "has FP8 weights, from which SGLang computes weights of another type: remove kv_b_proj from the weights of FlowMLA"
+        return (
+            "has FP8 weights, from which SGLang computes weights of a different type: remove kv_b_proj from "
+            "rollout.flow_mla.weights"
+        )
     return None

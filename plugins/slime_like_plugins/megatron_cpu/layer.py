@@ -170,7 +170,7 @@ def with_c_kernels(parts: LayerParts) -> LayerParts:
     try:
         kernels()
     except (BuildError, OSError) as error:
-        raise ConfigError(f"model.cpu_kernels=c: {error}; or set it to auto, which then uses torch") from error
+        raise ConfigError(f"model.cpu_kernels=c: {error}; to train with torch, set model.cpu_kernels=auto") from error
     core = FusedCoreAttention if parts.core_attention is PackedAttention else parts.core_attention
     return replace(
         parts,

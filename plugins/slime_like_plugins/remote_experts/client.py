@@ -30,6 +30,7 @@ from slime_like_plugins.remote_experts.shapes import WRITE_BYTES, ExpertShapes, 
 IN_FLIGHT = 4  # maximum number of requests without a reply; number of slots of a shared region
 CLOSE_S = 2.0
 UPDATE_S = 120.0  # deadline of requests about weights
+KEYS = "rollout.remote_experts."
 
 
 class WorkerRefusal(SlimeLikeError, RuntimeError):
@@ -123,9 +124,10 @@ class WorkerClient:
 
     def _share(self, shapes: ExpertShapes) -> None:
         required_bytes = region_bytes(IN_FLIGHT, shapes.max_request)
-        problem = ""
+        problem, fixes = "", f"set {KEYS}transport=socket"
         if 0 < (limit := self.settings.shared_bytes) < required_bytes:
-            problem = f"shared_bytes={limit} is too small: {IN_FLIGHT} requests need {required_bytes}; raise it, or lower capacity"
+            problem = f"{KEYS}shared_bytes={limit} is too small: {IN_FLIGHT} requests need {required_bytes} bytes"
+            fixes = f"raise {KEYS}shared_bytes, lower {KEYS}capacity, or {fixes}"
         else:
             slot_bytes = (limit - region_bytes(IN_FLIGHT, 0)) // IN_FLIGHT if limit else shapes.max_request
             region = Region.create(IN_FLIGHT, slot_bytes // 64 * 64 if limit else slot_bytes)
@@ -139,7 +141,7 @@ class WorkerClient:
                 problem = str(error)
             region.close()
         if self.settings.transport == "shared":
-            raise ConfigError(f"transport=shared is not possible: {problem}; or set transport=socket")
+            raise ConfigError(f"{KEYS}transport=shared is not possible: {problem}; {fixes}")
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     def begin(self) -> None:

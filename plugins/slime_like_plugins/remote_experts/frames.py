@@ -108,7 +108,9 @@ def unpack(data: bytes | bytearray | memoryview, max_payload: int) -> Header:
     (magic, protocol, kind, sequence, version, layer, num_rows, num_selected, hidden, *sizes) = _FIELDS.unpack(fields)
     row_type, slot, json_bytes, payload_bytes = sizes
     if magic != MAGIC:
-        raise FrameError(f"a frame begins with {magic!r} instead of {MAGIC!r}: the peer is no worker of remote experts")
+        raise FrameError(
+            f"a frame begins with {magic!r} instead of {MAGIC!r}: the peer does not use the protocol of remote experts"
+        )
     if zlib.crc32(fields) != checksum:
         raise FrameError("the checksum of a header is wrong")
     if protocol != PROTOCOL:
@@ -117,7 +119,7 @@ def unpack(data: bytes | bytearray | memoryview, max_payload: int) -> Header:
         raise FrameError(f"unknown kind {kind} or row type {row_type}")
     if json_bytes > MAX_JSON or payload_bytes > max_payload:
         raise FrameError(
-            f"an oversized {FrameKind(kind).name} frame: {json_bytes} bytes of JSON and {payload_bytes} of payload, of at most "
+            f"an oversized {FrameKind(kind).name} frame has {json_bytes} bytes of JSON and {payload_bytes} of payload; the limits are "
             f"{MAX_JSON} and {max_payload}"
         )
     numbers = sequence, version, layer, num_rows, num_selected, hidden
@@ -143,8 +145,12 @@ def read_json(data: bytes, types: Mapping[str, type | tuple[type, ...]]) -> dict
         names = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
         raise FrameError(f"the JSON of a frame has {names} instead of {sorted(types)}")
     for name, kinds in types.items():
-        if not _has_type(fields[name], kinds if isinstance(kinds, tuple) else (kinds,)):
-            raise FrameError(f"the JSON of a frame has {name}={fields[name]!r:.80}, which is of another type")
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        if not _has_type(fields[name], kinds):
+            expected = " of ".join(kind.__name__ for kind in kinds)
+            raise FrameError(
+                f"the JSON of a frame has {name}={fields[name]!r:.80} instead of a value of type {expected}"
+            )
     return fields
 
 

@@ -51,7 +51,7 @@ def obstacle(view: Any, settings: RemoteOptions) -> str | None:
         if reason := field_obstacle(field, value):
             return f"SGLang resolved {field}={value!r}, which is not allowed with remote experts: {reason}"
     if view.moe_runner_backend not in RUNNER_BACKENDS:
-        return f"moe_runner_backend={view.moe_runner_backend!r} has another layout of weights: use one of {RUNNER_BACKENDS}"
+        return f"moe_runner_backend={view.moe_runner_backend!r} stores weights in a different layout: set rollout.sglang.moe_runner_backend to {' or '.join(RUNNER_BACKENDS)}"
     graphs = [phase for phase in ("prefill", "decode") if getattr(view, f"cuda_graph_backend_{phase}") != "disabled"]
     if str(view.device).startswith("cuda") and graphs and not view.disable_cuda_graph:
         return f"a request to a worker cannot be captured in a CUDA graph: set cuda_graph_backend_{graphs[0]}=disabled"

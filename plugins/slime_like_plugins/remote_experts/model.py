@@ -20,7 +20,10 @@ from slime_like_plugins.remote_experts.shapes import ExpertShapes
 
 ROWS = "_slime_like_expert_rows"
 """Attribute of a layer: the rows of its experts."""
-UNREADABLE = "part of the experts is in a worker of remote experts, and SGLang would not read them"
+UNREADABLE = (
+    "the weights of an engine with remote experts cannot be read, checked or saved: a worker holds part of the experts, and SGLang "
+    "would not read them; serve the model without remote experts"
+)
 HALVES = {"w1": 0, "w3": 1}
 """Shard of SGLang's loaders -> half of the rows of w13."""
 
@@ -45,7 +48,7 @@ class RemoteModel:
         if problem := obstacle(layer):
             raise ValueError(f"layer {layer.layer_id}: {problem}")
         if self._sizes not in (None, sizes):
-            raise ValueError(f"layer {layer.layer_id} has experts of another size than earlier layers")
+            raise ValueError(f"layer {layer.layer_id} has experts of a different size from those of earlier layers")
         self._sizes = sizes
         routed = int(layer.num_global_routed_experts)
         rows = ExpertRows(int(layer.num_experts), remote_ids(self.options, int(layer.layer_id), routed))

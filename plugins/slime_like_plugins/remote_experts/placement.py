@@ -24,21 +24,28 @@ def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[in
     if options.experts:
         if max(options.experts) >= num_experts:
             raise ConfigError(
-                f"remote_experts.experts has {max(options.experts)}, but layer {layer} has {num_experts} experts"
+                f"rollout.remote_experts.experts has {max(options.experts)}, but layer {layer} has {num_experts} experts: give ids from "
+                f"0 to {num_experts - 1}"
             )
         if len(options.experts) == num_experts:
-            raise ConfigError("remote_experts.experts has every expert: leave at least one in the engine")
+            raise ConfigError(
+                f"rollout.remote_experts.experts has all {num_experts} experts of layer {layer}: remove an id, because at least one "
+                "expert must stay in the engine"
+            )
         return tuple(sorted(options.experts))
     if options.count >= num_experts:
         raise ConfigError(
-            f"remote_experts.count={options.count}, but layer {layer} has {num_experts} experts: leave at least one in the engine"
+            f"rollout.remote_experts.count={options.count}, but layer {layer} has {num_experts} experts, of which at least one must "
+            f"stay in the engine: set rollout.remote_experts.count to at most {num_experts - 1}"
         )
     if not options.load_file:
         return tuple(range(num_experts - options.count, num_experts))
     loads = read_load(Path(options.load_file)).get(layer)
     if loads is None or len(loads) != num_experts:
         num = "no" if loads is None else f"{len(loads)}"
-        raise ConfigError(f"remote_experts.load_file={options.load_file} has {num} experts of layer {layer}; {FIX}")
+        raise ConfigError(
+            f"rollout.remote_experts.load_file={options.load_file} has {num} experts of layer {layer}, which has {num_experts}: {FIX}"
+        )
     return tuple(sorted(np.argsort(np.asarray(loads), kind="stable")[: options.count].tolist()))
 
 

@@ -112,7 +112,10 @@ class Service:
         h, row_bytes = frame.header, self._weights().shapes.row_bytes
         rows = self._weights().rows(h.layer, fields["name"], fields["expert"], fields["start"], h.num_rows)
         if h.payload_bytes != h.num_rows * row_bytes[fields["name"]]:
-            raise FrameError(f"{h.num_rows} rows of {fields['name']} in {h.payload_bytes} bytes")
+            raise FrameError(
+                f"a WRITE frame has {h.payload_bytes} bytes of payload instead of {h.num_rows * row_bytes[fields['name']]} for "
+                f"{h.num_rows} rows of {fields['name']}"
+            )
         data = torch.frombuffer(self._payload(frame), dtype=rows.dtype)
         rows.copy_(data.view(rows.shape))
         self._acknowledge(frame)

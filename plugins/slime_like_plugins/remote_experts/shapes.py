@@ -68,8 +68,10 @@ def shapes_from_json(data: bytes) -> ExpertShapes:
     positive = min(*(fields[name] for name in counts), *shapes.num_experts, 1) >= 1
     if not positive or len(shapes.layers) != len(shapes.num_experts) or len({*shapes.layers}) < len(shapes.layers):
         raise FrameError(f"shapes of remote experts are not positive, or do not fit together: {shapes}")
-    if shapes.dtype not in DTYPES or shapes.capacity > MAX_CAPACITY:
-        raise FrameError(f"dtype {shapes.dtype} is none of {', '.join(DTYPES)}, or capacity above {MAX_CAPACITY}")
+    if shapes.dtype not in DTYPES:
+        raise FrameError(f"dtype {shapes.dtype} of remote experts is not one of {', '.join(DTYPES)}")
+    if shapes.capacity > MAX_CAPACITY:
+        raise FrameError(f"capacity {shapes.capacity} of remote experts is above {MAX_CAPACITY}")
     return shapes
 
 

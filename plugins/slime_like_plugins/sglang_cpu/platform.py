@@ -52,7 +52,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         if server_args.speculative_algorithm is not None:
             raise SystemExit(
                 f"slime_like plugin {CPU!r}: rollout.sglang.speculative_algorithm={server_args.speculative_algorithm} is not "
-                "supported on a CPU: remove it, or set placement.device=cuda"
+                "supported on a CPU: remove rollout.sglang.speculative_algorithm, or set placement.device=cuda"
             )
         if server_args.attention_backend in (None, "intel_amx"):  # intel_amx: filled in just before this hook
             server_args.attention_backend = ATTENTION

@@ -36,7 +36,7 @@ def choose(choice: str) -> Selection:
     """
     if choice not in CHOICES:
         raise SystemExit(
-            f"slime_like plugin 'cpu': {CPU_KERNELS_VARIABLE}={choice!r} is not one of {', '.join(CHOICES)}"
+            f"slime_like plugin 'cpu': {CPU_KERNELS_VARIABLE}={choice!r} is not one of {', '.join(CHOICES)}: set rollout.cpu_kernels"
         )
     if choice == "off":
         return Selection(None, "SGLang's own forward")
@@ -47,7 +47,9 @@ def choose(choice: str) -> Selection:
         return Selection(CKernels(built.path), f"C kernels ({built.compiler})")
     except (BuildError, OSError) as error:
         if choice == "c":
-            raise SystemExit(f"slime_like plugin 'cpu': rollout.cpu_kernels=c: {error}; or set it to auto") from error
+            raise SystemExit(
+                f"slime_like plugin 'cpu': rollout.cpu_kernels=c: {error}; to decode with torch, set rollout.cpu_kernels=auto"
+            ) from error
         return Selection(TorchKernels(), f"torch kernels, no C kernels: {error}")
 
 

@@ -1,4 +1,4 @@
-/* Leaf kernels of training on a plain CPU: plain C, no libraries, pointers and sizes only. Called through ctypes.
+/* Leaf kernels of training on a CPU: plain C, no libraries, pointers and sizes only. Called through ctypes.
  *
  * Every kernel computes in float32 and rounds once when it stores, for float32 and bfloat16. Rows are split evenly among
  * `threads` threads; sums over rows are computed per thread and added by the caller in order, so the bits depend only on

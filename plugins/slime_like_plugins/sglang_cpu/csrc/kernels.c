@@ -1,4 +1,4 @@
-/* Leaf kernels of decoding on a plain CPU: plain C, no libraries, pointers and sizes only. Called through ctypes.
+/* Leaf kernels of decoding on a CPU: plain C, no libraries, pointers and sizes only. Called through ctypes.
  *
  * Every kernel computes in float32 and rounds once when it stores, for float32 and bfloat16. Vectors are those of GCC and
  * Clang (the widest of the compiling machine) and sums run over fixed lanes, so no -ffast-math is needed and NaN stays

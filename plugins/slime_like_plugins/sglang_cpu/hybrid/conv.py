@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime_like_plugins.sglang_cpu.hybrid.layers import FIX, NO_SPECULATION
+
 
 def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
     x_DT: Tensor,
@@ -70,7 +72,7 @@ def causal_conv1d_update(
     It replaces ``causal_conv1d_update`` of the same file. Raises ``NotImplementedError`` for drafts of several tokens.
     """
     if x_BD.dim() != 2 or any(value is not None for value in speculative.values()):
-        raise NotImplementedError("speculative decoding of hybrid models is not supported on a plain CPU")
+        raise NotImplementedError(NO_SPECULATION)
     check_precision(conv_state, x_BD)
     slots = conv_state_indices[: len(x_BD)].long()
     window_BDW = torch.cat([conv_state[slots].to(x_BD.dtype), x_BD[:, :, None]], -1)
@@ -95,7 +97,7 @@ def apply_activation(x: Tensor, bias: Tensor | None, activation: str | None) -> 
         return x
     if activation not in ("silu", "swish"):
         raise NotImplementedError(
-            f"activation {activation!r} after a hybrid model's convolution is not supported on a plain CPU"
+            f"engines on a CPU do not support activation {activation!r} after a hybrid model's convolution: {FIX}"
         )
     return F.silu(x)
 

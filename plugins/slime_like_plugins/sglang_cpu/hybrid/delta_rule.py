@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slime_like_plugins.qwen_gdn.backend import NORM_EPS
 from slime_like_plugins.qwen_gdn.torch_chunk import TorchGDN
+from slime_like_plugins.sglang_cpu.hybrid.layers import NO_SPECULATION
 
 MAX_RECURRENT = 8  # maximum prompt length for which token by token is faster than chunks
 STATE_CHUNK = 64  # tokens between the states that SGLang's prefix cache keeps (``mamba_chunk_size``)
@@ -134,7 +135,7 @@ def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SG
     speculative decoding.
     """
     if disable_state_update or softplus_beta != 1.0:
-        raise NotImplementedError("speculative decoding of hybrid models is not supported on a plain CPU")
+        raise NotImplementedError(NO_SPECULATION)
     g, beta = fused_gdn_gating(A_log, a, b, dt_bias)
     slots = initial_state_indices[: v.shape[1]].long()
     heads = v.shape[2]

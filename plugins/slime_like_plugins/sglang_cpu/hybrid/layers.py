@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GATES = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+FIX = "set placement.device=cuda, or use another model"
+NO_SPECULATION = (
+    "engines on a CPU do not support speculative decoding of hybrid models: set placement.device=cuda, or remove "
+    "rollout.sglang.speculative_algorithm"
+)
 
 
 def split_by_key_head(
@@ -47,7 +52,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: 
 def fused_norm_forward(module: Any, x: Tensor, g: Tensor, **options: Any) -> Tensor:
     """Replace ``FusedRMSNormGated.forward`` (Qwen3-Next). Raises ``NotImplementedError`` if an option is set."""
     if unsupported := [name for name, value in options.items() if value is not None and value is not False]:
-        raise NotImplementedError(f"a gated norm with {', '.join(unsupported)} is not supported on a plain CPU")
+        raise NotImplementedError(f"engines on a CPU do not support a gated norm with {', '.join(unsupported)}: {FIX}")
     return gated_norm(x, g, module.weight, module.eps, module.activation)
 
 
@@ -67,7 +72,7 @@ def layernorm_fn(  # noqa: PLR0913  (a signature of SGLang)
     Raises ``NotImplementedError`` for norms that Qwen does not have.
     """
     if z is None or bias is not None or group_size is not None or not norm_before_gate or not is_rms_norm:
-        raise NotImplementedError("a gated norm other than Qwen's is not supported on a plain CPU")
+        raise NotImplementedError(f"engines on a CPU support no gated norm other than Qwen's: {FIX}")
     return gated_norm(x, z, weight, eps, activation)
 
 
@@ -77,7 +82,7 @@ def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False, 
     Raises ``NotImplementedError`` if the output is quantised.
     """
     if quant:
-        raise NotImplementedError("a quantized attention output is not supported on a plain CPU")
+        raise NotImplementedError(f"engines on a CPU do not support a quantised attention output: {FIX}")
     gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(attn_output.dtype)
     return attn_output.copy_(gated) if inplace else gated
 
