@@ -47,7 +47,8 @@ class RoutingShape:
             )
         if flat.size and not 0 <= flat.min() <= flat.max() < self.num_experts:
             raise EngineError(
-                f"/generate returned routed experts {flat.min()} to {flat.max()}, but the model has {self.num_experts} experts"
+                f"/generate returned routed experts {flat.min()} to {flat.max()}, but config.json has {self.num_experts} experts per "
+                "layer: engine and trainer have different models"
             )
         return flat.astype(self.dtype).reshape(expected)
 
@@ -121,14 +122,15 @@ def _with_experts(sample: Sample, shape: RoutingShape) -> Sample:
         return replace(sample, extras={**sample.extras, **column})
     if experts.shape != expected or experts.dtype != shape.dtype:
         raise EngineError(
-            f"{name} has routed experts {experts.dtype}{list(experts.shape)}, the model has {shape.dtype}{list(expected)}"
+            f"{name} has routed experts of {experts.dtype} {list(experts.shape)}, but its tokens and the model need {shape.dtype} "
+            f"{list(expected)} (tokens, layers, num_experts_per_tok): a generate function has to return one row per token"
         )
     chosen_experts = experts[sources][:, list(shape.sparse_blocks)]
     missing = chosen_experts[..., 0] == chosen_experts[..., 1]
     if missing.any():
         token, block = (int(axis[0]) for axis in np.nonzero(missing))
         raise EngineError(
-            f"{name}: the engine returned no experts of token {sources[token]} in layer {shape.sparse_blocks[block]}, from which "
-            "a trained token was sampled: this engine does not capture the experts of every layer"
+            f"{name}: the engine returned no experts of layer {shape.sparse_blocks[block]} for token {sources[token]}, after which a "
+            "trained token was sampled; this engine does not capture the experts of every layer: set algo.routing_replay=off"
         )
     return sample

@@ -58,7 +58,7 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
     if workload.input + workload.output > shape.max_positions:
         raise ConfigError(
             f"--input {workload.input} + --output {workload.output} is above the {shape.max_positions} positions of "
-            f"{shape.name}: lower one of them"
+            f"{shape.name}: lower --input or --output"
         )
     now = answer(shape, settings, hardware, workload)
     alternatives = tuple(changes(shape, settings, hardware, workload))
@@ -110,10 +110,10 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
     check_engine(shape, settings)
     largest = useful_dcp(shape, settings)
     if settings.dcp > largest:
-        heads = "whose latents every rank stores" if shape.attention is None else f"which has {shape.kv_heads} KV heads"
+        heads = "the latents of all tokens" if shape.attention is None else f"each of the {shape.kv_heads} KV heads"
         raise ConfigError(
-            f"--dcp {settings.dcp}: {settings.attention_tp} attention ranks store {largest} cop{'y' if largest == 1 else 'ies'} of "
-            f"each KV head of {shape.name}, {heads}, and more ranks than copies add no capacity: set --dcp {largest}"
+            f"--dcp {settings.dcp}: the {settings.attention_tp} attention ranks store {heads} of {shape.name} "
+            f"{largest} time{'s' * (largest != 1)}, and a larger --dcp adds no capacity: set --dcp {largest}"
         )
     _check_static(shape, settings, hardware)
     return settings
@@ -175,21 +175,25 @@ def _trainer(options: argparse.Namespace, shape: ModelShape, hardware: Hardware)
         )
     distributed = options.distributed_optimizer == "true"
     if options.offload and not distributed:
-        raise ConfigError(f"--offload {options.offload:g} needs --distributed-optimizer true: set one of them")
+        raise ConfigError(
+            f"--offload {options.offload:g} needs --distributed-optimizer true: set --distributed-optimizer true, or remove "
+            "--offload"
+        )
     if shape.experts is None and options.train_ep > 1:
         raise ConfigError(f"--train-ep {options.train_ep}: {shape.name} has no experts: set --train-ep 1")
     experts = 1 if shape.experts is None else shape.experts.num_experts
     ranks = hardware.num_gpus // options.train_pp
     if ranks % options.train_ep or experts % options.train_ep:
         raise ConfigError(
-            f"--train-ep {options.train_ep} has to divide the {experts} experts of {shape.name} and the {ranks} ranks of a "
-            "pipeline stage: set a common divisor"
+            f"--train-ep {options.train_ep} must divide the {experts} experts of {shape.name} and the {ranks} ranks of a pipeline "
+            "stage: set --train-ep to a common divisor"
         )
     width, shared = 1 if shape.experts is None else shape.experts.width, ranks // options.train_ep
     if shared % options.train_etp or width % options.train_etp:
         raise ConfigError(
-            f"--train-etp {options.train_etp} has to divide the {width} features of an expert of {shape.name} and the {shared} "
-            f"ranks of a pipeline stage for each of the --train-ep {options.train_ep} ranges of experts: set a common divisor"
+            f"--train-etp {options.train_etp} must divide the {width} features of an expert of {shape.name} and the {shared} ranks "
+            f"that hold the same experts ({ranks} ranks of a pipeline stage / --train-ep {options.train_ep}): set --train-etp to a "
+            "common divisor"
         )
     return TrainerSettings(
         tp=options.train_tp,

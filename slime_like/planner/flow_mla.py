@@ -25,13 +25,13 @@ def check_flow_mla(shape: ModelShape, settings: EngineSettings) -> None:
     names, available = settings.flow_mla, _layer_weights(shape, settings)
     if names and settings.dp_attention == 1:
         raise ConfigError(
-            f"--flow-mla shards the weights of data-parallel attention ranks, but {shape.name} has --dp-attention 1: "
-            "use --flow-mla none"
+            f"FlowMLA of {shape.name} with --dp-attention 1: only ranks of data-parallel attention hold the same weights; set "
+            "--dp-attention above 1, or --flow-mla none"
         )
     if missing := [name for name in names if name not in available]:
         raise ConfigError(
-            f"FlowMLA of {missing[0]}, which the attention of {shape.name} does not have: "
-            f"choose from {', '.join(available) or 'none'}"
+            f"FlowMLA would shard {missing[0]}, which the attention of {shape.name} does not have: set "
+            f"{f'--flow-mla all ({", ".join(available)})' if available else '--flow-mla none'}"
         )
 
 

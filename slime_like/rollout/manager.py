@@ -241,7 +241,9 @@ class RolloutManager:
         """
         share_size = self._spec.share.size(num_engines)
         if self._resizer is None:
-            raise ConfigError(f"engines={num_engines}: the number of engines of this run cannot be changed")
+            raise ConfigError(
+                f"engines={num_engines}: the number of engines cannot be changed, because this rollout manager has no engine factory"
+            )
         if self._spec.releases_memory:
             raise ConfigError(
                 f"engines={num_engines}: with placement.offload_rollout=true the number of engines cannot be changed, because the "

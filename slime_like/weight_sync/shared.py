@@ -44,7 +44,10 @@ type TensorEntry = tuple[str, str, tuple[int, ...], int]
 
 
 def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
-    """Return the entry of each tensor and the total number of bytes. Raises ``WeightSyncError`` on an unsupported dtype."""
+    """Return the entry of each tensor and the total number of bytes.
+
+    Raises ``WeightSyncError`` if a dtype is not supported.
+    """
     entries: list[TensorEntry] = []
     end = 0
     for name, tensor in bucket.tensors:
@@ -61,15 +64,17 @@ def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tenso
     """Return a view of ``memory`` (uint8) from byte ``offset`` as a tensor. Raises ``ValueError`` if it exceeds the memory."""
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
-        raise ValueError(f"{dtype} {list(shape)} at {offset} of {len(memory)} bytes")
+        raise ValueError(
+            f"a tensor of {dtype} {list(shape)} at byte {offset} does not fit into the shared memory of {len(memory)} bytes"
+        )
     return memory[offset : offset + size].view(DTYPES[dtype]).view(tuple(shape))
 
 
 def pin(memory: Tensor) -> None:
     """Page-lock a tensor's host memory, shared memory included. Call ``unpin`` before it is unmapped.
 
-    A GPU copies to page-locked memory directly, and the host does not wait for each copy. Raises ``WeightSyncError`` if CUDA
-    refuses.
+    A GPU copies to page-locked memory directly, and the host does not wait for each copy. Raises ``WeightSyncError`` if
+    CUDA cannot lock it.
     """
     error = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0))
     if error != 0:
@@ -89,7 +94,7 @@ def unpin(memory: Tensor) -> None:
 def _clear_error() -> None:
     """Clear the CUDA runtime's last error, which torch would otherwise raise at its next kernel launch.
 
-    Launching a kernel makes torch raise and clear the error. Remove when torch has a function for it.
+    Launching a kernel makes torch raise and clear the error. Remove this function once torch has one.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
@@ -113,9 +118,10 @@ class SharedBucketMemory:
         self._bucket = Bucket(())  # the last bucket, whose tensors are views of this memory
 
     def write(self, bucket: Bucket) -> bytes:
-        """Copy a bucket's tensors into the memory. Return the message for ``map_tensors``, which is valid until the next call.
+        """Copy a bucket's tensors into the memory.
 
-        Raises ``WeightSyncError`` on an unsupported dtype.
+        Return the message for ``map_tensors``, which is valid until the next call. Raises ``WeightSyncError`` if a
+        dtype is not supported or the memory cannot be page-locked.
         """
         entries, size = lay_out(bucket)
         on_gpu = any(tensor.is_cuda for _, tensor in bucket.tensors)
@@ -146,7 +152,10 @@ class SharedBucketMemory:
             self._bytes, self._fd, self._is_pinned = None, -1, False
 
     def _memory_of(self, size: int, *, pinned: bool) -> Tensor:
-        """Return memory of at least ``size`` bytes, replaced if too small. Raises ``WeightSyncError`` if pinning fails."""
+        """Return memory of at least ``size`` bytes; allocate new memory if the current memory is too small.
+
+        Raises ``WeightSyncError`` if ``pinned`` and the memory cannot be page-locked.
+        """
         if self._bytes is None or len(self._bytes) < size:
             self.close()
             self._fd, memory = create_sealed("slime_like-weights", size)

@@ -139,11 +139,11 @@ def test_nodes_follow_from_the_plan() -> None:
         ((*SLURM, "--gpus-per-node", "4", *SLURM_RUN), "placement.actor_num_gpus_per_node=8 with --gpus-per-node 4"),
         (
             (*SLURM, "+recipe=quickstart", "placement.device=cpu"),
-            "placement.device=cpu: the files are for nodes with GPUs",
+            "placement.device=cpu: job files are written only for runs on nodes with GPUs",
         ),
         ((*SLURM, "--gpus-per-node", "0", *SLURM_RUN), "--gpus-per-node 0 must be 1 or more"),
         ((*SLURM, "--gpu", "H100", *SLURM_RUN), "the run needs .* GiB on a GPU"),
-        ((*SLURM, *SLURM_RUN, "--doctor"), "--doctor starts no run"),
+        ((*SLURM, *SLURM_RUN, "--doctor"), "--doctor does not start a run"),
         ((*SLURM, *SLURM_RUN, "reward.remote_url=http://a:b@c/d"), "reward.remote_url contains a URL with a password"),
         ((*KUBERNETES, "--memory", "much", *KUBERNETES_RUN), "--memory 'much' is not a Kubernetes quantity"),
         ((*KUBERNETES, "--claim", "A_b", *KUBERNETES_RUN), "--claim 'A_b' is not a Kubernetes name"),

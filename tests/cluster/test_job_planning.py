@@ -51,7 +51,7 @@ def test_a_job_is_planned_on_the_clusters_nodes() -> None:
         (["+recipe=qwen3_next_80b_a3b"], [H100_NODE] * 3, "the run needs 32 GPUs .*, but the nodes have 24"),
         (["+recipe=qwen3_30b_a3b"], [ClusterNode("a", 8, 4, 2**41, "H100")], "needs 8 GPUs with a CPU each"),
         (["+recipe=quickstart", "optim.lrr=1"], [CPU_NODE], "optim.lrr"),
-        (["+recipe=quickstart", "--plan"], [CPU_NODE], "--plan starts no run"),
+        (["+recipe=quickstart", "--plan"], [CPU_NODE], "--plan does not start a run"),
         (["+recipe=quickstart"], [], "the cluster has no live node"),
     ],
 )

@@ -72,8 +72,8 @@ def test_a_folder_name_that_is_not_utf8_is_plotted(tmp_path: Path) -> None:
         ),
         (
             ["Qwen3-235B-A22B", "--on", "8xH20", "--dcp", "4"],
-            "8 attention ranks store 2 copies of each KV head of Qwen3-235B-A22B, which has 4 KV heads, and more ranks than "
-            "copies add no capacity: set --dcp 2",
+            "the 8 attention ranks store each of the 4 KV heads of Qwen3-235B-A22B 2 times, and a larger --dcp adds no capacity: "
+            "set --dcp 2",
         ),
         (["Qwen3-4B", "--on", "8xH20", "--train", "--train-tp", "16", "--tp", "8"], "does not divide the 8 GPUs"),
         (
@@ -83,7 +83,7 @@ def test_a_folder_name_that_is_not_utf8_is_plotted(tmp_path: Path) -> None:
         (["Qwen3-4B", "--on", "64xH20", "--tp", "8", "--train", "--train-pp", "64"], "is above the 36 layers"),
         (
             ["Qwen3-4B", "--on", "8xH20", "--train", "--offload", "1", "--distributed-optimizer", "false"],
-            "--offload 1 needs --distributed-optimizer true",
+            "--offload 1 needs --distributed-optimizer true: set --distributed-optimizer true, or remove --offload",
         ),
         (
             ["Qwen3-4B", "--on", "8xH20", "--input", "40000"],
@@ -92,7 +92,7 @@ def test_a_folder_name_that_is_not_utf8_is_plotted(tmp_path: Path) -> None:
         (["Qwen3-4B", "--on", "8xH20", "--train", "--train-tp", "3"], "does not divide the 8 GPUs"),
         (
             ["Qwen3-30B-A3B", "--on", "8xH20", "--train", "--train-ep", "3"],
-            "--train-ep 3 has to divide the 128 experts",
+            "--train-ep 3 must divide the 128 experts",
         ),
         (["Qwen3-4B", "--on", "8xH20", "--train", "--train-ep", "8"], "--train-ep 8: Qwen3-4B has no experts: set"),
         (["Qwen3-4B", "--on", "8xH20", "--svg", "/nonexistent/x.svg"], "--svg /nonexistent/x.svg: No such file"),

@@ -114,7 +114,7 @@ def test_an_unknown_model_type_names_the_families(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "tp", "message"),
     [
-        ({"attention_bias": True}, 1, "attention_bias=True of a qwen3 model is not supported; only False"),
+        ({"attention_bias": True}, 1, "attention_bias=True of a qwen3 model is not supported: .* only False"),
         ({"hidden_act": "gelu"}, 1, "hidden_act='gelu'"),
         ({}, 4, r"parallel\.tp=4 does not divide the model's num_key_value_heads=2"),
     ],

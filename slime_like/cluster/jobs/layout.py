@@ -37,17 +37,21 @@ def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = 
     """
     command = translate(arguments)
     if command.action != "train":
-        raise ConfigError(f"--{command.action} starts no run: give the arguments of a run")
+        raise ConfigError(
+            f"--{command.action} does not start a run: give the arguments of a run, without --{command.action}"
+        )
     cfg = load_config([*arguments, JOINED], files=False, machine=False, code=False)
     if cfg.placement.device == "cpu":
-        raise ConfigError("placement.device=cpu: the files are for nodes with GPUs; set placement.device=cuda or auto")
+        raise ConfigError(
+            "placement.device=cpu: job files are written only for runs on nodes with GPUs; set placement.device=cuda or auto"
+        )
     if gpus_per_node < 1:
         raise ConfigError(f"--gpus-per-node {gpus_per_node} must be 1 or more")
     ranks = cfg.placement.actor_num_gpus_per_node
     if ranks is not None and ranks > gpus_per_node:
         raise ConfigError(
-            f"placement.actor_num_gpus_per_node={ranks} with --gpus-per-node {gpus_per_node}: give nodes with {ranks} GPUs or "
-            "more, or lower the key"
+            f"placement.actor_num_gpus_per_node={ranks} with --gpus-per-node {gpus_per_node}: set --gpus-per-node to at least "
+            f"{ranks}, or lower placement.actor_num_gpus_per_node"
         )
     kind = f"x{gpu}" if gpu else ""
     largest = described_machine(f"{MAX_NODES}x{gpus_per_node}{kind}")

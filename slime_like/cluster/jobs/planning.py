@@ -34,14 +34,17 @@ class JobPlan:
 def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: bool = False) -> JobPlan:
     """Load the config of ``arguments`` and plan it on ``nodes``.
 
-    Weights, tokenizer and data are not checked: they are on the cluster, and the run checks them when it starts. If there is
-    no config.json here and the planner's table does not have the model, only the config is checked.
-    Raises ``ConfigError`` if the run does not fit, ``MissingResources`` if the cluster lacks nodes or GPUs. With ``grows``,
-    missing resources are only a warning: nodes will join, and the run waits for them. GPUs used by other jobs count as free.
+    Weights, tokenizer and data are not checked: they are on the cluster, and the run checks them when it starts. If
+    there is no config.json here and the planner's table does not contain the model, only the config is checked. Raises
+    ``ConfigError`` if the run does not fit, ``MissingResources`` if the cluster lacks nodes or GPUs. With ``grows``,
+    missing resources are only a warning: nodes will join, and the run waits for them. GPUs used by other jobs count as
+    free.
     """
     command = translate(arguments)
     if command.action != "train":
-        raise ConfigError(f"--{command.action} starts no run: use train.py, without a job")
+        raise ConfigError(
+            f"--{command.action} does not start a run: remove --{command.action}, or pass it to train.py on a machine of your own"
+        )
     cfg = load_config([*arguments, JOINED], files=False, machine=False, code=False)
     if not nodes:
         raise ConfigError("the cluster has no live node: wait until its nodes have joined (`ray status`)")

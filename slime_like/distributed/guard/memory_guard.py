@@ -132,8 +132,8 @@ class Guard:
             case "raise":
                 raise MemoryShortage(
                     f"{free_before / 2**30:.2f} GiB of {self.source.name} memory are free before {counter.op.name} in group "
-                    f"{counter.group.info.label}: {reason}, guard.action=raise; lower parallel.max_tokens_per_rank or the "
-                    "engines' share, or set guard.action=clear"
+                    f"{counter.group.info.label} ({reason}; guard.action=raise): lower parallel.max_tokens_per_rank or "
+                    "rollout.sglang.mem_fraction_static, or set guard.action=clear"
                 )
             case _:
                 return

@@ -169,7 +169,10 @@ class Family(ABC):
 
     def refuse(self, variant: str, allowed: str) -> NoReturn:
         """Raise ``ConfigError`` about an unsupported ``variant``."""
-        raise ConfigError(f"config.json: {variant} of a {self.hf.model_type} model is not supported; only {allowed}")
+        raise ConfigError(
+            f"config.json: {variant} of a {self.hf.model_type} model is not supported: the trainer supports only {allowed}; train "
+            "another model"
+        )
 
     def require_divisible(self, key: str, size: int | None = None) -> None:
         """Raise ``ConfigError`` unless ``parallel.tp`` divides ``size``, by default the HF config's ``key``."""

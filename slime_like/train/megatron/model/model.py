@@ -42,7 +42,10 @@ class Rotary(torch.nn.Module):
         parameters: dict[str, Any] = getattr(hf, "rope_parameters", None) or {}
         kind = parameters.get("rope_type", "default")
         if kind not in ROPE_TYPES:
-            raise ConfigError(f"config.json: rope_type={kind!r} is not supported; only {', '.join(ROPE_TYPES)}")
+            raise ConfigError(
+                f"config.json: rope_type={kind!r} is not supported: the trainer supports only {', '.join(ROPE_TYPES)}; train another "
+                "model"
+            )
         if kind == "default":
             rotary_dim = int(head_dim * float(parameters.get("partial_rotary_factor", 1.0)))
             exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
