@@ -41,6 +41,6 @@ def check(version: int, manifest: dict[str, TensorMeta], tensors: Iterable[Tenso
     unexpected = sorted(meta.name for meta in actual - expected)
     if missing or unexpected:
         raise WeightSyncError(
-            f"push of version {version} is incomplete: {len(missing)} tensors missing ({', '.join(missing[:3])}), "
-            f"{len(unexpected)} unexpected or of another shape ({', '.join(unexpected[:3])})"
+            f"push of version {version} is incomplete: {len(missing)} tensors are missing ({', '.join(missing[:3])}), and "
+            f"{len(unexpected)} are unexpected or have a different dtype or shape ({', '.join(unexpected[:3])})"
         )

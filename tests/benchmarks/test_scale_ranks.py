@@ -61,7 +61,7 @@ def test_a_rank_without_its_shard_ends_the_benchmark(monkeypatch: pytest.MonkeyP
 def test_a_tensor_that_is_not_sent_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     in_process(monkeypatch)
     monkeypatch.setattr(SimulatedRank, "send_weights", lambda rank, *_: list(rank.manifest())[1:])
-    with pytest.raises(WeightSyncError, match="1 tensors missing"):
+    with pytest.raises(WeightSyncError, match="1 tensors are missing"):
         scale_ranks.measure(8, 1)
 
 

@@ -68,7 +68,9 @@ def test_an_engine_is_on_one_node_if_it_fits_and_else_in_equal_parts_on_several(
     nodes = [gpu_node(1, 6), gpu_node(2, 6), gpu_node(3, 4)]
     assert engine_nodes(cfg, plan, nodes, 4) == [[2, 2, 3, 3], [2, 2, 1, 1], [2, 2, 3, 3]]
     assert assign(cfg, plan, nodes).nodes_per_engine == 2
-    with pytest.raises(MissingResources, match=r"rollout\.tp=4: the Ray cluster has no free GPUs .* in equal parts"):
+    with pytest.raises(
+        MissingResources, match=r"rollout\.tp=4: the Ray cluster has too few free GPUs .* in equal parts"
+    ):
         assign(cfg, plan, [gpu_node(1, 6), gpu_node(2, 7), gpu_node(3, 3)])
     with pytest.raises(MissingResources, match=r"rollout\.num_engines=3 on 4 nodes each \(10\.0"):
         assign(*plan_of(*split, "rollout.engine_num_nodes=4"), [*nodes])

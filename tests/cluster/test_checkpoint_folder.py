@@ -135,7 +135,11 @@ def test_each_manager_has_its_own_state_and_files(tmp_path: Path) -> None:
     ("path", "change", "message"),
     [
         ("managers.1.next_rollout", 4, r"is for rollout 4, with \[3\] generated ahead, not for rollout 3"),
-        ("managers.1.in_flight", 2, "has in_flight 2, which leftover_3_manager_1_in_flight.npz does not hold"),
+        (
+            "managers.1.in_flight",
+            2,
+            "has in_flight=2, but leftover_3_manager_1_in_flight.npz does not contain 2 groups",
+        ),
         ("managers.0.in_flight", 1, r"leftover_3_manager_0_in_flight.npz: groups of this checkpoint are missing"),
         ("managers.0.cursor", 5, "cursor"),
         ("managers", [], "has 0 managers"),

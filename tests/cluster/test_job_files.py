@@ -134,7 +134,7 @@ def test_nodes_follow_from_the_plan() -> None:
     [
         ((*SLURM, "--time", "tomorrow", *SLURM_RUN), "--time 'tomorrow' is not a time limit of sbatch"),
         ((*SLURM, "--partition", "a b", *SLURM_RUN), "--partition 'a b' is not a Slurm name"),
-        ((*SLURM, "--save-s", "-5", *SLURM_RUN), "--save-s -5 is not a time before the limit"),
+        ((*SLURM, "--save-s", "-5", *SLURM_RUN), "--save-s -5 is not a number of seconds before the time limit"),
         ((*SLURM, "--cpus", "4", *SLURM_RUN), "--cpus 4 is below --gpus-per-node 8"),
         ((*SLURM, "--gpus-per-node", "4", *SLURM_RUN), "placement.actor_num_gpus_per_node=8 with --gpus-per-node 4"),
         (

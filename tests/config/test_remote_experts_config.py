@@ -106,7 +106,7 @@ def test_experts_that_the_model_does_not_have_are_refused(argv: list[str], tmp_p
         ("{", "cannot be read as JSON"),
         ("{}", "no object 'tokens'"),
         ('{"tokens": {}}', "has no layer"),
-        ('{"tokens": {"1": [1, -1, 0, 0, 0, 0, 0, 0]}}', "no list of counts"),
+        ('{"tokens": {"1": [1, -1, 0, 0, 0, 0, 0, 0]}}', "not a list of counts"),
         ('{"tokens": {"1": [1, 2]}}', f"load_file={load} has 2 experts of layer 1, .* has 8; record it again"),
         ('{"tokens": {"1": [1, 0, 0, 0, 0, 0, 0, 0]}}', "has 0 experts of layer 3, .* has 8; record it again"),
     ):

@@ -38,7 +38,7 @@ def test_placement_by_count_list_and_measured_load(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             remote_ids(options, layer, 4)
     path.write_text('{"tokens": {"5": [1, -1, 0, 0]}}')
-    with pytest.raises(ConfigError, match="no list of counts"):
+    with pytest.raises(ConfigError, match="not a list of counts"):
         read_load(path)
 
 

@@ -248,7 +248,7 @@ def test_a_listening_worker_serves_only_engines_with_its_key(tmp_path: Path, sam
     address, thread = listening_worker(secret if same_key else b"another key of some length")
     origin = process.WorkerOrigin(address, path)
     if not same_key:
-        with pytest.raises(PeerLost, match=f"worker 0 closed the connection; .* another key than that in {path}"):
+        with pytest.raises(PeerLost, match=f"worker 0 closed the connection; .* differs from the key in {path}"):
             process.connect(origin, "worker 0", 5)
     else:
         client = WorkerClient(process.connect(origin, "worker 0", 5), ClientSettings(name="worker 0"))

@@ -62,7 +62,10 @@ def test_own_loss_and_advantage_train_a_step(layout: str, results: Results) -> N
             "single",
             "the loss returned means['micro0'] for one micro-batch and means['micro1'] for another of the same step",
         ),
-        ("dp2", "the loss returned means['rank0'] on this rank and other names on another rank: return the same names"),
+        (
+            "dp2",
+            "the loss returned means['rank0'] on this rank and different names on another rank: return the same names",
+        ),
     ],
 )
 def test_a_loss_with_other_names_for_another_micro_batch_or_rank_is_refused(

@@ -80,7 +80,7 @@ def test_norms_do_not_decay(results: Results) -> None:
     ("name", "message"),
     [
         ("unknown field", "ConfigError: model.megatron.layernorm_epsilom is not a field"),
-        ("unusable field", "ConfigError: model/parallel: megatron-core rejects"),
+        ("unusable field", "ConfigError: megatron-core rejects the values of parallel.* or model.megatron.*"),
         ("derived field", "ConfigError: model.megatron.attention_dropout=0.1: this field is derived from"),
         ("warm-up", "ConfigError: optim.warmup_steps=10 leaves none of 10 optimizer steps"),
         ("ref_checkpoint", "CheckpointError: model.ref_checkpoint=/no/such/folder: no such folder"),

@@ -95,7 +95,7 @@ def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
             try:
                 return _admitted(sock, secret, name, origin.key_file)
             except DeadlineExceeded:
-                problem = f"{origin.address} accepts connections but does not answer; a worker that serves another engine does not"
+                problem = f"{origin.address} accepts connections but does not answer; the worker may be serving another engine"
         if time.monotonic() + RETRY_S > until:
             raise PeerLost(f"{name}: {problem}")
         if is_first:
@@ -114,7 +114,7 @@ def _admitted(sock: socket.socket, secret: bytes, name: str, key_file: Path) -> 
         key.prove(connection, secret, name)
     except PeerLost as error:
         connection.close()
-        raise PeerLost(f"{error}; it does so if it was started with another key than that in {key_file}") from error
+        raise PeerLost(f"{error}; a worker does this if its key differs from the key in {key_file}") from error
     except SlimeLikeError:
         connection.close()
         raise

@@ -75,7 +75,7 @@ def slurm_script(layout: NodeLayout, options: SlurmOptions) -> str:
         raise ConfigError(f"--time {options.time!r} is not a time limit of sbatch: write e.g. 24:00:00 or 2-00:00:00")
     if not 1 <= options.save_s <= MAX_SAVE_S:
         raise ConfigError(
-            f"--save-s {options.save_s} is not a time before the limit that sbatch accepts: 1 to {MAX_SAVE_S}"
+            f"--save-s {options.save_s} is not a number of seconds before the time limit that sbatch accepts: give 1 to {MAX_SAVE_S}"
         )
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
         if value is not None and not NAME.fullmatch(value):

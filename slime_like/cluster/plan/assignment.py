@@ -186,8 +186,8 @@ def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode])
         )
     if num_nodes != (cfg.rollout.engine_num_nodes or num_nodes):
         raise ConfigError(
-            f"{KEY}={cfg.rollout.engine_num_nodes}, but the GPUs of the trainer, which each engine shares, are on {num_nodes} nodes for "
-            f"rollout.tp={cfg.rollout.tp}: remove {KEY}, or set placement.mode=split"
+            f"{KEY}={cfg.rollout.engine_num_nodes}, but with placement.mode=colocated an engine of rollout.tp={cfg.rollout.tp} shares "
+            f"GPUs of the trainer on {num_nodes} nodes: remove {KEY}, or set placement.mode=split"
         )
     check_engine_nodes(cfg, num_nodes)
     return num_nodes
@@ -249,13 +249,13 @@ def _no_node(
         )
     if block.role == ENGINE:
         placement = (
-            f"{nodes_per_engine} nodes each"
+            f"each on {nodes_per_engine} nodes"
             if cfg.rollout.engine_num_nodes
-            else "one node each, or on several in equal parts"
+            else "each on one node or in equal parts on several nodes"
         )
         return (
-            f"rollout.tp={cfg.rollout.tp}: the Ray cluster has no free GPUs for rollout.num_engines={cfg.rollout.num_engines} on {placement}"
-            f"{_describe_free_gpus(nodes)}: add nodes, or lower rollout.tp or rollout.num_engines"
+            f"rollout.tp={cfg.rollout.tp}: the Ray cluster has too few free GPUs for rollout.num_engines={cfg.rollout.num_engines} "
+            f"engines, {placement}{_describe_free_gpus(nodes)}: add nodes, or lower rollout.tp or rollout.num_engines"
         )
     return (
         f"{block.role}.tp={size}: a tensor parallel group of the {block.role} runs on one node, and with the other processes "

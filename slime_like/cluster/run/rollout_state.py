@@ -115,7 +115,9 @@ def _read(folder: Path, next_rollout: int) -> tuple[InputFile, dict[str, Any], t
     if "managers" in state:
         saved_states = file.typed(state, _SavedStates).managers
         if len(saved_states) < 2:
-            raise file.refused(f"has {len(saved_states)} managers, but a run with one has no list of them")
+            raise file.refused(
+                f"has a list of {len(saved_states)} managers, but such a list is written only for two or more managers"
+            )
     elif "made" in state:
         saved_states = (file.typed(state, _SavedState),)
     for saved in saved_states:
@@ -157,7 +159,10 @@ def _check_groups(file: InputFile, state: _SavedState, base: Path) -> None:
         if len(in_flight_groups) != state.in_flight or any(
             not s.spans for group in in_flight_groups for s in group.samples
         ):
-            raise file.refused(f"has in_flight {state.in_flight}, which {in_flight_path(base).name} does not hold")
+            raise file.refused(
+                f"has in_flight={state.in_flight}, but {in_flight_path(base).name} does not contain {state.in_flight} groups with "
+                "generated tokens"
+            )
 
 
 def _saved_groups(path: Path) -> tuple[SampleGroup, ...]:

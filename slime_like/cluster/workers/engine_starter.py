@@ -183,13 +183,12 @@ class EngineStarter:
             remove_placement_group(self._groups.pop(index))
             other = "other " if kept else ""
             shortage = (
-                f"no {other}node of the Ray cluster had"
+                f"no {other}node of the Ray cluster had {size} free GPUs"
                 if num_nodes == 1
-                else f"no {num_nodes} {other}nodes of the Ray cluster each had"
+                else f"the Ray cluster did not have {num_nodes} {other}nodes with {size} free GPUs each"
             )
             raise EngineError(
-                f"engine {index} cannot be started: {shortage} {size} free GPUs within {limit:.0f} s "
-                "(placement.wait_deadline_s)"
+                f"engine {index} cannot be started: {shortage} within {limit:.0f} s (placement.wait_deadline_s)"
             ) from error
         bundles = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(num_nodes)]
         probes = [start_actor(GpuProbe, num_cpus=0, num_gpus=size, scheduling_strategy=bundle)() for bundle in bundles]

@@ -27,8 +27,8 @@ def check_remote_experts(cfg: TrainConfig) -> None:
         return
     if cfg.run.deterministic:
         raise ConfigError(
-            f"{KEY}.count={remote.count} with run.deterministic=true: products of a worker depend on the tokens that were sent "
-            f"together; {OFF}, or run.deterministic=false"
+            f"{KEY}.count={remote.count} with run.deterministic=true: a worker's results depend on which tokens are sent in one "
+            f"request; {OFF}, or set run.deterministic=false"
         )
     for field in UNSUPPORTED_FIELDS:
         value = rollout.sglang.get(field)

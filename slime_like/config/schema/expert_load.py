@@ -26,6 +26,6 @@ def read_load(path: Path) -> dict[int, list[int]]:
     for name, counts in layers.items():
         valid = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
         if not (str(name).isdecimal() and valid):
-            raise file.refused(f"has tokens of layer {name!r:.20} that are no list of counts")
+            raise file.refused(f"has tokens of layer {name!r:.20} that are not a list of counts")
         loads[int(name)] = counts
     return loads

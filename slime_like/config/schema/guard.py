@@ -69,7 +69,8 @@ class GuardConfig(Config):
         for name in ("release", "profile"):
             if getattr(self, name) and not self.wrap:
                 raise ConfigError(
-                    f"{prefix}{name}=true needs the wrapper: set {prefix}wrap=true, or another preset than guard=off"
+                    f"{prefix}{name}=true needs the wrapper around collectives: set {prefix}wrap=true, or choose "
+                    "a preset other than guard=off"
                 )
         Threshold.parse(f"{prefix}threshold", self.threshold)
         overrides(prefix, MemoryPolicy(), self.ops, self.groups)

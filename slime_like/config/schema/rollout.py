@@ -278,8 +278,8 @@ class RewardConfig(Config):
                 raise ConfigError(f"{prefix}weights.{name}={weight} must be a finite number other than 0")
         if self.weights and ROW not in self.weights and self.name != RewardConfig.name:
             raise ConfigError(
-                f"{prefix}name={self.name!r} has no effect with {prefix}weights of {', '.join(self.weights)}: set "
-                f"{prefix}weights.{ROW}, the weight of {prefix}name or of a row's own reward, or remove {prefix}name"
+                f"{prefix}name={self.name!r} has no effect, because {prefix}weights contains only {', '.join(self.weights)}: add "
+                f"{prefix}weights.{ROW}, the weight of a row's own reward or of {prefix}name, or remove {prefix}name"
             )
 
     def _check_remote(self, prefix: str) -> None:

@@ -29,7 +29,7 @@ def completions(reply: Any, num_samples: int, routing: RoutingShape | None = Non
     Raises ``EngineError`` if the number of samples differs from ``num_samples`` or the reply is malformed.
     """
     if not isinstance(reply, list) or len(reply) != num_samples:  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate did not return {num_samples} samples but {_short(reply)}")
+        raise EngineError(f"/generate returned {_short(reply)} instead of {num_samples} samples")
     return [_completion(item, routing) for item in reply]  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -39,7 +39,7 @@ def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
     Raises ``EngineError`` if the number of sequences or the length of one differs from ``lengths``.
     """
     if not isinstance(reply, list) or len(reply) != len(lengths):  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate did not return scores of {len(lengths)} sequences but {_short(reply)}")
+        raise EngineError(f"/generate returned {_short(reply)} instead of scores of {len(lengths)} sequences")
     columns: list[F32] = []
     for item, length in zip(reply, lengths, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         triples = _meta(item, "input_token_logprobs")

@@ -330,7 +330,9 @@ async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work:
         await asyncio.wait({task, lost_task}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise EngineLost(f"{engine.name} at {engine.url} was withdrawn during the request")
+        raise EngineLost(
+            f"the request to {engine.name} at {engine.url} was cancelled, because the pool no longer uses this engine"
+        )
     finally:
         for pending in (task, lost_task):
             pending.cancel()

@@ -93,7 +93,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
         if key in derived_fields:
             raise ConfigError(
                 f"model.megatron.{key}={value!r}: this field is derived from config.json, parallel.* or model.dtype "
-                f"and is {derived_fields[key]!r}; remove it"
+                f"and is {derived_fields[key]!r}; remove model.megatron.{key}"
             )
     try:
         with warnings.catch_warnings():  # megatron warns about defaults of its CUDA graph fields
@@ -101,7 +101,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
             return kind(**{**derived_fields, **default_fields, **spec.model.megatron})
     except (ValueError, AssertionError, TypeError) as error:
         raise ConfigError(
-            f"model/parallel: megatron-core rejects parallel.* or model.megatron: {error}; change the values it names"
+            f"megatron-core rejects the values of parallel.* or model.megatron.*: {error}; change the keys that this message names"
         ) from error
 
 

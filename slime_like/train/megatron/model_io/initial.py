@@ -98,8 +98,8 @@ def _check_stored(entries: list[Any], stored: dict[str, Any], source: Path, key:
     for entry in entries:
         if entry.key not in stored:
             raise CheckpointError(
-                f"{key}: {source} has no tensor {entry.key!r}, only {len(stored)} others such as {sorted(stored)[0]!r}: it "
-                f"is of another model or of other layer classes; use a folder of the model in model.hf_checkpoint"
+                f"{key}: {source} has no tensor {entry.key!r}, but {len(stored)} others such as {sorted(stored)[0]!r}: it belongs to "
+                "another model or was saved with other layer classes; use a folder of the model in model.hf_checkpoint"
             )
         parts = [entry] if isinstance(entry, ShardedTensor) else _tensors(entry.build())
         for part in parts:

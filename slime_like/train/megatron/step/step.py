@@ -192,7 +192,7 @@ class StepReport:
         if self._names is not None and self._names != names:
             raise UserCodeError(
                 f"the loss returned {_text(self._names)} for one micro-batch and {_text(names)} for another of the same step: "
-                "return the same names in means and maxima for every micro-batch, also for one without tokens"
+                "return the same names in means and maxima for every micro-batch, even for one without tokens"
             )
         self._names = names
         self.num_tokens += len(weight_N)
@@ -248,8 +248,8 @@ class StepReport:
         dist.all_reduce(largest_and_smallest, op=dist.ReduceOp.MAX, group=group)
         if largest_and_smallest.sum() != 0:
             raise UserCodeError(
-                f"the loss returned {_text(self._names)} on this rank and other names on another rank: return the same names in "
-                "means and maxima on every rank, also for a micro-batch without tokens"
+                f"the loss returned {_text(self._names)} on this rank and different names on another rank: return the same names in "
+                "means and maxima on every rank, even for a micro-batch without tokens"
             )
 
     def _maxima(self, group: Any) -> Iterable[Metric]:

@@ -36,7 +36,9 @@ def join(spec: RankSpec, rank: int = 0) -> RankInfo:
     Must run before the first import of megatron. Raises ``ConfigError`` if the process does not run on a phantom GPU.
     """
     if not is_phantom() or spec.device != "cuda":
-        raise ConfigError("a rank without the others of its world runs on a phantom GPU alone: use slime_like.phantom")
+        raise ConfigError(
+            "a rank can run without the other ranks of its world only on a phantom GPU: create one with slime_like.phantom"
+        )
     groups.check_layout(spec.layout, spec.layout.world_size)
     keep_objects()  # before the collectives are wrapped
     _import_trainer()
