@@ -72,7 +72,7 @@ def test_an_engine_is_on_one_node_if_it_fits_and_else_in_equal_parts_on_several(
         MissingResources, match=r"rollout\.tp=4: the Ray cluster has too few free GPUs .* in equal parts"
     ):
         assign(cfg, plan, [gpu_node(1, 6), gpu_node(2, 7), gpu_node(3, 3)])
-    with pytest.raises(MissingResources, match=r"rollout\.num_engines=3 on 4 nodes each \(10\.0"):
+    with pytest.raises(MissingResources, match=r"rollout\.num_engines=3 engines, each on 4 nodes \(10\.0"):
         assign(*plan_of(*split, "rollout.engine_num_nodes=4"), [*nodes])
     result = nodes_of_gpus(cfg, plan, [*nodes, gpu_node(4, 5)])
     assert [set(result[i : i + 4]) for i in range(0, 16, 4)] == [{1}, {3}, {4}, {2}], "best fit first"
@@ -87,7 +87,7 @@ def test_a_colocated_engine_has_all_gpus_of_several_nodes() -> None:
     assert assign(cfg, plan, nodes).nodes_per_engine == 2
     assert engine_nodes(cfg, plan, nodes, 0) == [[1] * 4 + [2] * 4, [3] * 4 + [4] * 4]
     with pytest.raises(
-        ConfigError, match=r"rollout\.engine_num_nodes=4, but .* are on 2 nodes .* remove rollout\.engine"
+        ConfigError, match=r"rollout\.engine_num_nodes=4, but .* trainer on 2 nodes: remove rollout\.engine"
     ):
         assign(*plan_of(*WIDE, "rollout.tp=8", "parallel.tp=4", "rollout.engine_num_nodes=4"), nodes)
     three = (

@@ -142,7 +142,7 @@ def test_each_manager_has_its_own_state_and_files(tmp_path: Path) -> None:
         ),
         ("managers.0.in_flight", 1, r"leftover_3_manager_0_in_flight.npz: groups of this checkpoint are missing"),
         ("managers.0.cursor", 5, "cursor"),
-        ("managers", [], "has 0 managers"),
+        ("managers", [], "has a list of 0 managers"),
     ],
 )
 def test_damage_to_the_state_of_one_manager_is_named(tmp_path: Path, path: str, change: object, message: str) -> None:
