@@ -34,7 +34,7 @@ def name_of(names: Container[str], description: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {description}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {description}")
         return text
 
     return parse

@@ -114,7 +114,7 @@ def prepare(options: Options) -> None:
     """Add the files that a container gets from its base image and engine. Raises ``ImageError`` if the root has no apt-get."""
     root = options.root
     if not os.access(root / "usr/bin/apt-get", os.X_OK):
-        raise ImageError(f"{root} is no Debian or Ubuntu root: create it with debootstrap")
+        raise ImageError(f"{root} is not a Debian or Ubuntu root: create it with debootstrap")
     if not (random := root / "dev/urandom").exists():
         os.mknod(random, 0o666 | stat.S_IFCHR, os.makedev(1, 9))
     (root / "dev/shm").mkdir(exist_ok=True)

@@ -6,7 +6,7 @@ import psutil
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process exists and is no zombie; False also if it ends during the call."""
+    """Return whether a process exists and is not a zombie; False even if it ends only during the call."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -69,7 +69,7 @@ def map_evaluation(job: Job) -> None:
         job.set(f"evaluation.datasets.{name}", path, "data.val_files")
     if interval > 0:
         job.set("evaluation.interval", interval, "trainer.test_freq")
-    job.report("trainer.test_freq", "mapped", "here also after the last rollout", "evaluation.interval")
+    job.report("trainer.test_freq", "mapped", "slime_like also evaluates after the last rollout", "evaluation.interval")
     job.set("evaluation.before_train", before_train, "trainer.val_before_train")
     for (our_key, _), key in zip(sampling.items(), keys, strict=True):
         read_value = job.integer if our_key in ("n_samples_per_prompt", "top_k") else job.number

@@ -24,7 +24,7 @@ def map_run(job: Job) -> None:
     ):
         if job.sets(key) and job.integer(key) > 0:
             job.set(our_key, job.integer(key), key)
-    job.report("trainer.save_freq", "mapped", "here also after the last rollout", "run.save_interval")
+    job.report("trainer.save_freq", "mapped", "slime_like also saves after the last rollout", "run.save_interval")
     job.leave_out("all are kept", "trainer.max_actor_ckpt_to_keep")
     _resume(job)
     _loggers(job)

@@ -91,7 +91,7 @@ def test_the_measured_end_of_a_page_is_replaced_and_a_missing_page_is_created(tm
         (["trl", "--steps", "3"], "argument --steps: '3' is not a number of at least 4"),
         (["spin", "--rounds", "0"], "argument --rounds: '0' is not a number of at least 1"),
         (["spin", "--turns", "2000,-1"], "argument --turns: '-1' is not a number of at least 0"),
-        (["spin", "--sizes", "tiny,huge"], "argument --sizes: 'huge' is none of tiny, 20m"),
+        (["spin", "--sizes", "tiny,huge"], "argument --sizes: 'huge' is not one of tiny, 20m"),
     ],
 )
 def test_bad_options_are_refused_before_a_run(

@@ -1,4 +1,4 @@
-"""Processes of benchmarks: output line by line, a limit on every wait, and no process left behind."""
+"""Processes of benchmarks: their output is read line by line, every wait has a limit, and no process remains."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_pruning_keeps_the_newest_and_the_latest_iteration(tmp_path: Path) -> No
 
 
 def test_groups_go_with_the_iteration_they_were_saved_in(tmp_path: Path) -> None:
-    """Groups of rollouts generated ahead have rollout numbers that need not be saved iterations."""
+    """Groups of rollouts generated ahead are kept with their iteration, even if no iteration has their own number."""
     rollout = used_folder(tmp_path / "run") / "checkpoints" / "rollout"
     for name in ("leftover_2", "leftover_2_made_2", "leftover_2_made_3", "leftover_4", "leftover_4_made_5"):
         save_groups(rollout / f"{name}.npz", ())

@@ -45,7 +45,7 @@ class Saver:
 
 
 class NoRollout:
-    """Fake rollout side with nothing to save."""
+    """Fake ``RolloutSource`` with nothing to save."""
 
     def save(self, folder: Path, next_rollout: int) -> None: ...
 

@@ -89,7 +89,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_padding,
         r"iter_0000004: its vocabulary is padded to 384 rows, but tp=1 pads it to 128: resume with the same tp",
     ),
-    "rollout side lost": (
+    "rollout state lost": (
         lambda d: (d / "checkpoints" / "rollout" / "state_4.json").unlink(),
         r"state_4\.json: missing",
     ),

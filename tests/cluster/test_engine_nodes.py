@@ -104,7 +104,7 @@ def test_an_engine_that_lost_one_of_its_nodes_gets_another_actor(monkeypatch: py
 
 
 class FakeRay:
-    """Replacement of Ray's calls in ``engine_parts``: each returns a future that the test completes."""
+    """Replacement for Ray's calls in ``engine_parts``. Each call returns a future that the test completes."""
 
     def __init__(self) -> None:
         self.ends: list[Future[str]] = []
@@ -328,7 +328,7 @@ def test_an_engine_on_several_nodes_reads_no_shared_memory() -> None:
     assert EngineClient.at(address).host == "" and EngineClient.at(replace(address, num_nodes=1)).host == "10.0.0.1"
 
 
-def test_a_part_that_ends_while_the_first_node_stops_is_no_loss(
+def test_a_part_that_ends_while_the_first_node_stops_is_not_a_loss(
     parts: EngineParts, fake: FakeRay, end_event: threading.Event
 ) -> None:
     """A rank of another node fails when the connection to the first node closes."""

@@ -39,7 +39,7 @@ def entry(number: int, *, alive: bool = True) -> dict[str, Any]:
 
 
 class RecordedStart:
-    """Replacement of ``start_actor`` that records options and arguments."""
+    """Replacement for ``start_actor``. It records the options and arguments of each call."""
 
     def __init__(self) -> None:
         self.starts: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []

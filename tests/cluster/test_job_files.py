@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-from scripts import make_job_files  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
+from scripts import make_job_files  # pyright: ignore[reportAttributeAccessIssue]  scripts is not a package
 from slime_like.cluster.jobs.layout import NodeLayout, node_layout
 from slime_like.cluster.jobs.slurm import ADDRESS, SlurmOptions, slurm_script
 from slime_like.util.deadline import Deadline

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from scripts import submit  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
+from scripts import submit  # pyright: ignore[reportAttributeAccessIssue]  scripts is not a package
 from slime_like.cluster.jobs import follow as following
 from slime_like.cluster.jobs.address import ServerAddress, read_token, server_address
 from slime_like.cluster.jobs.code_archive import make_package
@@ -64,7 +64,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
         "module.name://h",
     ],
 )
-def test_an_address_that_is_no_job_server_names_its_source(text: str) -> None:
+def test_an_address_that_is_not_a_job_server_names_its_source(text: str) -> None:
     with pytest.raises(
         ConfigError, match=r"^--address='.*' is not the address of a job server: write http://HOST:PORT"
     ):

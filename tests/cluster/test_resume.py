@@ -78,7 +78,7 @@ def test_a_path_without_checkpoints_is_refused(tmp_path: Path) -> None:
         first_rollout(config(tmp_path, resume=str(tmp_path)), tmp_path)
 
 
-def test_a_marker_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_marker_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run", "release")
     with pytest.raises(CheckpointError, match="'release', which is not an iteration"):
         first_rollout(config(run_dir), run_dir)

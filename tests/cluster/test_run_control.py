@@ -27,7 +27,7 @@ from tests.cluster.test_checkpoints import Saver, checkpoints, latest
 
 @dataclass
 class EvaluatedRollout:
-    """Fake rollout side that evaluates and changes its number of engines."""
+    """Fake ``RolloutSource`` that evaluates and changes its number of engines."""
 
     metrics: tuple[Metric, ...]
     num_evaluations: int = 0

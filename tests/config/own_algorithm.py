@@ -67,7 +67,7 @@ def one_weight(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Se
 
 
 def number(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Correction:
-    """A correction whose weight is no tensor."""
+    """Return a correction whose weight is not a tensor."""
     return Correction(weight=cast(Any, 0.5), keep=None, means={})
 
 

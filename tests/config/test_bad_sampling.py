@@ -86,7 +86,7 @@ RULES = {
     "retries": ("reward.remote_retries=-1", "reward.remote_retries=-1", "[0, 100]"),
     "fallback": ("reward.fallback=nan", "reward.fallback=nan", "must lie in"),
     "filter": ("rollout.filters=[nonzero_sd]", "rollout.filters='nonzero_sd'", "'nonzero_std'"),
-    "filter of another shape": (
+    "filter with a different signature": (
         "rollout.filters=[tests.config.wrong_functions:no_filter]",
         "rollout.filters='tests.config.wrong_functions:no_filter' cannot be called as filter(group)",
         "missing a required argument: 'second'",
@@ -95,7 +95,7 @@ RULES = {
         "rollout.filters=[tests.config.wrong_functions:generate_of_two]",
         "is a coroutine function, but is not awaited: it must be filter(group)",
     ),
-    "generate of another shape": (
+    "generate with a different signature": (
         "rollout.generate=tests.config.wrong_functions:generate_of_two",
         "cannot be called as async def generate(prompt, engine, seeds, context)",
         "too many positional arguments",
@@ -104,7 +104,7 @@ RULES = {
         "rollout.generate=tests.config.wrong_functions:blocking",
         "is not a coroutine function: it must be async def generate(prompt, engine, seeds, context)",
     ),
-    "generate class of another shape": (
+    "generate class whose instances block": (
         "rollout.generate=tests.config.wrong_functions:Blocking",
         "is not a coroutine function: it must be async def generate(prompt, engine, seeds, context) of its instances",
     ),
@@ -112,7 +112,7 @@ RULES = {
         "rollout.generate=tests.config.wrong_functions:WithoutConfig",
         "cannot be called as WithoutConfig(config)",
     ),
-    "data source of another shape": (
+    "data source with a different signature": (
         "data.source=tests.config.wrong_functions:one_argument",
         "data.source='tests.config.wrong_functions:one_argument' cannot be called as source(config, context)",
     ),

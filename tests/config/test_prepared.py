@@ -1,4 +1,4 @@
-"""A run refuses keys that do not fit its model before ``run.prepare`` writes that model."""
+"""Calls of ``run.prepare``. Keys that do not fit its model are rejected before it writes the model."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ TENSORS: dict[str, tuple[Tensors, dict[str, Any], str]] = {
         FLOAT8,
         "of shape [64] is in F8_E4M3",
     ),
-    "float8 of another kind": (
+    "float8 of a different kind": (
         {f"{NAME}.weight": ("F8_E5M2", (64, 48)), **SCALES},
         FLOAT8,
         f"is in F8_E5M2 with scales in '{NAME}.weight_scale_inv'",

@@ -104,7 +104,7 @@ BAD = {
         ["algo=distill", "teacher.hf_checkpoint=MODEL", "teacher.placement=swap", "teacher.tp=2"],
         ["teacher.tp=2", "teacher.placement=swap"],
     ),
-    "swap of another shape": (
+    "swap of a different shape": (
         ["algo=distill", "teacher.hf_checkpoint=DEEPER", "teacher.placement=swap"],
         ["num_hidden_layers (6 and 4)", "teacher.placement=colocated"],
     ),
@@ -123,7 +123,7 @@ BAD = {
             "deeper",
         ],
     ),
-    "a critic of another policy": (
+    "another policy's critic": (
         ["algo=ppo", "critic.load=DEEP_CRITIC"],
         ["iter_0000003 was saved from another model: its num_hidden_layers is 6, but 4 in model.hf_checkpoint="],
     ),

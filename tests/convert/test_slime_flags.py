@@ -201,7 +201,7 @@ def test_no_value_of_a_flag_ends_in_a_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[1]", "3", "null"])
-def test_variables_that_are_no_mapping_are_refused(text: str, tmp_path: Path) -> None:
+def test_variables_that_are_not_a_mapping_are_refused(text: str, tmp_path: Path) -> None:
     assert row(mapped(tmp_path, f"--train-env-vars {text}"), "--train-env-vars").verdict == "refused"
 
 

@@ -1,4 +1,4 @@
-"""slime launch scripts of every kind: an equivalent recipe, or no recipe."""
+"""Conversion of launch scripts of slime: each gives an equivalent recipe or, with the reason, no recipe."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_one_factor_scales_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "fast"])
-def test_a_factor_that_is_no_positive_number_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_factor_that_is_not_a_positive_number_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(FACTOR_VARIABLE, text)
     with pytest.raises(ValueError, match=FACTOR_VARIABLE):
         _ = Deadline("a", "b", 1.0).limit

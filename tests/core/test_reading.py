@@ -70,7 +70,7 @@ def test_content_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "link to itself", "NUL"])
 @pytest.mark.parametrize("reader", [InputFile.data, InputFile.json, InputFile.yaml, InputFile.arrays])
-def test_a_path_that_is_no_regular_file_is_named(
+def test_a_path_that_is_not_a_regular_file_is_named(
     kind: str, reader: Callable[[InputFile], object], tmp_path: Path
 ) -> None:
     path = tmp_path / ("a\0b" if kind == "NUL" else "file")

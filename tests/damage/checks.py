@@ -131,7 +131,7 @@ class RunFiles:
         return self._accepted(kind, file, after, output.getvalue()), output.getvalue()
 
     def _accepted(self, kind: str, file: str, after: Any, output: str) -> ReadOutcome:
-        """Classify a read that returned another value than for the undamaged file."""
+        """Classify a read that returned a value different from that of the undamaged file."""
         if file.endswith(".jsonl") and kind in ("metrics.jsonl", "faults.jsonl, status.json"):
             is_reported, path = Path(file).name in output, self.root / file
             intact_lines = {*(self.pristine / file).read_bytes().splitlines()} & {*self.damaged.splitlines()}

@@ -64,7 +64,7 @@ def test_the_tools_column_is_rendered_and_kept(tools: object, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tools", [3, "text", {"name": "add"}, '{"name": "add"}'])
-def test_tools_that_are_no_list_are_a_bad_row(tools: object, tmp_path: Path) -> None:
+def test_tools_that_are_not_a_list_are_a_bad_row(tools: object, tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "hi"}], "label": "1", "tools": tools}
     with pytest.raises(DataError, match=r"line 1: 'tools' is .*; tools must be a list of JSON schemas"):
         source(write(tmp_path / "a.jsonl", [row]), tokenizer=chat_tokenizer())
@@ -103,7 +103,7 @@ BAD_ROWS: dict[str, tuple[Mapping[str, Any] | str, str]] = {
     "not an object": ("[1, 2]", r"line 2: is a JSON list; each line must be one JSON object"),
     "no prompt": ({"text": "a", "label": "1"}, r"line 2: has no 'prompt' but 'text', 'label'; set data.input_key"),
     "empty prompt": ({"prompt": "", "label": "1"}, r"line 2: 'prompt' has no token"),
-    "prompt of another type": ({"prompt": 5, "label": "1"}, r"line 2: 'prompt' is 5; it must be a string or a list"),
+    "prompt of a wrong type": ({"prompt": 5, "label": "1"}, r"line 2: 'prompt' is 5; it must be a string or a list"),
     "no messages": ({"prompt": [], "label": "1"}, r"line 2: 'prompt' is \[\]; it must be"),
     "message without role": (
         {"prompt": [{"content": "a"}], "label": "1"},
@@ -115,14 +115,14 @@ BAD_ROWS: dict[str, tuple[Mapping[str, Any] | str, str]] = {
     ),
     "label missing": ({"prompt": "1"}, r"line 2: label missing: no 'label'.+set data.label_key"),
     "label empty": ({"prompt": "1", "label": ""}, r"line 2: label missing"),
-    "label of another type": ({"prompt": "1", "label": ["1"]}, r"line 2: 'label' is \['1'\]; a label is a string"),
+    "label of a wrong type": ({"prompt": "1", "label": ["1"]}, r"line 2: 'label' is \['1'\]; a label is a string"),
     "unknown reward": (
         {"prompt": "1", "label": "1", "rm_type": "maths"},
         r"line 2: rm_type='maths' is unknown: did you mean 'math'\?",
     ),
     "reward by path": ({"prompt": "1", "rm_type": "os:system"}, r"line 2: rm_type='os:system' is unknown"),
-    "reward of another type": ({"prompt": "1", "rm_type": 3}, r"line 2: 'rm_type' is 3; it must be the name"),
-    "metadata of another type": ({"prompt": "1", "label": "1", "metadata": [1]}, r"line 2: 'metadata' is \[1\]"),
+    "reward of a wrong type": ({"prompt": "1", "rm_type": 3}, r"line 2: 'rm_type' is 3; it must be the name"),
+    "metadata of a wrong type": ({"prompt": "1", "label": "1", "metadata": [1]}, r"line 2: 'metadata' is \[1\]"),
     "too long": (
         {"prompt": "x" * 64, "label": "1"},
         r"line 2: 'prompt' has 64 tokens.+a context of 64 .rollout.max_context_len.+shorten the prompt",

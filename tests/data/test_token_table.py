@@ -82,7 +82,7 @@ def test_advantages_of_the_ranks_are_added_to_the_view() -> None:
     is_trained = view.loss_weight[first] > 0
     assert is_trained.any() and not is_trained.all()
     np.testing.assert_array_equal(updated_view.advantages[first], np.where(is_trained, column, np.nan))
-    assert np.isnan(updated_view.advantages[second.start :]).all(), "a column of another length is ignored"
+    assert np.isnan(updated_view.advantages[second.start :]).all(), "a column of a different length is ignored"
     assert np.isnan(view.advantages).all(), "the original view is not modified"
 
 

@@ -262,7 +262,7 @@ def test_ranks_of_other_nodes_are_not_blamed(tmp_path: Path) -> None:
     for ring in trainers:
         for number in (1, 2):
             write(ring, "all_reduce", number, 8)
-    assert findings(read_rings(tmp_path)) == [], "ops that have ended are no finding"
+    assert findings(read_rings(tmp_path)) == [], "ops that have ended are not reported"
     for ring in trainers:
         write(ring, "all_reduce", 3, 8, ended=0)
     (finding,) = findings(read_rings(tmp_path))

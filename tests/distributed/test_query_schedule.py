@@ -128,7 +128,7 @@ def test_auto_notices_memory_taken_by_this_process_before_the_threshold(
 @pytest.mark.parametrize("cost_ratio", [1.0, 160.0])
 @pytest.mark.parametrize("owner", ["self", "others"])
 @pytest.mark.parametrize(("cost", "period"), [(1e4, 8e9), (8e6, 8e9), (8e6, 0.3e9)])
-def test_memory_that_oscillates_with_every_step_is_no_shortage(
+def test_memory_that_oscillates_with_every_step_is_not_a_shortage(
     cost: float, period: float, owner: str, cost_ratio: float
 ) -> None:
     """20 of 40 GiB are taken for half of every step: no false alarm, and the budget is kept."""

@@ -1,4 +1,4 @@
-"""Wrapper of collectives: every op passes it once with unchanged results; if off, nothing is wrapped."""
+"""Wrapper around collectives: each op passes it once with unchanged results. If it is off, nothing is wrapped."""
 
 from __future__ import annotations
 

@@ -110,7 +110,10 @@ def beyond_loopback(addresses: Iterable[str]) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address such as ``127.0.0.1:8080`` or ``::1:8080`` is loopback, also for IPv4 mapped into IPv6."""
+    """Return whether an address such as ``127.0.0.1:8080`` or ``::1:8080`` is loopback.
+
+    IPv4 addresses mapped into IPv6 are recognised.
+    """
     ip = ip_address(address.rpartition(":")[0])
     return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 

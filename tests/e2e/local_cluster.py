@@ -63,7 +63,7 @@ class LocalCluster:
         )
 
     def end(self) -> list[str]:
-        """End the nodes; return a line per process that remains, after killing it."""
+        """End the nodes, kill the processes that remain, and return a line for each of these."""
         self.resources.processes()
         for node in reversed(self.nodes):
             node.terminate()

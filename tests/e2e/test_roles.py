@@ -1,4 +1,4 @@
-"""A student is distilled from a teacher of another shape, and a critic is fitted to the student's rollouts."""
+"""A student is distilled from a teacher of a different shape, and a critic is fitted to the student's rollouts."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def logprobs(model: Any, view: TokenTable) -> np.ndarray:
 
 
 def test_a_critic_learns_the_returns_of_rollouts(distill_dir: Path, warm_start: WarmStart, tmp_path: Path) -> None:
-    """One rollout is replayed without an engine until a request stops the run; the actor begins to train late."""
+    """The run replays copies of one rollout, without an engine, until a request stops it. The actor starts to learn late."""
     (tmp_path / "rollouts").mkdir()
     for k in range(MAX_REPLAYS):
         os.link(rollout_path(distill_dir / "rollouts", ROLLOUTS - 1), rollout_path(tmp_path / "rollouts", k))

@@ -199,14 +199,14 @@ class GlooRanks:
 
 
 class RankGather(GroupGather):
-    """The product's gather, without torch's global registry of groups."""
+    """FlowMLA's gather without torch's global registry of groups."""
 
     def _broadcast(self, group: Any, tensor: Tensor, rank: int) -> Any:
         return group.broadcast(tensor, rank)
 
 
 class RankMessages:
-    """The product's exchange of messages, without torch's global registry of groups."""
+    """FlowMLA's exchange of messages without torch's global registry of groups."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

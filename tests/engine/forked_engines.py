@@ -1,8 +1,8 @@
 """Engines forked from one process that has imported SGLang: the import takes nine tenths of the CPU time of a start.
 
 Python's fork server imports this module, which imports SGLang if ``IMPORTS`` is in the environment. Everything else is
-the product's: ``EngineServer``, the engine's environment, ``main.py`` and the processes that it starts. The engines of
-a run of train.py are forked too if the run has the environment ``forking_engines()``.
+slime_like's: ``EngineServer``, the engine's environment, ``main.py`` and the processes that it starts. The engines of a
+run of train.py are forked too if the run has the environment ``forking_engines()``.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class ForkedEngineServer(EngineServer):
 
 
 def show_environment() -> None:
-    """Move the environment into the memory that ``/proc/<pid>/environ`` shows, where a new program has it.
+    """Copy the environment of this forked process into the memory that ``/proc/<pid>/environ`` shows.
 
-    The product and the tests find the processes and folders of a run by this memory, and Ray searches the memory before
-    it for the process title.
+    A program that was started by exec has its environment there. slime_like and the tests find a run's processes and
+    folders in this memory, and Ray searches the memory before it for the process title.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start, env_end of proc_pid_stat(5)

@@ -1,4 +1,4 @@
-"""Tiny random hybrid models with three gated delta net layers per attention layer and uneven shapes."""
+"""Tiny hybrid models with random weights: three Gated DeltaNet layers and one attention layer, with uneven sizes."""
 
 from __future__ import annotations
 

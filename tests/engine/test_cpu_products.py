@@ -1,4 +1,4 @@
-"""Packed matrix products always use the current weights, without an engine or SGLang."""
+"""Packed matrix products use the current weights, even after a change. No engine runs, and SGLang is not used."""
 
 from __future__ import annotations
 

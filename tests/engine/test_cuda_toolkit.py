@@ -66,7 +66,7 @@ def test_an_installed_toolkit_is_used(wheel: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("missing", ["bin/nvcc", "lib/libcudart.so.13"])
-def test_incomplete_wheels_are_no_toolkit(wheel: Path, missing: str) -> None:
+def test_incomplete_wheels_are_not_a_toolkit(wheel: Path, missing: str) -> None:
     (wheel / missing).unlink()
     assert toolkit_environment({"PATH": "/nowhere"}) == {}
 

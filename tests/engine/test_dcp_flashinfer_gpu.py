@@ -79,7 +79,7 @@ def test_decode_split_by_hand(size: int, tensor_cores: bool) -> None:
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("size", [2, 4])
 def test_backend_of_each_rank(size: int, decode: bool) -> None:
-    """The backend agrees with exact attention on FlashInfer and SGLang's kernels, also on ranks without tokens."""
+    """The backend agrees with exact attention on FlashInfer and SGLang's kernels, even on ranks without tokens."""
     pytest.importorskip("flashinfer")
     from slime_like_plugins.dcp import flashinfer_attention as backend
 

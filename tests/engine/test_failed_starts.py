@@ -44,7 +44,7 @@ def test_the_error_of_an_engine_that_cannot_start_names_the_cause(tmp_path: Path
 
 
 def test_an_engine_that_would_compute_wrong_tokens_does_not_start(models: Models, tmp_path: Path) -> None:
-    """The engine checks the attention backend that SGLang resolved, also if the rules of the config were bypassed."""
+    """The engine checks the attention backend that SGLang resolved, even if the rules of the config were bypassed."""
     spec = EngineSpec(
         *(str(models.paths["A"]), "cpu", "float32", 2, 64, 0, str(tmp_path / "log"), 120, 10),
         dcp=2,

@@ -175,7 +175,7 @@ def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[
 
 
 def test_the_engine_returns_the_experts_of_every_token(engines: Mapping[str, tuple[Models, RunningEngine]]) -> None:
-    """Experts of cached, scored and continued tokens are returned, also after a push, but not for an evaluation."""
+    """Experts of cached, scored and continued tokens are returned, even after a push, but not for an evaluation."""
     models, engine = engines[REPLAYED]
     ids, sampling = prompt(90, seed=6), make_sampling(0.8, tokens=20)
     for version, name in ((3, "A"), (4, "B")):

@@ -137,7 +137,7 @@ def test_fp8_blocks_are_sharded_after_post_processing(transport: str, monkeypatc
 
 
 def test_weights_that_leave_their_slot_stop_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that need scales of another type repack the scales after a load."""
+    """Kernels that need scales of a different type repack the scales after a load."""
     hooks: Any = importlib.import_module("slime_like_plugins.flow_mla.hooks")
     group = GlooRanks(1, SLOTS)
 

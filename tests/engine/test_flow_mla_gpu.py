@@ -183,7 +183,7 @@ def one_matrix(rows: int, columns: int) -> torch.nn.Module:
 
 
 class TimedGather:
-    """The product's gather, with events before and after each copy on its stream."""
+    """FlowMLA's gather with events before and after each copy on its stream."""
 
     def __init__(self, gather: PullGather, memory: DeviceParts) -> None:
         self._gather, self._streams = gather, memory._streams  # pyright: ignore[reportPrivateUsage]
@@ -191,7 +191,7 @@ class TimedGather:
         self.copies: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # events of each layer's last copy
 
     def meet(self) -> None:
-        """Do not wait for the other rank, which only holds its parts."""
+        """Do nothing: the other rank takes no part in gathers and only holds its parts."""
 
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
         self._streams[slot].wait_stream(torch.cuda.current_stream())

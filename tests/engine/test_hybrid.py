@@ -66,7 +66,10 @@ class Answer:
 
 
 def assert_agrees(models: Models, name: str, answers: Sequence[Answer]) -> None:
-    """Assert that logprobs agree with transformers, and that greedy tokens are its most probable, up to rounding."""
+    """Assert that log-probabilities agree with transformers, and that greedy tokens are the most probable ones there.
+
+    Both hold up to rounding.
+    """
     sequences = [np.concatenate([answer.ids, answer.completion.token_ids]) for answer in answers]
     for answer, logits_LV in zip(answers, all_logits(models, name, sequences), strict=True):
         tokens_R = torch.from_numpy(answer.completion.token_ids).long()
@@ -179,5 +182,5 @@ def test_hybrid_models_do_not_use_the_fused_forward(
     name_of_engine: str, engines: Mapping[str, tuple[Models, RunningEngine]]
 ) -> None:
     says = engines[name_of_engine][1].server.decode_method()
-    assert "module by module, as Qwen3" in says and "is none of" in says
+    assert "module by module, as Qwen3" in says and "is not one of" in says
     assert "gated delta rule in torch" in says

@@ -1,4 +1,4 @@
-"""Replacements of SGLang's Triton kernels for hybrid models agree with their definitions in float64. No engine."""
+"""Replacements for SGLang's Triton kernels of hybrid models agree with their definitions in float64. No engine runs."""
 
 from __future__ import annotations
 

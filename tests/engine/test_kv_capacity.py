@@ -71,7 +71,7 @@ def test_auto_runs_more_requests_when_responses_turn_out_short(auto_engine: Runn
     assert most_running > 2 * WORST_CASE
 
 
-def test_a_pause_is_no_retraction_and_a_report_resets_the_counts(auto_engine: RunningEngine) -> None:
+def test_a_pause_is_not_a_retraction_and_a_report_resets_the_counts(auto_engine: RunningEngine) -> None:
     async def pause() -> tuple[KvUsage, KvUsage]:
         await auto_engine.client.kv_usage()
         running = asyncio.ensure_future(

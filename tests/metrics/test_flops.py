@@ -112,7 +112,10 @@ def test_published_shapes() -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_torch_counts_the_same(kind: str) -> None:
-    """torch counts the same projections of a transformers model on one token, where no attention pair is masked."""
+    """The FLOPs of the projections agree with those that torch counts for a transformers model on one token.
+
+    The FLOPs of attention pairs, states and convolutions are subtracted first.
+    """
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 

@@ -148,7 +148,7 @@ def test_flags_of_the_trainer_need_train(capsys: pytest.CaptureFixture[str]) -> 
         ("| true; exit ${PIPESTATUS[0]}", 0, ""),
     ],
 )
-def test_output_that_cannot_be_written_is_no_traceback(
+def test_output_that_cannot_be_written_prints_no_traceback(
     redirect: str, code: int, message: str, arguments: list[str]
 ) -> None:
     command = shlex.join([sys.executable, "-m", "slime_like.planner", *arguments])

@@ -34,7 +34,10 @@ def push(
     at_own_commit: Callable[[], object] = lambda: None,
     after_commit: Callable[[], object] = lambda: None,
 ) -> Any:
-    """Write new weights and commit; call ``at_own_commit`` in SGLang's commit, ``after_commit`` after the worker's."""
+    """Write new weights and commit them.
+
+    ``at_own_commit`` is called in SGLang's commit, ``after_commit`` after the worker's commit.
+    """
     monkeypatch.setattr(hooks, "_models", [SimpleNamespace(experts=experts, record_load=after_commit)])
 
     def commit_own(manager: object, request: object) -> Any:

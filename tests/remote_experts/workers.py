@@ -57,7 +57,7 @@ def requests(shapes: ExpertShapes, layer: int, num_rows: int, num_selected: int,
 
 
 def reference(rows: Tensor, ids: Any, weights: Any, matrices: dict[str, Tensor]) -> Tensor:
-    """Return the sums in float64, one token and expert at a time; ids of -1 are no experts."""
+    """Return the sums in float64, one token and expert at a time. An id of -1 stands for no expert."""
     out = torch.zeros((len(rows), rows.shape[1]), dtype=torch.float64)
     for token, (selected, scales) in enumerate(zip(ids, weights, strict=True)):
         for expert, scale in zip(selected, scales, strict=True):

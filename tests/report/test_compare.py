@@ -84,7 +84,7 @@ def test_the_tolerance(a: float, b: float, relative: float, absolute: float) -> 
         ('{"step": 1', ["no complete line"]),
     ],
 )
-def test_folders_that_are_no_runs(text: str | None, words: list[str], tmp_path: Path) -> None:
+def test_folders_that_are_not_runs(text: str | None, words: list[str], tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(DataError) as error:

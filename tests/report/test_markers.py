@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from rich.console import Console
 
-from scripts import control  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
+from scripts import control  # pyright: ignore[reportAttributeAccessIssue]  scripts is not a package
 from slime_like import cli
 from slime_like.cluster.run.status import ControlReply, RunStatus, write_status
 from slime_like.config.load.loader import load_config

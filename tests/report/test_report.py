@@ -269,7 +269,7 @@ def test_missing_measurements_are_named(tmp_path: Path) -> None:
     assert "weights.probe_layers" in parts["precision, kernel"].source
 
 
-def test_a_group_that_is_no_mapping_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_a_group_that_is_not_a_mapping_is_shown_as_it_is(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [{"x": 1.0}], "{run: 5, rollout: [], model: text}")
     assert "<h1>a</h1>" in page_of(folder) and "rollout.temperature=?" in page_of(folder)
 

@@ -18,7 +18,7 @@ MEMORY, CPU_S = 3 * 2**30, 120
 
 
 class TooMuchWork(BaseException):
-    """Raised beyond ``MAX_CALLS``. Not an ``Exception``, which would count as a refused formula."""
+    """More than ``MAX_CALLS`` calls. It is not an ``Exception``, which ``equal`` would report as a rejected formula."""
 
 
 class CallCounter:

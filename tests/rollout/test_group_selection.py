@@ -111,7 +111,7 @@ def test_carried_groups_do_not_keep_the_memory_of_a_managers_rollout() -> None:
     assert str(carried) == str(received_groups[2])
 
 
-def test_an_empty_or_flat_share_is_no_warning_while_the_rollout_has_a_signal() -> None:
+def test_an_empty_or_flat_share_gives_no_warning_while_the_rollout_has_a_signal() -> None:
     selected = selection(2, "drop")
     flat = group(0, (0.0, 0.0))
     for rollout_id in range(4):

@@ -91,7 +91,7 @@ def test_rewards_that_differ_by_overlong_penalty_give_no_warning() -> None:
     assert any(observe(LearningSignal("group"), *[unequal_lengths] * 5))
 
 
-def test_the_reward_of_a_failed_sample_is_no_learning_signal() -> None:
+def test_the_reward_of_a_failed_sample_is_not_a_learning_signal() -> None:
     failed = group([1.0, 0.0])
     failed = replace(failed, samples=(failed.samples[0], replace(failed.samples[1], status=Status.FAILED)))
     assert [bool(warnings) for warnings in observe(LearningSignal("group"), *[(failed,)] * 3)] == [False, False, True]

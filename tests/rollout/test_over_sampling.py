@@ -302,7 +302,7 @@ def test_a_prompt_given_up_three_times_is_completed() -> None:
 
 
 def test_groups_that_are_too_stale_are_restarted() -> None:
-    """Each rollout takes 1 of 8 groups, and no group may wait for more than one version."""
+    """Each rollout uses 1 of 8 groups. A group that would lag by more than one weight version is restarted."""
     rollouts, process, counts = collect(SamplingSetting(Refills(1, 8, 0), Partial(True, 1)), 6)
     assert counts["rollout/restarted_groups"] > 0
     assert all(i - group.oldest_version <= 1 for i, collected in enumerate(rollouts) for group in collected.groups)

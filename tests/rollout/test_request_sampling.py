@@ -84,10 +84,10 @@ async def cut(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: Gen
 
 
 class Unscored:
-    """Reward pool and tokenizer without processes or files."""
+    """Fake of both a reward pool and a tokenizer, without processes or files."""
 
     def __init__(self, *_: object) -> None:
-        """Accept the arguments of either class."""
+        """Ignore the arguments of the reward pool or of the tokenizer."""
 
     async def score(self, groups: list[SampleGroup], **_: object) -> list[SampleGroup]:
         return [replace(g, samples=tuple(replace(s, reward=Reward(0.0)) for s in g.samples)) for g in groups]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import image_root  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
+from scripts import image_root  # pyright: ignore[reportAttributeAccessIssue]  scripts is not a package
 from slime_like.cluster.jobs import kubernetes
 from slime_like.util.deadline import scale
 
@@ -67,8 +67,8 @@ def test_files_that_an_early_step_needs_are_copied_before_it(tmp_path: Path) -> 
 def test_an_unknown_step_and_a_root_that_is_none_are_refused(tmp_path: Path) -> None:
     for command, code, message in (
         (["bash", STEPS], 2, "The steps of docker/Dockerfile"),
-        ([*IMAGE_ROOT, tmp_path], 1, "is no Debian or Ubuntu root"),
-        ([*IMAGE_ROOT, tmp_path, "--device", "gpu", "--", "a", "--plan"], 1, "is no Debian or Ubuntu root"),
+        ([*IMAGE_ROOT, tmp_path], 1, "is not a Debian or Ubuntu root"),
+        ([*IMAGE_ROOT, tmp_path, "--device", "gpu", "--", "a", "--plan"], 1, "is not a Debian or Ubuntu root"),
     ):
         result = subprocess.run(command, capture_output=True, text=True, timeout=60 * scale())
         assert result.returncode == code and message in result.stderr

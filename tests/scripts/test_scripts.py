@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import summarize_run  # pyright: ignore[reportAttributeAccessIssue]  scripts is no package
+from scripts import summarize_run  # pyright: ignore[reportAttributeAccessIssue]  scripts is not a package
 from tests.scripts.shell import ROOT, bash, executable
 
 SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])

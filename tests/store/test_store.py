@@ -122,7 +122,7 @@ def test_experts_of_another_shape_are_refused_before_memory_is_allocated() -> No
     assert (store.length(0), store.length(1)) == (6, 6)
 
 
-def test_an_empty_batch_is_no_change() -> None:
+def test_an_empty_batch_changes_nothing() -> None:
     store = SampleStore()
     row = store.add(context_columns(np.arange(2)))
     store.append_batch(Batch(np.zeros(0, np.int64), NO_TOKENS))

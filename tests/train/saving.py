@@ -246,7 +246,7 @@ def full_disk_of_a_run(world: RankWorld, shared: Shared) -> dict[str, Any]:
             try:
                 checkpoints.save(2)
             except CheckpointError as error:
-                out[f"rollout side, {name} {final}"] = str(error)
+                out[f"rollout state, {name} {final}"] = str(error)
         checkpoints.save(3, final=True)
         latest = (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()
         out[f"{name} {final}"] = (message, latest)
@@ -257,7 +257,7 @@ EXPORT_FULL = ("hf.tmp", "hf.tmp/config.json", "hf.tmp/model.safetensors.index.j
 
 
 def full_disks_of_exports(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Export over an earlier export on a disk that is full at one operation of one rank, then on one with space."""
+    """Replace an export on a disk that is full at one operation of one rank, and then on a disk with space."""
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
     folder = shared.scratch / "hf"
     actor.export_hf(folder)

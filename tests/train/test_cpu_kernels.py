@@ -229,7 +229,7 @@ def test_nan_and_infinite_logits_give_nan_scores() -> None:
 
 
 def test_scores_agree_with_the_torch_path() -> None:
-    """Scores and gradients agree for one chunk, whose logits are kept, and for several, also in a second backward."""
+    """Scores and gradients agree for one chunk, whose logits are kept, and for several, even in a second backward."""
     hidden, weight = random(3, (50, 16), (33, 16), dtype=torch.float32)
     target = torch.arange(50) % 33
     options: dict[str, Any] = {"part": VocabularyPart(0, 33, None), "temperature": 0.8, "entropy": True}

@@ -44,6 +44,6 @@ def test_a_file_is_received_in_chunks(size: int, content: bytearray, tmp_path: P
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("size", [5, 10_005, 25_000])
 def test_a_full_disk_is_reported_after_the_last_chunk(size: int, content: bytearray) -> None:
-    """The receiver takes all chunks, then reports the error, also if the last bytes are written only at the close."""
+    """The receiver takes all chunks before it reports the error, even if the last bytes are written at the close."""
     content += bytes(size)
     assert node_files._receive(FULL, 1, torch.device("cpu")) == "/dev/full: No space left on device"

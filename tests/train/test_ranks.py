@@ -33,7 +33,7 @@ def forked(world: RankWorld, seconds: float) -> list[str]:
 
 
 def one_thread(world: RankWorld) -> str:
-    """Return the error of ``_await_one_thread`` while another thread runs; joined threads are no error."""
+    """Return the error of ``_await_one_thread`` while another thread runs. Joined threads cause no error."""
     import threading
 
     from tests.train.ranks import _await_one_thread

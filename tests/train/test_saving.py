@@ -91,7 +91,7 @@ def test_on_failed_save_decides_if_a_full_disk_ends_the_run(name: str, raises: b
     message, latest = out[name]
     assert ("iter_0000002: the save failed" in message) is raises
     assert latest == "3"
-    rollout: Any = out.get(f"rollout side, {name}")
+    rollout: Any = out.get(f"rollout state, {name}")
     if name.startswith("stop"):
         assert "state_2.json" in rollout
     else:

@@ -97,7 +97,7 @@ def test_the_training_time_is_that_of_the_optimizer_steps(results: Results) -> N
 
 
 def test_each_step_of_a_rollout_counts_its_own_tokens(results: Results) -> None:
-    """Two optimizer steps with unequal numbers of tokens have the same gradients in one rollout as in two."""
+    """Two steps with unequal numbers of tokens give the same gradients and weights in one rollout as in two."""
     ((one_rollout, two_rollouts),) = results["steps or rollouts"]
     assert one_rollout == two_rollouts
 

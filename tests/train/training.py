@@ -117,7 +117,7 @@ def bad_rows(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, str]
 
 
 def another_reference(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, float]:
-    """Return the metrics of a first rollout whose reference is another checkpoint than the policy's."""
+    """Return the metrics of a first rollout whose reference differs from the policy's checkpoint."""
     model = {"ref_checkpoint": str(shared.models["untied"])}
     actor = make_actor(world, shared.models["tied"], layout, algo=GrpoConfig(kl_loss_coef=0.1), model=model)
     return train(actor, layout, 1)

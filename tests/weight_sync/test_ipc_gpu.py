@@ -171,7 +171,7 @@ def test_the_rate_of_a_push(record_property: Callable[[str, object], None]) -> N
         record_property("copy_gb_per_s", round(num_bytes / copy_s / 1e9, 1))
         record_property("share_of_the_limit", round(3 * copy_s / seconds, 3))
         if has_values():
-            assert 3 * copy_s / seconds > 0.2, "a push waits for other things than copies"
+            assert 3 * copy_s / seconds > 0.2, "a push waits for something other than copies"
             assert engine.bits()["w127"] == bits(tensors["w127"])
     finally:
         engine.stop()

@@ -55,7 +55,7 @@ def obstacle(model: Any) -> str | None:
 
     name = type(model).__name__
     if name not in MODELS:
-        return f"{name} is none of {', '.join(MODELS)}"
+        return f"{name} is not one of {', '.join(MODELS)}"
     parallel = get_parallel()
     for size in ("tp_size", "pp_size", "attn_dp_size", "attn_cp_size"):
         if getattr(parallel, size) != 1:

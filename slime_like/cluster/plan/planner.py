@@ -44,11 +44,11 @@ class Plan:
     device: str  # cpu | cuda
     actor: RankSpec
     critic: CriticSpec | None
-    teacher: TeacherSpec | None  # None also if the actor's ranks score with it
+    teacher: TeacherSpec | None  # None if there is no teacher, or if the actor's ranks score with it
     engines: tuple[EngineSpec, ...]  # empty if nothing is generated
     transport: TransportSpec
     needs_trainer: bool
-    colocated: bool  # trainer and engines on the same devices; True also if only one of them runs
+    colocated: bool  # trainer and engines on the same devices; True even if only one of them runs
     trainer_threads: int  # per training rank of any role
     engine_threads: int  # per engine rank
     max_context_len: int

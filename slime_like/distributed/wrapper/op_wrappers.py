@@ -1,4 +1,4 @@
-"""Wrappers of torch's methods and functions. They are the hot path and therefore call few helper functions.
+"""Wrappers around torch's methods and functions. They are the hot path and therefore call few helper functions.
 
 Each function here takes torch's method or function (``raw``) and returns a wrapper with its signature.
 """
@@ -32,7 +32,7 @@ OMITTED: Any = object()  # an omitted argument
 
 
 def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrapper of one method of ``ProcessGroup``."""
+    """Return the wrapper around one method of ``ProcessGroup``."""
     return _point_to_point(w, op, name, raw) if op.kind is Kind.POINT else _collective(w, op, raw)
 
 
@@ -139,7 +139,7 @@ def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> C
 
 
 def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrapper of ``Work.wait``, which records the end of asynchronous ops."""
+    """Return the wrapper around ``Work.wait`` that records the end of asynchronous ops."""
     pop, words = w.pending_works.pop, w.ring.words
     first_word, mask, width = w.ring.first_word(0), w.ring.slots - 1, RECORD.size // 8
 
@@ -165,7 +165,7 @@ def wait(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the wrapper of a function that issues several ops.
+    """Return the wrapper around a function that issues several ops.
 
     The function is counted and guarded as one op; the ops that it issues are only counted.
     """

@@ -68,7 +68,7 @@ class Profile:
         return measured_call
 
     def wrap_composite(self, w: Wrapper, op: Op, raw: Callable[..., Any], call: Callable[..., Any]) -> Any:
-        """Return ``call``, the wrapper of the composite function ``raw``, with a memory query before and after it."""
+        """Return ``call``, the wrapper around the composite function ``raw``, with a memory query before and after."""
         position = op_wrappers.group_position(raw)
 
         @functools.wraps(raw)
