@@ -233,7 +233,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.over_sampling < options.batch:
-        parser.error(f"--over-sampling {options.over_sampling} is below --batch {options.batch}: raise it")
+        parser.error(f"--over-sampling {options.over_sampling} is below --batch {options.batch}: raise --over-sampling")
     machine_line = machine(os.getloadavg()[0])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:

@@ -26,7 +26,7 @@ BLOCKING = ("refused", "needed", "unknown")
 MAX_ENGINE_MEMORY = 0.5
 """Share of a GPU's memory above which an engine leaves too little for a trainer on the same GPU."""
 ENGINE_MEMORY_NOTE = (
-    "trainer and engines both stay on the GPUs here: lower it to the memory that train.py --plan leaves"
+    "trainer and engines both stay on the GPUs here: lower this setting to the memory that train.py --plan leaves"
 )
 
 

@@ -61,7 +61,7 @@ def forget(address: Mapping[str, Any]) -> None:
 def unshareable_memory_message(setting: str) -> str:
     """Return the error message for a run that has to share memory. ``setting``: result of ``unshareable_memory``."""
     kind = next(kind for option, kind in UNSHAREABLE.items() if option in _normalised(setting))
-    return f"weights.transport=ipc with {setting}: {kind} has no CUDA IPC handle; remove the setting, or set weights.transport=tensor"
+    return f"weights.transport=ipc with {setting}: {kind} has no CUDA IPC handle; remove {setting}, or set weights.transport=tensor"
 
 
 def unshareable_memory(environment: Mapping[str, str]) -> str:

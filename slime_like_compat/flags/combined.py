@@ -91,8 +91,8 @@ def _loss(flags: FlagValues) -> Iterator[str]:
         )
     if "--disable-compute-advantages-and-returns" in flags and kind != "sft_loss":
         raise ConfigError(
-            f"--disable-compute-advantages-and-returns with --loss-type {kind} is not supported: remove it, or give "
-            "--loss-type sft_loss"
+            f"--disable-compute-advantages-and-returns with --loss-type {kind} is not supported: remove "
+            "--disable-compute-advantages-and-returns, or give --loss-type sft_loss"
         )
     if kind == "sft_loss":
         yield "algo=sft"

@@ -54,7 +54,7 @@ def find_browser() -> Path | None:
     """Return a browser of this machine, None without one. Raises ``FileNotFoundError`` if the variable names no file."""
     if command := os.environ.get(VARIABLE):
         if not Path(command).is_file():
-            raise FileNotFoundError(f"{VARIABLE}={command!r} is not a file: set {VARIABLE} to a browser, or unset it")
+            raise FileNotFoundError(f"{VARIABLE}={command!r} is not a file: set it to a browser, or unset {VARIABLE}")
         return Path(command)
     on_path = next((path for name in NAMES if (path := shutil.which(name))), None)
     if on_path is not None:

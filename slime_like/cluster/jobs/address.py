@@ -52,7 +52,7 @@ def server_address(address: str | None, environment: Mapping[str, str]) -> Serve
             f"{DEFAULT_ADDRESS}"
         )
     if parts.username or parts.password:
-        raise ConfigError(f"{source} contains a user or password: remove it, and set {TOKEN_VARIABLE}")
+        raise ConfigError(f"{source} contains a user or password: remove both, and set {TOKEN_VARIABLE}")
     return ServerAddress(f"{parts.scheme}://{parts.netloc}", read_token(environment))
 
 

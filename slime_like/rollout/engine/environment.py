@@ -39,7 +39,7 @@ def child_environment(
     if rank_memory() is not None and spec.device != "cpu":
         raise ConfigError(
             f"{RANK_MEMORY}={os.environ[RANK_MEMORY]} has no effect with placement.device={spec.device}, whose engines have the memory "
-            "of a GPU: unset it"
+            f"of a GPU: unset {RANK_MEMORY}"
         )
     plugins = ["weight_commit", "rollout_sampling", "kv_usage"]
     if is_quantised(spec.model_path) and not spec.float8:
@@ -111,6 +111,6 @@ def spin_count() -> str:
     count = os.environ.get(SPIN, SPIN_COUNT)
     if not count.isdecimal():
         raise EngineError(
-            f"{SPIN}={count!r} is not a number of spins: set it to a number such as {SPIN_COUNT}, or unset it"
+            f"{SPIN}={count!r} is not a number of spins: set it to a number such as {SPIN_COUNT}, or unset {SPIN}"
         )
     return count
