@@ -147,5 +147,5 @@ def test_the_reference_may_be_another_checkpoint(results: Results) -> None:
 def test_rotary_frequencies_are_those_of_transformers(results: Results) -> None:
     (errors,) = results["rotary"]
     assert errors["default"] == errors["linear"] == errors["llama3"] == errors["yarn"] == 0
-    unsupported = "ConfigError: config.json: rope_type='longrope' is not supported: the trainer supports only default, linear, llama3, yarn"
-    assert errors["longrope"] == unsupported
+    unsupported = "ConfigError: config.json: rope_type='longrope' is not supported: the trainer supports only "
+    assert errors["longrope"] == f"{unsupported}default, linear, llama3, yarn; train another model"
