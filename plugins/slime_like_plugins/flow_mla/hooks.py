@@ -195,7 +195,7 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
             if problems := weights.moved():
                 raise SystemExit(
                     f"slime_like plugin {FLOW_MLA!r}: {problems[0]} after SGLang's post-processing: its FP8 kernels need weights or scales of "
-                    "another type here, as DeepGEMM does on Blackwell; serve without FlowMLA, or with other kernels (--fp8-gemm-backend)"
+                    "a different type here, as DeepGEMM does on Blackwell; serve without FlowMLA, or with other kernels (--fp8-gemm-backend)"
                 )
             return
     original(method, module)
