@@ -138,7 +138,7 @@ def test_weights_above_the_gpu_leave_no_pool_and_no_negative_item() -> None:
         (
             "Qwen3-4B",
             EngineSettings(8, dp_attention=8, flow_mla=("kv_b_proj",)),
-            "kv_b_proj.* choose from o_proj, qkv_proj",
+            r"kv_b_proj.* set --flow-mla all \(o_proj, qkv_proj\)",
         ),
         ("DeepSeek-R1", EngineSettings(8, flow_mla=("o_proj",)), "--dp-attention 1"),
     ],
