@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DEFAULT_BACKENDS: Mapping[str, str] = {"cpu": "slime_like_cpu", "cuda": "triton"}
-"""Attention backend by device of an engine with DCP, unless the config names another or the model has latent attention."""
+"""Default attention backend of an engine with DCP, by device. For latent attention on GPUs, ``LATENT_BACKENDS[0]``."""
 LATENT_BACKENDS = ("flashinfer", "trtllm_mla", "cutedsl_mla")
 """SGLang's attention backends that serve latent attention with DCP on GPUs, the default first."""
 SHARDED_FLASHINFER = "flashinfer_dcp"
 SHARDED_BACKENDS: Mapping[str, Mapping[str, str]] = {"cpu": {}, "cuda": {"flashinfer": SHARDED_FLASHINFER}}
-"""By device: map from SGLang's attention backends without DCP to the backends of ``slime_like_plugins.dcp`` that add DCP to them."""
+"""Backends of ``slime_like_plugins.dcp``, by device and by the attention backend of SGLang to which they add DCP."""
 ALL_TO_ALL_BACKENDS = ("slime_like_cpu", SHARDED_FLASHINFER, *LATENT_BACKENDS)
 """Attention backends that can exchange by ``a2a``; SGLang's triton attention always uses ``ag_rs``."""
 _IGNORES = (
