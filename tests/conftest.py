@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib.metadata
-import os
 import re
 import signal
 import sys
@@ -18,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from slime_like.util.imports import Distributions, heavy_imports
+from slime_like.util.scheduling import use_batch_scheduling
 from tests import pickled_copies
 from tests.groups import LONGEST
 
@@ -52,19 +51,9 @@ def is_excluded(text: str, expression: str) -> bool:
 
 
 def pytest_configure() -> None:
-    """Set the scheduling policy and signals that child processes inherit."""
-    use_batch_scheduling()
+    """Set the scheduling policy and the signals that child processes inherit."""
+    use_batch_scheduling()  # tests have more processes than cores, and many exchange messages
     restore_signals()
-
-
-def use_batch_scheduling() -> None:
-    """Schedule this process so that a thread that wakes up does not preempt the running one.
-
-    gloo's I/O thread spins while a preempted sender holds a connection's lock, which took a quarter of the CPU time of
-    tests with several ranks per core.
-    """
-    with contextlib.suppress(AttributeError, PermissionError):  # not Linux, or not permitted in this container
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def restore_signals() -> None:

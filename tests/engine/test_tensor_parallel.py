@@ -18,7 +18,7 @@ import pytest
 
 from slime_like.errors import EngineError, EngineLost
 from slime_like.printable import SECRET
-from slime_like.rollout.engine.processes import members
+from slime_like.rollout.engine.processes import members, pids_of_part
 from tests.e2e.leftovers import beyond_loopback, is_private, listened_on, unix_sockets
 from tests.engine.closeness import assert_close
 from tests.engine.conftest import ADMIN_KEY, Models, RunningEngine, make_sampling, prompt
@@ -40,6 +40,12 @@ def test_two_ranks_agree_with_transformers(engine_tp2: RunningEngine, models: Mo
             assert_close(completion.logprobs, expected)
         (scores,) = engine_tp2.run(engine_tp2.client.score([ids], 0.7))
         assert_close(scores, models.logprobs(name, ids, 0.7))
+
+
+def test_ranks_use_batch_scheduling(engine_tp2: RunningEngine) -> None:
+    """The process that started the engine had the default policy."""
+    schedulers = pids_of_part(engine_tp2.server.pid, "scheduler")
+    assert [os.sched_getscheduler(pid) for pid in schedulers] == [os.SCHED_BATCH] * 2
 
 
 def test_a_commit_is_checked_on_every_rank(engine_tp2: RunningEngine, models: Models) -> None:

@@ -39,9 +39,11 @@ JOBS = {
         RankJob("steps or rollouts", "tests.train.training:steps_or_rollouts", (Layout(),)),
         RankJob("durations", "tests.train.training:durations", (Layout(),)),
         RankJob("bad rows", "tests.train.training:bad_rows", (Layout(),)),
+        RankJob("scheduling of one rank", "tests.train.training:scheduling", (Layout(),)),
     ],
     2: [
         RankJob("idle rank", "tests.train.training:idle_ranks", (Layout(dp=2),)),
+        RankJob("scheduling", "tests.train.training:scheduling", (Layout(dp=2),)),
         *(RankJob(f"sft {name}", ROLLOUTS, (layout, SftConfig(), 1, 4, LEARN)) for name, layout in LAYOUTS.items()),
         *(RankJob(f"grpo {name}", ROLLOUTS, (layout, GRPO, 2, 2, {})) for name, layout in LAYOUTS.items()),
         *(RankJob(f"gspo {name}", ROLLOUTS, (layout, GSPO, 2, 1, {})) for name, layout in LAYOUTS.items()),
@@ -149,3 +151,8 @@ def test_rotary_frequencies_are_those_of_transformers(results: Results) -> None:
     assert errors["default"] == errors["linear"] == errors["llama3"] == errors["yarn"] == 0
     unsupported = "ConfigError: config.json: rope_type='longrope' is not supported: the trainer supports only "
     assert errors["longrope"] == f"{unsupported}default, linear, llama3, yarn; train another model"
+
+
+def test_ranks_with_peers_use_batch_scheduling(results: Results) -> None:
+    assert results["scheduling"] == [True, True]
+    assert results["scheduling of one rank"] == [False]

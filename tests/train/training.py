@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +189,14 @@ def reference_swap(world: RankWorld, shared: Shared, layout: Layout) -> dict[str
         "reference scores kept": first is None or bool(np.array_equal(swapped_scores, first)),  # pyright: ignore[reportArgumentType]
         "policy moved": first is None or not np.array_equal(trained_scores, first),  # pyright: ignore[reportArgumentType]
     }
+
+
+def scheduling(world: RankWorld, shared: Shared, layout: Layout) -> bool:
+    """Return whether a rank that starts with the default policy changes to batch scheduling."""
+    policy = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        make_actor(world, shared.models["tied"], layout)
+        return os.sched_getscheduler(0) == os.SCHED_BATCH
+    finally:
+        os.sched_setscheduler(0, policy, os.sched_param(0))

@@ -10,6 +10,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from slime_like.util.scheduling import use_batch_scheduling
 from slime_like_plugins.plugin_names import CPU, EXACT
 from slime_like_plugins.sglang_cpu import memory
 from slime_like_plugins.sglang_cpu.process import ATTENTION
@@ -73,6 +74,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             cpus = sorted(os.sched_getaffinity(0))
             binding = "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+            use_batch_scheduling()  # inherited by the schedulers
 
     def init_backend(self) -> None:
         """Register attention backends and the host memory allocator; called once per worker, at import of the model runner."""

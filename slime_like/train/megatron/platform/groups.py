@@ -18,6 +18,7 @@ from slime_like.errors import ConfigError
 from slime_like.train.megatron.platform import host
 from slime_like.util import deadline
 from slime_like.util.ports import RendezvousAddress
+from slime_like.util.scheduling import use_batch_scheduling
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ def join_and_make_groups(
     if spec.device == "cuda":
         # megatron's overlap depends on the order of kernel launches. Set before the guard creates the CUDA context.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    elif world_size > 1:
+        use_batch_scheduling()
     host.install(spec.device)
     share_gloo_device()
     install.install(spec.guard, rank_device(spec, local_rank), rank)

@@ -1,0 +1,21 @@
+"""The kernel's scheduling policy of processes that exchange data through gloo."""
+
+from __future__ import annotations
+
+import os
+
+
+def use_batch_scheduling() -> None:
+    """Schedule this thread, and threads and processes it starts later, so that a wakeup preempts no running thread.
+
+    Between ranks that share cores, a message would otherwise often preempt its sender while the sender holds the lock of
+    the connection. The I/O thread of gloo then spins until the sender runs again. Does nothing if the policy is not the
+    default one, if the process may not change it, or on systems other than Linux.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    try:
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except PermissionError:  # a container's seccomp profile
+        pass
