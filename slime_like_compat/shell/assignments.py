@@ -39,7 +39,7 @@ class Assignments:
                 self._expansions(item)
 
     def assign(self, item: Word | Array) -> None:
-        """Set ``NAME=word``, ``NAME+=word``, ``NAME[0]=word`` or an array; ignore a name without a value.
+        """Set ``NAME=word``, ``NAME[0]=word`` or an array, or append to it by ``+=``; ignore a name without a value.
 
         Raises ``ConfigError`` if the index is ``MAX_WORDS`` or more.
         """
@@ -67,7 +67,8 @@ class Assignments:
         elif name not in self.scope.unknown_reasons:
             values = list(self.scope.values.get(name, ()))
             values += [Value("", value.file_line)] * (int(index) + 1 - len(values))
-            values[int(index)] = value
+            first = values[int(index)] if append else Value("", value.file_line)
+            values[int(index)] = Value(first.text + value.text, value.file_line, first.problem or value.problem)
             self.scope.assign(name, tuple(values))
 
     def declare(self, words: Sequence[Word | Array]) -> None:

@@ -21,6 +21,9 @@ SAME_AS_BASH = {
     "an unquoted array is split again": 'A=(--x "[1, 2]")\npython3 train.py ${A[@]}',
     "empty arrays": 'A=(\n  # --nothing\n)\npython3 train.py ${A[@]} "${A[@]}" "" --x',
     "appended": "A=(--a)\nA+=(--b 2)\nA[1]=--c\npython3 train.py ${A[@]}",
+    "an element appended to": (
+        'X=1\nX[0]+=2\nA=(--a 1)\nA[1]+="2 $X"\nA[2]+=--b\nB[0]+=c\nA+=3\npython3 train.py $X "${A[@]}" $B'
+    ),
     "defaults": 'N=${N:-${M:-4}}\nE=""\npython3 train.py $N ${E:-e} ${E-f} "${E:+g}" ${N:+h}',
     "arithmetic": "A=3\nB=$((A * 2 + 1))\npython3 train.py $((B % 4)) $(( ${B} - $A ))",
     "arithmetic of negative numbers": "python3 train.py $((-7 % 3)) $((-7 / 2)) $((7 / -2)) $((7 % -2)) $((-8 / -2))",
