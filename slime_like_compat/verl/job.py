@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from slime_like.config.schema.known import ALGORITHMS, default_of, format_value, free_root, known_keys
+from slime_like.config.schema.base import default_of
+from slime_like.config.schema.known import ALGORITHMS, format_value, free_root, known_keys
 from slime_like.config.schema.render import render
 from slime_like.errors import ConfigError
 from slime_like_compat.conversion_rows import Row, same_value

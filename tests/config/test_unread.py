@@ -1,12 +1,16 @@
-"""Options that are refused if unread (test_bad_training.py) are accepted with the setting that reads them."""
+"""Options that are refused if unread (test_bad_training.py) are accepted with the setting that reads them, or unchanged."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import reduce
 
 import pytest
 
 from slime_like.config.load.loader import load_config
+from slime_like.config.schema.base import Config, key
+from slime_like.config.schema.unread import refuse_unread
+from slime_like.errors import ConfigError
 
 # setting that reads the option, then the option and its value
 READ = {
@@ -21,8 +25,25 @@ READ = {
 }
 
 
+@dataclass(kw_only=True)
+class Collections(Config):
+    """Keys whose defaults are lists and mappings."""
+
+    names: list[str] = key(list, "Names.")
+    sizes: list[int] = key([1, 2], "Sizes.")
+    values: dict[str, int] = key({"a": 1}, "Values.")
+
+
 @pytest.mark.parametrize("case", READ.values(), ids=list(READ))
 def test_an_option_is_accepted_with_its_reader(case: tuple[str, str, str], argv: list[str]) -> None:
     switch, name, value = case
     cfg = load_config([*argv, *switch.split(), f"{name}={value}"], files=False)
     assert str(reduce(getattr, name.split("."), cfg)) == value
+
+
+def test_an_unread_list_or_mapping_is_refused_only_if_it_was_changed() -> None:
+    keys = ("names", "sizes", "values")
+    refuse_unread("group.", Collections(), keys, "group.x=false", "group.x=true")
+    for changed in (Collections(names=["a"]), Collections(sizes=[1]), Collections(values={})):
+        with pytest.raises(ConfigError, match=r"has no effect with group\.x=false"):
+            refuse_unread("group.", changed, keys, "group.x=false", "group.x=true")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.schema.known import ALGORITHMS, default_of, known_keys
+from slime_like.config.schema.base import default_of
+from slime_like.config.schema.known import ALGORITHMS, known_keys
 from slime_like.errors import ConfigError
 from slime_like_compat.verl.defaults import CORRECTION, DIFFERENT, VALUES
 from slime_like_compat.verl.features import NOT_HERE

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.config.load.paths import config_folder
-from slime_like.config.schema.base import MISSING
-from slime_like.config.schema.known import ALGORITHMS, default_of, format_value, known_keys, type_of
+from slime_like.config.schema.base import MISSING, default_of
+from slime_like.config.schema.known import ALGORITHMS, format_value, known_keys, type_of
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, SWITCHES, VALUES

@@ -12,6 +12,7 @@ from slime_like.config.rules.experts import check_sequence_parallel
 from slime_like.config.rules.hf import HfConfig, read_hf_config, read_json
 from slime_like.config.rules.saved_model import check_saved_model
 from slime_like.config.rules.weight_files import check_shapes
+from slime_like.config.schema.base import default_of
 from slime_like.config.schema.gdn import gdn_cp_mode
 from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.roles import CriticConfig, TeacherConfig
@@ -102,7 +103,7 @@ def _check_unused(group: str, config: CriticConfig | TeacherConfig, algo: str, *
         return
     for item in fields(config):
         value = getattr(config, item.name)
-        if value != item.default:
+        if value != default_of(item):
             raise ConfigError(
                 f"{group}.{item.name}={value!r} has no effect: only algo={algo} has a {group}; remove {group}.{item.name}"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -61,6 +62,13 @@ def keys(group: type[Config] | Config, prefix: str = "") -> Iterator[tuple[str, 
             yield from keys(factory, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", item
+
+
+def default_of(item: Field[Any]) -> Any:
+    """Return the field's default value, or ``???`` for a required key."""
+    if item.default is not NO_DEFAULT:
+        return item.default
+    return item.default_factory() if item.default_factory is not NO_DEFAULT else MISSING
 
 
 def positive(prefix: str, config: Config, *names: str, finite: bool = True) -> None:

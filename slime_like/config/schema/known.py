@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields
 from typing import Any, cast
 
 from slime_like.config.schema import names
-from slime_like.config.schema.base import MISSING, keys
+from slime_like.config.schema.base import MISSING, default_of, keys
 from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.registry import closest, resolve
@@ -72,13 +71,6 @@ def is_text(key: str) -> bool:
         return key != root and type_of(known_keys()[root]) == "dict[str, str]"
     item = known_keys().get(key)
     return item is not None and type_of(item) in ("str", "str | None")
-
-
-def default_of(item: Field[Any]) -> Any:
-    """Return the field's default value, or ``???`` for a required key."""
-    if item.default is not NO_DEFAULT:
-        return item.default
-    return item.default_factory() if item.default_factory is not NO_DEFAULT else MISSING
 
 
 def describe(key: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import fields
 
-from slime_like.config.schema.base import Config
+from slime_like.config.schema.base import Config, default_of
 from slime_like.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def refuse_unread(prefix: str, config: Config, names: Container[str], setting: s
     """Raise ``ConfigError`` if one of ``names``, unused under ``setting``, was changed; the message suggests ``fix``."""
     for item in fields(config):
         value = getattr(config, item.name)
-        if item.name in names and value != item.default:
+        if item.name in names and value != default_of(item):
             raise ConfigError(
                 f"{prefix}{item.name}={value!r} has no effect with {setting}: set {fix}, or remove {prefix}{item.name}"
             )
