@@ -14,6 +14,7 @@ from scripts.evidence_parts import EvidencePart
 from slime_like.errors import DataError
 from slime_like.printable import visible
 from slime_like.report.record import METRICS, RunRecord, read_record
+from slime_like.util.counted import counted
 
 LOG_LINES = 40  # last lines of each command's log
 PASSED = "Result: passed"
@@ -162,7 +163,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def needs_of(part: EvidencePart) -> Iterator[str]:
     """Yield the needs of a part in words, and its time limit."""
-    gpus = f"{part.num_gpus} GPU{'s' * (part.num_gpus > 1)}{f' of {part.gb} GB' * (part.gb > 0)}"
+    gpus = f"{counted(part.num_gpus, 'GPU')}{f' of {part.gb} GB' * (part.gb > 0)}"
     yield f"{part.num_nodes} nodes of {gpus}" if part.num_nodes > 1 else gpus
     yield from (f"`{name}`" for name in (*part.needs, *part.files))
     yield f"{part.minutes} min"

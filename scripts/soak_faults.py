@@ -44,6 +44,7 @@ from scripts.soak_draw import STARTING, SURVIVED, draw_part  # noqa: E402
 from slime_like.config.schema.faults import FATAL, FAULTS  # noqa: E402
 from slime_like.data import faults  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
+from slime_like.util.counted import counted  # noqa: E402
 from slime_like.util.deadline import Deadline  # noqa: E402
 from slime_like.util.private import temporary_folder  # noqa: E402
 from tests.e2e.runs import Training, last_step  # noqa: E402
@@ -384,7 +385,7 @@ def _summary(kind: str, kind_outcomes: list[tuple[SoakPart, tuple[str, str, str]
         if "serves" in outcome
     ]
     times = f" {min(restart_times):.1f} to {max(restart_times):.1f} s after the fault" if restart_times else ""
-    counts = [f"{len(engine_losses)} engines lost", f"{len(restart_times)} serving again{times}"]
+    counts = [f"{counted(len(engine_losses), 'engine')} lost", f"{len(restart_times)} serving again{times}"]
     other_outcomes = Counter(outcome for _, (_, _, outcome) in kind_outcomes if "noticed after" not in outcome)
     return ", ".join(counts) + "".join(f"; {count}: {outcome}" for outcome, count in other_outcomes.items())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime_like.config.schema.faults import FATAL, REWARDS, WORKERS
 from slime_like.errors import DataError
+from slime_like.util.counted import counted
 from slime_like.util.reading import InputFile, abbreviate, parse_json, reason, typed
 
 FILE = "faults.jsonl"
@@ -146,14 +147,14 @@ def _describe_recovery(recovery: Recovery, since: float) -> str:
     )
     if recovery.engine == REWARD_SERVER:
         parts.append(f"answers again after {recovery.up - since:.1f} s" if recovery.up else "has not answered since")
-        return ", ".join([*parts, f"{recovery.groups} samples without its score (reward.fallback)"])
+        return ", ".join([*parts, f"{counted(recovery.groups, 'sample')} without its score (reward.fallback)"])
     parts.append(f"up after {recovery.up - since:.1f} s" if recovery.up else "not up again")
     if recovery.joined:
         weights = f"serves version {recovery.version}" if recovery.version >= 0 else "serves"
         parts.append(f"{weights} after {recovery.joined - since:.1f} s")
     elif recovery.up:
         parts.append("no push has reached it since")
-    parts.append(f"{recovery.groups} groups moved to another engine")
+    parts.append(f"{counted(recovery.groups, 'group')} moved to another engine")
     return ", ".join(parts)
 
 

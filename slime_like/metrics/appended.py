@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slime_like.checkpoint.files import replacing
 from slime_like.printable import visible
+from slime_like.util.counted import counted
 
 
 class AppendOnlyFile:
@@ -42,7 +43,7 @@ class AppendOnlyFile:
     def close(self) -> None:
         """Close the file; warn if pending lines are lost."""
         if self._num_pending:
-            _say(f"{self._path}: its last {self._num_pending} lines could not be written and are lost")
+            _say(f"{self._path}: its end is missing: {counted(self._num_pending, 'line')} could not be written")
         os.close(self._fd)
 
     @staticmethod

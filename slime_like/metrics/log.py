@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError
+from slime_like.util.counted import counted
 from slime_like.util.reading import InputFile, abbreviate, parse_json, reason, typed
 
 DAMAGED = "metrics.damaged.jsonl"  # file next to the log, with lines that a resumed run could not read
@@ -73,7 +74,9 @@ def read_retained_lines(path: Path, last_step: int) -> RetainedLines:
             lines.append(line)
             steps.add(step)
     notes = (
-        [f"{len(damaged)} lines of {path} cannot be read ({first_problem}) and were moved to {path.with_name(DAMAGED)}"]
+        [
+            f"{counted(len(damaged), 'line')} of {path} cannot be read ({first_problem}), moved to {path.with_name(DAMAGED)}"
+        ]
         if damaged
         else []
     )

@@ -13,6 +13,7 @@ from slime_like.planner.speed import Workload
 from slime_like.planner.table import MemoryTable, gib
 from slime_like.planner.trainer import TrainerSettings, trainer_memory
 from slime_like.planner.trainer_changes import FLAGS, trainer_changes
+from slime_like.util.counted import counted
 
 
 def memory_lines(table: MemoryTable, available: float | None = None) -> Iterator[str]:
@@ -29,7 +30,7 @@ def engine_lines(
     s, memory = now.settings, now.memory
     layout = f"tp {s.gpus}" + (f", dp attention {s.dp_attention}" if s.dp_attention > 1 else "")
     layout += (f", dcp {s.dcp}" if s.dcp > 1 else "") + (f", FlowMLA of {' '.join(s.flow_mla)}" if s.flow_mla else "")
-    yield f"engine of {s.gpus} GPUs ({layout}, weights {s.weights}), per GPU"
+    yield f"engine of {counted(s.gpus, 'GPU')} ({layout}, weights {s.weights}), per GPU"
     yield from memory_lines(memory.table, hardware.gpu.memory)
     yield ""
     state = f", {gib(memory.slot_bytes)} of recurrent state per request" if memory.slot_bytes else ""
@@ -39,11 +40,11 @@ def engine_lines(
         yield f"batch      no request of {lengths} fits: limited by {now.limit}"
     else:
         step = now.steady.step
-        yield f"batch      {now.steady.running} requests of {lengths}, limited by {now.limit}"
+        yield f"batch      {counted(now.steady.running, 'request')} of {lengths}, limited by {now.limit}"
         yield f"decode     {_step_text(step)}; prefill {1e3 * now.steady.prefill:.0f} ms per request"
         engines = hardware.num_gpus // s.gpus
         speed = now.steady.tokens_per_second
-        yield f"throughput {speed:,.0f} tokens/s per engine, {engines * speed:,.0f} with {engines} engine{'s' * (engines > 1)} on {hardware}"
+        yield f"throughput {speed:,.0f} tokens/s per engine, {engines * speed:,.0f} with {counted(engines, 'engine')} on {hardware}"
     rows = [_change_row(now, change) for change in alternatives]
     if rows:
         yield ""
@@ -106,7 +107,7 @@ def _step_text(step: StepTime) -> str:
 def model_line(shape: ModelShape) -> str:
     """Describe a model in one line."""
     active = "" if shape.experts is None else f" ({shape.active_parameters / 1e9:.1f}B active)"
-    return f"{shape.name}: {shape.parameters / 1e9:.2f}B parameters{active}, {len(shape.layers)} layers"
+    return f"{shape.name}: {shape.parameters / 1e9:.2f}B parameters{active}, {counted(len(shape.layers), 'layer')}"
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from slime_like.printable import visible
 from slime_like.report.chart import Series, chart, number
 from slime_like.report.comparison import Comparison, Divergence
 from slime_like.report.page import html, page, table
+from slime_like.util.counted import counted
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
@@ -76,15 +77,15 @@ def summary(comparison: Comparison) -> Iterator[str]:
     tolerance = f"|a - b| <= {comparison.absolute:g} + {comparison.relative:g} * max(|a|, |b|)"
     same = sum(metric.step is None and metric.num_common > 0 for metric in comparison.metrics)
     if comparison.first is None:
-        yield f"{same} metrics agree at every common step within {tolerance}"
+        yield f"equal at every common step within {tolerance}: {counted(same, 'metric')}"
     else:
         names = [metric.metric for metric in comparison.metrics if metric.step == comparison.first.step]
         suffix = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        yield f"first difference at step {comparison.first.step}: {', '.join(names[:4])}{suffix} (tolerance {tolerance}; {same} metrics agree)"
+        yield f"first difference at step {comparison.first.step}: {', '.join(names[:4])}{suffix} (tolerance {tolerance}; equal: {counted(same, 'metric')})"
     for letter, one_sided in zip("AB", comparison.only, strict=True):
         if one_sided:
             yield f"only {letter} has {', '.join(one_sided)}"
-    yield f"{len(comparison.config)} configuration keys differ"
+    yield f"different values: {counted(len(comparison.config), 'configuration key')}"
 
 
 def html_page(comparison: Comparison, patterns: Sequence[str]) -> str:

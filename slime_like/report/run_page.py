@@ -14,6 +14,7 @@ from slime_like.report.page import html, page, table
 from slime_like.report.record import LogRow, RunRecord, flat
 from slime_like.report.samples import SampledRollout
 from slime_like.report.token_page import Decode, group_html, legend
+from slime_like.util.counted import counted
 
 ENTROPY = "entropy"
 CHARTS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
@@ -99,11 +100,11 @@ def _head(record: RunRecord) -> Iterator[str]:
     seconds = rows[-1].time - rows[0].time
     duration = f", {seconds:.0f} s from its first line to its last" if len(rows) > 1 and math.isfinite(seconds) else ""
     num_planned = config.get("loop.num_rollout")
-    total = f" of {html(str(num_planned))}" if num_planned is not None else ""
+    total = f"{last} of {html(str(num_planned))} rollouts" if num_planned is not None else counted(last, "rollout")
     trained = sum(row.values.get("train/num_tokens", 0.0) > 0 for row in rows)
     trained_text = "" if config.get("run.mode") == "rollout_only" else f", {trained} of them trained on"
     yield f"<h1>{html(record.name)}</h1>"
-    yield f"<p class=dim>{html(str(record.folder))}; {last}{total} rollouts{trained_text}{duration}</p>"
+    yield f"<p class=dim>{html(str(record.folder))}; {total}{trained_text}{duration}</p>"
     facts = [
         f"{key}={config[key]}"
         for key in (
@@ -125,7 +126,7 @@ def _warnings(record: RunRecord) -> Iterator[str]:
     """Yield the table of the run's warnings by step, the newest first."""
     warnings = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
     if warnings:
-        yield f"<h2>Warnings</h2><details open><summary>{len(warnings)} warnings of the run</summary>"
+        yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run</summary>"
         yield table(("step", "warning"), warnings[:MAX_WARNINGS])
         yield "</details>"
 

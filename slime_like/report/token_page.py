@@ -14,6 +14,7 @@ from slime_like.printable import visible
 from slime_like.report.chart import number
 from slime_like.report.page import html, table
 from slime_like.types import Sample, SampleGroup, Source
+from slime_like.util.counted import counted
 
 MAX_TOKENS = 1500  # shown per sample
 LEVELS = (0.01, 0.1, 0.5)  # nats of |trainer - engine|: thresholds of the colours
@@ -73,7 +74,7 @@ def group_html(group: SampleGroup, token_table: TokenTable | None, decode: Decod
         yield f"<details open><summary>{html(title)} <small>{html(_facts(sample))}</small></summary>"
         yield f'<p class="tokens">{"".join(map(_span, tokens))}</p>'
         if num_hidden := len(sample.token_ids) - len(tokens):
-            yield f"<p class=note>{num_hidden} more tokens are not shown</p>"
+            yield f"<p class=note>{counted(num_hidden, 'more token')} not shown</p>"
         yield "<details><summary>every token</summary>"
         rows = ((index, repr(token.text), *token.cells()) for index, token in enumerate(tokens))
         yield table(("", "token", *COLUMNS), rows, numbers=(0, 2, 3, 4, 5, 6, 7))
@@ -91,7 +92,9 @@ def legend() -> str:
 
 def _facts(sample: Sample) -> str:
     versions = ", ".join(str(version) for version in dict.fromkeys(sample.versions)) or "none"
-    return f"{sample.status.value}, {sample.num_response_tokens} sampled tokens, weights of version {versions}"
+    return (
+        f"{sample.status.value}, {counted(sample.num_response_tokens, 'sampled token')}, weights of version {versions}"
+    )
 
 
 def _first_row(sample: Sample, token_table: TokenTable | None) -> int | None:

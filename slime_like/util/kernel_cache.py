@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.util.counted import counted
+
 TILELANG = "tilelang"
 LOADED = (".cubin", ".json")  # files of an entry that a run reads; the others are Triton's intermediate results
 
@@ -51,7 +53,7 @@ def cache_lines(entries: Sequence[CacheEntry]) -> list[str]:
         for target, name in sorted(counts)
     ]
     total = sum(entry.num_bytes for entry in entries)
-    return [*lines, f"{len(counts)} kernels in {len(entries)} variants, {total / 2**20:.1f} MiB"]
+    return [*lines, f"{counted(len(counts), 'kernel')} in {counted(len(entries), 'variant')}, {total / 2**20:.1f} MiB"]
 
 
 def relocate(folder: Path) -> int:

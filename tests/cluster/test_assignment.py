@@ -115,7 +115,7 @@ def test_on_cpus_the_parts_of_an_engine_are_on_different_nodes() -> None:
     assert "2 engine parts on 10.0.0.2" in assignment.summary
     one_other = assign(*plan_of(*parts, "placement.mode=split"), nodes[:2]).processes
     assert one_other is not None and [node.address[-1] for node in one_other["engine"]] == list("1212")
-    with pytest.raises(MissingResources, match=r"rollout\.engine_num_nodes=2, but the Ray cluster has 1 nodes"):
+    with pytest.raises(MissingResources, match=r"rollout\.engine_num_nodes=2, but the Ray cluster has 1 node"):
         assign(*plan_of(*parts), nodes[:1])
 
 
@@ -165,7 +165,7 @@ def test_each_tensor_parallel_group_of_another_role_is_on_one_node(role: str) ->
     groups = itertools.batched(nodes_of_gpus(cfg, plan, nodes)[4:], 2)
     assert plan.roles[2].name == role and all(first == second for first, second in groups)
     odd = [gpu_node(1, 5), *(gpu_node(number, 1) for number in range(2, 10))]
-    words = rf"{role}\.tp=2: .* no node .* more than 1 free GPUs .* or lower {role}\.tp to 1 or less"
+    words = rf"{role}\.tp=2: .* no node .* more than 1 free GPU .* or lower {role}\.tp to 1 or less"
     with pytest.raises(MissingResources, match=words):
         assign(cfg, plan, odd)
 
@@ -180,7 +180,7 @@ def test_gpus_of_other_jobs_are_not_assigned() -> None:
 def test_the_fix_for_nodes_of_four_gpus_is_named_and_works() -> None:
     cfg, plan = plan_of("placement.actor_num_gpus_per_node=8", "rollout.num_engines=1")
     nodes = [gpu_node(1, 4), gpu_node(2, 4)]
-    with pytest.raises(MissingResources, match=r"with 8 trainer ranks on each needs 1 nodes") as error:
+    with pytest.raises(MissingResources, match=r"with 8 trainer ranks on each needs 1 node") as error:
         assign(cfg, plan, nodes)
     fix = re.findall(r"placement\.actor_num\w+=\d+", str(error.value).rpartition("or set ")[2])
     assert fix == ["placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4"]
@@ -197,7 +197,7 @@ def test_on_cpus_engines_are_on_the_nodes_without_ranks() -> None:
     assert [n.address[-1] for n in split["engine"]] == list("343")
     colocated = assign(*plan_of(*overrides, *engines), nodes).processes
     assert colocated is not None and [n.address[-1] for n in colocated["engine"]] == list("121")
-    with pytest.raises(MissingResources, match=r"placement\.actor_num_nodes=2, but the Ray cluster has 1 nodes"):
+    with pytest.raises(MissingResources, match=r"placement\.actor_num_nodes=2, but the Ray cluster has 1 node"):
         assign(*plan_of(*overrides, *engines), nodes[:1])
 
 

@@ -256,6 +256,9 @@ def test_the_report_lists_the_outcome_of_each_fault(tmp_path: Path) -> None:
         outcomes(injections[3:4], [])[0].result
         == "no engine was lost, or that part of the run ended before it was noticed"
     )
+    (head, line) = report_lines([], [Recovery("engine 1", "dead: by itself", 150.0, 160.0, groups=1)])
+    assert head == "faults: 0 injected, 1 engine lost, 0 of them serving again"
+    assert line.endswith(", 1 group moved to another engine")
     assert report_lines([], []) == []
     assert report_lines([], [], [parse_fault("kill_engine:save:3")])[1:] == [
         "  kill_engine:save:3:0 was not injected: this part of the run did not reach it"

@@ -61,7 +61,7 @@ def test_a_started_engine_has_different_nodes_and_keeps_those_that_the_run_has_r
     asyncio.run(starter.start(0))
     assert nodes_of(recorder) == [node_id(3), node_id(4)]
     monkeypatch.setattr(ray, "nodes", lambda: [entry(3)])
-    with pytest.raises(EngineError, match=r"engine 0 cannot be started: it needs 1 more nodes with CPUs, and .* has 0"):
+    with pytest.raises(EngineError, match=r"engine 0 cannot be started: it needs 1 more node with CPUs, and .* has 0"):
         asyncio.run(starter.start(0))
 
 

@@ -20,7 +20,7 @@ TWO_NODES = ["placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=1
 
 def test_a_job_is_planned_on_the_clusters_nodes() -> None:
     plan = plan_job(["+recipe=qwen3_30b_a3b"], [H100_NODE])
-    assert plan.lines == ("cluster: 1 nodes, 8 GPUs, 96 CPUs", "starting 8 trainer ranks and 2 engines on cuda")
+    assert plan.lines == ("cluster: 1 node, 8 GPUs, 96 CPUs", "starting 8 trainer ranks and 2 engines on cuda")
     assert plan_job(QUICK, [CPU_NODE, CPU_NODE]).cfg.placement.ray_address == "auto"
     unknown = plan_job(["+recipe=qwen3_4b_gsm8k", "model.hf_checkpoint=/shared/own"], [H100_NODE])
     assert len(unknown.warnings) == 1 and unknown.warnings[0].startswith(
@@ -39,10 +39,10 @@ def test_a_job_is_planned_on_the_clusters_nodes() -> None:
         (
             ["+recipe=qwen3_30b_a3b"],
             HALF_NODES,
-            r"needs 1 nodes with 8 free GPUs.*10\.0\.0\.2: 4 of 4 .* set placement\.actor_num_nodes=2 .*if nodes will join, pass --grows",
+            r"needs 1 node with 8 free GPUs.*10\.0\.0\.2: 4 of 4 .* set placement\.actor_num_nodes=2 .*if nodes will join, pass --grows",
         ),
         (["+recipe=qwen3_30b_a3b", "placement.device=cuda"], [CPU_NODE], r"the nodes have 0 \(10\.0\.0\.1: no GPU\)"),
-        (["+recipe=quickstart", *TWO_NODES], [CPU_NODE], "the Ray cluster has 1 nodes with CPUs"),
+        (["+recipe=quickstart", *TWO_NODES], [CPU_NODE], "the Ray cluster has 1 node with CPUs"),
         (
             ["+recipe=qwen3_30b_a3b", "rollout.sglang.mem_fraction_static=0.9"],
             [H100_NODE],

@@ -319,7 +319,7 @@ def test_a_cluster_without_a_token_is_refused_unless_accepted(
     assert not state.submitted
     assert command(state, monkeypatch, "run", "--open-cluster", "--detach", *QUICK, "--lr", "1e-5") == 0
     assert "--lr 1e-5 placement.ray_address=auto" in state.submitted[0]["entrypoint"]
-    assert "cluster: 1 nodes, 0 GPUs, 8 CPUs" in capsys.readouterr().out
+    assert "cluster: 1 node, 0 GPUs, 8 CPUs" in capsys.readouterr().out
     two_nodes = ("--open-cluster", "--detach", *QUICK, *TWO_NODES)
     with pytest.raises(MissingResources, match="pass --grows"):
         command(state, monkeypatch, "run", *two_nodes)

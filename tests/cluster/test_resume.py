@@ -63,7 +63,7 @@ def test_auto_resumes_with_other_guard_settings(tmp_path: Path) -> None:
 
 def test_a_complete_run_says_so(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run")
-    with pytest.raises(RunComplete, match=r"4 rollouts were trained, loop\.num_rollout is 4"):
+    with pytest.raises(RunComplete, match=r"4 rollouts trained, loop\.num_rollout is 4"):
         first_rollout(config(run_dir, num_rollout=4), run_dir)
 
 

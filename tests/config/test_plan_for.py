@@ -47,9 +47,7 @@ def test_a_plan_for_several_nodes_names_the_cluster_that_the_run_joins() -> None
 @pytest.mark.parametrize("address", ["placement.ray_address=auto", "placement.ray_address=null"])
 def test_an_engine_over_a_part_of_described_nodes_is_refused(address: str) -> None:
     wide = ("rollout.tp=8", "rollout.num_engines=1", address)
-    with pytest.raises(
-        ConfigError, match=r"rollout\.tp=8 on 1 nodes: .* nodes of --plan-for have 6: set rollout\.tp=6"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.tp=8 on 1 node: .* nodes of --plan-for have 6: set rollout\.tp=6"):
         plan("qwen3_4b_gsm8k", *wide, machine=described_machine("2x6xH100"))
 
 

@@ -51,7 +51,7 @@ RULES = {
     ),
     "ranks": (
         f"{ON} {KEY}.workers=[127.0.0.1:7100] {KEY}.key_file=k rollout.tp=2",
-        "1 addresses for 1 engines of 2 ranks",
+        "1 address for 1 engine of 2 ranks",
         "one address for each rank",
     ),
     "engines": (

@@ -53,7 +53,7 @@ def test_lines_that_are_lost_are_counted(disk: Path, capsys: pytest.CaptureFixtu
     for _ in range(3):
         file.write("." * SIZE + "\n")
     file.close()
-    assert "its last 3 lines could not be written and are lost" in capsys.readouterr().err
+    assert "its end is missing: 3 lines could not be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("removal", ["removed", "folder removed", "replaced"])

@@ -37,7 +37,7 @@ def test_an_engine_is_added_moves_to_another_node_and_is_removed_and_no_group_is
     run.wait_until(lambda: any(recovery.joined for recovery in faults.read(run.run_dir)[1]))
     assert addresses_of_engines(run.run_dir, 2) == [two.address, two.address]
     send_request(run.run_dir, RequestText(Request.ENGINES, 1))
-    run.wait_until(lambda: "control: engines=1: done: 1 engines: engine 1 removed" in run.output())
+    run.wait_until(lambda: "control: engines=1: done: 1 engine: engine 1 removed" in run.output())
     send_request(run.run_dir, Request.STOP)
     code, output = run.wait()
     assert code == 130, output

@@ -190,7 +190,7 @@ def test_groups_of_a_removed_engine_are_finished_elsewhere() -> None:
         while not all(slot.client._requests for slot in pool.slots):  # pyright: ignore[reportAttributeAccessIssue]
             await asyncio.sleep(0)
         removed_engine = pool.slots[1].client
-        assert await resizer.resize(1) == "1 engines: engine 1 removed"
+        assert await resizer.resize(1) == "1 engine: engine 1 removed"
         answers = await asyncio.gather(*tasks)
         assert [len(answer) for answer in answers] == [100] * 6
         assert removed_engine not in pool.router.engines and [slot.client.name for slot in pool.slots] == ["engine 0"]
@@ -208,7 +208,7 @@ def test_engines_of_a_share_have_indices_that_no_other_manager_uses() -> None:
         assert await resizer.resize(4) == "4 engines: engine 5, engine 7 started, to serve after a push and its probe"
         await started(resizer, pool, 4)
         assert [slot.client.name for slot in pool.slots] == [f"engine {i}" for i in (1, 3, 5, 7)]
-        assert await resizer.resize(1) == "1 engines: engine 3, engine 5, engine 7 removed"
+        assert await resizer.resize(1) == "1 engine: engine 3, engine 5, engine 7 removed"
 
     play(scene, share=ManagerShare(1, 2))
 
@@ -220,10 +220,10 @@ def test_the_start_of_a_removed_engine_is_cancelled_and_awaited() -> None:
         assert await resizer.resize(3) == "3 engines: engine 3 removed", "not one that serves"
         assert factory.events == ["start 2", "start 3", "cancelled 3", "end 3"]
         pool.mark_lost(pool.slots[1], DEAD, EngineError("engine 1 died"))
-        assert await resizer.resize(1) == "1 engines: engine 1, engine 2 removed", "one of them is being restarted"
+        assert await resizer.resize(1) == "1 engine: engine 1, engine 2 removed", "one of them is being restarted"
         assert names(pool) == ["engine 0"] and resizer.num_engines == 1
         assert set(factory.events[4:]) == {"cancelled 2", "end 2", "end 1"}
-        assert await resizer.resize(1) == "1 engines, as before"
+        assert await resizer.resize(1) == "1 engine, as before"
 
     play(scene)
 

@@ -10,6 +10,7 @@ from slime_like.cluster.jobs.job import ClusterJob
 from slime_like.cluster.jobs.server import JobServer
 from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.errors import DeadlineExceeded, ProcessLost, WorkerError
+from slime_like.util.counted import counted
 from slime_like.util.deadline import Deadline
 
 POLL_S = 0.5
@@ -65,7 +66,9 @@ async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> t
             nodes = await server.nodes()
         if nodes and len(nodes) >= num_nodes:
             return nodes
-        waits_for = f"{num_nodes} nodes of the cluster at {server.address.url}, of which {len(nodes)} have joined"
+        waits_for = (
+            f"{counted(num_nodes, 'node')} of the cluster at {server.address.url}, of which {len(nodes)} have joined"
+        )
         await asyncio.sleep(min(RETRY_S, deadline.remaining(waits_for)))
 
 

@@ -17,6 +17,7 @@ from slime_like.config.rules.files import check_model
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, MissingResources
 from slime_like.hardware import known_gpu
+from slime_like.util.counted import counted
 from slime_like_compat.flags.translate import translate
 
 MAX_GPUS = 16_000
@@ -49,7 +50,8 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
     if not nodes:
         raise ConfigError("the cluster has no live node: wait until its nodes have joined (`ray status`)")
     machine = _machine(nodes)
-    cluster = f"cluster: {len(nodes)} nodes, {machine.num_gpus} GPUs, {sum(node.num_cpus for node in nodes)} CPUs"
+    num_cpus = sum(node.num_cpus for node in nodes)
+    cluster = f"cluster: {counted(len(nodes), 'node')}, {counted(machine.num_gpus, 'GPU')}, {counted(num_cpus, 'CPU')}"
     try:
         model = model_config(cfg, machine)
     except CheckpointError as error:

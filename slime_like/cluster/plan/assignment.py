@@ -23,6 +23,7 @@ from slime_like.config.rules.engine_nodes import KEY, check_engine_nodes
 from slime_like.config.rules.float8_engines import check_float8_gpus
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, MissingResources
+from slime_like.util.counted import counted
 
 TRAINER, ENGINE = "trainer", "engine"
 
@@ -52,7 +53,7 @@ class Assignment:
         for role, nodes in self.processes.items():
             name = "engine part" if role == ENGINE and self.nodes_per_engine > 1 else role
             counts = Counter(node.address for node in nodes)
-            parts += [f"{number} {name}{'s' * (number > 1)} on {address}" for address, number in counts.items()]
+            parts += [f"{counted(number, name)} on {address}" for address, number in counts.items()]
         return ", ".join(parts)
 
 
@@ -94,12 +95,12 @@ def _on_cpu(
     num_required = cfg.placement.actor_num_nodes if plan.needs_trainer else 1
     if len(usable) < num_required:
         raise MissingResources(
-            f"placement.actor_num_nodes={num_required}, but the Ray cluster has {len(usable)} nodes with CPUs{_describe_free_gpus(nodes)}: add "
+            f"placement.actor_num_nodes={num_required}, but the Ray cluster has {counted(len(usable), 'node')} with CPUs{_describe_free_gpus(nodes)}: add "
             f"nodes, or lower placement.actor_num_nodes"
         )
     if len(usable) < nodes_per_engine:
         raise MissingResources(
-            f"{KEY}={nodes_per_engine}, but the Ray cluster has {len(usable)} nodes with CPUs: add nodes, or lower {KEY}"
+            f"{KEY}={nodes_per_engine}, but the Ray cluster has {counted(len(usable), 'node')} with CPUs: add nodes, or lower {KEY}"
         )
     trainers = usable[:num_required] if plan.needs_trainer else usable
     engine_nodes = trainers if plan.colocated else usable[num_required:] or trainers
@@ -244,8 +245,8 @@ def _no_node(
             else "lower placement.actor_num_nodes or placement.actor_num_gpus_per_node"
         )
         return (
-            f"placement.actor_num_nodes={num_nodes} with {size} trainer ranks on each needs {num_nodes} nodes with {size} free "
-            f"GPUs, which the Ray cluster does not have{_describe_free_gpus(nodes)}: add nodes, or {fix}"
+            f"placement.actor_num_nodes={num_nodes} with {counted(size, 'trainer rank')} on each needs {counted(num_nodes, 'node')} with "
+            f"{counted(size, 'free GPU')}, which the Ray cluster does not have{_describe_free_gpus(nodes)}: add nodes, or {fix}"
         )
     if block.role == ENGINE:
         placement = (
@@ -259,7 +260,7 @@ def _no_node(
         )
     return (
         f"{block.role}.tp={size}: a tensor parallel group of the {block.role} runs on one node, and with the other processes "
-        f"no node of the Ray cluster has more than {max_free} free GPUs{_describe_free_gpus(nodes)}: add nodes, "
+        f"no node of the Ray cluster has more than {counted(max_free, 'free GPU')}{_describe_free_gpus(nodes)}: add nodes, "
         + (f"or lower {block.role}.tp to {max_free} or less" if max_free else "or wait until GPUs are free")
     )
 

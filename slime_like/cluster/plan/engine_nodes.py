@@ -11,6 +11,7 @@ from slime_like.config.rules.engine_nodes import KEY, check_engine_nodes
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.util.counted import counted
 
 
 def engine_nodes(cfg: TrainConfig, machine: Machine, device: str, decisions: PlanDecisions) -> int:
@@ -33,7 +34,7 @@ def engine_nodes(cfg: TrainConfig, machine: Machine, device: str, decisions: Pla
             else f"rollout.tp={per_node} or a multiple of it, at most {machine.num_gpus}"
         )
         raise ConfigError(
-            f"rollout.tp={tp} on {num_nodes} nodes: each node of an engine needs the same number of GPUs, and the {machine.nodes} "
+            f"rollout.tp={tp} on {counted(num_nodes, 'node')}: each node of an engine needs the same number of GPUs, and the {machine.nodes} "
             f"nodes of --plan-for have {per_node}: set {fix}"
         )
     if machine.nodes > 1:

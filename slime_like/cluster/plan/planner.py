@@ -31,6 +31,7 @@ from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, 
 from slime_like.config.schema.rollout import AUTO, FLOAT8
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.util.counted import counted
 
 __all__ = ["Decision", "Machine", "Plan", "Role", "make_plan", "probe_machine"]
 
@@ -72,7 +73,7 @@ class Plan:
     def summary(self) -> str:
         """Processes that the run starts, in one line."""
         counts = {role.name: len(role.devices) for role in self.roles}
-        parts = [f"{n} {name if name == 'engine' else f'{name} rank'}{'s' * (n > 1)}" for name, n in counts.items()]
+        parts = [counted(n, name if name == "engine" else f"{name} rank") for name, n in counts.items()]
         return f"starting {' and '.join(parts)} on {self.device}"
 
     @property
@@ -244,7 +245,7 @@ def _threads(
         schedule, concurrent_roles = "all run at the same time", (ranks + engines, ranks + engines)
     threads = tuple(max(1, min(MAX_THREADS, machine.cpu_count // max(1, processes))) for processes in concurrent_roles)
     node = "" if nodes == 1 else f" on each of {nodes} nodes"
-    reason = f"{machine.cpu_count} cores, {ranks} training ranks, {engines} engine ranks{node}: {schedule}"
+    reason = f"{counted(machine.cpu_count, 'core')}, {counted(ranks, 'training rank')}, {counted(engines, 'engine rank')}{node}: {schedule}"
     decisions.add("threads per training rank", threads[0], reason)
     decisions.add("threads per engine rank", threads[1], reason)
     return threads[0], threads[1]

@@ -19,6 +19,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.config.schema.root import TrainConfig
 from slime_like.quickstart.prepare import check_folders
 from slime_like.reward.check import check_reward
+from slime_like.util.counted import counted
 from slime_like_compat.flags.translate import Command
 
 
@@ -64,12 +65,12 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
     loop, rollout = cfg.loop, cfg.rollout
     gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
     yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
-    host = f"{machine.cpu_count} cores, {machine.memory_bytes / 2**30:.1f} GiB"
+    host = f"{counted(machine.cpu_count, 'core')}, {machine.memory_bytes / 2**30:.1f} GiB"
     note = "described by --plan-for: weights, tokenizer, data and main memory are not checked"
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
-    yield f"machine    {machine.num_gpus} GPUs{nodes} ({gpus}), {host if machine.is_local else note}"
+    yield f"machine    {counted(machine.num_gpus, 'GPU')}{nodes} ({gpus}), {host if machine.is_local else note}"
     yield ""
-    yield f"placement  {cfg.placement.mode} on {plan.device}, {plan.num_gpus} GPUs"
+    yield f"placement  {cfg.placement.mode} on {plan.device}, {counted(plan.num_gpus, 'GPU')}"
     for role in plan.roles:
         detail = (
             f"tp {rollout.tp} each{_sharded_cache(plan)}, context {plan.max_context_len}"
@@ -79,7 +80,7 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         )
         yield f"  {role.name:<9}{len(role.devices)} x ({detail}){_devices(role)}"
     if (num_managers := rollout.num_managers) > 1 and plan.needs_engines:
-        yield f"  {'manager':<9}{num_managers} x ({rollout.num_engines // num_managers} engines, {rollout.batch_size // num_managers} prompts of a rollout)"
+        yield f"  {'manager':<9}{num_managers} x ({counted(rollout.num_engines // num_managers, 'engine')}, {counted(rollout.batch_size // num_managers, 'prompt')} of a rollout)"
     yield ""
     yield from memory_lines(plan.memory, plan.load)
     yield from dcp_lines(plan.dcp, plan.memory.engine, plan.load)
@@ -91,9 +92,9 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         f"{plan.samples_per_rollout} = global_batch_size {plan.samples_per_step} * "
         f"steps_per_rollout {loop.steps_per_rollout}"
     )
-    epochs = f" ({loop.num_epoch} epochs)" if loop.num_epoch is not None else ""
+    epochs = f" ({counted(loop.num_epoch, 'epoch')})" if loop.num_epoch is not None else ""
     yield (
-        f"           {loop.num_rollout} rollouts{epochs}, {plan.actor.num_steps} optimizer steps, "
+        f"           {counted(loop.num_rollout, 'rollout')}{epochs}, {counted(plan.actor.num_steps, 'optimizer step')}, "
         f"max_staleness {loop.max_staleness}"
     )
     scores = ["rollout", *(["old"] if plan.actor.needs_old_logprobs else [])]

@@ -26,6 +26,7 @@ from slime_like.data.faults import REWARD_SERVER, InjectedFault, Recovery
 from slime_like.errors import DataError
 from slime_like.printable import visible
 from slime_like.rollout.manager import RolloutManager
+from slime_like.util.counted import counted
 
 DRAWN_PHASES = ("collect", "step", "push")
 SIGNALS = {
@@ -185,7 +186,7 @@ def report_lines(
         return []
     engines = [recovery for recovery in recoveries if recovery.engine != REWARD_SERVER]
     num_serving = sum(bool(recovery.joined) for recovery in engines)
-    head = f"faults: {len(injections)} injected, {len(engines)} engines lost, {num_serving} of them serving again"
+    head = f"faults: {len(injections)} injected, {counted(len(engines), 'engine')} lost, {num_serving} of them serving again"
     results = [f"  {outcome.fault} on {outcome.target or 'nothing'}: {outcome.result}" for outcome in outcomes]
     return [
         head,

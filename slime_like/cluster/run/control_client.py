@@ -9,6 +9,7 @@ from pathlib import Path
 from slime_like.cluster.run.control import FOLDER, Request, RequestText
 from slime_like.cluster.run.status import SEEN, STATUS, ControlReply, RunStatus, read_status
 from slime_like.errors import DataError
+from slime_like.util.counted import counted
 from slime_like.util.deadline import Deadline
 
 POLL_S = 0.2
@@ -20,7 +21,7 @@ def read_live_status(run_dir: Path) -> RunStatus:
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
     if not status.alive:
-        raise DataError(f"{run_dir}: no run is active here; the last one ended after {status.step} rollouts")
+        raise DataError(f"{run_dir}: no run is active here; the last one ended after {counted(status.step, 'rollout')}")
     return status
 
 

@@ -28,6 +28,7 @@ from slime_like.errors import ConfigError
 from slime_like.rollout.generate.evaluate import EvalResult, merge_evaluations
 from slime_like.rollout.manager import RolloutManager
 from slime_like.rollout.selection import CollectedRollout, GroupSelection
+from slime_like.util.counted import counted
 from slime_like.util.deadline import Deadline
 
 
@@ -118,7 +119,9 @@ class EngineRollout:
         if count == 1:
             return changes[0]
         named_changes = zip(self.managers.shares, changes, strict=True)
-        return f"{num_engines} engines; " + "; ".join(f"{share.name}: {change}" for share, change in named_changes)
+        return f"{counted(num_engines, 'engine')}; " + "; ".join(
+            f"{share.name}: {change}" for share, change in named_changes
+        )
 
     def save(self, folder: Path, next_rollout: int) -> None:
         """Save the managers' cursors and groups, and the groups carried over."""

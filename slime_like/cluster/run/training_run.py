@@ -34,6 +34,7 @@ from slime_like.metrics.view import evaluations
 from slime_like.printable import visible
 from slime_like.rollout.selection import CollectedRollout
 from slime_like.types import StepStats
+from slime_like.util.counted import counted
 
 PHASES = {"train_wait": "collect", "train": "step", "update_weights": "push"}  # phase of chaos.faults by timer
 
@@ -87,13 +88,12 @@ class Run:
         with self.timer("save"):
             self.checkpoints.save(num_trained, final=True)
         if self.num_empty:
-            num_collected = num_trained - self.first_rollout
-            sys.stderr.write(
-                visible(f"warning: {self.num_empty} of {num_collected} rollouts were empty and trained nothing\n")
-            )
+            collected = counted(num_trained - self.first_rollout, "rollout")
+            verb = "was" if self.num_empty == 1 else "were"
+            sys.stderr.write(visible(f"warning: {self.num_empty} of {collected} {verb} empty and trained nothing\n"))
         if num_trained < self.cfg.loop.num_rollout:
             raise KeyboardInterrupt(
-                f"stopped after {num_trained} rollouts; continue with the same command (run.resume=auto)"
+                f"stopped after {counted(num_trained, 'rollout')}; continue with the same command (run.resume=auto)"
             )
         if self.cfg.run.save_hf:
             self.trainer.export_hf(self.run_dir / "hf")
@@ -213,7 +213,9 @@ class Run:
             ", with a checkpoint" if complete else "; its checkpoint could not be written" if saves else ""
         )
         self.control.answer(
-            Request.STOP, f"the run ends after {num_trained} rollouts{checkpoint_text}", failed=saves and not complete
+            Request.STOP,
+            f"the run ends after {counted(num_trained, 'rollout')}{checkpoint_text}",
+            failed=saves and not complete,
         )
 
     def _save_if_due(self, num_trained: int) -> None:

@@ -8,6 +8,7 @@ from typing import TextIO
 from slime_like.cluster.start import doctor_machine, doctor_software
 from slime_like.cluster.start.doctor_finding import DoctorFinding, Level
 from slime_like.printable import visible
+from slime_like.util.counted import counted
 
 CHECKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
     doctor_machine.check_system,
@@ -31,5 +32,5 @@ def doctor(out: TextIO) -> int:
             fix = f"\n{'':<24}fix: {finding.fix}" if finding.fix else ""
             out.write(visible(f"{finding.level:<8} {finding.subject:<14} {finding.text}{fix}\n"))
             out.flush()
-    out.write(visible("all requirements are met\n" if not missing else f"{missing} requirements are not met\n"))
+    out.write(visible("all requirements are met\n" if not missing else f"{counted(missing, 'requirement')} not met\n"))
     return int(missing > 0)

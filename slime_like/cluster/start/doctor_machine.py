@@ -15,6 +15,7 @@ from pathlib import Path
 from slime_like.cluster.plan.machine import cpu_count, memory_bytes, probe_machine
 from slime_like.cluster.start.doctor_finding import DoctorFinding, Level
 from slime_like.cluster.start.limits import limits_too_low
+from slime_like.util.counted import counted
 from slime_like.util.gpus import installed_gpus
 
 GIB = 2**30
@@ -64,7 +65,7 @@ def check_devices() -> Iterator[DoctorFinding]:
     yield DoctorFinding(
         Level.OK if is_ok else Level.WARNING,
         "cpu",
-        f"{cpu_count()} cores, {', '.join(vector) or 'no AVX2'}",
+        f"{counted(cpu_count(), 'core')}, {', '.join(vector) or 'no AVX2'}",
         "" if is_ok else "expect a slow run: torch's CPU kernels need AVX2 to be fast",
     )
     memory = memory_bytes()

@@ -21,6 +21,7 @@ from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from slime_like.printable import visible
+from slime_like.util.counted import counted
 
 # Keys that may change on resume without making the run a different experiment.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
@@ -97,7 +98,7 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
     is_exported = not cfg.run.save_hf or (run_dir / "hf").exists()
     if num_trained >= cfg.loop.num_rollout and is_exported:
         raise RunComplete(
-            f"run.dir={cfg.run.dir!r} is complete: {num_trained} rollouts were trained, loop.num_rollout is "
+            f"run.dir={cfg.run.dir!r} is complete: {counted(num_trained, 'rollout')} trained, loop.num_rollout is "
             f"{cfg.loop.num_rollout}; "
             "raise loop.num_rollout to continue training, or choose another run.dir for a new run"
         )

@@ -29,6 +29,7 @@ from slime_like.cluster.workers.node_affinity import on_node
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.data.share import SINGLE, ManagerShare
 from slime_like.errors import EngineError
+from slime_like.util.counted import counted
 from slime_like.util.deadline import scale
 
 ENGINE_CALLS = 4  # concurrent: a call may wait for a server to start while others check or stop it
@@ -157,7 +158,7 @@ class EngineStarter:
             reason = (
                 "the Ray cluster has no node with CPUs"
                 if self._template.spec.num_nodes == 1
-                else f"it needs {num_nodes} more nodes with CPUs, and the Ray cluster has {len(nodes)}"
+                else f"it needs {counted(num_nodes, 'more node')} with CPUs, and the Ray cluster has {len(nodes)}"
             )
             raise EngineError(f"engine {index} cannot be started: {reason}")
         load = Counter(host for hosts in self._hosts.values() for host in hosts)

@@ -14,6 +14,7 @@ from slime_like.config.schema.expert_load import FIX, read_load
 from slime_like.config.schema.remote_experts import MIN_KEY, UNSUPPORTED_FIELDS, field_obstacle
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.util.counted import counted
 from slime_like.util.reading import InputFile
 
 KEY = "rollout.remote_experts"
@@ -43,7 +44,7 @@ def check_remote_experts(cfg: TrainConfig) -> None:
         )
     if remote.workers and (len(remote.workers) != rollout.tp or rollout.num_engines > 1):
         raise ConfigError(
-            f"{KEY}.workers has {len(remote.workers)} addresses for {rollout.num_engines} engines of {rollout.tp} ranks: a "
+            f"{KEY}.workers has {counted(len(remote.workers), 'address', 'addresses')} for {counted(rollout.num_engines, 'engine')} of {counted(rollout.tp, 'rank')}: a "
             f"worker serves one rank; give one address for each rank of a single engine, or remove {KEY}.workers and {KEY}.key_file"
         )
 

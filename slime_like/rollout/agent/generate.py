@@ -26,6 +26,7 @@ from slime_like.rollout.agent.session import Session
 from slime_like.rollout.collect.sampler import ResumableEngine
 from slime_like.types import Prompt, Reward, Sample, Status
 from slime_like.util.concurrency import gather_or_cancel, is_task_cancelled
+from slime_like.util.counted import counted
 from slime_like.util.deadline import Deadline
 
 COUNTS = ("runs", "calls", "further_samples", "failures", "timeouts")
@@ -135,7 +136,7 @@ class OpenAIAgent:
         self._counts["timeouts"] += 1
         self._last_failure = self._warnings["timeout"] = (
             f"rollout.agent={self._path}: a run took longer than rollout.agent_deadline_s={self._seconds:g} and was "
-            f"cancelled, after {session.num_calls} calls"
+            f"cancelled, after {counted(session.num_calls, 'call')}"
         )
         return Status.FAILED
 

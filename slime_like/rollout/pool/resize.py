@@ -20,6 +20,7 @@ from slime_like.errors import ConfigError, DeadlineExceeded, EngineError
 from slime_like.rollout.pool.engine_pool import EnginePool, first_line
 from slime_like.rollout.pool.engine_slot import EngineSlot, EngineSupervisor
 from slime_like.rollout.pool.health import HealthMonitor
+from slime_like.util.counted import counted
 
 
 class EngineFactory(Protocol):
@@ -72,16 +73,16 @@ class PoolResizer:
         if before > num_engines:
             await asyncio.gather(*(self._remove(index) for index in removed_indices))
             names = ", ".join(f"engine {index}" for index in sorted(removed_indices))
-            return f"{num_engines} engines: {names} removed"
+            return f"{counted(num_engines, 'engine')}: {names} removed"
         indices = map(self._share.global_id, itertools.count())
         free = (index for index in indices if index not in self._slots and index not in self._starts)
         added_indices = list(itertools.islice(free, num_engines - before))
         for index in added_indices:
             self._starts[index] = asyncio.create_task(self._add(index))
         if not added_indices:
-            return f"{num_engines} engines, as before"
+            return f"{counted(num_engines, 'engine')}, as before"
         names = ", ".join(f"engine {index}" for index in added_indices)
-        return f"{num_engines} engines: {names} started, to serve after a push and its probe"
+        return f"{counted(num_engines, 'engine')}: {names} started, to serve after a push and its probe"
 
     async def _add(self, index: int) -> None:
         try:
