@@ -1,4 +1,4 @@
-"""Warnings about a growing difference between the log-probabilities of trainer and engine."""
+"""Warnings about a large or growing difference between the log-probabilities of trainer and engine."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class DriftWatch:
         if self.factor is None:
             return []
         baseline = median(self._means) if self._means else None
-        limit = self.ceiling if baseline is None else min(self.ceiling, max(self.rounding, self.factor * baseline))
+        growth_limit = math.inf if baseline is None else max(self.rounding, self.factor * baseline)
         lines = [
             line
             for name in (MEAN_DIFFERENCE, f"{MEAN_DIFFERENCE}_mixed")
-            if (value := metrics.get(name)) is not None and (line := self._warning(name, value, limit, baseline))
+            if (value := metrics.get(name)) is not None and (line := self._warning(name, value, growth_limit, baseline))
         ]
         if math.isfinite(metrics.get(MEAN_DIFFERENCE, math.nan)):
             self._means.append(metrics[MEAN_DIFFERENCE])
         return lines
 
-    def _warning(self, name: str, value: float, limit: float, baseline: float | None) -> str | None:
-        if value <= limit:  # False for nan
+    def _warning(self, name: str, value: float, growth_limit: float, baseline: float | None) -> str | None:
+        if value <= min(self.ceiling, growth_limit):  # False for nan
             self._last_warnings.pop(name, None)
             return None
         assert self.factor is not None
@@ -49,8 +49,13 @@ class DriftWatch:
         if math.isfinite(value):
             self._last_warnings[name] = value
         comparison = f", the median of earlier rollouts is {baseline:.2g}" if baseline is not None else ""
+        verdict = (
+            f"grows (weights.drift_warning={self.factor:g})"
+            if value > growth_limit
+            else f"is not within {self.ceiling:g} (weights.probe_tolerance)"
+        )
         return (
             f"{name} is {value:.2g}{comparison}: trainer and engine compute different log-probabilities, and the difference "
-            "grows; run.dump_rollouts=true and weights.probe_layers=true show its cause, algo.use_tis=true corrects for it "
-            "(weights.drift_warning)"
+            f"{verdict}; run.dump_rollouts=true and weights.probe_layers=true show its cause, algo.use_tis=true corrects for "
+            "it; weights.drift_warning=null turns this warning off"
         )

@@ -40,6 +40,22 @@ def test_the_warning_names_both_numbers_and_can_be_turned_off() -> None:
     assert warning_steps(0.01, 5.0, factor=None) == []
 
 
+def test_the_warning_says_which_limit_was_exceeded() -> None:
+    watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=2.0)
+    (first,) = watch.warnings({MEAN_DIFFERENCE: 0.16})
+    assert "is not within 0.15 (weights.probe_tolerance)" in first and "grows" not in first
+    (repeated,) = watch.warnings({MEAN_DIFFERENCE: 0.33})
+    assert "grows (weights.drift_warning=2)" in repeated and "probe_tolerance" not in repeated
+    watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=2.0)
+    assert watch.warnings({MEAN_DIFFERENCE: 0.1}) == []
+    (large,) = watch.warnings({MEAN_DIFFERENCE: 0.16})
+    assert (
+        "the median of earlier rollouts is 0.1:" in large
+        and "weights.probe_tolerance" in large
+        and "grows" not in large
+    )
+
+
 def test_mixed_samples_are_compared_with_samples_of_one_version() -> None:
     watch = DriftWatch(rounding=0.02, ceiling=0.15, factor=2.0)
     assert watch.warnings({MEAN_DIFFERENCE: 0.015, f"{MEAN_DIFFERENCE}_mixed": 0.015}) == []

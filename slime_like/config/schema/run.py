@@ -56,7 +56,8 @@ class WeightsConfig(Config):
     drift_warning: float | None = key(
         2.0,
         "Warn if a rollout's mean |trainer - engine| log-probability difference exceeds both this multiple of its median over "
-        "earlier rollouts and the effect of rounding; null: never.",
+        "earlier rollouts and the effect of rounding, or, also in the first rollout, weights.probe_tolerance; null: never, not "
+        "even above weights.probe_tolerance.",
     )
     probe_layers: bool = key(
         False,
