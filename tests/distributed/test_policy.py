@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.cluster.plan.guard import guard_lines, guard_spec, releases
+from slime_like.cluster.plan.guard import guard_lines, guard_spec, memory_source, releases
+from slime_like.cluster.plan.machine import Machine
+from slime_like.cluster.plan.planner import make_plan
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.base import Config
 from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
@@ -321,6 +323,34 @@ def test_communicators_are_released_as_configured(
     assert all(note_reason.startswith(reason) for _, _, note_reason in notes)
     lines = "\n".join(guard_lines(guard_spec(cfg, "trainer", release=expected)))
     assert ("destroyed during rollouts" in lines) is expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "device", "memory", "is_noted"),
+    [
+        (("guard.memory=driver",), "cpu", "host", True),
+        (("guard.memory=allocator",), "cpu", "host", True),
+        (("guard.memory=driver", "guard=off"), "cpu", "host", False),
+        (("guard.memory=driver",), "cuda", "driver", False),
+        (("guard.memory=host",), "cpu", "host", False),
+        ((), "cpu", "auto", False),
+    ],
+)
+def test_a_cpu_has_only_the_hosts_memory_and_the_plan_says_so(
+    argv: tuple[str, ...], device: str, memory: str, is_noted: bool
+) -> None:
+    notes: list[tuple[str, object, str]] = []
+    cfg = load_config([*QUICKSTART, *argv], files=False)
+    assert memory_source(cfg, device, lambda *note: notes.append(note)) == memory
+    reason = "placement.device is cpu: {} would read the memory of a GPU"
+    assert notes == ([("guard.memory", "host", reason.format(cfg.guard.memory))] if is_noted else [])
+
+
+def test_the_plan_lists_a_replaced_guard_memory() -> None:
+    cfg = load_config([*QUICKSTART, "guard.memory=driver", "placement.device=cpu"], files=False)
+    plan = make_plan(cfg, Machine(0, 8, 64 * GIB, (), is_local=False))
+    assert plan.actor.guard.memory == "host"
+    assert [item.value for item in plan.decisions if item.key == "guard.memory"] == ["host"]
 
 
 def test_the_plan_shows_every_op_under_its_policy() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime_like.cluster.plan.guard import guard_spec, releases
+from slime_like.cluster.plan.guard import guard_spec, memory_source, releases
 from slime_like.cluster.plan.roles import teacher_swap
 from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.cluster.plan.verify import on_ranks
@@ -67,7 +67,12 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
         deadline_s=loop.step_deadline_s,
         deterministic=cfg.run.deterministic,
         teacher_checkpoint=teacher_swap(cfg, decisions.add),
-        guard=guard_spec(cfg, "trainer", release=releases(cfg, device, world, decisions.add)),
+        guard=guard_spec(
+            cfg,
+            "trainer",
+            release=releases(cfg, device, world, decisions.add),
+            memory=memory_source(cfg, device, decisions.add),
+        ),
         verify=on_ranks(cfg),
         returns_advantages=cfg.run.dump_rollouts,
     )

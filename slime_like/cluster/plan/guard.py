@@ -17,8 +17,8 @@ WIDTH = 96
 _SECRET = secrets.token_bytes(16)  # random bytes of this process and its forks
 
 
-def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSpec:
-    """Return the guard settings for the ranks of the role ``name``."""
+def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False, memory: str | None = None) -> GuardSpec:
+    """Return the guard settings for the ranks of the role ``name``. Default of ``memory``: ``guard.memory``."""
     guard = cfg.guard
     default = MemoryPolicy(
         checks=guard.checks,
@@ -33,7 +33,7 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
         wrap=guard.wrap,
         default=never if guard.profile else default,
         overrides=() if guard.profile else overrides("guard.", default, guard.ops, guard.groups),
-        memory=guard.memory,
+        memory=memory or guard.memory,
         symmetric=guard.symmetric,
         nodes=max(
             cfg.placement.actor_num_nodes, 2 if cfg.placement.ray_address else 1
@@ -45,6 +45,19 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False) -> GuardSp
         folder=str(ring_folder(cfg.run.dir)),
         name=name,
     )
+
+
+def memory_source(cfg: TrainConfig, device: str, note: Callable[[str, object, str], None]) -> str:
+    """Return the memory that the guard queries on ``device``: ``guard.memory``, or ``host`` instead of a GPU's on a CPU.
+
+    ``note`` records the replacement, since a recipe for GPUs also runs on a CPU.
+    """
+    setting = cfg.guard.memory
+    if device != "cpu" or setting in ("auto", "host"):
+        return setting
+    if cfg.guard.wrap and cfg.run.mode != "rollout_only":
+        note("guard.memory", "host", f"placement.device is cpu: {setting} would read the memory of a GPU")
+    return "host"
 
 
 def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:

@@ -37,7 +37,7 @@ class GuardConfig(Config):
     budget: float = key(0.001, "Under checks=auto, maximum fraction of time spent on queries.")
     memory: str = key(
         "auto",
-        "Source of the free-memory reading: driver (CUDA), allocator (torch's CUDA allocator), host (with cgroup limits); auto: driver, or host on CPU.",
+        "Source of the free-memory reading: driver (CUDA), allocator (torch's CUDA allocator), host (with cgroup limits); auto: driver. On a CPU: always host.",
         choices=("auto", "driver", "allocator", "host"),
     )
     symmetric: bool = key(
