@@ -4,7 +4,7 @@ The imports take a third of the CPU time of a rank in a short run. Everything el
 imports packages that Ray imports, but not Ray, which reads a worker's variables (``RAY_JOB_ID``) at its import. If the
 environment of a run has the variables of ``forking_workers()``, the raylet starts Python for a worker as usual;
 tests/e2e/forked/sitecustomize.py then sends command, environment and files to the server, and waits for the end of the
-fork. A fork ends when the process that requested it or the server ends; the server ends with the process that started
+fork. The fork is in the namespaces of the process that requested it (a node of tests/nodes). A fork ends when the process that requested it or the server ends; the server ends with the process that started
 it.
 """
 
@@ -23,6 +23,7 @@ import selectors
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from pathlib import Path
 from slime_like.util.deadline import Deadline, scale
 from tests.e2e.forked.fork_client import ADDRESS, LOG, NUM_BYTES, START_S
 from tests.engine import forked_engines
+from tests.namespaces import PR_SET_PDEATHSIG, enter_namespaces, open_namespaces
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLIENT = REPOSITORY / "tests" / "e2e" / "forked"
@@ -41,7 +43,7 @@ TITLE_BYTES = 4_096  # space for the title of a worker
 MAX_REQUEST_BYTES = 2**20
 NUM_THREADS = "1"  # of torch in the server, and of a rank unless the run's plan has another number
 REQUEST_S = 10.0  # for a client to send its request
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+CREDENTIALS = struct.Struct("3i")  # process, user and group of a peer; unix(7)
 IMPORTS = (
     # Imported by Ray.
     *("google.protobuf.json_format", "jsonschema", "msgpack", "requests", "tqdm.auto", "uvloop", "wcwidth"),
@@ -167,6 +169,7 @@ class WorkerServer:
             request = receive(connection, files)
             if different := different_variables(request.environment):
                 raise ValueError(f"the server has imported torch with other values of {different}")
+            namespaces = open_namespaces(peer(connection))
             server_pid, pid = os.getpid(), os.fork()
             if pid == 0:
                 end_with_parent(server_pid)
@@ -174,7 +177,9 @@ class WorkerServer:
                 for opened in (self.listener, connection, *self.forks.values()):
                     opened.close()
                 files.clear()
+                enter_namespaces(namespaces)
                 return request
+            files += namespaces
         except (OSError, ValueError, TypeError) as error:
             send(connection, {"error": str(error)})
             connection.close()
@@ -209,6 +214,12 @@ class WorkerServer:
             with contextlib.suppress(KeyError):  # its client has ended
                 self.selector.unregister(connection)
             send(connection, code)
+
+
+def peer(connection: socket.socket) -> int:
+    """Return the process id of a client, as this process sees it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return CREDENTIALS.unpack(credentials)[0]
 
 
 def send(connection: socket.socket, reply: object) -> None:

@@ -15,6 +15,7 @@ import os
 import pkgutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from multiprocessing import forkserver, reduction, resource_tracker, spawn
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ import setproctitle
 
 from slime_like.rollout.engine.environment import SPIN_COUNT
 from slime_like.rollout.engine.server import EngineServer
+from tests.namespaces import enter_namespaces, open_namespaces
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "SLIME_LIKE_TEST_FORK_SERVER"
@@ -58,21 +60,28 @@ if os.environ.get(MARK):
 
 
 class EngineMain:
-    """Callable for a child of the fork server: run a function ("module:function") with a stdin, log and environment."""
+    """Callable for a child of the fork server: run a function ("module:function") as the process of an engine.
 
-    def __init__(self, target: str, stdin: int, log: int, environment: dict[str, str]) -> None:
-        self._target, self._stdin, self._log, self._environment = target, stdin, log, environment
+    ``files`` are the engine's stdin, its log and a pipe that receives its process id, and the namespaces of the caller.
+    """
 
-    def __getstate__(self) -> tuple[str, Any, Any, dict[str, str]]:
-        return self._target, reduction.DupFd(self._stdin), reduction.DupFd(self._log), self._environment
+    def __init__(self, target: str, files: Sequence[int], environment: dict[str, str]) -> None:
+        self._target, self._files, self._environment = target, files, environment
 
-    def __setstate__(self, state: tuple[str, Any, Any, dict[str, str]]) -> None:
-        self._target, stdin, log, self._environment = state
-        self._stdin, self._log = stdin.detach(), log.detach()
+    def __getstate__(self) -> tuple[str, Any, dict[str, str]]:
+        return self._target, [reduction.DupFd(file) for file in self._files], self._environment
+
+    def __setstate__(self, state: tuple[str, Any, dict[str, str]]) -> None:
+        self._target, files, self._environment = state
+        self._files = [file.detach() for file in files]
 
     def __call__(self) -> None:
+        stdin, log, pid, *namespaces = self._files
+        enter_namespaces(namespaces)
+        os.write(pid, str(os.getpid()).encode())
+        os.close(pid)
         os.setsid()
-        for source, target in ((self._stdin, 0), (self._log, 1), (self._log, 2)):
+        for source, target in ((stdin, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.environ.clear()
         os.environ.update(self._environment)
@@ -90,17 +99,16 @@ class ForkedEngine:
     ) -> None:
         if ADDRESS not in os.environ:
             start_fork_server()
-        stdin, writer = os.pipe()
-        target_in_child = EngineMain(target, stdin, log.fileno(), environment)
+        (stdin, writer), (pid, pid_writer) = os.pipe(), os.pipe()
+        files = [stdin, log.fileno(), pid_writer, *open_namespaces()]
+        target_in_child = EngineMain(target, files, environment)
         self._process = multiprocessing.get_context("forkserver").Process(target=target_in_child)
         self._process.start()
-        os.close(stdin)
+        for file in (stdin, *files[2:]):
+            os.close(file)
         self.stdin = os.fdopen(writer, "wb")
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        self.pid = int(os.read(pid, 16))
+        os.close(pid)
 
     def poll(self) -> int | None:
         return self._process.exitcode

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime_like.util.deadline import Deadline
+from tests.e2e.worker_server import forking_workers
 from tests.nodes.machine import LOCAL, POLL_S, NamespaceNode, Network, network
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,8 +74,15 @@ class RayNodes:
 def ray_nodes(count: int, folder: Path, *, num_gpus: int = 0) -> Generator[RayNodes]:
     """Start a cluster of ``count`` nodes, yield it, and remove it."""
     environment = os.environ | FAST_CHECKS | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "PYTHONPATH": str(REPOSITORY),
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"RAY_kill_child_processes_on_worker_exit": "0", "RAY_worker_niceness": "0"}
+    environment |= forking_workers()
+    environment["PYTHONPATH"] += os.pathsep + str(REPOSITORY)
     with network() as net:
         cluster = RayNodes(net, folder, num_gpus, environment)
         for _ in range(count):
@@ -128,7 +136,7 @@ def start_run(cluster: RayNodes, node: NamespaceNode, run_dir: Path, *overrides:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=cluster.environment | {"HF_HUB_OFFLINE": "1"},
+            env=cluster.environment,
             cwd=REPOSITORY,
             start_new_session=True,
         )
