@@ -40,7 +40,7 @@ class GeneralisedAdvantage:
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """Return F32 [T] for each view, 0 at untrained tokens.
 
-        If ``algo.normalize_advantages``, this is a collective that whitens the advantages over all ranks.
+        If ``algo.normalize_advantages`` is set, this is a collective that whitens the advantages over all ranks.
         """
         advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:
@@ -54,7 +54,8 @@ class GeneralisedAdvantage:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks.
 
-        The result is empty if there are no views. A collective over the data-parallel ranks.
+        The value is 0 if Var(return) is negligible. If there are no views, which is then true of all ranks, return an
+        empty dict; otherwise this is a collective over the data-parallel ranks.
         """
         pairs_2A = [
             torch.stack([returns_T, returns_T - _values(view)])[:, view.loss_weight > 0].double()

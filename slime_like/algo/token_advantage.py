@@ -41,7 +41,10 @@ class ReinforcePlusPlus:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] for each view, whitened over the trained tokens of all ranks, 0 at other tokens."""
+        """Return the advantages F32 [T] for each view, whitened over the trained tokens of all ranks, 0 at other tokens.
+
+        This is a collective.
+        """
         returns_T = [self._returns(view) for view in views]
         masks_T = [view.loss_weight > 0 for view in views]
         return whiten(returns_T, masks_T, reduce)
@@ -74,7 +77,10 @@ class ReinforcePlusPlusBaseline:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] for each view, whitened over the trained tokens of all ranks, 0 at other tokens."""
+        """Return the advantages F32 [T] for each view, whitened over the trained tokens of all ranks, 0 at other tokens.
+
+        This is a collective.
+        """
         masks_T = [view.loss_weight > 0 for view in views]
         return whiten([self._advantages(view) for view in views], masks_T, reduce)
 

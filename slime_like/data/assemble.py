@@ -56,7 +56,7 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence gets a separate row.
+    """Return the indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence has a row of its own.
 
     Each index, longest first, is put into the first row with enough space (Johnson 1973: at most 11/9 of the fewest
     rows + 1).
@@ -98,8 +98,9 @@ def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> li
 def pack_equal(lengths: Sequence[int], dp: int, budget: int) -> list[list[list[int]]]:
     """Return ``[dp][m]`` rows of sequence indices, with the same m for every dp rank.
 
-    A rank with fewer rows splits some of them, which costs less than an idle micro-batch. A rank that has only rows of one
-    sequence gets empty rows, which the caller fills: every rank must run the same number of micro-batches.
+    A row contains at most ``budget`` tokens; a longer sequence has a row of its own. A rank with fewer than m rows splits
+    some of them, which costs less than an idle micro-batch. Once all its rows consist of one sequence, it gets empty rows,
+    which the caller fills: every rank must run the same number of micro-batches.
     """
     ranks: list[list[list[int]]] = []
     for part in balance(lengths, dp):

@@ -10,7 +10,10 @@ from slime_like.metrics.remedies import REMEDIES
 
 @dataclass(frozen=True, slots=True)
 class MetricEntry:
-    """Description of a metric. A part ``<x>`` of ``name`` matches any text; ``healthy`` is the expected range."""
+    """Description of a metric, or of all metrics whose names match ``name``; ``healthy`` is the expected range.
+
+    A part ``<x>`` of ``name`` matches one or more characters other than ``/``.
+    """
 
     name: str
     meaning: str

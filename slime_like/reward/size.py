@@ -72,7 +72,7 @@ def _expanded(terms: float, n: int) -> float:
 
 
 def size_of(latex: str) -> Size:
-    """Return the upper bound on the size of a formula; ``HUGE`` if it is nested too deeply."""
+    """Return an upper bound on the size of a formula; ``HUGE`` if it is nested too deeply to be read."""
     try:
         return _FormulaReader([token for token in TOKEN.findall(latex) if token not in SKIPPED]).read()
     except RecursionError:
@@ -93,7 +93,10 @@ class _FormulaReader:
         return self._tokens[self._at - 1]
 
     def read(self) -> Size:
-        """Return the bound on all tokens, including unmatched closing brackets."""
+        """Return the bound on the whole formula.
+
+        An unmatched closing bracket is skipped, and the text after it counts as a factor.
+        """
         size = self._sum()
         while self._peek():
             self._next()
@@ -101,7 +104,10 @@ class _FormulaReader:
         return size
 
     def _sum(self) -> Size:
-        """Read a sum, up to a closing bracket."""
+        """Read a sum up to a closing bracket or the end; return its bound, ``ONE`` if it is empty.
+
+        The parts of an equation or list count as terms.
+        """
         total: Size | None = None
         while (token := self._peek()) and token not in CLOSING:
             if token in BETWEEN or token in ("+", "-", r"\pm", r"\mp"):
@@ -119,7 +125,7 @@ class _FormulaReader:
         return size
 
     def _factor(self) -> Size:
-        """Read an atom and its powers, subscripts and factorials."""
+        """Read an atom with its powers, subscripts and factorials; return the bound."""
         size = self._atom()
         while (token := self._peek()) in ("^", "_", "!"):
             self._next()
@@ -132,7 +138,10 @@ class _FormulaReader:
         return size
 
     def _argument(self) -> Size:
-        """Read the argument of ``^`` with its own powers: ``9^9^9`` is invalid LaTeX, but read as a power tower."""
+        """Read an argument of ``^``, ``_`` or a function with its own powers; return its bound.
+
+        ``9^9^9`` is invalid LaTeX, but read as a power tower.
+        """
         if self._peek() == "-":
             self._next()
         return self._factor() if self._peek() and self._peek() not in CLOSING else ONE
@@ -159,7 +168,7 @@ class _FormulaReader:
         return ONE
 
     def _braced(self) -> Size:
-        """Read an argument of a command: a group, or the next token."""
+        """Read an argument of a command, which is a group or the next token; return its bound."""
         return self._atom() if self._peek() and self._peek() not in CLOSING else ONE
 
     def _function(self) -> Size:

@@ -91,7 +91,10 @@ class _Delivery:
             await self._exchange(END)
 
     def _write(self, bucket: Bucket, memory: DeviceBucketMemory) -> bytes:
-        """Return the message for a bucket. Errors are stored, not raised, as the engine's other ranks wait for a message."""
+        """Return the message for a bucket, or ``UNWRITTEN`` after an error.
+
+        The error is stored, not raised, because the other trainer ranks of this engine wait for this rank's message.
+        """
         try:
             return memory.write(bucket)
         except SlimeLikeError as error:
@@ -147,7 +150,8 @@ class IpcSender:
     ) -> None:
         """Find this rank's engine.
 
-        Raises ``WeightSyncError`` if an engine shares no GPUs with trainer ranks, or if their memory cannot be shared.
+        Raises ``WeightSyncError`` if an engine has no GPUs or one that no trainer rank uses, or if the ranks cannot
+        share memory.
         """
         del group_name, host
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -214,9 +218,10 @@ _groups: dict[tuple[dist.ProcessGroup, int], EngineRanks] = {}
 
 
 def engine_ranks(receivers: Sequence[WeightReceiver], seconds: float) -> EngineRanks:
-    """Return the trainer ranks that share the GPUs of this rank's engine. The first call is a collective over all ranks.
+    """Return the trainer ranks that share the GPUs of this rank's engine.
 
-    ``seconds`` is the timeout of their group.
+    If engines have several ranks, the first call is a collective over all trainer ranks. ``seconds`` is the timeout of
+    the groups that it creates.
     """
     tp = receivers[0].tp if receivers else 1
     world = dist.group.WORLD

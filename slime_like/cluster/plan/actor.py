@@ -1,4 +1,4 @@
-"""Plan of the trainer's ranks: layout, optimizer, schedule, with every ``auto`` resolved."""
+"""Plan of the trainer's ranks: dtype, family, layout, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from slime_like.errors import ConfigError
 
 
 def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, decisions: PlanDecisions) -> RankSpec:
-    """Return the spec of the actor's ranks, with every ``auto`` resolved.
+    """Return the spec of the actor's ranks.
 
-    Raises ``ConfigError`` if settings conflict.
+    ``model.gdn`` is not yet resolved: ``resolve_gdn`` does that. ``model.attention``, ``model.cpu_kernels``,
+    ``guard.memory`` and, if ``model`` is None, ``model.family`` may stay auto, which the ranks resolve. Raises
+    ``ConfigError`` if settings conflict.
     """
     p, loop = cfg.parallel, cfg.loop
     world = trainer_ranks(cfg)

@@ -1,4 +1,7 @@
-"""Plan a run for a machine: resolve every ``auto`` in the config and count processes, without side effects."""
+"""Plan a run for a machine: resolve the ``auto`` values that processes cannot resolve alone, and count processes.
+
+Planning has no side effects.
+"""
 
 from __future__ import annotations
 

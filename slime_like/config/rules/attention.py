@@ -16,7 +16,10 @@ def has_transformer_engine() -> bool:
 
 
 def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
-    """Raise ``ConfigError`` if TransformerEngine's attention cannot run. ``device`` and ``dtype`` may be auto."""
+    """Raise ``ConfigError`` if ``model.attention`` is te and TransformerEngine is not installed or does not support the config.
+
+    Other values of ``model.attention`` are not checked. ``device`` and ``dtype`` may be auto.
+    """
     if cfg.model.attention != "te":
         return
     fix = "set model.attention=auto, which uses slime_like's torch attention"

@@ -1,6 +1,6 @@
-"""Specs that the plan resolves from the config, one per component, without ``auto`` values.
+"""Specs that the plan resolves from the config, one per component.
 
-This module does not import torch.
+A value that its process chooses, such as the kernels of a CPU, may be auto. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Schedule of the free-memory queries of ``guard.checks=auto``: within a time budget, earlier if memory runs out."""
+"""Schedule of the free-memory queries of ``guard.checks=auto``.
+
+Queries take a limited share of the time. If free memory may soon reach the threshold, they run ahead of that budget, up
+to an overdraft.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,17 @@ CHEAP_CHECK_SHARE = 0.25  # share of the budget that cheap checks may use
 
 @dataclass(slots=True)
 class QuerySchedule:
-    """Times of the next free-memory query and, if queries are expensive, of the cheap checks before it.
+    """Time of the next free-memory query and, if queries are expensive, of the next cheap check before it.
 
     A query reads the free memory. A cheap check reads only the memory held by this process (``MemorySource.process_bytes``).
     Times are in ns, memory is in bytes.
 
-    - Over any period, queries and cheap checks cost at most the share ``budget`` of the time plus ``MAX_OVERDRAFT`` queries.
-    - The next query runs before free memory can reach the threshold at ``SAFETY_FACTOR`` times the measured rate. It
-      runs immediately if a cheap check shows that this process has taken half of the remaining memory.
-    - If the budget allows no query in time, ``too_late`` is set, and the guard acts without waiting for a query.
+    - Over a long period, queries and cheap checks cost at most the share ``budget`` of the time. A shorter period may cost
+      about ``MAX_OVERDRAFT`` queries more.
+    - The next query runs before free memory can reach the threshold at ``SAFETY_FACTOR`` times the measured rate, but not
+      beyond the overdraft. It runs immediately if a cheap check shows that this process has taken half of the headroom.
+    - If the overdraft allows no query before memory may reach the threshold, ``too_late`` is set, and the guard acts
+      without waiting for a query.
     """
 
     budget: float
@@ -66,7 +72,7 @@ class QuerySchedule:
     def record_cheap_check(self, now: float, cost: float, process_bytes: int) -> None:
         """Record a cheap check at ``now`` that took ``cost``.
 
-        Schedule a query now if ``process_bytes`` grew too much.
+        Schedule a query now if ``process_bytes`` has grown by half of the headroom and the overdraft allows a query.
         """
         self._update_balance(now, cost)
         self._check_cost = max(cost, COST_DECAY * self._check_cost)
@@ -77,7 +83,7 @@ class QuerySchedule:
             self.next_reading_at = min(self.next_query_at, now + self._check_interval)
 
     def charge(self, cost: float) -> None:
-        """Charge ``cost`` to the budget."""
+        """Charge ``cost`` to the budget. The overdraft does not exceed ``MAX_OVERDRAFT`` queries."""
         self._balance = max(self._balance - cost, -MAX_OVERDRAFT * self._query_cost)
 
     @property
