@@ -77,13 +77,17 @@ class FlowArm:
     """Results of one engine."""
 
     rounds: tuple[DcpRound, ...]
-    planned_tokens: int  # KV capacity of a group by the planner
+    planned_tokens: int  # KV capacity of a group in tokens, as the planner computes it
     weight_bytes: int  # of the sharded projections on a rank, from the engine's log; without FlowMLA from the shapes
     loading_bytes: int  # largest size of the sharded projections on a rank while the engine loaded its weights
 
 
 def sharded_bytes(flow_mla: bool) -> int:
-    """Return the bytes of sharded projections on a rank: ``W`` for ``L`` layers; with FlowMLA ``W / dp + 2 W / L``."""
+    """Return the bytes of the sharded projections on a rank.
+
+    For ``L`` layers they are ``W`` bytes without FlowMLA. With it they are ``W / dp + 2 W / L``: the rank's part of
+    each layer, and two slots for complete layers.
+    """
     full = MODEL["num_hidden_layers"] * LAYER_BYTES
     return full // GROUPS + 2 * LAYER_BYTES if flow_mla else full
 
@@ -110,13 +114,13 @@ def make_spec(name: str, model: Path) -> EngineSpec:
 
 
 def planned_tokens(spec: EngineSpec) -> int:
-    """Return the KV capacity of a group by the planner, from config.json."""
+    """Return the KV capacity of an attention group in tokens, as the planner computes it from the model's config.json."""
     settings = replace(engine_settings(spec), rank_memory=MEMORY)
     return host_pool(read_shape("--model", spec.model_path), settings, available=0).tokens
 
 
 async def measure(server: EngineServer, name: str, num_rounds: int) -> tuple[DcpRound, ...]:
-    """Run rounds; the first one warms up and is not returned."""
+    """Run ``num_rounds`` rounds after a warm-up round, and return their results."""
     arm = DcpArm(server, EngineClient(server.url, admin_key=KEY, name=name, deadline_s=600))
     rounds: list[DcpRound] = []
     try:
@@ -153,7 +157,10 @@ def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
 
 
 def table(results: Mapping[str, FlowArm]) -> list[str]:
-    """Return the Markdown table. Times and rates are medians over rounds; requests at once are maxima, and retractions sums."""
+    """Return the lines of the Markdown table.
+
+    Times and rates are medians over the rounds, simultaneous requests are maxima, and retractions are sums.
+    """
     base = results["off"].rounds
     lines = [
         "| engine | attention weights per rank, kB | while loading | `max_total_num_tokens` of a group | by the planner | at once | retractions | one "

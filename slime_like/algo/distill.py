@@ -48,7 +48,8 @@ class ReverseKL:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``teacher_kl``: the mean of log student - log teacher over the trained tokens of all ranks.
 
-        The result is empty if there are no views. A collective over the data-parallel ranks.
+        If there are no views, which is then true of all ranks, return an empty dict; otherwise this is a collective
+        over the data-parallel ranks.
         """
         gaps_of_views = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
         if not gaps_of_views:

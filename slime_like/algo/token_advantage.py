@@ -41,9 +41,9 @@ class ReinforcePlusPlus:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return the advantages F32 [T] for each view, whitened over the trained tokens of all ranks, 0 at other tokens.
+        """Return the advantages F32 [T] for each view, 0 at untrained tokens.
 
-        This is a collective.
+        This is a collective that whitens them over the trained tokens of all ranks.
         """
         returns_T = [self._returns(view) for view in views]
         masks_T = [view.loss_weight > 0 for view in views]
@@ -77,9 +77,9 @@ class ReinforcePlusPlusBaseline:
         self._kl = resolve("algo.kl_reward_type", config.kl_reward_type, KL_ESTIMATORS)
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return the advantages F32 [T] for each view, whitened over the trained tokens of all ranks, 0 at other tokens.
+        """Return the advantages F32 [T] for each view, 0 at untrained tokens.
 
-        This is a collective.
+        This is a collective that whitens them over the trained tokens of all ranks.
         """
         masks_T = [view.loss_weight > 0 for view in views]
         return whiten([self._advantages(view) for view in views], masks_T, reduce)

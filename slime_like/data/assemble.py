@@ -98,9 +98,9 @@ def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> li
 def pack_equal(lengths: Sequence[int], dp: int, budget: int) -> list[list[list[int]]]:
     """Return ``[dp][m]`` rows of sequence indices, with the same m for every dp rank.
 
-    A row contains at most ``budget`` tokens; a longer sequence has a row of its own. A rank with fewer than m rows splits
-    some of them, which costs less than an idle micro-batch. Once all its rows consist of one sequence, it gets empty rows,
-    which the caller fills: every rank must run the same number of micro-batches.
+    A row contains at most ``budget`` tokens; a longer sequence has a row of its own. A rank with fewer than m rows
+    splits some of them, which costs less than an idle micro-batch. Once all its rows consist of one sequence, it gets
+    empty rows, which the caller fills: every rank must run the same number of micro-batches.
     """
     ranks: list[list[list[int]]] = []
     for part in balance(lengths, dp):

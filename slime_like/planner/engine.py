@@ -33,16 +33,16 @@ class EngineMemory:
 
     @property
     def tokens(self) -> int:
-        """KV capacity of the engine in tokens: SGLang's max_total_num_tokens, summed over data-parallel attention."""
+        """KV capacity of the engine in tokens: SGLang's max_total_num_tokens, summed over the attention groups."""
         return self.group_tokens * self.groups
 
     @property
     def group_tokens(self) -> int:
-        """KV capacity of one attention group in tokens."""
+        """KV capacity of one attention group in tokens; 2**31 for a model without a KV cache."""
         return max(0, int(self.pool // self.token_bytes)) if self.token_bytes else 2**31
 
     def requests(self, tokens_per_request: float) -> int:
-        """Return the number of requests of this length that the engine holds at the same time."""
+        """Return the number of requests of ``tokens_per_request`` tokens that the engine holds at the same time."""
         num_requests = int(self.group_tokens // max(1.0, tokens_per_request))
         return self.groups * (min(num_requests, self.state_requests) if self.slot_bytes else num_requests)
 
@@ -56,7 +56,10 @@ def useful_dcp(shape: ModelShape, settings: EngineSettings) -> int:
 
 
 def token_bytes(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the KV bytes that one token of a sequence takes on one rank of its attention group."""
+    """Return the KV bytes that one token of a sequence takes on one rank of its attention group, on average.
+
+    Return 0 for a model without a KV cache.
+    """
     if shape.attention is not None:
         heads = max(1.0, shape.attention.kv_heads * settings.dcp / settings.attention_tp)
         per_layer = 2 * shape.attention.head_dim * math.ceil(heads)
@@ -67,7 +70,7 @@ def token_bytes(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def state_bytes(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the bytes of one request's recurrent state on one rank."""
+    """Return the bytes of one request's recurrent state on one rank; 0 for a model without recurrence."""
     if shape.recurrence is None:
         return 0.0
     r, element = shape.recurrence, WEIGHT_BYTES["float32"] if settings.weights == "float32" else 2
@@ -91,7 +94,7 @@ WEIGHT_ITEMS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norm
 
 
 def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...]:
-    """Return the weights of one engine rank."""
+    """Return the items of the weights of one engine rank, in bytes. ``WEIGHT_ITEMS`` lists their names."""
     s = settings
     linear = WEIGHT_BYTES[s.weights]
     wide = max(linear, 2)
@@ -162,7 +165,10 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> EngineMemory:
-    """Return the memory of one engine rank on a GPU of ``hardware``. Raises ``ConfigError`` on an impossible layout."""
+    """Return the memory of one engine rank on a GPU of ``hardware``.
+
+    Raises ``ConfigError`` if the layout is impossible. Weights that do not fit give a negative ``pool``.
+    """
     check_engine(shape, settings)
     check_flow_mla(shape, settings)
     weights = weight_items(shape, settings)

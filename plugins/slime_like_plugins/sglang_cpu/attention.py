@@ -62,7 +62,11 @@ def power_of_two(n: int) -> int:
 
 
 def padded_slots(table: Tensor, kv_lens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the KV-pool rows [b, L] of requests with these page-table rows, and a mask that is False on padding."""
+    """Return the KV-pool rows [b, L] of the tokens of b requests, and a mask [b, L] that is False on padding.
+
+    ``table`` [b, max_len] contains the page-table rows of the requests: the pool row of each token. ``kv_lens``
+    contains the number of tokens of each request; L is the maximum.
+    """
     length = max(kv_lens)
     exists_bL = torch.arange(length)[None] < torch.tensor(kv_lens)[:, None]
     slots_bL = table[:, :length].long()
@@ -70,7 +74,10 @@ def padded_slots(table: Tensor, kv_lens: Sequence[int]) -> tuple[Tensor, Tensor]
 
 
 def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[LengthBucket]:
-    """Return buckets for one query per request. ``table`` [B, max_len]: page-table rows of the batch."""
+    """Return buckets for one query per request.
+
+    ``table`` [B, max_len] contains the page-table rows of the batch, ``kv_lens`` the number of tokens of each request.
+    """
     groups: dict[int, list[int]] = {}
     for row, length in enumerate(kv_lens):
         groups.setdefault(power_of_two(length), []).append(row)
@@ -88,7 +95,11 @@ def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[LengthBucket]:
 
 
 def extend_bucket(table: Tensor, starts: Sequence[int], new: Sequence[int], prefix: Sequence[int]) -> LengthBucket:
-    """Return a bucket of requests whose ``new`` tokens, packed from row ``starts``, follow ``prefix`` cached ones."""
+    """Return a bucket of requests with new tokens after a cached prefix.
+
+    Each list has one entry per request: the row of its first new token in the packed batch, its number of new tokens
+    and its number of cached tokens. ``table`` [b, max_len] contains the page-table rows of the requests.
+    """
     q = torch.arange(max(new))[None]
     new_b1, prefix_b1 = torch.tensor(new)[:, None], torch.tensor(prefix)[:, None]
     valid_bQ = q < new_b1
@@ -100,7 +111,10 @@ def extend_bucket(table: Tensor, starts: Sequence[int], new: Sequence[int], pref
 
 
 def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> list[LengthBucket]:
-    """Return buckets for a prefill of ``new[i]`` packed tokens of request i after ``prefix[i]`` cached ones."""
+    """Return buckets for a prefill of ``new[i]`` packed tokens of request i after ``prefix[i]`` cached tokens.
+
+    ``table`` [B, max_len] contains the page-table rows of the batch. Requests without new tokens are left out.
+    """
     starts = [0, *torch.tensor(new).cumsum(0).tolist()]
     groups: dict[tuple[int, int], list[int]] = {}
     for row, count in enumerate(new):
@@ -178,7 +192,7 @@ class BatchedAttention(AttentionBackend):
     def require_plain(layer: Any) -> None:
         """Raise ``NotImplementedError`` unless ``layer`` is causal self-attention over all tokens.
 
-        Its scores must not be capped or rescaled.
+        Its scores must not be capped or rescaled, and its keys and values must have the same size per head.
         """
         is_causal = not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER
         sees_all = layer.sliding_window_size == -1 and not layer.use_irope

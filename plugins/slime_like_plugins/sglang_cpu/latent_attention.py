@@ -21,7 +21,10 @@ from slime_like_plugins.sglang_cpu.process import ATTENTION
 
 
 class KeysAsValues(BatchedAttention):
-    """Attention over latents, with complete keys as values."""
+    """Batched attention over latents that passes complete keys as values.
+
+    Subclasses keep only the latent part of the output.
+    """
 
     def _pools(self, layer: Any) -> tuple[Tensor, Tensor]:
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -35,7 +38,7 @@ class KeysAsValues(BatchedAttention):
 class LatentAttentionBackend(KeysAsValues):
     """Batched backend for absorbed queries.
 
-    Attention returns weighted sums of whole keys, of which it keeps the latents.
+    ``attend`` returns weighted sums of complete keys, [T, H, D]; ``_forward`` returns their latent part.
     """
 
     def __init__(self, runner: Any, kernels: CKernels | None = None) -> None:

@@ -30,7 +30,7 @@ class Progress:
         self._say(f"{component} after {self._seconds()} s" + (f"; waiting for {waits_for}" if waits_for else ""))
 
     def waiting(self, waits_for: str) -> None:
-        """Report a long wait. Callers call this about every second."""
+        """Report a wait if there was no line for ``QUIET_S``. Callers call this about every second."""
         if self.clock() - self._last_message >= QUIET_S:
             self._say(f"still waiting for {waits_for} after {self._seconds()} s")
 

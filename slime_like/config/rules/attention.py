@@ -16,9 +16,10 @@ def has_transformer_engine() -> bool:
 
 
 def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
-    """Raise ``ConfigError`` if ``model.attention`` is te and TransformerEngine is not installed or does not support the config.
+    """Check a config with ``model.attention=te``; other values are not checked. ``device`` and ``dtype`` may be auto.
 
-    Other values of ``model.attention`` are not checked. ``device`` and ``dtype`` may be auto.
+    Raises ``ConfigError`` if TransformerEngine is not installed here, or if its attention is not supported with other
+    keys.
     """
     if cfg.model.attention != "te":
         return

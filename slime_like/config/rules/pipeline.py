@@ -15,9 +15,11 @@ UNEVEN = ("first_stage_layers", "last_stage_layers")
 
 
 def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the decoder layers per segment, ``pp * vpp`` numbers. Raises ``ConfigError`` on inconsistent keys.
+    """Return the number of decoder layers of each segment, ``pp * vpp`` numbers.
 
-    The default is an even split; early segments get one layer more if there is a remainder.
+    ``vpp`` is ``parallel.vpp``, unless ``layers_per_virtual_stage`` or ``pipeline_layout`` implies it. The default is
+    an even split; early segments get one layer more if there is a remainder. Raises ``ConfigError`` if the keys
+    contradict each other or do not fit ``num_layers``.
     """
     check_pipeline(parallel)
     if parallel.pipeline_layout is not None:
@@ -36,7 +38,10 @@ def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    """Return the decoder layers per segment of an even split. Raises ``ConfigError`` if a segment would be empty."""
+    """Return the number of decoder layers of each of ``pp * vpp`` segments in an even split.
+
+    Raises ``ConfigError`` if a segment would be empty.
+    """
     count = pp * vpp
     if num_layers < count:
         setting = (
@@ -82,10 +87,11 @@ def check_pipeline(parallel: ParallelConfig) -> None:
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
-    """Return the decoder layers per segment of a Megatron pipeline layout such as ``Et*3|(tt|)*2tL``.
+    """Return the number of decoder layers of each segment of a Megatron pipeline layout such as ``Et*3|(tt|)*2tL``.
 
     ``t`` is a decoder layer, ``E`` the embedding and ``L`` the output layer; ``x*n`` and ``(...)*n`` repeat. Raises
-    ``ConfigError`` on any other text. Notation: megatron-core, transformer/pipeline_parallel_layer_layout.py.
+    ``ConfigError`` on other text, or if a segment has no decoder layer. Notation: megatron-core,
+    transformer/pipeline_parallel_layer_layout.py.
     """
     flat = re.sub(r"[,\s]", "", text)
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
@@ -130,10 +136,11 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
 
 
 def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Return a split with the configured layers of the first and last rank and an even split of the rest.
+    """Return the number of decoder layers of each segment, ``pp * vpp`` numbers.
 
-    This is Megatron's rule. Raises ``ConfigError`` if the rest cannot be split evenly, or ``parallel.vpp`` does not
-    divide the layers of a rank.
+    The first and the last rank have their configured layers, and the other ranks equal shares of the rest; each rank's
+    layers are split evenly between its segments. This is Megatron's rule. Raises ``ConfigError`` if one of these splits
+    is impossible.
     """
     first, last, pp, vpp = parallel.first_stage_layers, parallel.last_stage_layers, parallel.pp, parallel.vpp
     middle = num_layers - (first or 0) - (last or 0)

@@ -70,7 +70,7 @@ class Float8:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales of the weights of the checkpoint in ``folder``, which is set by ``key``."""
+    """Scales of the weights of the checkpoint in ``folder``, the value of the config key ``key``."""
 
     key: str
     folder: Path
@@ -79,10 +79,11 @@ class Scales:
     names: frozenset[str]  # names of all scales
 
     def name_of(self, weight: str, dtype: str) -> str | None:
-        """Return the name of the scales by which ``weight`` must be multiplied; None if it has none.
+        """Return the name of the scales by which ``weight`` must be multiplied; None if it is not quantised.
 
-        Raises ``CheckpointError`` if the dtype is not that of a weight, or the scales are missing or of a kind that is not
-        applied.
+        A weight is not quantised if ``dtype`` is one of ``WEIGHTS`` and it has no scales. Raises ``CheckpointError`` if
+        any other weight is not float8, if config.json declares no float8 weights, or if the scales of a float8 weight
+        are missing or not the only ones. Static activation scales are ignored.
         """
         names = self.of_weight.get(weight, ())
         if dtype in WEIGHTS and not names:
@@ -98,9 +99,11 @@ class Scales:
         return weight + SCALE
 
     def check(self, weight: str, shape: tuple[int, ...], scales: StoredTensor) -> None:
-        """Raise ``CheckpointError`` unless ``scales`` has the dtype and shape that config.json implies for ``weight``.
+        """Raise ``CheckpointError`` unless ``scales`` fits the float8 weight ``weight`` of ``shape``.
 
-        ``weight`` is a float8 weight, for which ``name_of`` returned the name of ``scales``.
+        The weight must have at least two dimensions. The dtype of the scales must be one of ``SCALES``, and their shape
+        the one that config.json implies; the only scale of a matrix may have any shape. ``name_of`` has returned the
+        name of ``scales``.
         """
         assert self.float8 is not None, "name_of refuses float8 weights without it"
         name = weight + SCALE
@@ -122,7 +125,10 @@ class Scales:
 
 
 def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[str]) -> Scales:
-    """Return the scales among the tensors ``names`` of a checkpoint."""
+    """Return the scales among the tensors ``names`` of the checkpoint in ``folder``.
+
+    ``folder`` is the value of the config key ``key``.
+    """
     tensors, scales = frozenset(names), set[str]()
     of_weight: dict[str, tuple[str, ...]] = {}
     for name in sorted(tensors):
@@ -137,7 +143,10 @@ def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[s
 
 
 def check_scales(scales: Scales, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise ``CheckpointError`` if a tensor of a checkpoint has an unknown dtype, or wrong or unused scales."""
+    """Raise ``CheckpointError`` if a tensor has an unknown dtype, or if its scales are missing, wrong or unused.
+
+    Scales of a missing weight are an error too. Buffers (``BUFFERS``) may have any dtype.
+    """
     for name, tensor in tensors.items():
         if name in scales.names or (tensor.dtype not in (*WEIGHTS, FLOAT8) and name.endswith(BUFFERS)):
             continue
@@ -150,8 +159,8 @@ def check_scales(scales: Scales, tensors: Mapping[str, StoredTensor]) -> None:
 def read_float8(key: str, folder: Path, values: Mapping[str, Any]) -> Float8 | None:
     """Return the format of float8 weights that the config.json of ``folder`` declares; None if it declares none.
 
-    Raises ``CheckpointError`` naming ``key``, which sets ``folder``, if config.json or ModelOpt's file declares another
-    quantisation.
+    ``values`` is its content. Raises ``CheckpointError`` naming ``key``, which sets ``folder``, if config.json declares
+    another quantisation, one of its text part or invalid blocks, or if the folder contains ModelOpt's file.
     """
     float8: Float8 | None = None
     for part, prefix in ((values, ""), (values.get("text_config"), "text_config.")):
@@ -186,9 +195,9 @@ def _float8(key: str, folder: Path, quantisation: Mapping[str, Any], evidence: s
 
 
 def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raise ``CheckpointError`` if a tensor of the safetensors file ``path`` is in an unsupported format.
+    """Raise ``CheckpointError`` if a tensor of the safetensors file ``path`` has a name of an unsupported format.
 
-    ``dtypes`` maps the names of its tensors to their dtypes.
+    ``NAMES`` lists the suffixes of such names. ``dtypes`` maps the names of the file's tensors to their dtypes.
     """
     for name, dtype in dtypes.items():
         if format_name := next((kind for end, kind in NAMES.items() if name.endswith(end)), ""):

@@ -20,13 +20,14 @@ CHEAP_CHECK_SHARE = 0.25  # share of the budget that cheap checks may use
 class QuerySchedule:
     """Time of the next free-memory query and, if queries are expensive, of the next cheap check before it.
 
-    A query reads the free memory. A cheap check reads only the memory held by this process (``MemorySource.process_bytes``).
-    Times are in ns, memory is in bytes.
+    A query reads the free memory. A cheap check reads only the memory held by this process
+    (``MemorySource.process_bytes``). Times are in ns, memory is in bytes.
 
-    - Over a long period, queries and cheap checks cost at most the share ``budget`` of the time. A shorter period may cost
-      about ``MAX_OVERDRAFT`` queries more.
-    - The next query runs before free memory can reach the threshold at ``SAFETY_FACTOR`` times the measured rate, but not
-      beyond the overdraft. It runs immediately if a cheap check shows that this process has taken half of the headroom.
+    - Over a long period, queries and cheap checks cost at most the share ``budget`` of the time. A shorter period may
+      cost about ``MAX_OVERDRAFT`` queries more.
+    - The next query runs before free memory can reach the threshold at ``SAFETY_FACTOR`` times the measured rate, but
+      not beyond the overdraft. It runs immediately if a cheap check shows that this process has taken half of the
+      headroom.
     - If the overdraft allows no query before memory may reach the threshold, ``too_late`` is set, and the guard acts
       without waiting for a query.
     """

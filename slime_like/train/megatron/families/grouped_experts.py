@@ -12,8 +12,9 @@ from slime_like.train.megatron.families.experts import Experts
 class GroupedExperts(Experts):
     """Mix-in for a decoder family with routed and shared experts after the first layers.
 
-    The weights of a token's routed experts come from a softmax over all routed experts. With topk_method=group_limited_greedy,
-    the token's experts are in the topk_group groups with the highest scores.
+    The weights of a token's routed experts come from ``score_function``: by default a softmax over all routed experts,
+    not normalised over the chosen ones. Unless topk_method is greedy or there is one group, the token's experts are in
+    the topk_group groups with the highest scores.
     """
 
     shared_name = "shared_experts"
@@ -84,8 +85,8 @@ class GroupedExperts(Experts):
 class BiasedExperts(GroupedExperts):
     """Mix-in with a bias per expert (https://arxiv.org/abs/2408.15664).
 
-    Experts are chosen by sigmoid scores plus biases, and their outputs weighted by the scores alone, normalised over the chosen
-    experts. A group is ranked by its two best experts.
+    Experts are chosen by sigmoid scores plus biases. Their outputs are weighted by the scores alone, normalised over
+    the chosen experts. A group is ranked by its two best experts.
     """
 
     score_function = "sigmoid"

@@ -59,7 +59,7 @@ class HFExport:
         return self._rank_info.tp_rank == self._rank_info.dp_rank == self._rank_info.cp_rank == 0
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """Return the tensors that this rank's pipeline stage sends, in order."""
+        """Return the metadata of the tensors that this rank's pipeline stage sends, in order."""
         return tuple(
             TensorMeta(name, shape, str(parameter.dtype).removeprefix("torch."))
             for weights, parameter in self._weights
@@ -172,10 +172,10 @@ def write_hf(
     """Write an HF folder that transformers and SGLang load: safetensors, config.json and the source's other files.
 
     Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8
-    weights are converted to the dtype of the export, which is not quantised. Every pipeline stage writes its own files
-    into a temporary folder, which then replaces ``folder``.
+    weights are converted to the dtype of the export, which is not quantised. Every pipeline stage writes its own files,
+    of at most ``max_bytes`` or one tensor, into a temporary folder, which then replaces ``folder``.
     Collective. Raises ``CheckpointError`` on every rank if one rank failed, after removing the temporary folder, or if
-    ``folder`` exists and is not an earlier export. ``folder`` is then unchanged.
+    ``folder`` exists and is the source's folder or contains no config.json. ``folder`` is then unchanged.
     """
     scratch = folder.with_name(folder.name + SCRATCH)
 
@@ -250,9 +250,10 @@ def _names_of(source: HFFolder, prefixes: tuple[str, ...]) -> list[str]:
 def _copy_untrained(
     scratch: Path, source: HFFolder, names: Sequence[str], max_bytes: int, dtype: torch.dtype
 ) -> tuple[dict[str, str], int]:
-    """Copy tensors of ``source`` into separate files, float8 weights as ``dtype``.
+    """Copy the tensors ``names`` of ``source`` into new files of at most ``max_bytes`` in the folder ``scratch``.
 
-    Return a dict from tensor names to file names, and the number of bytes.
+    A larger tensor has a file of its own. Float8 weights are converted to ``dtype``. Return a dict from tensor names to
+    file names, and the total number of bytes of the tensors.
     """
     weight_map: dict[str, str] = {}
     entries = ((name, source.read_as_stored(name, dtype)) for name in names)

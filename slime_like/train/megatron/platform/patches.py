@@ -102,7 +102,10 @@ def _detach_float32_shards(module: ModuleType) -> None:
 
 
 def _share_storage(target: Tensor, source: Tensor) -> None:
-    """Copy the bytes of ``source`` into ``target``'s storage, for all its views. autograd's version counter is unchanged."""
+    """Resize ``target``'s storage to that of ``source`` and copy its bytes, which all views of ``target`` then show.
+
+    autograd's version counter is unchanged.
+    """
     target.untyped_storage().resize_(source.untyped_storage().nbytes())
     target.untyped_storage().copy_(source.untyped_storage())
 
