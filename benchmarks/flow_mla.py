@@ -114,7 +114,7 @@ def make_spec(name: str, model: Path) -> EngineSpec:
 
 
 def planned_tokens(spec: EngineSpec) -> int:
-    """Return the KV capacity of an attention group in tokens, as the planner computes it from the model's config.json."""
+    """Return the KV capacity of an attention group in tokens, as the planner computes it from config.json."""
     settings = replace(engine_settings(spec), rank_memory=MEMORY)
     return host_pool(read_shape("--model", spec.model_path), settings, available=0).tokens
 

@@ -37,7 +37,10 @@ megatron_reported: list[bool] = []
 
 
 def excluded_marks(expression: str) -> set[str]:
-    """Return the marks that ``-m EXPRESSION`` excludes; empty for anything but marks, ``not`` and ``and``."""
+    """Return the marks that ``-m EXPRESSION`` excludes.
+
+    The result is empty if the expression contains anything other than marks, ``not`` and ``and``.
+    """
     terms = expression.split(" and ")
     if not all(re.fullmatch(r"(not )?\w+", term) for term in terms):
         return set()
@@ -64,7 +67,7 @@ def restore_signals() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import files without a selected test: the imports of tests with engines and ranks take seconds."""
+    """Do not import a file whose marks deselect all its tests: imports of tests with engines and ranks take seconds."""
     if collection_path.suffix == ".py" and is_excluded(collection_path.read_text(), config.option.markexpr):
         return True
     return None

@@ -1,7 +1,9 @@
-"""Server that forks the drivers of tests/cluster/drivers.py, whose imports take nine tenths of the CPU time of a short driver.
+"""Server that forks the drivers of tests/cluster/drivers.py.
 
-``python -m tests.cluster.driver_server <fd>`` forks until the socket ``fd`` is closed. A request is the JSON of the driver's
-arguments and limit, with three files: stdin, stderr, and a connection for the process id and the exit code.
+A short driver would spend nine tenths of its CPU time on imports, which the server has done already. ``python -m
+tests.cluster.driver_server <fd>`` forks until the other end of the socket ``fd`` is closed. A request is the JSON of
+the driver's arguments and limit, with three files: stdin, stderr, and a connection for the process id and the exit
+code.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class ForkedDriver:
         self.pid = int(self._replies.readline())
 
     def communicate(self, timeout: float) -> tuple[None, str]:
-        """Return ``None`` and the text on stderr once the driver has ended."""
+        """Return None and the text on stderr once the driver has ended.
+
+        Raises ``TimeoutExpired`` if stderr is silent and still open when ``timeout`` seconds have passed.
+        """
         text, end = b"", time.monotonic() + timeout
         with selectors.DefaultSelector() as selector, self._stderr:
             selector.register(self._stderr, selectors.EVENT_READ)
@@ -59,7 +64,7 @@ class ForkedDriver:
         return None, text.decode()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the supervisor."""
+        """Send a signal to the supervisor, the driver's parent process."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -69,7 +74,10 @@ class ForkedDriver:
 
 @cache
 def start_server() -> socket.socket:
-    """Start this process's server; return its socket."""
+    """Return a socket for requests to the server of this process. The first call starts the server.
+
+    The server is stopped when this process exits.
+    """
     client, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with remote:
         process = subprocess.Popen(
@@ -85,7 +93,10 @@ def start_server() -> socket.socket:
 
 
 def serve(listener: socket.socket) -> list[str] | None:
-    """Fork a process for each request until end of file, then return None; in a fork, return the driver's arguments at once."""
+    """Fork a process for each request until end of file, then return None.
+
+    In each fork, return the driver's arguments at once.
+    """
     connections: dict[int, tuple[int, socket.socket]] = {}  # by pidfd of the fork, readable at its end
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -120,7 +131,7 @@ def serve(listener: socket.socket) -> list[str] | None:
 
 
 def begin(request: bytes, stdin: int, stderr: int) -> list[str]:
-    """Give this process the session, files and environment of a driver; return the arguments."""
+    """Give this fork its own session, and the files and environment of the request; return the driver's arguments."""
     case, run_dir, limit_s = json.loads(request)
     os.setsid()
     for target, source in ((0, stdin), (2, stderr)):

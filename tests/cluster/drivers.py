@@ -77,7 +77,7 @@ def ended_by_ray(run_dir: Path) -> int:
 
 
 def raylet_dies(run_dir: Path) -> int:
-    """Continue training after a Ray process died."""
+    """Sleep on after the raylet died, like a driver that continues training."""
     raylet = start(run_dir, *SLEEP)
     start(run_dir, sys.executable, "-c", SEES_STOP, str(os.getpid()), str(run_dir / "stopped"))
     driver_link.report_ray({"raylet": raylet.pid}, None)
@@ -87,7 +87,10 @@ def raylet_dies(run_dir: Path) -> int:
 
 
 def raylet_dies_first(run_dir: Path) -> int:
-    """Lose an actor as its raylet dies; the error of the actor would be misleading."""
+    """Call ``confirm_ray``, as after the loss of an actor, just before the raylet dies.
+
+    If it returns, the driver would blame the actor, which is misleading.
+    """
     raylet = start(run_dir, *SLEEP)
     driver_link.report_ray({"raylet": raylet.pid}, None)
     subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -KILL {raylet.pid}"])
@@ -97,7 +100,7 @@ def raylet_dies_first(run_dir: Path) -> int:
 
 
 def ray_lives(run_dir: Path) -> int:
-    """Lose an actor while its raylet is alive."""
+    """Call ``confirm_ray``, as after the loss of an actor, while the raylet is alive; exit with code 42."""
     raylet = start(run_dir, *SLEEP)
     driver_link.report_ray({"raylet": raylet.pid}, None)
     driver_link.confirm_ray()
@@ -105,7 +108,7 @@ def ray_lives(run_dir: Path) -> int:
 
 
 def raylet_stops(run_dir: Path) -> int:
-    """Wait for a stopped Ray process."""
+    """Wait for a raylet that is suspended (SIGSTOP)."""
     raylet = start(run_dir, *SLEEP)
     driver_link.report_ray({"raylet": raylet.pid}, None)
     raylet.send_signal(signal.SIGSTOP)
@@ -114,7 +117,7 @@ def raylet_stops(run_dir: Path) -> int:
 
 
 def never_connected(run_dir: Path) -> int:
-    """Enter a library call that does not return and blocks signals."""
+    """Wait in a library call that does not return and ignores signals, before the run has started."""
     ignore()
     with driver_link.bounded_call(
         Deadline("driver", "placement", float(os.environ["LIMIT_S"])), "the cluster", at_once=True
@@ -125,7 +128,10 @@ def never_connected(run_dir: Path) -> int:
 
 
 def joins_silence(run_dir: Path) -> int:
-    """Join a Ray cluster at a port whose listener is not Ray; Ray connects to the machine's outward address."""
+    """Join a Ray cluster at a port whose listener is not Ray.
+
+    The listener accepts connections on all addresses, because Ray connects to the machine's outward one.
+    """
     from slime_like.cluster.start import local_ray
 
     local_ray.JOIN_S = float(os.environ["LIMIT_S"])
@@ -136,7 +142,7 @@ def joins_silence(run_dir: Path) -> int:
 
 
 def teardown_waits(run_dir: Path) -> int:
-    """Wait for a stopped process during teardown (a bug), after the error was reported."""
+    """Wait during teardown for a child that is suspended (SIGSTOP), which is a bug; the run has failed before."""
     child = start(run_dir, *SLEEP)
     child.send_signal(signal.SIGSTOP)
     driver_link.report_teardown(1)
@@ -147,7 +153,7 @@ def teardown_waits(run_dir: Path) -> int:
 
 
 def teardown_hangs(run_dir: Path) -> int:
-    """Hang during teardown even after every child was killed."""
+    """Hang during teardown without a child: killing the children does not end the wait."""
     driver_link.report_teardown(0)
     with driver_link.bounded_call(Deadline("driver", "teardown", 0.2), "Ray"):
         time.sleep(600)
@@ -164,7 +170,7 @@ def deaf(run_dir: Path) -> int:
 
 
 def counts(run_dir: Path) -> int:
-    """Exit some time after the first signal, with 40 + the number of signals received."""
+    """Exit half a second after the first signal, with 40 + the number of signals received."""
     received: list[int] = []
     for number in supervisor.STOP_SIGNALS:
         signal.signal(number, lambda number, _: received.append(number))
@@ -186,12 +192,12 @@ def exits(run_dir: Path) -> int:
 
 
 def exits_well(run_dir: Path) -> int:
-    """Exit without a code."""
+    """Exit by ``sys.exit()`` without a code, which means success."""
     sys.exit()
 
 
 def reads_terminal(_run_dir: Path) -> int:
-    """Read from the terminal, as a debugger does."""
+    """Read from stdin, as a debugger does; exit with code 1 if there is text."""
     return int(sys.stdin.read() != "")
 
 
@@ -218,7 +224,7 @@ CASES: dict[str, Callable[[Path], int]] = {
 
 
 def main(case: str, run_dir: Path) -> int:
-    """Run the case's driver in a run folder that it has claimed."""
+    """Run ``case`` under the supervisor in the run folder ``run_dir``, and return the exit code."""
 
     def drive() -> int:
         rings = run_dir / "rings"

@@ -1,4 +1,7 @@
-"""Every ``train.py`` command of README, docs, recipes and examples composes to a valid configuration, without its model and data."""
+"""Every ``train.py`` command in the repository's pages and examples composes to a valid configuration.
+
+The models and data that the commands name are not read.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,14 @@ INLINE = re.compile(r"(`{1,2})(?!`)([^`]+?)\1(?!`)")
 COMMAND = re.compile(r"(?:python\S* (?:\S*/)?|bash scripts/)(quickstart\.sh|train\.py)(?=\s|$)([^\n]*)")
 LOOP = re.compile(r"for (\w+) in (\S+)")
 MINIMAL = ("model.hf_checkpoint=m", "data.train=d", "reward.name=math", "loop.num_rollout=1")
-"""Keys of the run in a command that is abbreviated by ``...``."""
+"""Keys that replace the ``...`` of an abbreviated command without a recipe."""
 
 
 def blocks(text: str) -> Iterator[str]:
-    """Yield the fenced code of a page, its indented code, and its inline code as one line each."""
+    """Yield the code of a page: each fenced block, all indented lines together, and each inline code as one line.
+
+    Indented lines that contain a backtick are text.
+    """
     for match in FENCED.finditer(text):
         yield match[2]
     rest = FENCED.sub("", text)
@@ -40,7 +46,10 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yield the arguments of every ``train.py`` command, with the first value of a loop's variables."""
+    """Yield the arguments of every ``quickstart.sh`` command, and of every ``train.py`` command that has any.
+
+    The variable of a loop is replaced by its first value, other variables by their names.
+    """
     for block in blocks(text):
         script = re.sub(r"\\+\n\s*", " ", block)
         for name, value in LOOP.findall(script):
@@ -59,7 +68,10 @@ DOCUMENTED = {arguments: page for page in PAGES for arguments in commands(page.r
 
 @pytest.fixture
 def config_dir(tmp_path: Path) -> Path:
-    """Return a folder with the recipe and guard policy that the pages call their own."""
+    """Return a folder with the recipes and the guard policy that the pages assume to be the reader's own.
+
+    They are copies of recipes and a policy of the repository.
+    """
     for group, name, source in (
         ("recipe", "qwen3_4b", "qwen3_4b_gsm8k"),
         ("recipe", "qwen3_8b", "qwen3_4b_gsm8k"),

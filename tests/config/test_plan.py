@@ -1,4 +1,4 @@
-"""Plan: every ``auto`` value is decided with a reason, and too small a machine is refused."""
+"""Plan: values that are auto are decided with a reason, and too small a machine is refused."""
 
 from __future__ import annotations
 

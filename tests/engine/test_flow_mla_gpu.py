@@ -52,7 +52,7 @@ def run_rank(rank: int, store: str, work: Callable[[int, PullGather], object], r
 
 
 def on_two_ranks(work: Callable[[int, PullGather], object], folder: Path) -> list[Any]:
-    """Return the result of ``work`` on each rank, or raise the error of a rank."""
+    """Return the results of ``work`` in rank order, or raise the error of a rank."""
     results = forking_context().Queue()
     ranks = torch.multiprocessing.start_processes(
         run_rank, (str(folder / "store"), work, results), RANKS, join=False, start_method="forkserver"
@@ -70,7 +70,7 @@ def on_two_ranks(work: Callable[[int, PullGather], object], folder: Path) -> lis
 
 # ---- work of a rank --------------------------------------------------------------------------------------------------
 def layers_of(rank: int, gather: PullGather, kind: str) -> tuple[list[FlowLayer], ShardedWeights]:
-    """Return sharded layers whose weights are not loaded."""
+    """Return ``LAYERS`` sharded layers, whose weights are not loaded, and the object that holds their weights."""
     weights = ShardedWeights(FlowOptions(WEIGHTS[kind], SLOTS), rank, RANKS, gather)
     layers: list[FlowLayer] = []
     for index in range(LAYERS):
@@ -82,21 +82,21 @@ def layers_of(rank: int, gather: PullGather, kind: str) -> tuple[list[FlowLayer]
 
 
 def full_layers(kind: str, seed: int) -> list[FlowLayer]:
-    """Return layers that hold all weights."""
+    """Return ``LAYERS`` layers that hold their complete weights, those of ``seed``."""
     layers = [FlowLayer(kind, index).cuda() for index in range(LAYERS)]
     load(layers, tensors(layers, seed), lambda layer, compute: compute())
     return layers
 
 
 def forward(layers: Sequence[FlowLayer], x: Tensor) -> Tensor:
-    """Run the layers."""
+    """Return the output of the layers, one after another, for ``x``."""
     for layer in layers:
         x = layer(x)
     return x
 
 
 def tokens(rank: int, step: int) -> Tensor:
-    """Return the tokens of a rank."""
+    """Return random activations [TOKENS, HIDDEN], which depend on rank and step."""
     return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(10 * rank + step)).cuda()
 
 
@@ -108,7 +108,10 @@ def assert_equal(result: Tensor, expected: Tensor, location: str = "") -> None:
 
 
 def compare_eager(rank: int, gather: PullGather) -> bool:
-    """Compare forwards over two updates. Rank 1 runs every second one, since gathers need no other rank."""
+    """Compare forwards of sharded and full layers after each of two updates, for every kind of layers. Return True.
+
+    Rank 1 skips every second step, because gathers do not need the other rank to run in step.
+    """
     for kind in KINDS:
         layers, weights = layers_of(rank, gather, kind)
         gather = PullGather(rank, RANKS, gather._exchange, DeviceParts(torch.device("cuda", 0), SLOTS))  # pyright: ignore[reportPrivateUsage]
@@ -124,7 +127,10 @@ def compare_eager(rank: int, gather: PullGather) -> bool:
 
 
 def compare_graph(rank: int, gather: PullGather) -> bool:
-    """Capture a forward in a CUDA graph, and replay it: over updates, and after eager forwards."""
+    """Compare replays of a captured forward with full layers, after each of three weight updates.
+
+    Eager forwards run between the replays. Return True if 60 replays were compared.
+    """
     layers, weights = layers_of(rank, gather, "mla")
     x, replays = tokens(rank, 0), 0
     graph, output = torch.cuda.CUDAGraph(), x
@@ -152,7 +158,10 @@ def compare_graph(rank: int, gather: PullGather) -> bool:
 
 
 def count_bytes(rank: int, gather: PullGather) -> tuple[int, int, int, int]:
-    """Return the bytes of memory: the peak while layers are built and loaded, afterwards, by the formula, unsharded."""
+    """Return four numbers of bytes: peak while layers are built and loaded, use afterwards, formula, unsharded weights.
+
+    The first two are counted by torch's allocator. The formula gives the use afterwards without placeholders.
+    """
     shape, num_layers = (2048, 4096), 16
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -202,7 +211,7 @@ class TimedGather:
 
 
 def timestamp(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
-    """Return an event with a time, recorded on a stream."""
+    """Return an event that measures time, recorded on ``stream`` or the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream or torch.cuda.current_stream())
     return event

@@ -18,7 +18,7 @@ LAYER_F32 = ("g", "beta", "initial")
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceCase:
-    """Inputs of one call. Rows beyond the last bound are padding."""
+    """Inputs of one call for N sequences. Rows beyond the last of ``cu_seqlens`` are padding."""
 
     q: Tensor  # [1, T, H, K]
     k: Tensor  # [1, T, H, K]
@@ -59,7 +59,11 @@ class RecurrenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class CaseShape:
-    """Sizes of a case, with ``tail`` rows of padding."""
+    """Sizes of a case: ``lengths`` in tokens of its N sequences, and ``tail`` rows of padding after them.
+
+    In terms of ``RecurrenceCase``, ``heads`` is H, ``groups`` HV / H, ``key`` K and ``value`` V. Without ``state``,
+    ``initial`` is None.
+    """
 
     lengths: tuple[int, ...]
     heads: int = 2
@@ -138,7 +142,7 @@ def answer(
 
 
 def oracle(case: RecurrenceCase) -> RecurrenceOutput:
-    """Return the reference result."""
+    """Return the result of ``recurrence`` for ``case`` in float64."""
     reference_case = case.to(torch.float64)
     return answer(reference_case, recurrence(reference_case))
 
@@ -161,7 +165,7 @@ def of_backend(backend: GatedDeltaRule, case: RecurrenceCase) -> RecurrenceOutpu
 
 
 def errors(actual: RecurrenceOutput, right: RecurrenceOutput) -> dict[str, float]:
-    """Return the largest error of each part, relative to its largest value, but at least to 0.01."""
+    """Return the largest error of each part, relative to its largest right value, or to 0.01 if that is larger."""
     pairs = {"out": (actual.out, right.out), "final": (actual.final, right.final)}
     pairs |= {name: (actual.grads[name], grad) for name, grad in right.grads.items()}
     return {name: _relative(actual_column, true) for name, (actual_column, true) in pairs.items()}
@@ -176,7 +180,10 @@ def _relative(actual: Tensor, true: Tensor) -> float:
 
 
 def conv_reference(x: Tensor, weight: Tensor, cu_seqlens: tuple[int, ...], halo: Tensor | None, silu: bool) -> Tensor:
-    """Return the output [1, T, D], each row a sum over its window, one token at a time."""
+    """Return the output [1, T, D]: for each token, the weighted sum over its window, then SiLU if ``silu``.
+
+    ``halo`` [N, W-1, D] contains the rows before each sequence; None: zeros.
+    """
     width, rows = weight.shape[1], []
     for n, (start, stop) in enumerate(pairwise(cu_seqlens)):
         history = x.new_zeros(width - 1, x.shape[2]) if halo is None else halo[n]
@@ -238,7 +245,10 @@ def convolve(backend: GDNBackend, case: ConvCase, *, silu: bool = True) -> Tenso
 
 
 def conv_errors(backend: GDNBackend, case: ConvCase, dtype: torch.dtype, *, silu: bool = True) -> list[float]:
-    """Return the largest errors of the output and of each input's gradient, relative as in ``errors``."""
+    """Return the largest errors in ``dtype`` of the output and of each input's gradient, relative as in ``errors``.
+
+    They are in the order output, x, weight, halo.
+    """
     cast, right = case.to(dtype, str(case.x.device)), case.to(torch.float64)
     reference = conv_reference(right.x, right.weight, right.cu_seqlens, right.halo, silu)
     actual, true = _with_gradients(convolve(backend, cast, silu=silu), cast), _with_gradients(reference, right)

@@ -36,14 +36,20 @@ REPLAYED = "qwen3_moe replayed"  # kind whose batch has the experts of an engine
 
 
 def batch(kind: str = "") -> list[PackedBatch]:
-    """Return four ragged micro-batches of unequal weight, with one, two, three and five sequences."""
+    """Return four ragged micro-batches of unequal weight, with three, one, five and two sequences.
+
+    For the kind ``REPLAYED``, they contain routed experts.
+    """
     lengths = [(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)]
     micro_batches = normalise([make_rows(row, seed) for seed, row in enumerate(lengths)])
     return [routed(row, seed) for seed, row in enumerate(micro_batches)] if kind == REPLAYED else micro_batches
 
 
 def routed(row: PackedBatch, seed: int) -> PackedBatch:
-    """Return ``row`` with random experts per token and block; last tokens of sequences and a tenth of all have none."""
+    """Return ``row`` with two random experts per token and block.
+
+    Both are 0, which means none, for the last token of each sequence and a tenth of all tokens.
+    """
     rng, total = np.random.default_rng(seed), len(row.token_ids)
     experts = rng.random((total, NUM_BLOCKS, NUM_EXPERTS)).argsort(-1)[..., :2].astype(np.uint8)
     experts[row.cu_seqlens[1:] - 1] = 0
@@ -75,7 +81,11 @@ class Reference:
 
 
 def reference(folder: Path, coefficient: float = 0.0, kind: str = "") -> Reference:
-    """Return HF's loss and gradients of ``batch(kind)``. Gradients include ``coefficient`` times the auxiliary loss."""
+    """Return what transformers computes for ``batch(kind)`` with the model in ``folder``.
+
+    The gradients, but not ``loss``, include ``coefficient`` times the auxiliary loss. If it is 0, ``balance`` and
+    ``load`` are 0.
+    """
     from transformers import AutoModelForCausalLM
 
     config = HFFolder(folder).config()
@@ -117,7 +127,10 @@ def reference(folder: Path, coefficient: float = 0.0, kind: str = "") -> Referen
 
 
 def _balance(router_logits: list[list[tuple[Tensor, ...]]], top: int) -> tuple[Tensor, float]:
-    """Return the auxiliary loss per layer (Switch Transformer, eq. 4), averaged over tokens, and the mean load."""
+    """Return the auxiliary loss of each layer (Switch Transformer, eq. 4), and ``Reference.load``.
+
+    The loss of a layer is the mean over micro-batches, weighted by their tokens.
+    """
     layers: list[Tensor] = []
     loads: list[float] = []
     for layer in range(len(router_logits[0][0])):
@@ -133,7 +146,11 @@ def _balance(router_logits: list[list[tuple[Tensor, ...]]], top: int) -> tuple[T
 
 
 def as_saved(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """Return ``tensors`` with the names of saved files. Only MiniMax-M2 saves router and experts under other names."""
+    """Return ``tensors`` with the names that transformers gives them when it saves a model.
+
+    They differ only for MiniMax-M2, whose router and experts are renamed and whose fused experts are split. For other
+    models, return ``tensors`` itself.
+    """
     if model_type != "minimax_m2":
         return tensors
     new = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
@@ -146,7 +163,7 @@ def as_saved(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
 
 
 def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` with fused experts split into one matrix per expert, as transformers saves them."""
+    """Return ``tensors`` with fused experts split into three matrices per expert, as transformers saves them."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         before, fused, part = name.partition("mlp.experts.")

@@ -26,11 +26,12 @@ PADDED = 384  # our models pad to 256
 
 
 def write_gpt(world: RankWorld, shared: Shared, fused_names: bool, kind: str = "untied") -> dict[str, Any]:
-    """Save a random GPTModel of megatron's own layers. Return its keys, log-probabilities and logits of some ids.
+    """Save a random GPTModel of megatron's own layers. Return its weights' names, log-probabilities and logits.
 
-    The logits F32 [S, V] are computed with torch's attention, as in the trainer. With megatron's attention, which
-    rounds a matrix of scores, they differ by 2e-6. ``fused_names`` gives the norms the keys of TransformerEngine's
-    fused linears.
+    Log-probabilities and logits are those of S = 20 fixed ids. The logits F32 [S, V] are computed with torch's
+    attention, as in the trainer, the log-probabilities [S - 1] with megatron's attention. It rounds a matrix of scores,
+    so its logits differ by 2e-6. With ``fused_names``, the norms are saved under the names of TransformerEngine's fused
+    linears.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -88,7 +89,10 @@ def _next_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> Any:
 
 
 def start_from(world: RankWorld, shared: Shared, folder: str, layout: Layout, kind: str = "untied") -> dict[str, Any]:
-    """Start a trainer from ``folder``. Return scores and logits of the ids of ``write_gpt``, and the first KL loss."""
+    """Start a trainer from ``folder``. Return scores and logits of the ids of ``write_gpt``, and its first KL loss.
+
+    ``logits`` is None for kinds other than untied.
+    """
     import dataclasses
 
     import numpy as np
@@ -113,7 +117,10 @@ def start_from(world: RankWorld, shared: Shared, folder: str, layout: Layout, ki
 
 
 def own_weights(world: RankWorld, shared: Shared, saved_by: str) -> dict[str, Any]:
-    """Start from another run's checkpoint: the same weights with a new optimizer."""
+    """Start from another run's checkpoint: the same weights with a new optimizer.
+
+    Return whether the weights are the same, the optimizer steps of the new schedule, and the weight version.
+    """
     folder = shared.scratch.with_name(saved_by)
     actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
     actor.load(folder)
@@ -123,7 +130,10 @@ def own_weights(world: RankWorld, shared: Shared, saved_by: str) -> dict[str, An
 
 
 def bad_starts(world: RankWorld, shared: Shared, gpt: str) -> dict[str, str]:
-    """Return the errors on a foreign, a truncated and a garbled folder, which stay unchanged."""
+    """Start from folders that are foreign, truncated and garbled. Return the error of each by case.
+
+    The folders stay unchanged.
+    """
     source = shared.scratch.with_name(gpt)
     cut_folder = shared.scratch / "cut"
     shutil.copytree(source, cut_folder)
@@ -144,7 +154,10 @@ def bad_starts(world: RankWorld, shared: Shared, gpt: str) -> dict[str, str]:
 
 
 def export_each(world: RankWorld, shared: Shared, sources: Sequence[str], kind: str = "tied") -> dict[str, Path]:
-    """Export checkpoints of other layouts with the export script, in a process group of one rank."""
+    """Export checkpoints of other layouts as the export script does, in a process group of one rank.
+
+    Return the folder of each export by the name of its source.
+    """
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.model_io.convert import export_checkpoint as export
 
@@ -157,7 +170,11 @@ def export_each(world: RankWorld, shared: Shared, sources: Sequence[str], kind: 
 
 
 def export_checkpoint(world: RankWorld, shared: Shared, saved_by: str) -> dict[str, Any]:
-    """Export a checkpoint as the export script does: in float32 and bfloat16, in several files, on one rank."""
+    """Export a checkpoint as the export script does, once in float32 and once in bfloat16, on one rank.
+
+    Each export has several files. Return the folders by dtype, a micro-batch ("rows"), and the scores that the
+    checkpoint's weights give it.
+    """
     from slime_like.checkpoint.files import megatron_folder
     from slime_like.train.megatron.model_io.convert import export_checkpoint as export
 
