@@ -40,6 +40,16 @@ def record_loaded(name: str) -> None:
     _loaded.add(name)
 
 
+def setting_of(field: str) -> str:
+    """Return the key and the flag that set ``field`` of ServerArgs."""
+    return f"rollout.sglang.{field} (--{field.replace('_', '-')})"
+
+
+def fix_of(field: str, required: object) -> str:
+    """Return how to give ``field`` of ServerArgs the value ``required``, which is SGLang's default if it is false."""
+    return f"set {setting_of(field)} to {required!r}" if required else f"remove {setting_of(field)}"
+
+
 def load_all() -> None:
     """Load SGLang's plugins in this process. Raises ``SystemExit`` if an enabled plugin is not in place afterwards.
 

@@ -163,13 +163,19 @@ def dcp_obstacle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("enable_mis", True), ("enable_two_batch_overlap", True), ("kv_cache_dtype", "fp4_e2m1")]
+    ("field", "value", "fix"),
+    [
+        ("enable_mis", True, "remove rollout.sglang.enable_mis (--enable-mis), or set rollout.dcp=1"),
+        ("enable_two_batch_overlap", True, "remove rollout.sglang.enable_two_batch_overlap"),
+        ("kv_cache_dtype", "fp4_e2m1", "set rollout.sglang.kv_cache_dtype (--kv-cache-dtype) to 'auto'"),
+    ],
 )
 def test_dcp_checks_the_fields_that_sglang_resolved(
-    field: str, value: object, dcp_obstacle: Callable[..., str | None]
+    field: str, value: object, fix: str, dcp_obstacle: Callable[..., str | None]
 ) -> None:
     assert dcp_obstacle("slime_like_cpu") is None
-    assert f"SGLang resolved {field}={value!r}" in (dcp_obstacle("slime_like_cpu", **{field: value}) or "")
+    text = dcp_obstacle("slime_like_cpu", **{field: value}) or ""
+    assert f"SGLang resolved {field}={value!r}" in text and fix in text
 
 
 def test_dcp_checks_the_projection_the_model_and_its_heads(dcp_obstacle: Callable[..., str | None]) -> None:

@@ -189,7 +189,7 @@ def test_a_partial_update_is_refused(arms: Mapping[str, ExpertArm]) -> None:
     tensors = arm.models.tensors("A")
     missing = "model.layers.1.mlp.experts.3.up_proj.weight"
     part = {name: tensor for name, tensor in tensors.items() if name != missing}
-    message = r"rank 0: 1 matrices: layer 1 w13 of remote expert 1 \(1536 of 3072 elements\); rank 1: 1 matrices"
+    message = r"rank 0: 1 matrix: layer 1 w13 of remote expert 1 \(1536 of 3072 elements\); rank 1: 1 matrix"
     with pytest.raises(EngineError, match=message):
         arm.engine.run(arm.engine.push(part, 11))
     with pytest.raises(EngineError, match=message):

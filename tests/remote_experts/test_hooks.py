@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime_like.config.schema.remote_experts import VARIABLE, RemoteOptions
+from slime_like.config.schema.remote_experts import UNSUPPORTED_FIELDS, VARIABLE, RemoteOptions
+from slime_like.errors import ConfigError
 from slime_like_plugins.remote_experts import hooks
 from slime_like_plugins.remote_experts.experts import RemoteExpertsLost
 
@@ -64,6 +66,76 @@ class RankUpdate:
         )
 
 
+def resolved_fields(**changes: object) -> SimpleNamespace:
+    """Return the fields of ServerArgs that remote experts require, with ``changes``."""
+    required: dict[str, object] = {field: value for field, (value, _) in UNSUPPORTED_FIELDS.items()}
+    sizes = {"moe_runner_backend": "auto", "device": "cuda", "disable_cuda_graph": False, "tp_size": 2}
+    graphs = {"cuda_graph_backend_prefill": "disabled", "cuda_graph_backend_decode": "disabled"}
+    return SimpleNamespace(**required | sizes | graphs | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"ep_size": 2},
+            [
+                "SGLang resolved ep_size=2,",
+                "set rollout.sglang.ep_size (--ep-size) to 1, or serve without remote experts",
+            ],
+        ),
+        (
+            {"quantization": "fp8"},
+            ["resolved quantization='fp8'", "remove rollout.sglang.quantization (--quantization)"],
+        ),
+        ({"moe_runner_backend": "deep_gemm"}, ["(--moe-runner-backend) to auto or triton"]),
+        ({"cuda_graph_backend_decode": "full"}, ["(--cuda-graph-backend-decode) to disabled"]),
+    ],
+)
+def test_an_argument_that_sglang_resolved_is_refused_with_its_fix(changes: dict[str, object], words: list[str]) -> None:
+    assert hooks.obstacle(resolved_fields(), RemoteOptions(count=1)) is None
+    text = hooks.obstacle(resolved_fields(**changes), RemoteOptions(count=1)) or ""
+    assert all(word in text for word in words), text
+
+
+def test_errors_of_a_server_with_flags_name_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the error that stops the engine is translated, and the error of a lost worker."""
+    update = RankUpdate(monkeypatch, failure="it ended")
+    layer = SimpleNamespace(is_draft=False, is_shared_fused_moe=False)
+    arguments = {"hidden_size": 1, "intermediate_size_per_partition": 1, "params_dtype": None}
+    problem = ConfigError("rollout.remote_experts.load_file=a has no layer: set rollout.remote_experts.key_file")
+    for argv, words, prefix in (
+        (
+            ["--remote-experts-count", "1"],
+            "--remote-experts-load-file=a has no layer: set --remote-experts-key-file",
+            "--remote-experts-",
+        ),
+        (
+            [],
+            "rollout.remote_experts.load_file=a has no layer: set rollout.remote_experts.key_file",
+            "rollout.remote_experts.",
+        ),
+    ):
+        monkeypatch.setattr("sys.argv", ["server", *argv])
+        monkeypatch.setattr(hooks, "_model", lambda: SimpleNamespace(add=raising(problem)))
+        with pytest.raises(SystemExit, match=re.escape(words)):
+            hooks.create_weights(lambda *_, **__: None, None, layer, 4, **arguments)
+        monkeypatch.setenv(VARIABLE, RemoteOptions(count=1).to_json())
+        with pytest.raises(RemoteExpertsLost, match=re.escape(f"set {prefix}policy=fallback or respawn")):
+            hooks.end(update.original(), update.manager, None)
+        count = RemoteOptions(count=1, workers=("a:1",))
+        assert "workers has 1 address for tp_size=2" in (hooks.obstacle(resolved_fields(), count) or "")
+
+
+def raising(error: Exception) -> Any:
+    """Return a function that raises ``error``."""
+
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
 @pytest.fixture(autouse=True)
 def respawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, RemoteOptions(count=1, policy="respawn").to_json())
@@ -81,12 +153,12 @@ def test_an_update_that_is_not_complete_on_one_rank_is_refused_on_both(
 ) -> None:
     update = RankUpdate(monkeypatch)
     if rank:
-        update.of_other_rank = [("1 matrices: x", "")]
+        update.of_other_rank = [("1 matrix: x", "")]
     else:
         update.incomplete = [MISSING]
     manager = update.manager
     output = hooks.end(update.original(), manager, None)
-    assert not output.success and f"rank {rank}: 1 matrices" in output.message and manager._session is None
+    assert not output.success and f"rank {rank}: 1 matrix" in output.message and manager._session is None
     assert update.calls == ["exchange"]
 
 

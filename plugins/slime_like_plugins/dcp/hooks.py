@@ -19,8 +19,10 @@ from slime_like.config.schema.dcp import (
 from slime_like_plugins.dcp import exchange_time
 from slime_like_plugins.plugin_names import CPU, DCP
 from slime_like_plugins.sglang_cpu import sharded
-from slime_like_plugins.sglang_hooks import Hook, enabled, stop_on
+from slime_like_plugins.sglang_hooks import Hook, enabled, fix_of, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks
+
+OFF = "set rollout.dcp=1 (--dcp-size)"
 
 
 def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -95,13 +97,14 @@ def obstacle(server_args: Any) -> str | None:
     for field in UNSUPPORTED_FIELDS:
         value = getattr(view, field)
         if reason := field_obstacle(field, value):
-            return f"SGLang resolved {field}={value!r}, which is not allowed with dcp_size={dcp}: {reason}"
+            fix = fix_of(field, UNSUPPORTED_FIELDS[field][0])
+            return f"SGLang resolved {field}={value!r}, which is not allowed with dcp_size={dcp}: {reason}; {fix}, or {OFF}"
     if view.dcp_replicate_q_proj and (
         reason := replicated_q_obstacle(view.device, view.dcp_comm_backend, latent=latent)
     ):
-        return f"SGLang resolved dcp_replicate_q_proj=True, which is not allowed here: {reason}"
+        return f"SGLang resolved dcp_replicate_q_proj=True, which is not allowed here: {reason}; set rollout.dcp_replicate_q=false"
     if config.is_hybrid_swa:
-        return f"dcp_size={dcp} for a model with sliding windows, whose KV cache SGLang does not shard"
+        return f"dcp_size={dcp} for a model with sliding windows, whose KV cache SGLang does not shard; {OFF}"
     ranks = int(view.tp_size) // int(view.attn_dp_size or 1)
     return kv_head_obstacle(ranks, dcp, 1 if latent else int(config.get_total_num_kv_heads()))
 

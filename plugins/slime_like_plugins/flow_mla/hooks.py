@@ -24,7 +24,7 @@ from slime_like_plugins.flow_mla.gather import Gather, GroupGather, create_group
 from slime_like_plugins.flow_mla.pull import GroupExchange, PullGather, part_memory
 from slime_like_plugins.flow_mla.sharding import UNREADABLE, ShardedWeights
 from slime_like_plugins.plugin_names import FLOW_MLA
-from slime_like_plugins.sglang_hooks import Hook, stop_on, through_loaders
+from slime_like_plugins.sglang_hooks import Hook, fix_of, stop_on, through_loaders
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ def obstacle(view: Any) -> str | None:
         if (field, value) == ("quantization", "fp8"):
             continue  # the checkpoint's type; sharding checks each of its weights
         if reason := field_obstacle(field, value, transport):
-            key = f"rollout.sglang.{field} (--{field.replace('_', '-')})"
-            fix = f"set {key} to {required!r}" if required else f"remove {key}"
+            fix = fix_of(field, required)
             return f"SGLang resolved {field}={value!r}, which is not allowed with FlowMLA: {reason}; {fix}, or serve without FlowMLA"
     return None
 

@@ -13,6 +13,7 @@ from slime_like.errors import ConfigError, DeadlineExceeded, SlimeLikeError
 from slime_like.util.deadline import Deadline
 from slime_like_plugins.remote_experts.compute import Ids, Weights
 from slime_like_plugins.remote_experts.connection import Connection, PeerLost
+from slime_like_plugins.remote_experts.flags import KEYS
 from slime_like_plugins.remote_experts.frames import (
     INLINE,
     Frame,
@@ -30,7 +31,6 @@ from slime_like_plugins.remote_experts.shapes import WRITE_BYTES, ExpertShapes, 
 IN_FLIGHT = 4  # maximum number of requests without a reply; number of slots of a shared region
 CLOSE_S = 2.0
 UPDATE_S = 120.0  # deadline of requests about weights
-KEYS = "rollout.remote_experts."
 
 
 class WorkerRefusal(SlimeLikeError, RuntimeError):

@@ -14,6 +14,7 @@ from slime_like.config.schema.remote_experts import RemoteOptions
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like_plugins.remote_experts.client import FAILURES, Traffic
 from slime_like_plugins.remote_experts.exchange import Exchange
+from slime_like_plugins.remote_experts.flags import in_settings_of_user
 from slime_like_plugins.remote_experts.link import WorkerLink
 from slime_like_plugins.remote_experts.memory import ExpertMemory
 from slime_like_plugins.remote_experts.mode import STREAM_ROWS, ModeChooser
@@ -214,7 +215,7 @@ class RemoteExperts:
             logger.warning(REPLACED, error)
             return
         attempts = f" after {MAX_RESTARTS} new workers" if self._options.policy == "respawn" else ""
-        raise RemoteExpertsLost(f"remote experts are lost{attempts}: {error}; {FIX}") from error
+        raise RemoteExpertsLost(f"remote experts are lost{attempts}: {error}; {in_settings_of_user(FIX)}") from error
 
     def _replace(self, error: Exception) -> None:
         self._is_replaced = True

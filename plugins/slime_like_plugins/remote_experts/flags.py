@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
@@ -15,6 +16,7 @@ from slime_like_plugins.sglang_hooks import PLUGINS_VARIABLE, Hook
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 PREFIX = "--remote-experts-"
+KEYS = "rollout.remote_experts."
 
 
 def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
@@ -41,6 +43,16 @@ def is_used(argv: Sequence[str]) -> bool:
     return any(argument.startswith(PREFIX) for argument in argv)
 
 
+def in_settings_of_user(text: str) -> str:
+    """Return ``text`` with flags in place of keys of ``rollout.remote_experts`` if this server has such flags."""
+    return _with_flags(text, KEYS) if is_used(sys.argv[1:]) else text
+
+
+def _with_flags(text: str, prefix: str) -> str:
+    """Return ``text`` with a flag in place of each key after ``prefix``."""
+    return re.sub(rf"{re.escape(prefix)}(\w+)", lambda key: flag_of(key[1]), text)
+
+
 def enable(argv: Sequence[str], name: str) -> None:
     """Enable plugin ``name`` in this process and its children, with the settings in ``argv``.
 
@@ -54,8 +66,7 @@ def enable(argv: Sequence[str], name: str) -> None:
     try:
         config.check(PREFIX)
     except ConfigError as error:
-        text = re.sub(rf"{PREFIX}\w+", lambda flag: flag[0].replace("_", "-"), str(error))
-        raise SystemExit(f"slime_like plugin {name!r}: {text}") from error
+        raise SystemExit(f"slime_like plugin {name!r}: {_with_flags(str(error), PREFIX)}") from error
     values: dict[str, Any] = {key: value for key in names if (value := getattr(config, key)) is not None}
     lists: dict[str, Any] = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     options = RemoteOptions(**(values | lists))

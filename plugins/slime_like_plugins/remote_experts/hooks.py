@@ -13,11 +13,13 @@ import torch.distributed as dist
 from slime_like.config.schema.remote_experts import UNSUPPORTED_FIELDS as FIELDS
 from slime_like.config.schema.remote_experts import VARIABLE, RemoteOptions, field_obstacle, from_json
 from slime_like.errors import ConfigError
+from slime_like.util.counted import counted
 from slime_like_plugins.plugin_names import REMOTE_EXPERTS
 from slime_like_plugins.remote_experts.client import FAILURES
 from slime_like_plugins.remote_experts.experts import FIX, RemoteExpertsLost
+from slime_like_plugins.remote_experts.flags import KEYS, in_settings_of_user
 from slime_like_plugins.remote_experts.model import ROWS, UNREADABLE, RemoteModel
-from slime_like_plugins.sglang_hooks import Hook, through_loaders
+from slime_like_plugins.sglang_hooks import Hook, fix_of, setting_of, through_loaders
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,12 @@ def check_resolved(result: None, server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     if problem := obstacle(resolved_view(server_args), options()):
-        raise SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {problem}")
+        raise _stop(problem)
+
+
+def _stop(problem: object) -> SystemExit:
+    """Return the error that stops the engine. It names the flags of a server that was started with flags."""
+    return SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {in_settings_of_user(str(problem))}")
 
 
 def obstacle(view: Any, settings: RemoteOptions) -> str | None:
@@ -49,14 +56,22 @@ def obstacle(view: Any, settings: RemoteOptions) -> str | None:
     for field in FIELDS:
         value = getattr(view, field)
         if reason := field_obstacle(field, value):
-            return f"SGLang resolved {field}={value!r}, which is not allowed with remote experts: {reason}"
+            required, _ = FIELDS[field]
+            return (
+                f"SGLang resolved {field}={value!r}, which is not allowed with remote experts: {reason}; {fix_of(field, required)}, or "
+                "serve without remote experts"
+            )
     if view.moe_runner_backend not in RUNNER_BACKENDS:
-        return f"moe_runner_backend={view.moe_runner_backend!r} stores weights in a different layout: set rollout.sglang.moe_runner_backend to {' or '.join(RUNNER_BACKENDS)}"
+        return (
+            f"moe_runner_backend={view.moe_runner_backend!r} stores weights in a different layout: set "
+            f"{setting_of('moe_runner_backend')} to {' or '.join(RUNNER_BACKENDS)}"
+        )
     graphs = [phase for phase in ("prefill", "decode") if getattr(view, f"cuda_graph_backend_{phase}") != "disabled"]
     if str(view.device).startswith("cuda") and graphs and not view.disable_cuda_graph:
-        return f"a request to a worker cannot be captured in a CUDA graph: set cuda_graph_backend_{graphs[0]}=disabled"
+        return f"a request to a worker cannot be captured in a CUDA graph: set {setting_of(f'cuda_graph_backend_{graphs[0]}')} to disabled"
     if settings.workers and len(settings.workers) != view.tp_size:
-        return f"{len(settings.workers)} workers for tp_size={view.tp_size}: name one worker for each rank"
+        addresses = counted(len(settings.workers), "address", "addresses")
+        return f"{KEYS}workers has {addresses} for tp_size={view.tp_size}: give one address for each rank"
     return None
 
 
@@ -76,7 +91,7 @@ def create_weights(original: Callable[..., None], method: Any, layer: Any, num_e
     try:
         _model().add(layer, create, sizes)
     except (ConfigError, ValueError) as error:
-        raise SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {error}") from error
+        raise _stop(error) from error
 
 
 def _model() -> RemoteModel:
@@ -95,15 +110,15 @@ def commit_loaded(result: Any, runner: Any) -> Any:
     Raises ``SystemExit``, which stops the engine, if an expert was not loaded.
     """
     if not _models:
-        raise SystemExit(
-            f"slime_like plugin {REMOTE_EXPERTS!r}: the model has no experts, or quantised ones, which a worker cannot compute; serve a "
-            "checkpoint that is not quantised, or set rollout.remote_experts.count=0"
+        raise _stop(
+            "the model has no experts, or quantised ones, which a worker cannot compute; serve a checkpoint that is not quantised, or "
+            "serve without remote experts"
         )
     (model,) = _models
     try:
         model.open()
     except (*FAILURES, ConfigError) as error:
-        raise SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {error}") from error
+        raise _stop(error) from error
     incomplete, failure = model.experts.unwritten()
     if incomplete and not failure:
         names = ", ".join(name for name, _, _ in incomplete[:MAX_NAMED])
@@ -111,7 +126,7 @@ def commit_loaded(result: Any, runner: Any) -> Any:
             f"the checkpoint in {runner.model_config.model_path} lacks weights: {names}; use a complete checkpoint"
         )
     if failure := failure or model.experts.commit():
-        raise SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {failure}")
+        raise _stop(failure)
     return result
 
 
@@ -177,7 +192,7 @@ def check(manager: Any) -> str:
     """
     incomplete, failure = _models[0].experts.unwritten()
     names = ", ".join(f"{name} ({missing} of {total} elements)" for name, missing, total in incomplete[:MAX_NAMED])
-    text = f"{len(incomplete)} matrices: {names}" if incomplete else ""
+    text = f"{counted(len(incomplete), 'matrix', 'matrices')}: {names}" if incomplete else ""
     problem = _joined(manager, text, failure)
     if problem:
         return f"weight update is not complete; remote experts were missing, partly sent or sent as NaN: {problem}"
@@ -202,7 +217,8 @@ def _joined(manager: Any, text: str, failure: str = "") -> str:
     per_rank: list[Any] = [None] * dist.get_world_size(manager.tp_cpu_group)
     dist.all_gather_object(per_rank, (text, failure), group=manager.tp_cpu_group)
     if options().policy == "required" and (failures := [failed for _, failed in per_rank if failed]):
-        raise RemoteExpertsLost(f"remote experts are lost in a weight update: {'; '.join(failures)}; {FIX}")
+        fix = in_settings_of_user(FIX)
+        raise RemoteExpertsLost(f"remote experts are lost in a weight update: {'; '.join(failures)}; {fix}")
     parts = (f"rank {rank}: {text or failed}" for rank, (text, failed) in enumerate(per_rank) if text or failed)
     return "; ".join(parts)
 
