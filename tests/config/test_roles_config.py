@@ -99,7 +99,10 @@ BAD = {
     "a critic without ppo": (["critic.lr=1e-5"], ["critic.lr=1e-05 has no effect", "algo=ppo"]),
     "a teacher without distill": (["teacher.tp=2"], ["teacher.tp=2 has no effect", "algo=distill"]),
     "no teacher": (["algo=distill"], ["algo=distill", "set teacher.hf_checkpoint"]),
-    "only warm-up": (["algo=ppo", "critic.warmup_rollouts=100"], ["critic.warmup_rollouts=100", "num_rollout=100"]),
+    "only warm-up": (
+        ["algo=ppo", "critic.warmup_rollouts=100"],
+        ["critic.warmup_rollouts=100", "num_rollout=100", "lower critic.warmup_rollouts", "raise loop.num_rollout"],
+    ),
     "swap with a layout": (
         ["algo=distill", "teacher.hf_checkpoint=MODEL", "teacher.placement=swap", "teacher.tp=2"],
         ["teacher.tp=2", "teacher.placement=swap"],

@@ -79,7 +79,8 @@ def check_roles(cfg: TrainConfig) -> None:
     warmup, total = cfg.critic.warmup_rollouts, cfg.loop.num_rollout
     if warmup >= total:
         raise ConfigError(
-            f"critic.warmup_rollouts={warmup} must be below loop.num_rollout={total}; otherwise the actor is never trained"
+            f"critic.warmup_rollouts={warmup} must be below loop.num_rollout={total}, or the actor is never trained: lower "
+            "critic.warmup_rollouts, or raise loop.num_rollout"
         )
     steps = total * cfg.loop.steps_per_rollout
     if cfg.critic.lr_warmup_steps >= steps:
