@@ -16,7 +16,7 @@ _MEMORY = "memory is measured by guard.memory and the report"
 _ROUTER = "engines are addressed directly"
 # slime's MTP loss has gradients in these layers only (its tests/test_mimo_7B_mtp_only_grad.py), so the policy is the same.
 MTP = "layers for multi-token prediction are not trained, but exported as in --hf-checkpoint; the policy's training is the same"
-_DEADLINES = "every wait has its own deadline: rollout.start_deadline_s, rollout.request_deadline_s"
+_DEADLINES = "every wait for a result has its own deadline: rollout.start_deadline_s, rollout.request_deadline_s"
 
 MODEL_SHAPE: dict[str, str] = dict.fromkeys(
     [

@@ -1,7 +1,8 @@
 """Wrappers in place of torch's methods and functions, effective however a caller imported the function.
 
-All functions of ``torch.distributed`` issue their op through a method of ``ProcessGroup``. These methods are replaced on the
-class, so each op is counted once, whether its caller imported a function before ``install`` or calls a method of a group.
+All functions of ``torch.distributed`` except functional collectives issue their op through a method of ``ProcessGroup``. These
+methods are replaced on the class, so each op is counted once, whether its caller imported a function before ``install`` or
+calls a method of a group. Functional collectives reach a group in C++, where the wrappers cannot see them.
 Composite functions, which issue several ops (``broadcast_object_list``), are replaced as well, and are counted and guarded
 under their own name. Without a wrapper, torch's own methods run.
 
