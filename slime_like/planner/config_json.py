@@ -26,17 +26,21 @@ from slime_like.util.reading import InputFile
 MAX_LAYERS = 2**16
 
 
-def read_shape(flag: str, folder: str) -> ModelShape:
-    """Read the shape from ``config.json`` in ``folder``. Raises ``CheckpointError`` naming ``flag`` if it is unusable."""
+def read_shape(flag: str, folder: str, family: str = "auto") -> ModelShape:
+    """Read the shape from ``config.json`` in ``folder``; ``family`` as for ``shape_of``.
+
+    Raises ``CheckpointError`` naming ``flag`` if it is unusable.
+    """
     if not (Path(folder) / "config.json").exists():
         raise CheckpointError(f"{flag}: {folder} has no config.json: give the folder of a model in Hugging Face format")
     file = InputFile(Path(folder) / "config.json", CheckpointError, "download it again", flag)
-    return shape_of(file.json_object(), folder, file)
+    return shape_of(file.json_object(), folder, file, family)
 
 
-def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None) -> ModelShape:
+def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None, family: str = "auto") -> ModelShape:
     """Return the shape that the fields of a config.json describe.
 
+    ``family``, a value of ``model.family``, replaces model_type unless it is auto or a path of the user's own family.
     Raises ``CheckpointError``, naming ``file`` if it is given, if a field is missing or unusable.
     """
     file = file or InputFile(Path(name), CheckpointError, "give the config.json of a causal language model")
@@ -57,7 +61,7 @@ def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None
         tied=bool(values.get("tie_word_embeddings", fields.values.get("tie_word_embeddings", False))),
         layers=layers,
         max_positions=fields.count("max_position_embeddings"),
-        attention=_attention(fields) if ATTENTION in mixers else None,
+        attention=_attention(fields, family) if ATTENTION in mixers else None,
         latent=_latent(fields) if LATENT in mixers else None,
         recurrence=_recurrence(fields) if RECURRENT in mixers else None,
         dense_width=_dense_width(fields) if len(sparse) < num_layers else 0,
@@ -129,19 +133,19 @@ def _dense_width(fields: _Fields) -> int:
     return 0 if fields.values.get("intermediate_size") is None else fields.count("intermediate_size")
 
 
-def _attention(fields: _Fields) -> Attention:
+def _attention(fields: _Fields, family: str) -> Attention:
     heads = fields.count("num_attention_heads")
     kv_heads = heads if fields.values.get("num_key_value_heads") is None else fields.count("num_key_value_heads")
     if heads % kv_heads:
         raise fields.file.refused(f"has num_key_value_heads={kv_heads}, which does not divide its {heads} heads")
-    family = FAMILIES.get(str(fields.values.get("model_type")), FamilyEntry(""))
+    entry = FAMILIES.get(family) or FAMILIES.get(str(fields.values.get("model_type"))) or FamilyEntry("")
     return Attention(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=_head_dim(fields, heads),
-        gated=family.output_gate,
-        normed=family.head_norms,
-        bias=family.qkv_bias or bool(fields.values.get("attention_bias")),
+        gated=entry.output_gate,
+        normed=entry.head_norms,
+        bias=entry.qkv_bias or bool(fields.values.get("attention_bias")),
     )
 
 

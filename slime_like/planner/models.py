@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slime_like.config.schema.family_entry import REFUSED_FAMILIES
 from slime_like.errors import ConfigError
 from slime_like.planner.config_json import read_shape, shape_of
 from slime_like.planner.shapes import ModelShape
@@ -291,10 +292,7 @@ def find_shape(flag: str, name: str) -> ModelShape:
     if Path(name).is_dir():
         return read_shape(flag, name)
     if kind := refused_type(name):
-        raise ConfigError(
-            f"{flag}={name!r} has model_type {kind!r}, which is not supported: its attention is sparse (DSA); plan a model with "
-            "full attention"
-        )
+        raise ConfigError(f"{flag}={name!r} has model_type {kind!r}, which is not supported: {REFUSED_FAMILIES[kind]}")
     values = table_config(name)
     if values is None:
         raise ConfigError(

@@ -202,6 +202,21 @@ def local_memory(machine: Machine) -> MemoryPlan:
     )
 
 
+def test_a_plan_has_the_shape_of_model_family(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", model_type="mine")
+    argv = ["+recipe=qwen3_4b_gsm8k", f"model.hf_checkpoint={folder}"]
+    shapes = [
+        role_shapes(load_config([*argv, *family], files=False, machine=False), None, None).actor
+        for family in ((), ("model.family=qwen3",), ("model.family=qwen2",))
+    ]
+    attentions = [shape.attention for shape in shapes if shape is not None]
+    assert [(item.normed, item.bias) for item in attentions if item is not None] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+
+
 def test_this_machines_gpus_are_checked_by_the_drivers_name() -> None:
     here = replace(H100, gpu_names=("NVIDIA H100 80GB HBM3",) * 8)
     with pytest.raises(ConfigError, match="but each H100 has"):

@@ -58,6 +58,11 @@ def test_a_folder_name_that_is_not_utf8_is_plotted(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["Qwen3-4C", "--on", "8xH20"], "MODEL='Qwen3-4C' is neither a folder with a config.json nor a model"),
+        (
+            ["GLM-4.7-Flash", "--on", "8xH20"],
+            "'glm4_moe_lite', which is not supported: latent attention with GLM's tensor names",
+        ),
+        (["DeepSeek-V3.2", "--on", "8xH20"], "'deepseek_v32', which is not supported: its attention is sparse (DSA"),
         (["Qwen3-4B", "--on", "8xRTX4091"], "--on 8xRTX4091: GPU 'RTX4091' is unknown: did you mean 'RTX4090'?"),
         (["Qwen3-4B", "--on", "eight"], "--on eight: write [NODESx]GPUSxNAME"),
         (["Qwen3-4B", "--on", "8xH20", "--tp", "16"], "--tp 16 is above the 8 GPUs of --on 8xH20"),

@@ -28,6 +28,17 @@ def test_an_entry_of_families_determines_a_part_of_attention(part: str, monkeypa
     assert shape.parameters > plain.parameters
 
 
+def test_model_family_determines_them_for_another_model_type() -> None:
+    values = MODELS["Qwen3-4B"]
+    qwen3 = shape_of(values, "mine")
+    assert replace(shape_of(values | {"model_type": "mine"}, "mine", family="qwen3"), name="mine") == qwen3
+    assert shape_of(values | {"model_type": "qwen2"}, "mine", family="qwen3") == qwen3, (
+        "as the trainer reads the weights"
+    )
+    for family in ("auto", "my_package.my_module:Family"):
+        assert shape_of(values, "mine", family=family) == qwen3
+
+
 def test_an_unknown_model_type_has_none_of_them() -> None:
     attention = shape_of(VALUES, "mine").attention
     assert attention is not None and astuple(attention)[3:] == (False, False, False)

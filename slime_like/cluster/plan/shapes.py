@@ -9,6 +9,7 @@ from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.types import RoleShapes
 from slime_like.config.rules.files import refuse_family
 from slime_like.config.rules.hf import HfConfig, hf_config, read_hf_config, read_json
+from slime_like.config.schema.model import ModelConfig
 from slime_like.config.schema.resolved import CriticSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError
@@ -67,21 +68,20 @@ def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpe
     """Return the shapes of the models of actor, critic and teacher, as far as they are known."""
     try:
         return RoleShapes(
-            actor=_shape(KEY, cfg.model.hf_checkpoint, cfg.run.prepare),
-            critic=None
-            if critic is None
-            else _shape(critic.rank.model_key, critic.rank.model.hf_checkpoint, cfg.run.prepare),
-            teacher=None if teacher is None else _shape(teacher.rank.model_key, teacher.rank.model.hf_checkpoint, None),
+            actor=_shape(KEY, cfg.model, cfg.run.prepare),
+            critic=None if critic is None else _shape(critic.rank.model_key, critic.rank.model, cfg.run.prepare),
+            teacher=None if teacher is None else _shape(teacher.rank.model_key, teacher.rank.model, None),
         )
     except CheckpointError as error:  # a valid config.json may lack sizes for which transformers has defaults
         return RoleShapes(actor=None, unknown=str(error))
 
 
-def _shape(key: str, folder: str, prepare: str | None) -> ModelShape | None:
+def _shape(key: str, config: ModelConfig, prepare: str | None) -> ModelShape | None:
+    folder = config.hf_checkpoint
     if Path(folder).exists():
-        return read_shape(key, folder)
+        return read_shape(key, folder, config.family)
     spec = PREPARED.get(prepare or "")
     values: dict[str, Any] | None = table_config(folder)
     if spec is not None:
         values = {"model_type": spec.model_type, **config_fields(spec)}
-    return None if values is None else shape_of(values, folder)
+    return None if values is None else shape_of(values, folder, family=config.family)
