@@ -155,12 +155,15 @@ def _estimated_entropy(record: RunRecord) -> str:
 
 def _evaluation(record: RunRecord) -> Iterator[str]:
     names = [name for name in record.metrics if name.startswith("eval/")]
-    sets = [name for name in names if not any(name.startswith(f"{dataset}-") for dataset in names)]
-    if sets:
+    by_set: dict[str, list[str]] = {}  # name of a set's score -> names of the set's metrics
+    for name in sorted(names, key=len):  # a score before the names that it begins
+        score = next((score for score in by_set if name.startswith((f"{score}-", f"{score}/"))), name)
+        by_set.setdefault(score, []).append(name)
+    if by_set:
         yield '<h2>Evaluation</h2><div class="grid-of-charts">'
-        yield from (_chart(record, name.removeprefix("eval/"), (name,)) for name in sets)
-        qualified = [name for name in names if name not in sets]
-        yield from (_chart(record, name.removeprefix("eval/"), (name,)) for name in qualified)
+        for score in (name for name in names if name in by_set):
+            ordered_names = (name for name in names if name in by_set[score])
+            yield from (_chart(record, name.removeprefix("eval/"), (name,)) for name in ordered_names)
         yield "</div>"
 
 

@@ -116,6 +116,20 @@ def page_of(folder: Path) -> str:
     return run_page(read_record(folder), sampled, lambda ids: HOSTILE[ids[0] % len(HOSTILE)])
 
 
+def test_charts_of_an_evaluation_set_are_together(tmp_path: Path) -> None:
+    sets = {
+        name: [f"eval/{name}{suffix}" for suffix in ("", "-truncated_ratio", "-pass@1", "/response_len/mean")]
+        for name in ("sums", "aime")
+    }
+    names = [name for pair in zip(*sets.values(), strict=True) for name in pair]
+    html = page_of(write_run(tmp_path / "run", [{"rollout/raw_reward": 0.5} | dict.fromkeys(names, 0.5)] * 2, "{}"))
+    charts = html.partition("<h2>Evaluation</h2>")[2].partition("<h2>")[0]
+    titles = re.findall(r"<figcaption>([^<]*)", charts)
+    assert [title.split()[0] for title in titles] == [
+        name.removeprefix("eval/") for group in sets.values() for name in group
+    ]
+
+
 def test_hostile_text_stays_text(run: Path) -> None:
     html = page_of(run)
     page = check_self_contained(html)
