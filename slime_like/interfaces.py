@@ -250,7 +250,7 @@ class WeightSource(Protocol):
         ...
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """Return the tensors that this rank's pipeline stage will send, in order."""
+        """Return the metadata of the tensors that this rank's pipeline stage will send, in order."""
         ...
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:

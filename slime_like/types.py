@@ -118,7 +118,7 @@ class Sample:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the number of tokens before the first model token."""
+        """Return the number of tokens before the first model token, or of all tokens if the model sampled none."""
         return next((s.start for s in self.spans if s.source is Source.MODEL), len(self.token_ids))
 
     @property
@@ -146,7 +146,10 @@ class SampleGroup:
 
     @property
     def trained_scores(self) -> set[float]:
-        """Return the distinct scores that enter the group's baseline; with fewer than two, every group advantage is 0."""
+        """Return the distinct scores that enter the group's baseline.
+
+        If there are fewer than two, slime_like's group advantages are 0; a user's may differ.
+        """
         return {reward.score for sample in self.samples if (reward := sample.trained_reward) is not None}
 
     @property

@@ -153,7 +153,8 @@ def cispo_surrogate(config: PolicyConfig, view: LossView, old_logprobs_T: Tensor
 def _clip(config: PolicyGradientConfig, log_ratio_T: Tensor, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
     """Return the larger of the unclipped and the clipped loss.
 
-    At negative advantages, the loss is at most ``eps_clip_c`` times the absolute advantage (dual clip).
+    If ``eps_clip_c`` is set, the loss at a negative advantage is at most ``eps_clip_c`` times the absolute advantage
+    (dual clip).
 
     Source of dual clip: Ye et al. 2020, Mastering Complex Control in MOBA Games, arXiv:1912.09729, equation 4.
     """

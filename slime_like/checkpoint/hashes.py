@@ -1,7 +1,7 @@
 """SHA-256 of a checkpoint's files, several files at a time. Torch-free.
 
-megatron-core's manifests and ``sha256sum`` also use SHA-256, and on processors with SHA instructions (all recent
-servers) it is faster than BLAKE2. hashlib releases the GIL, so threads run in parallel.
+megatron-core's manifests and ``sha256sum`` also use SHA-256. It is faster than BLAKE2 on processors with SHA
+instructions, such as those of current servers. hashlib releases the GIL, so threads run in parallel.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class CheckpointRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Return the total size of all files."""
+        """Return the total size in bytes of the checkpoint's files and its rollout files."""
         return sum(file.size for file in (*self.files.values(), *self.rollout.values()))
 
 

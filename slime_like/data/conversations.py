@@ -88,7 +88,7 @@ class Conversations:
         return pieces
 
     def _frame(self) -> tuple[int, str]:
-        """Return the length of the text that the template writes before the first turn, and its generation prompt.
+        """Return the number of characters that the template writes before the first turn, and its generation prompt.
 
         Raises ``ConfigError`` if the template omits a message.
         """

@@ -157,7 +157,7 @@ def _maxima(rows: list[MeasuredOp]) -> MeasuredOp:
 
 
 def _first_drop(row: MeasuredOp) -> int:
-    """Return the memory taken at first use. On the host, count only the process's own: free memory is shared."""
+    """Return the bytes taken at first use. On the host, count only the process's own: free memory is shared."""
     return row.first_allocator if row.source == "host" else max(row.first_allocator, row.first_driver)
 
 

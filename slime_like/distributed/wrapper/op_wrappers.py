@@ -232,7 +232,7 @@ def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def size_of(value: object) -> int:
-    """Return the bytes of a tensor, or of all tensors in nested lists."""
+    """Return the bytes of a tensor, or of all tensors in nested lists; 0 for other values."""
     if isinstance(value, (list, tuple)):
         return sum(size_of(item) for item in cast("Sequence[object]", value))
     return int(value.nbytes) if isinstance(value, Tensor) else 0
