@@ -43,7 +43,8 @@ class ClusterJob:
     def code(self) -> int:
         """Exit code for a command that waited for the job.
 
-        It is the exit code of train.py if that is 0 or more, else 0, 130 or 1 by the job's state.
+        It is the exit code of train.py if that is known and 0 or more. Otherwise the job's state decides: 0 if it
+        succeeded, 130 if it was stopped, else 1.
         """
         if self.exit_code is not None and self.exit_code >= 0:
             return self.exit_code

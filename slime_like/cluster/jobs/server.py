@@ -1,6 +1,7 @@
-"""HTTP client of the job server of a Ray cluster: the dashboard on its head. Every request has a deadline.
+"""HTTP client of the job server of a Ray cluster: the dashboard on its head.
 
-Ray's own client has no deadlines, lets RAY_ADDRESS override its argument, and imports a module that the address names.
+Every request has a deadline, except that for a job's log, which lasts until the job ends. Ray's own client has no
+deadlines, lets RAY_ADDRESS override its argument, and imports a module that the address names.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class JobRequest:
 class JobServer:
     """Async client of one job server.
 
-    Its methods raise ``ConfigError`` if the server rejects the token, ``DataError`` if the job is unknown,
-    ``ProcessLost`` if the connection fails, ``WorkerError`` if the server returns any other error status, and
+    Its methods except ``log`` raise ``ConfigError`` if the server rejects the token, ``DataError`` if the job is
+    unknown, ``ProcessLost`` if the connection fails, ``WorkerError`` if the server returns another error status, and
     ``DeadlineExceeded`` after ``REQUEST_S``.
     """
 

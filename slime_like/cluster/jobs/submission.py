@@ -49,8 +49,8 @@ def make_submission(
 ) -> Submission:
     """Return the submission of ``arguments``, whose loaded config is ``cfg``.
 
-    Raises ``ConfigError`` if ``arguments`` or ``environment`` contain a secret, or if ``run.dir`` is relative and the code is
-    uploaded: the folder of uploaded code is removed with the cluster.
+    Raises ``ConfigError`` as ``check_no_secrets`` does, or if ``run.dir`` is relative and the code is uploaded: the
+    folder of uploaded code is removed with the cluster.
     """
     check_no_secrets(arguments, environment)
     run_dir = PurePosixPath(cfg.run.dir)
@@ -65,9 +65,10 @@ def make_submission(
 
 
 def check_no_secrets(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` if an argument or variable contains a secret, or if a variable's name is malformed.
+    """Refuse recognisable secrets, because every user of the cluster can read the entrypoints and environments of jobs.
 
-    Every user of the cluster can read the entrypoints and environments of jobs.
+    Raises ``ConfigError`` if an argument or a variable contains a URL with a password, or if the name of a variable is
+    that of a secret (``SECRET_NAME``) or malformed. Other secrets are not detected.
     """
     for name in environment:
         if not VARIABLE.fullmatch(name):

@@ -48,9 +48,10 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False, memory: st
 
 
 def memory_source(cfg: TrainConfig, device: str, note: Callable[[str, object, str], None]) -> str:
-    """Return the memory that the guard queries on ``device``: ``guard.memory``, or ``host`` instead of a GPU's on a CPU.
+    """Return the memory that the guard queries on ``device``: ``guard.memory``, which may be auto.
 
-    ``note`` records the replacement, since a recipe for GPUs also runs on a CPU.
+    On a CPU, ``host`` replaces the memory of a GPU. ``note`` records the replacement, since a recipe for GPUs also runs
+    on a CPU.
     """
     setting = cfg.guard.memory
     if device != "cpu" or setting in ("auto", "host"):

@@ -83,7 +83,7 @@ def _cores(text: str) -> Iterator[int]:
 
 
 def memory_bytes() -> int:
-    """Return the main memory, or the cgroups' limit if that is less."""
+    """Return the size of main memory in bytes, or the cgroups' limit if that is less."""
     lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     total, limit = int(lines["MemTotal"].split()[0]) * 1024, memory_limit()
     return total if limit is None else min(total, limit)

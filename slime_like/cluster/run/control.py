@@ -107,7 +107,10 @@ class Control:
         self._write()
 
     def read(self, num_trained: int) -> tuple[Request, ...]:
-        """Read new requests, after ``num_trained`` rollouts; return all unanswered ones once, in order of execution."""
+        """Read new requests, after ``num_trained`` rollouts; return the unanswered ones in order of execution.
+
+        Requests of one kind count once.
+        """
         self._status = replace(self._status, step=num_trained)
         for text, time_s, by in sorted(self._take(), key=lambda entry: entry[1]):
             if text.request == Request.ENGINES and (older := self._open.get(Request.ENGINES)) is not None:

@@ -94,8 +94,8 @@ class RankWorker:
 class TrainerWorker(RankWorker):
     """Ray actor with one rank of the policy. ``TrainerGroup`` combines the results of the ranks.
 
-    Methods are collectives, as in ``RankTrainer``: the driver calls them on all ranks concurrently. No method is a
-    coroutine: Ray would run all methods in an event loop, and collectives of two calls could interleave.
+    Methods that compute, save, load or push are collectives: the driver calls them on all ranks concurrently. No method
+    is a coroutine: Ray would run all methods in an event loop, and collectives of two calls could interleave.
     """
 
     def __init__(self, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
