@@ -168,7 +168,10 @@ class ModelShape:
         return 0 if self.experts is None else self.hidden * self.experts.num_experts
 
     def mixer_tensors(self, mixer: str) -> tuple[int, ...]:
-        """Return the size of each parameter tensor of one layer's token mixer. The trainer fuses queries, keys and values."""
+        """Return the number of elements of each parameter tensor of one layer's token mixer; () if the model has no such mixer.
+
+        The trainer fuses queries, keys and values.
+        """
         if mixer == ATTENTION and (a := self.attention):
             inputs = a.query * (2 if a.gated else 1) + 2 * a.key
             biases, norms = (inputs,) * a.bias, (a.head_dim,) * (2 * a.normed)

@@ -100,7 +100,7 @@ def prefill_time(shape: ModelShape, settings: EngineSettings, hardware: Hardware
 def throughput(
     shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload
 ) -> Throughput | None:
-    """Return the steady state with as many requests as fit; None if nothing fits.
+    """Return the steady state with as many requests as fit and ``settings.max_running`` allows; None if nothing fits.
 
     The engine alternates: it prefills a request in one go, and decodes all running requests together.
     """

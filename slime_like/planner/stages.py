@@ -18,7 +18,7 @@ class StageSegment:
 def stage_segments(
     stage: int, pp: int, sizes: Sequence[int], num_micro_batches: int | None = None
 ) -> tuple[StageSegment, ...]:
-    """Return the segments of a stage. ``sizes``: layers of each of the pp * vpp segments.
+    """Return the segments of a stage. ``sizes`` are the numbers of layers of all pp * vpp segments.
 
     Under 1F1B a stage keeps ``pp - stage`` micro-batches, at most the ``num_micro_batches`` of an optimizer step (None:
     enough to fill the pipeline). The interleaved schedule first runs ``2 * (pp - stage - 1) + (vpp - 1) * pp + 1`` forward
@@ -39,6 +39,9 @@ def stage_segments(
 
 
 def even_sizes(num_layers: int, num_segments: int) -> tuple[int, ...]:
-    """Return the layers of each segment of an even split; the first segments have one more if there is a remainder."""
+    """Return the number of layers of each of ``num_segments`` segments in an even split.
+
+    The first segments have one more if there is a remainder.
+    """
     base, extra = divmod(num_layers, num_segments)
     return tuple(base + (i < extra) for i in range(num_segments))

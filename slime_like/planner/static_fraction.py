@@ -58,13 +58,16 @@ def static_fraction(shape: ModelShape, settings: EngineSettings, gpu: GpuKind) -
 
 
 def prefill_tokens(settings: EngineSettings, gpu: GpuKind) -> int:
-    """Return the tokens of the largest prefill batch, before data-parallel attention divides them."""
+    """Return the number of tokens of the largest prefill batch, before data-parallel attention divides them."""
     chunk = _chunk(settings, gpu)
     return chunk if chunk > 0 else settings.max_prefill_tokens
 
 
 def graph_requests(settings: EngineSettings, gpu: GpuKind) -> int:
-    """Return the requests of the largest decode batch for which SGLang reserves memory, with or without CUDA graphs."""
+    """Return the size, in requests, of the largest decode batch for which SGLang reserves memory.
+
+    SGLang reserves it with or without CUDA graphs.
+    """
     if settings.graph_requests is not None:
         return settings.graph_requests
     defaults = _defaults(gpu)
@@ -73,7 +76,7 @@ def graph_requests(settings: EngineSettings, gpu: GpuKind) -> int:
 
 
 def graph_bytes(shape: ModelShape, settings: EngineSettings, gpu: GpuKind) -> float:
-    """Return the memory that SGLang reserves for CUDA graphs and for the padding of data-parallel attention."""
+    """Return the bytes that SGLang reserves for CUDA graphs and for the padding of data-parallel attention."""
     requests = graph_requests(settings, gpu)
     total = constants.SGLANG_GRAPH.value * requests if settings.decode_graphs else 0.0
     if settings.dp_attention > 1:

@@ -136,12 +136,15 @@ def _divided_tensors(part: ModelShape) -> Iterator[tuple[int, int]]:
 
 
 def _mlp_tensors(hidden: int, width: int) -> tuple[int, int]:
-    """Return the sizes of an MLP's weights: gate and up projection in one, and the down projection."""
+    """Return the numbers of elements of an MLP's weights: gate and up projection in one, and the down projection."""
     return 2 * hidden * width, hidden * width
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Return the rows of the trainer's embedding: a multiple of 128, or of 128 * tp if tp does not divide 128."""
+    """Return the number of rows of the trainer's embedding.
+
+    It is a multiple of 128, or of 128 * tp if tp does not divide 128.
+    """
     multiple = VOCABULARY_MULTIPLE if VOCABULARY_MULTIPLE % tp == 0 else VOCABULARY_MULTIPLE * tp
     return -(-vocabulary // multiple) * multiple
 

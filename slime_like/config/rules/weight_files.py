@@ -43,8 +43,8 @@ def check_weights(key: str, folder: str) -> int:
     """Return the number of parameters in the safetensors files of ``folder``, after checking that each is complete.
 
     Scales of float8 weights do not count. A file is complete if the tensors in its header fill it. Raises
-    ``CheckpointError`` naming ``key`` and the file if a file is incomplete or has a quantised format that is not
-    supported.
+    ``CheckpointError`` naming ``key`` if a file is missing, damaged or incomplete, lacks a tensor that the index places
+    in it, or has a quantised format that is not supported.
     """
     return sum(map(_parameters, _headers(key, folder).values()))
 
