@@ -1,7 +1,8 @@
 """``rollout.generate=openai_agent``: a user-supplied agent, with the policy as its model, answers each prompt.
 
-The agent is a coroutine function ``(base_url, api_key, prompt, metadata) -> reward | None`` that calls its model with any
-client of OpenAI's chat completions. All its calls are recorded with token ids and log-probabilities, and are trained on.
+The agent is a coroutine function ``(base_url, api_key, prompt, metadata) -> reward | None`` that calls its model with
+any client of OpenAI's chat completions. All its calls are recorded with token ids and log-probabilities. They are
+trained on unless the agent fails.
 """
 
 from __future__ import annotations

@@ -58,11 +58,11 @@ class EngineCall:
         return [index for index, finish in enumerate(self._finishes) if finish == ABORT]
 
     def sequence(self, index: int) -> TokenColumns:
-        """Return views of the prompt and the tokens sampled so far."""
+        """Return views of the prompt and the tokens of completion ``index`` sampled so far."""
         return self._store.columns(self._rows[index])
 
     def num_sampled(self, index: int) -> int:
-        """Return the number of tokens sampled so far."""
+        """Return the number of tokens of completion ``index`` sampled so far."""
         return self._store.length(self._rows[index]) - self.num_prompt_tokens
 
     def append(self, indices: Sequence[int], parts: Sequence[Completion]) -> None:

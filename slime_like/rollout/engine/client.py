@@ -119,7 +119,10 @@ class EngineClient:
 
     # ---- generation --------------------------------------------------------------------------------------------------
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """Return one completion of the prompt per seed, in one request. The same seed gives the same tokens."""
+        """Return one completion of the prompt per seed, in one request.
+
+        Under the same weights, the same seed draws the same tokens, apart from rounding.
+        """
         n = len(seeds)
         return await self.extend([token_ids] * n, seeds, [sampling.max_new_tokens] * n, sampling)
 

@@ -47,7 +47,8 @@ class EngineLaunch:
 def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
     """Return the arguments of SGLang's ``ServerArgs`` for an engine that reads and returns token ids.
 
-    ``spec.sglang`` overrides all of them except address, keys and ``trust_remote_code``.
+    ``spec.sglang`` overrides them, except address, keys and ``trust_remote_code``. Under DCP, an attention backend
+    becomes its sharded form. Overrides of config.json that the model needs are merged with those of ``spec.sglang``.
     """
     spec = launch.spec
     arguments: dict[str, Any] = {

@@ -54,14 +54,17 @@ class Episode:
 
     @property
     def remaining_tokens(self) -> int:
-        """Number of tokens that may still be sampled within ``rollout.max_response_len`` (all turns) and the context."""
+        """Number of tokens that may still be sampled within ``rollout.max_response_len`` (all turns) and the context.
+
+        It is 0 or negative if none may be sampled.
+        """
         num_tokens = self._context.sampling.max_new_tokens - self._num_sampled
         return min(num_tokens, self._context.max_context_len - len(self))
 
     def sampling(self, *stop_token_ids: int) -> Sampling:
         """Return the sampling parameters of the next turn, with at most ``remaining_tokens`` tokens and additional stop tokens.
 
-        ``remaining_tokens`` must not be 0.
+        ``remaining_tokens`` must be above 0.
         """
         sampling = self._context.sampling
         return replace(

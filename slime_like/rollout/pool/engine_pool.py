@@ -1,4 +1,4 @@
-"""Pool of a run's engines: tracks which engines serve, and recovers engines that die or stall.
+"""Pool of a rollout manager's engines: tracks which engines serve, and recovers engines that die or stall.
 
 consumes  failures of requests, results of health checks, commits of weights
 produces  engines that accept requests (``EngineRouter``), and a ``Recovery`` for each lost engine
@@ -30,7 +30,7 @@ DEAD, STALLED = "dead", "stalled"
 
 
 class EnginePool:
-    """All engines of a run. Bound to the event loop that first uses it."""
+    """All engines of a rollout manager. Bound to the event loop that first uses it."""
 
     def __init__(self, supervisors: Sequence[EngineSupervisor], health: HealthConfig, *, receives_pushes: bool) -> None:
         """``receives_pushes`` is True if engines receive weights by pushes; otherwise they keep their initial weights."""

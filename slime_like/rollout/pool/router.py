@@ -129,7 +129,7 @@ class RequestCounts:
     """Counters of requests and tokens. A continuation counts as a request whose prompt includes the tokens sampled before."""
 
     def __init__(self, num_engines: int) -> None:
-        """``num_engines`` counts all engines of the run, whether they serve or not."""
+        """``num_engines`` counts all engines of the rollout manager, whether they serve or not."""
         self.num_engines = num_engines
         self._sampled: Counter[str] = Counter()
         self._prompt = self._cached = self._requests = 0

@@ -35,8 +35,8 @@ from slime_like.types import F32
 class RankModel:
     """Model and optimizer of one rank, initialised from an HF folder.
 
-    Methods are collectives: every rank of the role calls them in the same order. ``version`` counts rollouts, including
-    empty ones and those in which the weights are frozen.
+    Methods that compute, save or load are collectives: every rank of the role calls them in the same order. ``version``
+    counts rollouts, including empty ones and those in which the weights are frozen.
     """
 
     def __init__(self, spec: RankSpec, rank_info: RankInfo, kind: type[PolicyModel] = PolicyModel) -> None:

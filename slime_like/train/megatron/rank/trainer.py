@@ -35,7 +35,7 @@ from slime_like.types import F32
 
 
 class RankTrainer(RankModel):
-    """The policy on one rank. Methods are collectives: every rank calls them in the same order.
+    """The policy on one rank. Methods that compute, save or load are collectives: every rank calls them in the same order.
 
     Exactly one rank of the world is the reporter, whose metrics and scores are used.
     """
