@@ -40,7 +40,10 @@ def variables(words: Sequence[Word]) -> list[str]:
 
 
 def decide(words: Sequence[Word], scope: Scope, script: Path) -> bool | None:
-    """Return the result of ``[ ... ]``, ``[[ ... ]]``, ``test``, ``true`` or ``false``; None for any other command."""
+    """Return the result of ``[ ... ]``, ``[[ ... ]]``, ``test``, ``true``, ``:`` or ``false``.
+
+    It is None for other commands, and for a test that is not supported or depends on an unknown value.
+    """
     name = words[0].literal if words else None
     if name in ("true", ":", "false"):
         return name != "false"

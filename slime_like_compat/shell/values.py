@@ -144,7 +144,10 @@ class Scope:
                 return (self._command(part.text, file_line, script),)
 
     def _command(self, text: str, file_line: str, script: Path) -> Value:
-        """Return the output of commands that only name files (cd && pwd, dirname, basename, realpath) and of ``seq``."""
+        """Return the output of a command that only names files (cd && pwd, dirname, basename, realpath), or of ``seq``.
+
+        Other commands give an unknown value.
+        """
         plain = " ".join(text.split())
         short = plain if len(plain) < 60 else plain[:57] + "..."
         unknown = Value("", file_line, f"is the output of $({short}), and no command is run: write its value")

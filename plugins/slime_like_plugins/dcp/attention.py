@@ -108,7 +108,10 @@ class ShardedAttention(BatchedAttention):
         return buckets
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D]. Collective over the DCP group."""
+        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D].
+
+        Collective over the DCP group in a decode step, or if a request has a cached prefix.
+        """
         assert self._batch is not None
         k_TKD = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v_TKD = v.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)

@@ -31,7 +31,10 @@ class FrameError(SlimeLikeError, ValueError):
 
 
 class FrameKind(IntEnum):
-    """Purpose of a frame. Every request of the engine is answered by ACK, RESULT or ERROR with its sequence number."""
+    """Purpose of a frame. The worker answers a request by ACK, RESULT or ERROR with the request's sequence number.
+
+    An ERROR with sequence number 0 reports a violation of the protocol, after which the worker closes the connection.
+    """
 
     HELLO = 1  # shapes of the experts
     REGION = 2  # offer of shared memory

@@ -229,7 +229,7 @@ class CKernels:
         )
 
     def scores(self, table: Tensor) -> tuple[Tensor, int]:
-        """Return a buffer for attention scores over any row of a page table, and its size per thread."""
+        """Return a buffer for attention scores over any row of a page table, and its number of elements per thread."""
         per_thread = GROUP * (-(-table.shape[1] // LANES) * LANES + LANES)
         if self._workspace.numel() < per_thread * self.threads:
             self._workspace = torch.empty(per_thread * self.threads, dtype=torch.float32)

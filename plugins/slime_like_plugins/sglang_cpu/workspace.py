@@ -18,7 +18,7 @@ class Workspace:
         self._memory: tuple[Tensor, ...] = ()
 
     def __call__(self, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return tensors [rows, width]; the next call reuses their memory."""
+        """Return uninitialised tensors [rows, width]; the next call may reuse their memory."""
         if self._memory and len(self._memory[0]) >= rows and self._memory[0].dtype is dtype:
             return tuple(tensor[:rows] for tensor in self._memory)
         buffers = tuple(torch.empty(rows, columns, dtype=dtype) for columns in self._widths)
