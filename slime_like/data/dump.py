@@ -72,7 +72,7 @@ class _GroupEntry:
 
 
 def digest(columns: Mapping[str, Any]) -> str:
-    """Return the SHA-256, in hexadecimal, of the names, dtypes, shapes and contents of all columns except the digest."""
+    """Return the SHA-256, in hexadecimal, of all columns except the digest: names, dtypes, shapes and contents."""
     sha256 = hashlib.sha256()
     for name in sorted(columns.keys() - {DIGEST}):
         column = np.ascontiguousarray(columns[name])

@@ -168,9 +168,9 @@ class ModelShape:
         return 0 if self.experts is None else self.hidden * self.experts.num_experts
 
     def mixer_tensors(self, mixer: str) -> tuple[int, ...]:
-        """Return the number of elements of each parameter tensor of one layer's token mixer; () if the model has no such mixer.
+        """Return the number of elements of each parameter tensor of one layer's token mixer.
 
-        The trainer fuses queries, keys and values.
+        The trainer fuses queries, keys and values. The result is empty if the model has no such mixer.
         """
         if mixer == ATTENTION and (a := self.attention):
             inputs = a.query * (2 if a.gated else 1) + 2 * a.key

@@ -57,7 +57,7 @@ class MemoryPlan:
 
     @property
     def min_bytes(self) -> float:
-        """Minimum bytes on the busiest GPU for the run to start, without the allocator's overhead; 0 in a run on a CPU."""
+        """Minimum bytes on the busiest GPU for the run to start: without the allocator's overhead; 0 on a CPU."""
         return max((p.total - sum(table.of("allocator") for _, table in p.tables) for p in self.phases), default=0.0)
 
 

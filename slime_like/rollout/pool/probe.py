@@ -266,7 +266,7 @@ def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tup
 
 
 def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
-    """Return |trainer - engine| log-probability differences of all tokens of the scored sequences but the first ones."""
+    """Return |trainer - engine| log-probabilities of the tokens of the scored sequences, without the first tokens."""
     return np.abs(np.concatenate([trainer.logprobs_of(s) for s in scores.sequences]) - np.concatenate(scores.logprobs))
 
 

@@ -10,7 +10,7 @@ from slime_like.train.megatron.families.experts import Experts
 
 
 class MinimaxM2(Experts, DenseDecoder):
-    """Family with the tensor names of MiniMax's releases, which transformers' ``MiniMaxM2ForCausalLM`` reads and writes.
+    """Family with the tensor names of MiniMax's releases, as transformers' ``MiniMaxM2ForCausalLM`` saves them.
 
     Experts are chosen by sigmoid scores plus a bias per expert. Their outputs are weighted by the scores alone,
     normalised over the chosen experts.

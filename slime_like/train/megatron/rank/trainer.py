@@ -35,9 +35,10 @@ from slime_like.types import F32
 
 
 class RankTrainer(RankModel):
-    """The policy on one rank. Methods that compute, save or load are collectives: every rank calls them in the same order.
+    """The policy on one rank.
 
-    Exactly one rank of the world is the reporter, whose metrics and scores are used.
+    Methods that compute, save or load are collectives: every rank calls them in the same order. Exactly one rank of the
+    world is the reporter, whose metrics and scores are used.
     """
 
     def __init__(self, spec: RankSpec, rank_info: RankInfo) -> None:
