@@ -30,10 +30,11 @@ async def agent(base_url: str, api_key: str, prompt: str, metadata: Mapping[str,
     messages: list[Any] = [{"role": "user", "content": prompt}]
     plain = openai.DefaultAsyncHttpxClient(verify=NO_CERTIFICATES)
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=plain) as client:
-        for _ in range(1 + MAX_CALLS):
+        for num_calls in range(1 + MAX_CALLS):
             reply = await client.chat.completions.create(model="policy", messages=messages, stop=CALL_END)
             answer = reply.choices[0].message
-            if "+" not in (answer.content or ""):  # <calc> and </calc> are special tokens, not part of the text
+            # <calc> and </calc> are special tokens, not part of the text.
+            if "+" not in (answer.content or "") or num_calls == MAX_CALLS:
                 return
             messages += [answer, {"role": "tool", "tool_call_id": "calc", "content": result(answer.content or "")}]
 
