@@ -52,7 +52,7 @@ class Driver:
         )
 
     def end(self) -> tuple[int, str]:
-        """Return exit code and stderr."""
+        """Wait until the driver has ended. Return its exit code and its stderr."""
         stderr = self.process.communicate(timeout=Deadline("test", "end", 30).limit)[1]
         assert self.process.returncode is not None
         return self.process.returncode, stderr

@@ -75,7 +75,7 @@ class CaseShape:
 
 
 def make_case(shape: CaseShape, *, seed: int = 0, decay: float = 1.0, same_keys: bool = False) -> RecurrenceCase:
-    """Return random float64 inputs. ``decay``: mean of -g; ``same_keys``: all keys of a sequence are equal."""
+    """Return random float64 inputs. ``decay``: mean of -g; ``same_keys``: all rows have the same keys."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -123,7 +123,7 @@ def recurrence(case: RecurrenceCase) -> tuple[Tensor, Tensor]:
 
 
 def weights_of(result: tuple[Tensor, Tensor], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Return float64 random gradients of both results, reproducible by seed and shapes."""
+    """Return float64 random gradients of both results, determined by ``seed`` and the shapes."""
     generator = torch.Generator().manual_seed(seed)
     out, final = (torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in result)
     return out, final

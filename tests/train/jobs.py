@@ -63,7 +63,10 @@ SECONDS_PER_JOB = 4
 
 
 def run_pools(world: RankWorld, shared: Shared, by_size: dict[int, list[RankJob]]) -> dict[str, list[Any]]:
-    """Run the jobs of all world sizes, one size after another, on forks of this process. Return job name -> results."""
+    """Run the jobs of each world size on forks of this process: one size after another, and the late jobs at the end.
+
+    Return a dict from the name of each job to the results of its ranks.
+    """
     assert world.size == 1
     prepare([job for jobs in by_size.values() for job in jobs])
     out: dict[str, list[Any]] = {}
@@ -81,14 +84,17 @@ def run_pools(world: RankWorld, shared: Shared, by_size: dict[int, list[RankJob]
 def run_forked(calls: Mapping[str, Sequence[Any]], seconds: float = 240) -> Results:
     """Run each call like ``run_ranks(*call)``, in turn, on forks of one process that has imported the trainer.
 
-    Return call name -> results. ``seconds``: limit of each call.
+    Return a dict from the name of each call to the results of its ranks. ``seconds``: limit of each call.
     """
     limit = 60 + seconds * len(calls)
     return Results(run_ranks("tests.train.jobs:fork_targets", 1, calls, seconds, seconds=limit)[0])
 
 
 def fork_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]], seconds: float) -> dict[str, list[Any]]:
-    """Run the target (module:function) of each call on forks of this rank. A failing call does not stop the others."""
+    """Run the target (module:function) of each call on forks of this rank. A failing call does not stop the others.
+
+    Return a dict from the name of each call to the results of its ranks, or to one ``Failed``.
+    """
     assert world.size == 1
     import_trainer(*sorted({target.partition(":")[0] for target, *_ in calls.values()}))
     out: dict[str, list[Any]] = {}
@@ -103,7 +109,8 @@ def fork_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]], seconds: 
 def run_on_gpu(calls: Mapping[str, Sequence[Any]], **environment: str) -> Results:
     """Run ``target(world, *args)`` (module:function) of each call, in turn, in one process.
 
-    Return call name -> results. A process that has used a GPU cannot be forked. ``environment``: further variables.
+    Return a dict from the name of each call to a list with its result. The calls are not forked, because a process that
+    has used a GPU cannot be. ``environment``: further environment variables.
     """
     seconds = 60 + 120 * len(calls)
     (out,) = run_ranks("tests.train.jobs:call_targets", 1, calls, seconds=seconds, environment=environment)
@@ -111,7 +118,10 @@ def run_on_gpu(calls: Mapping[str, Sequence[Any]], **environment: str) -> Result
 
 
 def call_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Call the target of each call with this rank. A failing call does not stop the others."""
+    """Call the target of each call with this rank. A failing call does not stop the others.
+
+    Return a dict from the name of each call to its result or ``Failed``.
+    """
     import_trainer(*sorted({target.partition(":")[0] for target, *_ in calls.values()}), device="cuda")
     out: dict[str, Any] = {}
     for name, (target, *args) in calls.items():

@@ -71,7 +71,8 @@ def save_then_continue(
 ) -> dict[str, Any]:
     """Take two optimizer steps, save, and take two more, which a resumed run must repeat.
 
-    ``export``: also export the saved weights.
+    Return the losses of the last two steps, the digest of the final weights, and, as of the save, the names of the
+    child processes and a random number. ``export``: also export the saved weights.
     """
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
     for seed in (1, 2):

@@ -331,7 +331,11 @@ def _balance_error(metrics: dict[str, float], ref: Reference) -> float:
 
 
 def gradient_errors(trainer: Any, grads: dict[str, Tensor]) -> dict[str, float]:
-    """Return parameter key -> largest error of any rank's reduced gradient over the maximum of the full HF tensor."""
+    """Return a dict from the key of each parameter to the largest error of its gradient on any rank. Collective.
+
+    The gradients are reduced. An error is divided by the largest absolute value of the full gradient. ``grads``: HF
+    name -> full gradient.
+    """
     from slime_like.train.megatron.model.model import named_weights
 
     rank_info = trainer.rank_info

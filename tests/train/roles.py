@@ -137,7 +137,7 @@ def _sum_gradient_twice() -> Any:
 
 
 def warmup(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
-    """Train only the critic on one rollout."""
+    """Train only the critic on one rollout. Return the metrics, whether the actor is unchanged, and its version."""
     actor = make_actor(world, shared.models["tied"], layout, algo=PPO, steps_per_rollout=STEPS)
     critic = make_critic(world, shared.models["untied"], layout)
     before = [p.detach().clone() for p in actor.model.parameters()]
