@@ -21,7 +21,7 @@ def C() -> CKernels:
 
 
 def has_products() -> bool:
-    """Return whether this CPU supports the kernels and a compiler works."""
+    """Return whether a compiler works and this CPU supports the matrix products of the kernels."""
     try:
         return HAS_COMPILER and C().has_products
     except (build.BuildError, OSError):  # test_cpu_build.py tests this

@@ -58,7 +58,10 @@ class ThreadGroup:
 
 
 def by_threads[T](group: ThreadGroup, work: Callable[[int], T]) -> list[T]:
-    """Return the result of ``work`` on each rank. Raises the error of the first rank that fails."""
+    """Return the results of ``work`` in rank order.
+
+    Raises the error of a rank that failed, rather than that of a rank that waited for it.
+    """
 
     def enter(rank: int) -> T:
         group.enter(rank)

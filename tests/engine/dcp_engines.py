@@ -85,7 +85,7 @@ class EngineCase:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def hits(self) -> list[int]:
-        """Return how many tokens of each repeated prompt are read from the prefix cache, in full pages."""
+        """Return how many tokens (full pages) a repeated request of each prompt reads from the prefix cache."""
         page = lcm(self.dcp, STATES) if self.model in HYBRIDS else self.dcp
         return [(len(ids) - 1) // page * page for ids in PROMPTS]
 
@@ -126,7 +126,7 @@ def greedy(engine: RunningEngine, prompts: list[I32], tokens: int = TOKENS) -> l
 
 
 def samples(engine: RunningEngine) -> list[Completion]:
-    """Return three samples of responses to the last prompt."""
+    """Return three sampled responses to the last prompt."""
     return engine.run(engine.client.generate(PROMPTS[-1], [1, 2, 3], make_sampling(0.8, TOKENS)))
 
 

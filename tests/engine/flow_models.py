@@ -127,7 +127,10 @@ class FlowLayer(nn.Module):
 
 
 def tensors(layers: Sequence[FlowLayer], seed: int) -> list[tuple[int, str, int, Tensor]]:
-    """Return (layer, module, first row, rows) of new weights. The second parts of fused projections come last."""
+    """Return (index of the layer, name of the module, first row, rows) of new weights.
+
+    The second parts of fused projections come last.
+    """
     generator = torch.Generator().manual_seed(seed)
     parts: list[tuple[int, str, int, Tensor]] = []
     for index, layer in enumerate(layers):
@@ -177,7 +180,7 @@ class GlooRanks:
         return RankGather(self._groups[rank])
 
     def run[T](self, work: Callable[[int], T]) -> list[T]:
-        """Return the result of ``work`` on each rank, or raise its error."""
+        """Return the results of ``work`` in rank order, or raise the first error of a rank."""
         results: dict[int, T] = {}
         errors: list[BaseException] = []
 

@@ -18,7 +18,7 @@ TEMPERATURE = 0.7
 
 
 def view_of(models: Models, prompt: Prompt, samples: Sequence[Sample]) -> TokenTable:
-    """Return the token table of a group, with scores by transformers in place of the trainer."""
+    """Return the token table of a group, with scores of transformers in place of the trainer's."""
     scored_samples = tuple(replace(s, reward=s.reward or Reward(float(i % 2))) for i, s in enumerate(samples))
     group = SampleGroup(samples[0].group_id, prompt, scored_samples)
     micro_batch = choose_samples(assemble([group], AssembleSpec(grpo, "token_mean", 1, 1, 4096, 256), 0), [group], 4096)
