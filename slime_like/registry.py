@@ -6,6 +6,7 @@ import difflib
 import importlib
 import re
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from slime_like.errors import ConfigError
@@ -76,20 +77,49 @@ def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = Fa
 
     The message says how to add a user's component: by its import path or by an entry in the table ``table_name``.
     """
-    if name in table or (dotted and is_path(name)):
+    if name in table:
         return
-    raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}{_own_part(name, dotted, table_name)}")
+    if dotted and is_path(name):
+        check_path(key, name)
+        return
+    own = _own_path(name) if dotted else own_entry(table_name)
+    raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}{own}")
 
 
-def _own_part(name: str, dotted: bool, table_name: str) -> str:
-    if dotted:
-        module, _, function = name.rpartition(".")
-        likely = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}" if module else ""
-        example = likely or "my_package.my_module:my_function or my_file.py:my_function"
-        return f" (your own code: {example}, see docs/extending.md)"
-    if table_name:
-        return f" (your own: add it to {table_name} in slime_like/config/schema/names.py, see docs/extending.md)"
-    return ""
+def check_path(key: str, name: str) -> None:
+    """Raise ``ConfigError`` unless ``name`` is an import path, with a module and a function."""
+    if not is_path(name):
+        raise ConfigError(f"{key}={name!r} is not a path such as my_file.py:function or my_package.my_module:function")
+    module, _, function = name.rpartition(":")
+    if not module:
+        raise ConfigError(
+            f"{key}={name!r} has no file or module before the colon: write my_file.py:FUNCTION or "
+            "my_package.my_module:FUNCTION"
+        )
+    if not function:
+        raise ConfigError(f"{key}={name!r} has no name of a function after the colon: write {module}:FUNCTION")
+
+
+def not_one_of(value: str, choices: Iterable[str]) -> str:
+    """Return the text that refuses ``value``: all ``choices``, and the closest of them if one is similar."""
+    options = list(choices)
+    close = closest(value, options)
+    return f"is not one of {', '.join(options)}: {f'did you mean {close!r}?' if close else 'choose one of these'}"
+
+
+def own_entry(table_name: str) -> str:
+    """Return a hint to add a user's component to the table ``table_name``; empty if this is empty."""
+    if not table_name:
+        return ""
+    return f" (your own: add it to {table_name} in slime_like/config/schema/names.py, see docs/extending.md)"
+
+
+def _own_path(name: str) -> str:
+    """Return a hint to give a user's component by its import path, for which ``name`` may be a slip."""
+    module, _, function = name.rpartition(".")
+    likely = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}" if module else ""
+    example = likely or "my_package.my_module:my_function or my_file.py:my_function"
+    return f" (your own code: {example}, see docs/extending.md)"
 
 
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
@@ -99,9 +129,10 @@ def resolve(key: str, name: str, table: dict[str, str]) -> Any:
     attribute.
     """
     target = table.get(name, name)
-    module_name, colon, attribute = target.rpartition(":")
-    if not colon or not attribute:
+    if not is_path(target):
         raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}")
+    check_path(key, target)
+    module_name, _, attribute = target.rpartition(":")
     try:
         shipped = is_shipped(name, table)
         module = importlib.import_module(module_name) if shipped else user_module(key, name, module_name)
@@ -110,10 +141,17 @@ def resolve(key: str, name: str, table: dict[str, str]) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError as error:
+        file = "" if module_name.endswith(".py") else f" ({getattr(module, '__file__', None) or 'a folder'})"
         raise ConfigError(
-            f"{key}={name!r}: module {module_name!r} has no {attribute!r}; {nearest(attribute, _public(vars(module)))}"
+            f"{key}={name!r}: module {module_name!r}{file} has no {attribute!r}; {_nearest_function(attribute, module)}"
         ) from error
 
 
-def _public(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not name.startswith("_")]
+def _nearest_function(name: str, module: ModuleType) -> str:
+    """Return a hint for an attribute that ``module`` lacks: a similar name, or what the module or package defines."""
+    public = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
+    if close := closest(name, public):
+        return f"did you mean {close!r}?"
+    home = module.__name__
+    own = sorted(key for key, value in public.items() if f"{getattr(value, '__module__', '')}.".startswith(f"{home}."))
+    return f"known: {', '.join(own)}" if own else f"it defines no function or class: add {name}, or correct the path"

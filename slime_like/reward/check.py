@@ -17,7 +17,7 @@ from slime_like.config.schema.rollout import RewardConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import GroupRewardFn, RewardFn
 from slime_like.reward.kinds import RowCheck, compares, row_check, takes_groups
-from slime_like.util.user_code import check_signature
+from slime_like.util.user_code import check_signature, location
 
 AnyReward = RewardFn | GroupRewardFn
 RowRule = Callable[[str | None, str | None, Mapping[str, Any]], str]
@@ -50,6 +50,7 @@ def load_reward(key: str, name: str) -> AnyReward:
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"{key}={name!r} is a coroutine function; rewards run in separate processes: define it with def, not async def"
+            f"{location(function)}"
         )
     check_signature(key, name, function, f"reward(prompt, {takes})", 2)
     return cast(AnyReward, function)

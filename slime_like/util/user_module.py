@@ -17,7 +17,7 @@ from slime_like.util.user_code import describe
 def user_module(key: str, value: str, module: str) -> ModuleType:
     """Import ``module``, a module name or a file that ends in ``.py``; the current directory is importable.
 
-    Raises ``ConfigError`` with ``key``, ``value`` and the user's own line when the import fails.
+    Raises ``ConfigError`` with ``key``, ``value`` and the user's own line if the import fails.
     """
     _append(Path.cwd())
     try:
@@ -25,14 +25,32 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if f"{module}.".startswith(f"{missing}."):
+            raise ConfigError(_missing_module(key, value, module, str(error))) from error
         raise ConfigError(
-            f"{key}={value!r}: cannot import {module!r} ({error}); is it installed, in the current directory {Path.cwd()} "
-            "or on PYTHONPATH?"
+            f"{key}={value!r}: importing {module!r} raised {describe(error)}: install {missing or 'it'}, put it in "
+            f"{Path.cwd()} or on PYTHONPATH, or correct that line"
         ) from error
     except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"{key}={value!r}: importing {module!r} raised {describe(error)}: correct that line"
         ) from error
+
+
+def check_exists(key: str, value: str) -> None:
+    """Raise ``ConfigError`` if the file of the import path ``value``, or the package of its module, is missing.
+
+    Nothing is imported.
+    """
+    module = value.rpartition(":")[0]
+    if module.endswith(".py"):
+        _existing_file(key, value, module)
+        return
+    _append(Path.cwd())
+    package = module.partition(".")[0]
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise ConfigError(_missing_module(key, value, module, f"No module named {package!r}"))
 
 
 def absolute(name: str) -> str:
@@ -50,14 +68,28 @@ def _file(name: str) -> Path | None:
     return next((Path(file).resolve() for file in files if os.path.isfile(file)), None)
 
 
+def _existing_file(key: str, value: str, name: str) -> Path:
+    """Return the file ``name``. Raises ``ConfigError`` if it does not exist."""
+    if (file := _file(name)) is None:
+        path = Path(os.path.expanduser(name))
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(f"{key}={value!r}: there is no file {path}{place}: correct the path")
+    return file
+
+
+def _missing_module(key: str, value: str, module: str, reason: str) -> str:
+    return (
+        f"{key}={value!r}: cannot import {module!r} ({reason}); is it installed, in the current directory {Path.cwd()} or "
+        "on PYTHONPATH?"
+    )
+
+
 def _of_file(key: str, value: str, name: str) -> ModuleType:
     """Import a file once per process. It can import modules of its own folder.
 
     Raises ``ConfigError`` if there is no such file, or the error that the import raised.
     """
-    file = _file(name)
-    if file is None:
-        raise ConfigError(f"{key}={value!r}: there is no file {name} in {Path.cwd()}: correct the path")
+    file = _existing_file(key, value, name)
     # The hash distinguishes the name from those of installed modules.
     module_name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if module_name in sys.modules:

@@ -138,6 +138,24 @@ def test_a_sink_that_does_not_fit_is_named_before_a_process_starts(name: str, ar
     assert "metrics.sinks='" in text and f":{name}'" in text and WRONG_SINKS[name] in text and "own_parts.py:" in text
 
 
+WRONG_RETURNS = {
+    "rollout.filters=[{}:keeps]": ("returns len(group.samples) > 1", "a filter returns None to keep a group"),
+    "metrics.sinks=[{}:opens]": (
+        "returns None",
+        "must return an object with the methods log(step, values, spans), close()",
+    ),
+    "data.source={}:opens": ("returns None", "must return an object with the methods __len__(), next(num_prompts)"),
+}
+
+
+@pytest.mark.parametrize("line", WRONG_RETURNS)
+def test_a_function_that_returns_a_wrong_type_is_named_with_its_line(line: str, argv: list[str], folder: Path) -> None:
+    with (folder / "own_parts.py").open("a") as file:
+        file.write("def keeps(group):\n    return len(group.samples) > 1\n\ndef opens(config, context):\n    pass\n")
+    text = message(argv, line.format("own_parts.py"), files=False)
+    assert all(words in text for words in (*WRONG_RETURNS[line], f"({folder}/own_parts.py:"))
+
+
 def test_an_agent_and_a_weighted_reward_come_from_a_file(argv: list[str], folder: Path) -> None:
     agent = ["rollout.generate=openai_agent", "rollout.agent=own_parts.py:agent"]
     cfg = load_config([*argv, *agent, r"reward.weights={own_parts.py\:score: 0.5}"], files=False)
@@ -146,7 +164,40 @@ def test_an_agent_and_a_weighted_reward_come_from_a_file(argv: list[str], folder
 
 def test_a_missing_file_is_named(argv: list[str], folder: Path) -> None:
     text = message(argv, "reward.name=own_part.py:score", files=False)
-    assert "reward.name='own_part.py:score'" in text and str(folder) in text
+    assert text == f"reward.name='own_part.py:score': there is no file own_part.py in {folder}: correct the path"
+    text = message(argv, f"reward.name={folder}/no/own_part.py:score", files=False)
+    assert text.endswith(f"': there is no file {folder}/no/own_part.py: correct the path")
+
+
+@pytest.mark.parametrize("source", PATHS)
+def test_an_import_that_fails_inside_a_module_is_named_with_its_line(
+    source: str, argv: list[str], folder: Path
+) -> None:
+    (folder / "own_helper.py").write_text("\nimport own_absent\n")
+    text = message(argv, f"reward.name={source}:score", files=False)
+    assert (
+        f"raised ModuleNotFoundError: No module named 'own_absent' ({folder}/own_helper.py:2): install own_absent"
+        in text
+    )
+
+
+NO_PREPARE = {
+    "own_part.py:make": "there is no file own_part.py in ",
+    "no_such_package.inputs:make": "No module named 'no_such_package'",
+    "own_parts.py:": "has no name of a function after the colon",
+}
+
+
+@pytest.mark.parametrize("path", NO_PREPARE)
+def test_a_missing_prepare_is_refused_at_load(path: str, argv: list[str], folder: Path) -> None:
+    text = message(argv, f"run.prepare={path}", files=False)
+    assert text.startswith("run.prepare='") and NO_PREPARE[path] in text
+
+
+def test_prepare_is_not_imported_at_load(argv: list[str], folder: Path) -> None:
+    (folder / "own_inputs.py").write_text("raise ValueError('imported')\n")
+    for path in ("own_inputs.py:make", "own_inputs:make"):
+        load_config([*argv, f"run.prepare={path}"], files=False)
 
 
 ENTRIES = {
@@ -162,7 +213,10 @@ def test_a_table_entry_is_checked_as_a_path_is(
 ) -> None:
     table, line, words = ENTRIES[key]
     monkeypatch.setitem(table, "mine", "own_parts:missing")
-    assert f"{key}='mine': module 'own_parts' has no 'missing'; known: SCORE, Sink" in message(argv, line, files=False)
+    assert (
+        f"{key}='mine': module 'own_parts' ({folder}/own_parts.py) has no 'missing'; known: Sink, Source, agent"
+        in message(argv, line, files=False)
+    )
     monkeypatch.setitem(table, "mine", "own_parts:agent")
     assert "own_parts.py:" in message(argv, line, files=False)
     (folder / "own_parts.py").write_text("def three(a, b, c): ...\n")
@@ -329,7 +383,7 @@ def test_a_table_entry_adds_an_algorithm(argv: list[str], folder: Path) -> None:
         no_advantage,
         "choose the algorithm with algo=mine",
         "set algo.loss=own_algo:Los, or add an algorithm whose schema has loss='missing'",
-        "algo.loss='mine': module 'own_algo' has no 'Los'; did you mean 'Loss'?",
+        f"algo.loss='mine': module 'own_algo' ({folder}/own_algo.py) has no 'Los'; did you mean 'Loss'?",
         "algo.kl_loss_type='mine' cannot be called as estimator(logprobs_T, ref_logprobs_T) -> kl_T",
     )
     for text, words in zip(refusals, expected, strict=True):

@@ -32,6 +32,12 @@ BAD = {
     "loss of nothing": (f"algo.loss={OWN}:returns_nothing", "returned a NoneType", "(view) -> LossOutput"),
     "loss without entropy": (f"algo.loss={OWN}:without_entropy", "has no needs_entropy", "own_algorithm.py:"),
     "loss that fails": (f"algo.loss={OWN}:fails", "raised ValueError: no such setting", "own_algorithm.py:"),
+    "loss of a view": (
+        f"algo.loss={OWN}:loss_of_view",
+        "raised AttributeError",
+        "own_algorithm.py:",
+        "loss(config) must return a function, which is called as loss(config)(view) -> LossOutput",
+    ),
     "loss that is missing": (f"algo.loss={OWN}:Reinfarce", "has no 'Reinfarce'", "'Reinforce'"),
     "advantage of config": (f"algo.group_advantage={OWN}:halved", "advantage(rewards_G)", "own_algorithm.py:"),
     "correction of rewards": (f"algo.off_policy={OWN}:centred", "correction(config, old_logprobs", "own_algorithm.py:"),

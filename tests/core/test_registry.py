@@ -43,6 +43,39 @@ def test_a_metric_names_a_file_without_its_folder(name: str, part: str) -> None:
     assert metric_part(name) == part
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("my_reward.py:", r"no name of a function after the colon: write my_reward\.py:FUNCTION$"),
+        (":score", "no file or module before the colon"),
+        (":", "no file or module before the colon"),
+    ],
+)
+def test_a_path_without_a_module_or_a_function_is_refused(name: str, words: str) -> None:
+    for refuse in (lambda: check("reward.name", name, TABLE, dotted=True), lambda: resolve("reward.name", name, TABLE)):
+        with pytest.raises(ConfigError, match=rf"^reward\.name='{name}' has {words}"):
+            refuse()
+
+
+def test_a_missing_attribute_lists_only_what_the_module_defines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "pkg_of_own_names"
+    package.mkdir()
+    (package / "__init__.py").write_text("import re\nfrom json import dumps\nfrom .inner import score\nNUMBER = 3\n")
+    (package / "inner.py").write_text("from json import dumps\ndef score(prompt, sample): ...\nclass Sink: ...\n")
+    (tmp_path / "pkg_of_no_names.py").write_text("import re\nfrom json import dumps\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module, words in {
+        "pkg_of_own_names": f"module 'pkg_of_own_names' ({package}/__init__.py) has no 'zzz'; known: score",
+        "pkg_of_own_names.inner": "has no 'zzz'; known: Sink, score",
+        "pkg_of_no_names": "has no 'zzz'; it defines no function or class: add zzz, or correct the path",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            resolve("reward.name", f"{module}:zzz", {})
+        assert str(error.value).endswith(words)
+
+
 def test_a_distant_name_lists_the_known_names() -> None:
     assert nearest("zzz", ["alpha", "beta"]) == "known: alpha, beta"
 

@@ -30,6 +30,7 @@ from slime_like.config.schema.render import render
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile, reason
+from slime_like.util.user_module import check_exists
 from slime_like_compat.flags.translate import flag_of, translate
 
 GROUPS = ("algo", "guard", "recipe")
@@ -59,7 +60,7 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
 
     With ``files=False``, only ``configs/`` is read from disk; call ``check_files`` once the files exist. With
     ``machine=False``, the packages installed on this machine are not checked, because the run is for another machine.
-    With ``code=False``, functions named by an import path are not imported.
+    With ``code=False``, functions named by an import path are not imported, and the file of ``run.prepare`` may be missing.
     Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the key, the value and a fix if the
     config is invalid.
     """
@@ -69,7 +70,10 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
             f"loop.num_epoch={overrides.values['loop.num_epoch']} and loop.num_rollout="
             f"{overrides.values['loop.num_rollout']}: both set the number of rollouts; remove loop.num_epoch or loop.num_rollout"
         )
-    return _finish(_compose(overrides), overrides.values, files=files, machine=machine, code=code)
+    cfg = _finish(_compose(overrides), overrides.values, files=files, machine=machine, code=code)
+    if code and cfg.run.prepare is not None:
+        check_exists("run.prepare", cfg.run.prepare)
+    return cfg
 
 
 def unchecked_config(argv: Sequence[str]) -> TrainConfig:

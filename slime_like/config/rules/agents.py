@@ -11,8 +11,8 @@ from typing import Any
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.config.schema.unread import refuse_unread
 from slime_like.errors import ConfigError
-from slime_like.registry import resolve
-from slime_like.util.user_code import check_signature
+from slime_like.registry import check_path, resolve
+from slime_like.util.user_code import check_signature, location
 
 OPENAI_AGENT = "openai_agent"  # a name registered in GENERATE
 KEYS = ("agent", "agent_deadline_s", "agent_concurrency")
@@ -37,15 +37,12 @@ def agent_function(path: str) -> Any:
 
     Raises ``ConfigError`` if the function is missing or cannot be called as an agent.
     """
-    if ":" not in path:
-        raise ConfigError(
-            f"rollout.agent={path!r} is not a path such as my_file.py:function or my_package.my_module:function"
-        )
+    check_path("rollout.agent", path)
     function = resolve("rollout.agent", path, {})
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"rollout.agent={path!r} is not a coroutine function: it must be {AGENT_SIGNATURE}; wrap blocking calls in "
-            "asyncio.to_thread"
+            f"asyncio.to_thread{location(function)}"
         )
     check_signature("rollout.agent", path, function, AGENT_SIGNATURE, 4)
     return function

@@ -12,8 +12,7 @@ from slime_like.config.schema import names
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.reward_names import ROW, check_reward_name, split_prefix
 from slime_like.config.schema.root import TrainConfig
-from slime_like.errors import ConfigError
-from slime_like.registry import check, is_path
+from slime_like.registry import check, check_path
 
 type NameEntry = tuple[str, str, dict[str, str]]  # key, name, table
 
@@ -27,11 +26,8 @@ def check_names(cfg: TrainConfig) -> None:
         check(key, name, table, dotted=True)
     for key, name, table in _algorithm_names(cfg):
         check(key, name, table, dotted=True)
-    # run.prepare is imported only when it is called, because its imports may be slow.
-    if cfg.run.prepare is not None and not is_path(cfg.run.prepare):
-        raise ConfigError(
-            f"run.prepare={cfg.run.prepare!r} is not a path such as my_file.py:function or my_package.my_module:function"
-        )
+    if cfg.run.prepare is not None:  # a path, which is imported only when it is called, because its imports may be slow
+        check_path("run.prepare", cfg.run.prepare)
 
 
 def check_functions(cfg: TrainConfig) -> None:

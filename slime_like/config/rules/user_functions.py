@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import is_shipped, resolve
+from slime_like.util.returned import is_reason, returns_of
 from slime_like.util.user_code import check_signature, describe, location
 
 
@@ -68,7 +70,9 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
         return
     function = resolve(key, name, table)
     if not callable(function):
-        raise ConfigError(f"{key}={name!r} is not callable: name a function or class")
+        raise ConfigError(
+            f"{key}={name!r} is not callable, but of type {type(function).__name__}: name a function or class"
+        )
     signature = SIGNATURES.get(key)
     if signature is None:
         return
@@ -79,6 +83,7 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
     if inspect.isclass(function):
         check_methods(key, name, function)
     _check(key, name, function, signature)
+    _check_returns(key, name, function)
 
 
 def check_methods(key: str, name: str, target: object) -> None:
@@ -104,7 +109,8 @@ def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) 
         bound = function(config)
     except Exception as error:  # user code may raise anything
         raise ConfigError(
-            f"{key}={name!r}: {SIGNATURES[key].call} raised {describe(error)}: correct that line"
+            f"{key}={name!r}: {SIGNATURES[key].call} raised {describe(error)}: correct that line; {SIGNATURES[key].call} must "
+            f"return a function, which is called as {signature.call}"
         ) from error
     if not callable(bound):
         raise ConfigError(
@@ -121,6 +127,25 @@ def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) 
         raise ConfigError(
             f"{key}={name!r} under algo=ppo has no method returns(views), from which the critic learns: add it, or choose "
             f"an algorithm without a critic{location(function)}"
+        )
+
+
+def _check_returns(key: str, name: str, function: Any) -> None:
+    """Raise ``ConfigError`` if the source of ``function`` shows that it returns a value of a wrong type."""
+    if (returns := returns_of(function)) is None:
+        return
+    if key == "rollout.filters":
+        for line, value in returns.statements:
+            if not is_reason(value):
+                raise ConfigError(
+                    f"{key}={name!r} returns {ast.unparse(value) if value else None} ({returns.file}:{line}): a filter returns "
+                    "None to keep a group, or a word that names the reason for dropping it"
+                )
+    elif key in METHODS and returns.always_none:
+        methods = ", ".join(signature.call for signature in METHODS[key])
+        raise ConfigError(
+            f"{key}={name!r} returns None: {SIGNATURES[key].call} must return an object with the methods {methods}"
+            f"{location(function)}"
         )
 
 

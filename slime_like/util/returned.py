@@ -1,0 +1,77 @@
+"""Values that a user's function returns, read from its source without calling it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+PREDICATES = ("all", "any", "bool", "hasattr", "isinstance", "issubclass", "len")
+COLLECTIONS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionReturns:
+    """The return statements of a function, which determine the result of a call unless it raises."""
+
+    file: str
+    statements: tuple[tuple[int, ast.expr | None], ...]  # line, value
+    always_none: bool  # each call that returns returns None, and no statement raises
+
+
+def returns_of(function: Callable[..., Any]) -> FunctionReturns | None:
+    """Return the return statements of a function, a method or the ``__call__`` of an object.
+
+    Return None if they do not determine the result of a call: the function is decorated, a generator function or a
+    lambda, or has no source. Of a class, too, nothing is known.
+    """
+    if inspect.isclass(function):
+        return None
+    try:
+        function = function if inspect.isroutine(function) else function.__call__
+        lines, first_line = inspect.getsourcelines(function)
+        (node,) = ast.parse(textwrap.dedent("".join(lines))).body
+        file = inspect.getsourcefile(function)
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.decorator_list or file is None:
+        return None
+    nodes = list(_own_nodes(node))
+    if any(isinstance(item, (ast.Yield, ast.YieldFrom)) for item in nodes):
+        return None
+    statements = [(first_line + item.lineno - 1, item.value) for item in nodes if isinstance(item, ast.Return)]
+    raises = any(isinstance(item, ast.Raise) for item in nodes)
+    return FunctionReturns(file, tuple(statements), not raises and all(_is_none(value) for _, value in statements))
+
+
+def is_reason(value: ast.expr | None) -> bool:
+    """Return whether an expression may be None or text that is not empty, as a group filter returns them."""
+    match value:
+        case ast.Constant(value=constant):
+            return constant is None or (isinstance(constant, str) and constant != "")
+        case ast.Compare() | ast.UnaryOp(op=ast.Not()):
+            return False
+        case ast.BoolOp(values=values):
+            return any(is_reason(item) for item in values)
+        case ast.IfExp(body=body, orelse=other):
+            return is_reason(body) and is_reason(other)
+        case ast.Call(func=ast.Name(id=name)):
+            return name not in PREDICATES
+        case _:
+            return not isinstance(value, COLLECTIONS)
+
+
+def _is_none(value: ast.expr | None) -> bool:
+    return value is None or (isinstance(value, ast.Constant) and value.value is None)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function except those of functions and classes within it."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, SCOPES):
+            yield from _own_nodes(child)
