@@ -29,7 +29,17 @@ RULES = {
     ),
     "loss": ("algo.loss=policy_gradent", "algo.loss='policy_gradent'", "'policy_gradient'"),
     "advantage": ("algo.group_advantage=grop", "algo.group_advantage='grop'", "'grpo'"),
-    "no advantage": ("algo.group_advantage=null", "algo.group_advantage=None", "algo.group_advantage=grpo"),
+    "no advantage": ("algo.group_advantage=null", "algo.group_advantage=null under", "algo.group_advantage=grpo"),
+    "no token advantage": (
+        "algo=ppo algo.token_advantage=null",
+        "algo.token_advantage=null under algo=ppo, whose advantages are gae",
+        "remove algo.token_advantage",
+    ),
+    "no token advantage of a teacher": (
+        "algo=distill teacher.hf_checkpoint=t algo.token_advantage=null",
+        "algo.token_advantage=null under algo=distill, whose advantages are distill",
+        "remove algo.token_advantage",
+    ),
     "loss of another algorithm": ("algo.loss=sft", "algo.loss='sft'", "algo=grpo", "algo=sft"),
     "advantage under sft": (
         "algo=sft rollout.n_samples_per_prompt=1 algo.group_advantage=grpo",

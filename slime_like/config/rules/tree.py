@@ -241,6 +241,11 @@ def _check_components(algo: AlgoConfig, algorithm: str) -> None:
             f"{_algorithm_of('loss', algo.loss, names.LOSSES)}"
         )
     is_user_function = isinstance(algo, PolicyConfig) and is_path(algo.token_advantage)
+    if algo.token_advantage is None and default.token_advantage is not None:
+        raise ConfigError(
+            f"algo.token_advantage=null under algo={algorithm}, whose advantages are {default.token_advantage}: remove "
+            "algo.token_advantage, or choose another algo"
+        )
     if algo.token_advantage != default.token_advantage and not is_user_function:
         raise ConfigError(
             f"algo.token_advantage={algo.token_advantage!r} under algo={algorithm}: it would not read the keys of "
@@ -249,8 +254,9 @@ def _check_components(algo: AlgoConfig, algorithm: str) -> None:
     if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
         source = default.token_advantage or "none, because it learns from labels"
         fix = f"set algo.group_advantage={default.group_advantage or 'null'}"
+        value = "null" if algo.group_advantage is None else repr(algo.group_advantage)
         raise ConfigError(
-            f"algo.group_advantage={algo.group_advantage!r} under algo={algorithm}, whose advantages are "
+            f"algo.group_advantage={value} under algo={algorithm}, whose advantages are "
             f"{default.group_advantage or source}: {fix}, or choose another algo"
         )
 
