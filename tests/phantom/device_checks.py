@@ -165,15 +165,20 @@ def attention() -> dict[str, Any]:
     from torch.nn.attention.varlen import varlen_attn
 
     out: dict[str, Any] = {}
-    bounds = torch.tensor([0, 400, 1000], dtype=torch.int32, device="cuda")
-    for dtype in (torch.bfloat16, torch.float32):
-        q, k = (torch.empty(1000, h, 128, device="cuda", dtype=dtype, requires_grad=True) for h in (8, 2))
+    for name, dtype, width, bounds_dtype in (
+        ("accepted", torch.bfloat16, 128, torch.int32),
+        ("data type", torch.float32, 128, torch.int32),
+        ("head dimension", torch.bfloat16, 512, torch.int32),
+        ("type of bounds", torch.bfloat16, 128, torch.int64),
+    ):
+        bounds = torch.tensor([0, 400, 1000], dtype=bounds_dtype, device="cuda")
+        q, k = (torch.empty(1000, h, width, device="cuda", dtype=dtype, requires_grad=True) for h in (8, 2))
         try:
             result: Any = varlen_attn(q, k, k, bounds, bounds, 600, 600, window_size=(-1, 0), enable_gqa=True)
             result.sum().backward()
-            out[str(dtype)] = list(result.shape), None if k.grad is None else list(k.grad.shape)
+            out[name] = list(result.shape), None if k.grad is None else list(k.grad.shape)
         except RuntimeError as error:
-            out[str(dtype)] = str(error)
+            out[name] = str(error)
     return out
 
 
