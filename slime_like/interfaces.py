@@ -207,7 +207,7 @@ class Trainer(Protocol):
     def finish_save(self, *, wait: bool) -> bool:
         """Return True if the save is complete on all ranks; with ``wait``, block until it is.
 
-        Raises ``CheckpointError`` if a rank could not write.
+        Raises ``CheckpointError`` if a rank could not write, or not in time.
         """
         ...
 

@@ -8,6 +8,7 @@ import hashlib
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,14 +57,14 @@ def waiting_writers() -> Generator[threading.Event]:
     from slime_like.train.megatron.model_io.save import PendingSave
 
     release = threading.Event()
-    write = PendingSave._write
+    write = PendingSave._write_files
 
     def write_after_release(self: PendingSave, *args: Any) -> None:
         assert release.wait(60)
         write(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PendingSave, "_write", write_after_release)
+        patch.setattr(PendingSave, "_write_files", write_after_release)
         yield release
 
 
@@ -225,6 +226,36 @@ def small_files(size: int | None) -> Generator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def slow_disk(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any]:
+    """Save while the last rank's disk does not answer, then again. Return the error, its time, files and iterations."""
+    from slime_like.checkpoint.files import latest_iteration
+
+    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    folder = shared.scratch / "checkpoints"
+    train(actor, layout, 1)
+    save_checkpoint(actor, folder, 1)
+    train(actor, layout, 2)
+    message = "no error"
+    with waiting_writers() as release:
+        if world.rank < world.size - 1:
+            release.set()
+        actor.begin_save(folder, 2)
+        pending, actor._pending_save = actor._pending_save, None
+        assert pending is not None
+        start = time.monotonic()
+        try:
+            pending.finish(1.0)
+        except CheckpointError as error:
+            message = str(error)
+        seconds = time.monotonic() - start
+        dist.barrier()
+        files = sorted(path.name for path in folder.iterdir())
+        dist.barrier()
+        release.set()  # this rank's thread writes into a folder that was removed
+        save_checkpoint(actor, folder, 2)
+    return {"error": message, "seconds": seconds, "files": files, "latest": latest_iteration(folder)}
 
 
 def full_disk_of_a_run(world: RankWorld, shared: Shared) -> dict[str, Any]:

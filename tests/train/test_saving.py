@@ -22,6 +22,7 @@ JOBS = {
     2: [
         RankJob("save during training, dp2", "tests.train.saving:save_during_training", (Layout(dp=2),)),
         RankJob("full disks", "tests.train.saving:full_disks", (Layout(dp=2),)),
+        RankJob("slow disk", "tests.train.saving:slow_disk", (Layout(dp=2),)),
         RankJob("full disks of exports", "tests.train.saving:full_disks_of_exports", (Layout(pp=2),)),
     ],
 }
@@ -83,6 +84,16 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(name: str, results: Results)
         assert rank["files"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
         assert rank["first is intact"]
         assert rank["latest"] == 3
+
+
+def test_a_disk_that_does_not_answer_fails_the_save_on_all_ranks(results: Results) -> None:
+    """No rank waits for the timeout of a collective. The next save of the same iteration succeeds."""
+    for rank in results["slow disk"]:
+        assert "iter_0000002: the save failed (rank 1: the save waited " in rank["error"]
+        assert "iter_0000002.tmp in phase 'save'" in rank["error"] and "rank 0: " not in rank["error"]
+        assert rank["seconds"] < 30
+        assert rank["files"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert rank["latest"] == 2
 
 
 @pytest.mark.parametrize(("name", "raises"), [("stop False", True), ("continue False", False), ("continue True", True)])

@@ -39,6 +39,12 @@ from slime_like.train.megatron.platform.collective import make_empty, on_rank_ze
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.util.deadline import Deadline
 
+POLL_S = 1.0  # a rank waits at most this long for its thread before it hears of the other ranks' threads
+LIMIT_SHARE = 0.9  # of the deadline, so that the error reaches the driver before the driver's own deadline
+ENDED, WRITING, LATE = 0.0, 1.0, 2.0  # states of a thread; LATE: it still writes after the limit
+_writer = threading.Lock()
+"""Held by the thread of this process that writes. A thread that was late may still write when the next save begins."""
+
 
 class PendingSave:
     """A snapshot of this rank's state, and the thread that writes it. Methods are collective."""
@@ -50,6 +56,7 @@ class PendingSave:
         self._rank_info = rank_info
         self._finalizers: list[Callable[[], None]] = list(request.finalize_fns)
         self._error: str | None = None
+        self._is_abandoned = False  # True if the save has failed, although its thread has not ended
         self._hashes: dict[str, str] = {}  # SHA-256 by name of the files that this rank writes
         self._rollout_files: dict[str, FileRecord] | None = None  # files that the driver wrote
         self._thread: threading.Thread | None = None
@@ -63,6 +70,16 @@ class PendingSave:
             self._thread.start()
 
     def _write(self, write: Callable[..., None], arguments: list[Any], keywords: dict[str, Any]) -> None:
+        while not _writer.acquire(timeout=POLL_S):
+            if self._is_abandoned:
+                return
+        try:
+            if not self._is_abandoned:
+                self._write_files(write, arguments, keywords)
+        finally:
+            _writer.release()
+
+    def _write_files(self, write: Callable[..., None], arguments: list[Any], keywords: dict[str, Any]) -> None:
         errors: list[Exception] = []
         try:
             with patches.save_errors() as errors:
@@ -81,16 +98,23 @@ class PendingSave:
 
     def is_written(self) -> bool:
         """Return True if the threads of all ranks have ended, so that ``finish`` does not wait for a disk."""
-        is_writing = self._thread is not None and self._thread.is_alive()
-        any_writing = torch.tensor([float(is_writing)], device=self._rank_info.device)
-        dist.all_reduce(any_writing, op=dist.ReduceOp.MAX)
-        return not any_writing.item()
+        return self._latest_state(WRITING if self._is_writing() else ENDED) == ENDED
+
+    def _is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _latest_state(self, state: float) -> float:
+        """Return the largest of all ranks' states. Collective."""
+        largest = torch.tensor([state], device=self._rank_info.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest.item())
 
     def finish(self, deadline_s: float) -> None:
         """Wait for the files of every rank and rename the folder.
 
-        Raises ``CheckpointError`` on every rank if one rank failed, after removing the written files, and
-        ``DeadlineExceeded`` on a rank that has not written its files after ``deadline_s``.
+        Raises ``CheckpointError`` on every rank, after removing the written files, if one rank failed or has not written
+        its files after ``LIMIT_SHARE`` of ``deadline_s``. The error names that rank and the reason. A thread that still
+        writes then is left alone; a later save of this process waits until it ends.
         """
         try:
             self._gather(self._join(deadline_s))
@@ -109,16 +133,20 @@ class PendingSave:
     def _join(self, deadline_s: float) -> list[list[str]]:
         """Wait for the thread of every rank; return the names of the files of each rank.
 
-        Raises ``DeadlineExceeded`` if this rank's thread does not end in time, and ``CheckpointError`` on every rank if
-        one thread failed.
+        Raises ``CheckpointError`` on every rank if one thread failed or did not end in time. The ranks exchange their
+        states every ``POLL_S``, so that none waits in a collective until its timeout.
         """
-        if self._thread is not None:
-            deadline = Deadline(f"rank {dist.get_rank()}", "save", deadline_s)
-            self._thread.join(deadline.remaining("the disk"))
-            if self._thread.is_alive():
-                raise deadline.exceeded(f"the disk of {self._scratch}")
+        deadline = Deadline("the save", "save", LIMIT_SHARE * deadline_s)
+        latest = WRITING
+        while latest == WRITING:
+            if self._thread is not None:
+                self._thread.join(min(POLL_S, max(0.0, deadline.limit - deadline.elapsed())))
+            is_late = deadline.elapsed() >= deadline.limit
+            latest = self._latest_state((LATE if is_late else WRITING) if self._is_writing() else ENDED)
+        self._is_abandoned = self._is_writing()
+        error = str(deadline.exceeded(f"the disk of {self._scratch}")) if self._is_abandoned else self._error
         outcomes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (self._error, self._hashes))
+        dist.all_gather_object(outcomes, (error, self._hashes))
         errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error]
         if errors:
             raise _save_error(self.target, "; ".join(errors))
@@ -209,5 +237,5 @@ def _scratch(target: Path) -> Path:
 
 def _save_error(target: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{target}: the save failed ({reason}); is the disk full? The previous checkpoint is unchanged"
+        f"{target}: the save failed ({reason}); is the disk full or too slow? The previous checkpoint is unchanged"
     )

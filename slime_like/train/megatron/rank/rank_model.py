@@ -143,7 +143,7 @@ class RankModel:
         """Complete any pending checkpoint and return True.
 
         With ``wait=False``, return False if a rank is still writing.
-        Raises ``CheckpointError`` on every rank if a rank could not write its part.
+        Raises ``CheckpointError`` on every rank if a rank could not write its part, or not in time.
         """
         pending = self._pending_save
         if pending is None:
