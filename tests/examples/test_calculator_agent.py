@@ -24,13 +24,13 @@ def test_a_result_is_computed_only_for_a_further_request(
         content = "1+2" if len(requests) <= num_sums else "3"
         return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=content))])
 
-    class Client:
+    class SumClient:
         """Client whose model asks for ``num_sums`` sums and then answers."""
 
         def __init__(self, **_: object) -> None:
             self.chat = SimpleNamespace(completions=SimpleNamespace(create=create))
 
-        async def __aenter__(self) -> Client:
+        async def __aenter__(self) -> SumClient:
             return self
 
         async def __aexit__(self, *_: object) -> None:
@@ -41,7 +41,7 @@ def test_a_result_is_computed_only_for_a_further_request(
         return stock_result(expression)
 
     stock_result = calculator_agent.result
-    monkeypatch.setattr(openai, "AsyncOpenAI", Client)
+    monkeypatch.setattr(openai, "AsyncOpenAI", SumClient)
     monkeypatch.setattr(calculator_agent, "result", record_result)
     asyncio.run(calculator_agent.agent("http://127.0.0.1:1", "key", "1+2?", {}))
     assert (len(requests), results) == (num_requests, ["1+2"] * num_results)
