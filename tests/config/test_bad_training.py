@@ -58,13 +58,24 @@ RULES = {
         "algo=reinforce_pp",
     ),
     "clip range of sft": ("algo=sft algo.eps_clip=0.1", "algo.eps_clip=0.1", "algo=grpo", "algo=sft"),
-    "dual clip of cispo": ("algo=cispo algo.eps_clip_c=3", "algo.eps_clip_c=3", "algo=grpo", "algo=cispo"),
+    "dual clip of cispo": (
+        "algo=cispo algo.eps_clip_c=3",
+        "algo.eps_clip_c=3",
+        "algo=grpo",
+        "algo=cispo: remove algo.eps_clip_c, or choose one of these algorithms",
+    ),
     "aggregation of gspo": (
         "algo=gspo algo.aggregation=token_mean",
         "algo.aggregation='token_mean'",
         "algo.aggregation=sequence_mean",
     ),
     "tis_clip alone": ("algo.tis_clip=3", "algo.tis_clip=3.0", "algo.use_tis=true"),
+    "KL estimator": (
+        "algo.kl_loss_type=mine",
+        "algo.kl_loss_type='mine' is not one of k1, k2, k3, low_var_kl: choose one of these",
+        "(your own: add it to KL_ESTIMATORS in slime_like/config/schema/names.py, see docs/extending.md)",
+    ),
+    "misspelt KL estimator": ("algo.kl_loss_type=low_var", "low_var_kl: did you mean 'low_var_kl'?", "KL_ESTIMATORS"),
     "mis_low alone": ("algo.mis_low=0.1", "algo.mis_low=0.1", "algo.use_mis=true"),
     "KL estimator of no KL": (
         "algo.kl_loss_type=k1",

@@ -35,7 +35,7 @@ from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGrad
 from slime_like.config.schema.role_algo import DistillConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.registry import check, is_path
+from slime_like.registry import check, is_path, not_one_of, own_entry
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *EXPERT_RECOMPUTE_MODULES)  # for any model family
 LOSS_SCHEMAS: dict[str, type[AlgoConfig]] = {
@@ -191,7 +191,13 @@ def _check_algorithm(cfg: TrainConfig) -> None:
     algo = cfg.algo
     algorithm = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
     if algo.name != algorithm:
-        raise ConfigError(f"algo.name={algo.name!r} cannot be set: choose the algorithm with algo={algo.name}")
+        fix = f"choose the algorithm with algo={algo.name}"
+        if algo.name not in ALGORITHMS:
+            unknown = not_one_of(algo.name, ALGORITHMS)
+            fix = (
+                f"remove it, and choose the algorithm with algo=NAME; {algo.name!r} {unknown}{own_entry('ALGORITHMS')}"
+            )
+        raise ConfigError(f"algo.name={algo.name!r} cannot be set: {fix}")
     _check_schema(algo, algorithm)
     _check_components(algo, algorithm)
     n = cfg.rollout.n_samples_per_prompt

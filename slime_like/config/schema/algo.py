@@ -92,7 +92,7 @@ class ReinforcePlusPlusConfig(PolicyGradientConfig):
     token_advantage: str | None = key("reinforce_pp", "Advantage per token, computed on the trainer ranks.")
     gamma: float = key(1.0, "Discount factor.")
     kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the reward.")
-    kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES)
+    kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES, table="KL_ESTIMATORS")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -108,7 +108,7 @@ class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
     group_advantage: str | None = key("dr_grpo", "Advantage from the rewards of a group, before whitening.")
     token_advantage: str | None = key("reinforce_pp_baseline", "Advantage per token, computed on the trainer ranks.")
     kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the advantage.")
-    kl_reward_type: str = key("k1", "KL estimator in the advantage.", choices=KL_TYPES)
+    kl_reward_type: str = key("k1", "KL estimator in the advantage.", choices=KL_TYPES, table="KL_ESTIMATORS")
 
     def check(self, prefix: str) -> None:
         super().check(prefix)

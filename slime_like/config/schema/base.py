@@ -9,14 +9,17 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.registry import nearest
+from slime_like.registry import not_one_of, own_entry
 
 MISSING: Any = "???"  # OmegaConf's marker for a required key
 
 
-def key(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """Return a dataclass field for a config key with its default, one sentence of help and, for strings, the allowed values."""
-    metadata = {"help": help, "choices": choices}
+def key(default: Any, help: str, *, choices: tuple[str, ...] = (), table: str = "") -> Any:
+    """Return a dataclass field for a config key with its default, one sentence of help and, for strings, the allowed values.
+
+    ``table`` is the table of ``schema.names`` to which a user can add a value, if ``choices`` are its names.
+    """
+    metadata = {"help": help, "choices": choices, "table": table}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType, reportUnknownVariableType]
     if isinstance(default, type):
@@ -47,9 +50,8 @@ class Config:
             value = getattr(self, item.name)
             choices: tuple[str, ...] = item.metadata.get("choices", ())
             if choices and value not in choices:
-                raise ConfigError(
-                    f"{prefix}{item.name}={value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}"
-                )
+                own = own_entry(item.metadata.get("table", ""))
+                raise ConfigError(f"{prefix}{item.name}={value!r} {not_one_of(str(value), choices)}{own}")
             if isinstance(value, Config):
                 value.check(f"{prefix}{item.name}.")
 

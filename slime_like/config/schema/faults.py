@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slime_like.config.schema.base import Config, key, positive, within
 from slime_like.errors import ConfigError
-from slime_like.registry import nearest
+from slime_like.registry import not_one_of
 
 PHASES = ("collect", "step", "push", "save", "eval")
 RECOVERED = {
@@ -60,9 +60,7 @@ def parse_fault(text: str) -> Fault:
     match = re.fullmatch(r"(\w+):(\w+):(\d+)(?::(\d+(?:\.\d+)?))?", text)
     for name, choices in ((match[1], FAULTS), (match[2], PHASES)) if match else ():
         if name not in choices:
-            raise ConfigError(
-                f"chaos.faults: {name!r} in {text!r} is not one of {', '.join(choices)}: {nearest(name, choices)}"
-            )
+            raise ConfigError(f"chaos.faults: {name!r} in {text!r} {not_one_of(name, choices)}")
     if match is None:
         raise ConfigError(
             f"chaos.faults: {text!r} is not fault:phase:rollout or fault:phase:rollout:seconds, as in "
@@ -126,7 +124,7 @@ class ChaosConfig(Config):
             parse_fault(text)
         for kind in self.kinds:
             if kind not in FAULTS:
-                raise ConfigError(f"{prefix}kinds: {kind!r} is not one of {', '.join(FAULTS)}: {nearest(kind, FAULTS)}")
+                raise ConfigError(f"{prefix}kinds: {kind!r} {not_one_of(kind, FAULTS)}")
         within(prefix, self, 0, 10_000, "random", "within_s")
         positive(prefix, self, "slow_s")
         if self.random and not self.kinds:

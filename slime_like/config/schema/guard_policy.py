@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from slime_like.config.schema.collectives import GROUP_LABELS, OPS, canonical
 from slime_like.errors import ConfigError
-from slime_like.registry import nearest
+from slime_like.registry import nearest, not_one_of
 
 CHECKS = ("auto", "always", "never", "every_n", "below")
 ACTIONS = ("none", "trim", "clear", "raise")
@@ -156,9 +156,7 @@ def _field(location: str, name: str, value: object) -> object:
     choices = {"checks": CHECKS, "action": ACTIONS}.get(name)
     if choices is not None:
         if value not in choices:
-            raise ConfigError(
-                f"{location}={value!r} is not one of {', '.join(choices)}: {nearest(str(value), choices)}"
-            )
+            raise ConfigError(f"{location}={value!r} {not_one_of(str(value), choices)}")
         return value
     if name == "threshold":
         return Threshold.parse(location, value)

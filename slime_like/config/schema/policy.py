@@ -53,7 +53,12 @@ class PolicyConfig(AlgoConfig):
     eps_clip_high: float | None = key(None, "Upper clip range; null: eps_clip.")
     entropy_coef: float = key(0.0, "Weight of the entropy bonus.")
     kl_loss_coef: float = key(0.0, "Weight of the KL to the reference in the loss; 0: no reference model is needed.")
-    kl_loss_type: str = key("low_var_kl", "KL estimator in the loss (low_var_kl: k3 clamped to 10).", choices=KL_TYPES)
+    kl_loss_type: str = key(
+        "low_var_kl",
+        "KL estimator in the loss (low_var_kl: k3 clamped to 10).",
+        choices=KL_TYPES,
+        table="KL_ESTIMATORS",
+    )
     mask_truncated: bool = key(
         False, "Exclude samples truncated at the length limit from the loss (DAPO's overlong filtering)."
     )

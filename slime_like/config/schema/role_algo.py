@@ -17,7 +17,7 @@ class PpoConfig(PolicyGradientConfig):
     gamma: float = key(1.0, "Discount factor.")
     lambd: float = key(1.0, "GAE's lambda: 1 uses the rewards alone, 0 the critic's next value.")
     kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the reward.")
-    kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES)
+    kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES, table="KL_ESTIMATORS")
     normalize_advantages: bool = key(True, "Whiten advantages over the trained tokens of a rollout.")
 
     def check(self, prefix: str) -> None:
