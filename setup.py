@@ -38,10 +38,9 @@ setup(
     },
     package_data={
         "slime_like": ["py.typed"],
-        "slime_like_compat": ["py.typed"],
+        "slime_like_compat": ["py.typed", "*.tsv"],
         "slime_like_plugins": ["py.typed"],
         "slime_like.config.rules": ["upstream/*.json"],
-        "slime_like_compat.verl": ["*.tsv"],
         "slime_like.phantom": ["csrc/*.c", "csrc/*.h", "csrc/crt/*.h"],  # compiled where it runs
         "slime_like.distributed.wrapper": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs
         "slime_like_plugins.megatron_cpu": ["csrc/*.c", "csrc/*.h"],  # compiled where it runs

@@ -1,4 +1,4 @@
-"""Metrics of slime and verl with our name for each; ``verl.keys`` has verl's configuration keys.
+"""Metrics of slime and verl with our name for each, and other names of keys; ``verl_keys`` has verl's configuration keys.
 
 Sources: ``slime/observability`` and ``slime/backends/megatron_utils`` of slime 0.3.1,
 ``verl/trainer/ppo/metric_utils.py`` of verl 0.9.0.
@@ -70,3 +70,11 @@ VERL_METRICS: dict[str, str] = {
     "perf/total_num_tokens": "train/num_tokens",
 }
 """verl's metric -> ours. verl compares probabilities, and this project log-probabilities."""
+
+OTHER_KEYS: dict[str, str] = {
+    "algo.clip_range": "algo.eps_clip",
+    "algo.clip_ratio": "algo.eps_clip",
+    "algo.cliprange": "algo.eps_clip",
+    "algo.gae_lambda": "algo.lambd",
+}
+"""Other usual names of keys -> our key. ``clip_ratio`` is verl's key, ``cliprange`` the argument of its loss."""

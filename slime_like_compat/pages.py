@@ -15,8 +15,8 @@ from slime_like_compat.flags.without_key import HARMLESS, MODEL_SHAPE
 from slime_like_compat.names_elsewhere import SLIME_METRICS, VERL_METRICS
 from slime_like_compat.verl.defaults import DIFFERENT
 from slime_like_compat.verl.features import NOT_HERE
-from slime_like_compat.verl.keys import VERL_KEYS
 from slime_like_compat.verl.without_effect import WITHOUT_EFFECT
+from slime_like_compat.verl_keys import VERL_KEYS
 
 PAGES = ("coming_from_slime.md", "coming_from_verl.md", "defaults_verl.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

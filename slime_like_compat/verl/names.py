@@ -1,4 +1,4 @@
-"""Other names of verl's keys, and lookup of a key in the tables; ``keys.VERL_KEYS`` has the keys with a counterpart."""
+"""Other names of verl's keys, and lookup of a key in the tables; ``verl_keys.VERL_KEYS`` has the keys with a counterpart."""
 
 from __future__ import annotations
 

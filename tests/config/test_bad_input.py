@@ -19,12 +19,21 @@ KEYS = {
         "algo=dr_grpo algo.kl_coef=1",
         "algo.kl_coef=1",
         "algo=reinforce_pp",
-        "'algo.kl_loss_coef'",
+        ": remove algo.kl_coef, or choose one of these algorithms",
+    ),
+    "key of a single algorithm": ("algo.lambd=1", "only under algo=ppo", "remove algo.lambd, or choose algo=ppo"),
+    "key of another algorithm in a recipe": (
+        "+recipe=quickstart algo=sft",
+        "algo.kl_loss_coef (in configs/recipe/quickstart.yaml) exists only under algo=grpo",
+        "ignore the recipe's setting with '~algo.kl_loss_coef', or choose one of these algorithms",
     ),
     "unknown algorithm": ("algo=grop", "algo=grop", "'grpo'"),
     "unknown recipe": ("+recipe=quickstrat", "+recipe=quickstrat", "'quickstart'"),
     "no override": ("rollout", "'rollout'", "key=value"),
-    "removal": ("~rollout.batch_size", "~rollout.batch_size", "set rollout.batch_size=null"),
+    "removal": ("~rollout.batch_size", "~rollout.batch_size", "remove ~rollout.batch_size, or set rollout.batch_size"),
+    "removal of a value": ("~rollout.batch_size=3", "write ~rollout.batch_size,"),
+    "removal of a group": ("+recipe=quickstart ~guard", "~guard: guard cannot be removed", "guard=NAME"),
+    "removal from an unknown recipe": ("+recipe=quickstrat ~algo.eps_clip", "+recipe=quickstrat", "'quickstart'"),
     "hydra's own": ("hydra.run.dir=x", "hydra.run.dir=x", "--config-dir"),
     "no such folder": ("--config-dir=/no/such", "--config-dir /no/such", "DIR/recipe"),
     "word for a number": ("rollout.batch_size=abc", "rollout.batch_size=abc", "a whole number", "default 32"),
@@ -38,6 +47,11 @@ KEYS = {
     "choice": ("placement.mode=splt", "placement.mode='splt'", "'split'"),
     "environment": ("run.name=${oc.env:NO_SUCH_VARIABLE}", "run.name", "'NO_SUCH_VARIABLE' not found"),
     "algorithm by its name": ("algo.name=dr_grpo", "algo.name='dr_grpo'", "algo=dr_grpo"),
+    "no algorithm": (
+        "algo.name=mine",
+        "remove it, and choose the algorithm with algo=NAME; 'mine' is not one of grpo, dr_grpo",
+        "(your own: add it to ALGORITHMS in slime_like/config/schema/names.py",
+    ),
 }
 
 

@@ -5,6 +5,8 @@ import re
 import pytest
 
 from slime_like.config.load.loader import load_config
+from slime_like.config.load.other_names import _our_keys, our_key
+from slime_like.config.schema.known import known_keys
 from slime_like.errors import ConfigError
 from slime_like_compat.flags.translate import translate
 
@@ -15,6 +17,15 @@ KEYS = {
     "algo.lr=1": r"did you mean 'optim\.lr' or 'critic\.lr'\?",
     "rollout.port=1": r"rollout has batch_size, .+, remote_experts\.\*, .+ \(python train\.py --help rollout describes them\)",
     "data.eval=x": r"data has train, .+ describes them\); there is also a group evaluation",
+    "algo.lambda=1": r"did you mean 'algo\.lambd', which exists only under algo=ppo\?",
+    "algo.lam=1": r"did you mean 'algo\.lambd', which exists only under algo=ppo\?",
+    "algo.cliprange=1": r"did you mean 'algo\.eps_clip'\?",
+    "algo.clip_ratio_high=1": r"did you mean 'algo\.eps_clip_high'\?",
+    "algo.adv_estimator=gae": r"the algorithm is chosen with algo=NAME, such as algo=grpo",
+    "parallel.tensor_model_parallel_size=2": r"did you mean 'parallel\.tp'\?",
+    "actor_rollout_ref.rollout.n=2": r"did you mean 'rollout\.n_samples_per_prompt'\?",
+    "rollout.rollout_batch_size=2": r"did you mean 'rollout\.batch_size'\?",
+    "algo.type=x": r"algo has name, .+ describes them\)",  # the word alone does not tell which of verl's keys is meant
     "loss.name=x": r"the groups are model, .+, run; python train\.py --help GROUP lists the keys of one",
 }
 
@@ -25,6 +36,17 @@ def test_an_unknown_key_is_answered_by_a_similar_one_or_the_keys_of_its_group(ov
         load_config([override], files=False)
     pattern = rf"{re.escape(override)} is unknown( under algo=grpo)?: {KEYS[override]}"
     assert re.fullmatch(pattern, str(error.value)), error.value
+
+
+def test_a_key_of_the_chosen_algorithm_is_suggested_without_a_condition() -> None:
+    with pytest.raises(ConfigError, match=r"^algo\.lam=1 is unknown under algo=ppo: did you mean 'algo\.lambd'\?$"):
+        load_config(["algo=ppo", "algo.lam=1"], files=False)
+
+
+def test_other_names_lead_to_existing_keys() -> None:
+    assert set(_our_keys().values()) - set(known_keys()) == set()
+    assert our_key("algo.loss_agg_mode") == "algo.aggregation"
+    assert our_key("optim.betas") is None, "two of our keys have the name"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from slime_like.config.schema.known import known_keys
 from slime_like.metrics import dictionary
 from slime_like_compat.names_elsewhere import SLIME_METRICS, VERL_METRICS
 from slime_like_compat.pages import PAGES, TABLES, filled
-from slime_like_compat.verl.keys import VERL_KEYS
+from slime_like_compat.verl_keys import VERL_KEYS
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -14,11 +14,11 @@ from slime_like.config.schema.known import ALGORITHMS, known_keys
 from slime_like.errors import ConfigError
 from slime_like_compat.verl.defaults import CORRECTION, DIFFERENT, VALUES
 from slime_like_compat.verl.features import NOT_HERE
-from slime_like_compat.verl.keys import VERL_KEYS
 from slime_like_compat.verl.launch import read_verl
 from slime_like_compat.verl.mapping import setting_of_text, translate_settings
 from slime_like_compat.verl.names import LEGACY, canonical, feature, switch, without_effect
 from slime_like_compat.verl.without_effect import WITHOUT_EFFECT
+from slime_like_compat.verl_keys import VERL_KEYS
 from tests.convert.verl_lines import FILTER, METRIC, OVERLONG, REWARD, A, M, R, settings_of, translated, value
 
 RECOMPUTE = (

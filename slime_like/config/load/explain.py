@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from slime_like.config.schema.known import describe, free_root, known_keys, unknown
+from slime_like.config.load.other_names import our_key
+from slime_like.config.schema.known import ALGORITHMS, describe, free_root, known_keys, unknown
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 
@@ -29,15 +30,23 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: 
     key = at_fault if not key or at_fault.startswith(f"{key}.") else key
     if not key:
         return ConfigError(f"cannot read the configuration{location}: {str(error).splitlines()[0]}")
-    override = f"{key}={values[key]}" if key in values else key
+    override = f"{key}={values[key]}" if key in values and not location else key
     kind, message = type(cause).__name__, str(getattr(cause, "msg", "")).splitlines()[0:1]
     if kind in ("ConfigAttributeError", "ConfigKeyError"):
-        return ConfigError(f"{override}{location} {unknown(key, algo)}")
+        algo = algo or _algorithm_of(cause)
+        hint = unknown(key, algo, our_key(key), in_recipe="configs/recipe/" in location)
+        return ConfigError(f"{override}{location} {hint}")
     root = key if key in known_keys() else free_root(key)
     if root is not None:
         reason = f": {message[0]}" if kind.startswith("Interpolation") and message else ""
         return ConfigError(f"{override}{location} is not a valid value for this key{reason}; expected {describe(root)}")
     return ConfigError(f"{override}{location} cannot be used: {unknown(key, algo)}")
+
+
+def _algorithm_of(error: object) -> str | None:
+    """Return the algorithm whose schema lacks the key of an OmegaConf error; None if it is not an algorithm's."""
+    schema = getattr(error, "object_type", None)
+    return next((name for name, candidate in ALGORITHMS.items() if candidate is schema), None)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

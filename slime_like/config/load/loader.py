@@ -21,6 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from slime_like.config.load.explain import explain
 from slime_like.config.load.paths import config_folder
+from slime_like.config.load.recipe_edits import configs_without
 from slime_like.config.rules.epochs import resolve_epochs
 from slime_like.config.rules.files import check_files
 from slime_like.config.rules.path_values import resolve_paths
@@ -52,6 +53,7 @@ class _Overrides(NamedTuple):
     groups: list[str]
     parsed: list[tuple[str, Any]]  # (key, value) in command-line order
     values: dict[str, str]  # key -> text on the command line, for messages
+    removed: list[str]  # keys of ``~key``: their settings in recipes are ignored
     config_dir: str | None
 
 
@@ -195,6 +197,8 @@ def _compose(overrides: _Overrides) -> DictConfig:
     _check_recipes(overrides)
     try:
         tree = _compose_groups(overrides)
+    except ConfigError:
+        raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, *UNREADABLE) as error:
         chosen = next((group.partition("=")[2] for group in overrides.groups if group.startswith("algo=")), None)
         raise explain(error, overrides.values, chosen) from error
@@ -208,15 +212,22 @@ def _compose(overrides: _Overrides) -> DictConfig:
 
 
 def _compose_groups(overrides: _Overrides) -> DictConfig:
-    groups = tuple(overrides.groups)
-    if overrides.config_dir is None:
-        return _copy(_compose_shipped(config_folder(), groups))
-    folder = Path(overrides.config_dir).resolve()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--config-dir {overrides.config_dir}: there is no folder {folder}; put recipes in DIR/recipe"
-        )
-    return _hydra(config_folder(), (f"hydra.searchpath=[{render(f'file://{folder}')}]", *groups))
+    groups, configs = tuple(overrides.groups), config_folder()
+    folders: list[Path] = []
+    if overrides.config_dir is not None:
+        folder = Path(overrides.config_dir).resolve()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--config-dir {overrides.config_dir}: there is no folder {folder}; put recipes in DIR/recipe"
+            )
+        folders.append(folder)
+        groups = (f"hydra.searchpath=[{render(f'file://{folder}')}]", *groups)
+    if overrides.removed:
+        texts = [text.removeprefix("+recipe=") for text in overrides.groups if text.startswith("+recipe=")]
+        recipes = [name for text in texts for name in re.findall(r"[^\[\],'\"\s]+", text)]
+        with configs_without(configs, folders, recipes, overrides.removed) as edited:
+            return _hydra(edited, groups)
+    return _hydra(configs, groups) if folders else _copy(_compose_shipped(configs, groups))
 
 
 def _copy(tree: DictConfig) -> DictConfig:
@@ -257,12 +268,12 @@ def _register() -> None:
 
 def _sort(argv: Sequence[str]) -> _Overrides:
     command = translate(argv)
-    result = _Overrides([], [], {}, command.config_dir)
+    result = _Overrides([], [], {}, [], command.config_dir)
     for text in command.overrides:
         match = _OVERRIDE.fullmatch(text)
         if match is not None and match["mark"] == "~":
-            key = text[1:].partition("=")[0]
-            raise ConfigError(f"{text}: keys cannot be removed; set {key}=null or, if it is a mapping, {key}={{}}")
+            result.removed.append(_removed_key(text, match["key"]))
+            continue
         if match is None or match["value"] is None:
             raise ConfigError(
                 f"{text!r} is not an override: write key=value or --flag value (python train.py --help lists them)"
@@ -278,6 +289,15 @@ def _sort(argv: Sequence[str]) -> _Overrides:
         else:
             result.parsed.append((key, _parse(key, value)))
     return result
+
+
+def _removed_key(text: str, key: str) -> str:
+    """Return the key of ``~key``. Raises ``ConfigError`` on ``~key=value``, and on groups, which are always chosen."""
+    if text != f"~{key}":
+        raise ConfigError(f"{text}: write ~{key}, which ignores the setting of a recipe, or set {key} to another value")
+    if key in GROUPS:
+        raise ConfigError(f"{text}: {key} cannot be removed; choose another one with {key}=NAME")
+    return key
 
 
 @functools.cache

@@ -97,24 +97,33 @@ def format_value(value: Any) -> str:
             return str(value)
 
 
-def unknown(key: str, algo: str | None) -> str:
-    """Return the error text for an unknown ``key``: the algorithms or keys that it may refer to."""
-    name = key.removeprefix("algo.")
+def unknown(key: str, algo: str | None, our_key: str | None = None, *, in_recipe: bool = False) -> str:
+    """Return the error text for an unknown ``key``: the algorithms or keys that it may refer to.
+
+    ``our_key`` is the key that has the name ``key`` in another project. With ``in_recipe``, a recipe sets the key.
+    """
     if algo in ALGORITHMS and key.startswith("algo."):
         algo_keys = known_keys(algo)
-        algorithms = [algorithm for algorithm, schema in ALGORITHMS.items() if name in {f.name for f in fields(schema)}]
-        if algorithms and key not in algo_keys:
-            return f"exists only under algo={' or '.join(algorithms)}, and this run has algo={algo}; {_nearest(key, algo_keys)}"
-        return f"is unknown under algo={algo}: {_nearest(key, algo_keys)}"
+        if key not in algo_keys and (algorithms := _algorithms_with(key)):
+            fix = f"ignore the recipe's setting with '~{key}'" if in_recipe else f"remove {key}"
+            other = "one of these algorithms" if len(algorithms) > 1 else f"algo={algorithms[0]}"
+            return f"exists only under algo={' or '.join(algorithms)}, and this run has algo={algo}: {fix}, or choose {other}"
+        return f"is unknown under algo={algo}: {_nearest(key, algo_keys, our_key, algo)}"
     all_keys = known_keys()
     group_keys = [k for k in all_keys if k.startswith(f"{key}.")]
     if group_keys:
         return f"is a group, not a key: set one of {', '.join(group_keys)}"
-    return f"is unknown: {_nearest(key, all_keys)}"
+    return f"is unknown: {_nearest(key, all_keys, our_key, algo)}"
 
 
-def _nearest(key: str, candidates: Iterable[str]) -> str:
-    """Return a hint: a key with a similar name or the same last word, else the group's keys, else all groups."""
+def _algorithms_with(key: str) -> list[str]:
+    """Return the algorithms that have ``key``."""
+    name = key.removeprefix("algo.")
+    return [algorithm for algorithm, schema in ALGORITHMS.items() if name in {item.name for item in fields(schema)}]
+
+
+def _nearest(key: str, candidates: Iterable[str], our_key: str | None, algo: str | None) -> str:
+    """Return a hint: a key with a similar name, another name or the same last word, else the group's keys, else all groups."""
     group, _, last = key.rpartition(".")
     options = list(candidates)
     in_group = [k for k in options if group and k.startswith(f"{group}.")]
@@ -122,6 +131,13 @@ def _nearest(key: str, candidates: Iterable[str]) -> str:
     last_words = {k.rpartition(".")[2]: k for k in in_group}
     if close := closest(last, last_words):
         return f"did you mean {last_words[close]!r}?"
+    if our_key == "algo.name":
+        return "the algorithm is chosen with algo=NAME, such as algo=grpo"
+    if our_key is not None:
+        return _suggested(our_key, algo)
+    keys_of_others = [k.removeprefix("algo.") for k in known_keys() if k.startswith("algo.")] if group == "algo" else []
+    if close := closest(last, keys_of_others):
+        return _suggested(f"algo.{close}", algo)
     same_word = [k for k in options if k.rpartition(".")[2] == last]
     if 0 < len(same_word) <= MAX_SUGGESTIONS:
         return f"did you mean {' or '.join(repr(k) for k in same_word)}?"
@@ -130,6 +146,13 @@ def _nearest(key: str, candidates: Iterable[str]) -> str:
     if close := closest(key, options):
         return f"did you mean {close!r}?"
     return f"the groups are {', '.join(_groups())}; python train.py --help GROUP lists the keys of one"
+
+
+def _suggested(key: str, algo: str | None) -> str:
+    """Return the suggestion of a known key, with the algorithms that have it if ``algo`` lacks it."""
+    if algo is None or key in known_keys(algo):
+        return f"did you mean {key!r}?"
+    return f"did you mean {key!r}, which exists only under algo={' or '.join(_algorithms_with(key))}?"
 
 
 def _keys_of(group: str, options: Iterable[str]) -> str:

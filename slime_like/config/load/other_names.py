@@ -1,0 +1,39 @@
+"""Our key for a key of verl or a flag of slime that a command line gives as a key."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+
+from slime_like_compat.flags.table import SWITCHES, VALUES
+from slime_like_compat.names_elsewhere import OTHER_KEYS
+from slime_like_compat.verl_keys import VERL_KEYS
+
+AMBIGUOUS = ("enable", "len", "metric", "name", "path", "type")  # last words of verl's keys that say too little
+
+
+def our_key(key: str) -> str | None:
+    """Return our key for the unknown ``key``; None if there is none.
+
+    ``key`` is a key of verl, or the last word of one, or the name of a flag of slime, in the group of our key:
+    ``algorithm.lam`` and ``algo.lam`` give ``algo.lambd``, ``rollout.rollout_batch_size`` gives ``rollout.batch_size``.
+    """
+    return _our_keys().get(key)
+
+
+@functools.cache
+def _our_keys() -> dict[str, str]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for names, (ours, _) in VERL_KEYS.items():
+        for name in map(str.strip, names.split(",")):
+            found[name].add(ours)
+            if (word := name.rpartition(".")[2]) not in AMBIGUOUS:
+                found[_in_group(ours, word)].add(ours)
+    for flag, (ours, _) in (VALUES | SWITCHES).items():
+        found[_in_group(ours, flag.removeprefix("--").replace("-", "_"))].add(ours)
+    return {name: min(keys) for name, keys in found.items() if len(keys) == 1} | OTHER_KEYS
+
+
+def _in_group(key: str, word: str) -> str:
+    """Return ``word`` as the name of a key in the group of ``key``."""
+    return f"{key.rpartition('.')[0]}.{word}"
