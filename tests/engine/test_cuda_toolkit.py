@@ -147,6 +147,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_does_not_import_megatron() -> None:
     result = subprocess.run(
         [sys.executable, "-c", SPAWN], capture_output=True, text=True, timeout=120 * scale(), check=False
