@@ -205,7 +205,7 @@ def test_a_machine_that_is_too_small_is_refused(plan, extra: list[str], machine:
 
 
 def test_a_model_made_by_prepare_can_be_planned(argv: list[str]) -> None:
-    argv = ["model.hf_checkpoint=/no/such", "data.train=x.jsonl", "run.prepare=a:b"]
+    argv = ["model.hf_checkpoint=/no/such", "data.train=x.jsonl", "run.prepare=json:dump"]
     with pytest.raises(ConfigError, match=r"set rollout\.max_context_len"):
         show_plan(argv)
     text = show_plan([*argv, "rollout.max_response_len=8", "rollout.max_context_len=64"])
