@@ -12,6 +12,7 @@ from typing import Any
 from slime_like.errors import ConfigError
 from slime_like.util.user_module import user_module
 
+OWN_PACKAGES = ("slime_like.", "slime_like_plugins.")  # prefixes of the modules of this project
 _WORDS = re.compile("[-_.:/ ]")
 SIMILAR = 0.8  # minimum ratio of matching characters for a name to count as a misspelling
 SIMILAR_WORD = 0.7  # the same for a single word of more than three letters
@@ -64,7 +65,7 @@ def is_shipped(name: str, table: Mapping[str, str]) -> bool:
 
     The tests check that these objects can be called, so that a run need not check them.
     """
-    return table.get(name, "").startswith(("slime_like.", "slime_like_plugins."))
+    return table.get(name, "").startswith(OWN_PACKAGES)
 
 
 def metric_part(name: str) -> str:

@@ -70,8 +70,14 @@ def origin(error: BaseException) -> str:
 
 def location(function: object) -> str:
     """Return `` (file:line)`` of the definition of a function, class or object; empty if it has no Python source."""
+    place = source_place(function)
+    return f" ({place})" if place else ""
+
+
+def source_place(function: object) -> str:
+    """Return ``file:line`` of the definition of a function, class or object; empty if it has no Python source."""
     code = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
     try:
-        return f" ({inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]})"
+        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
     except (OSError, TypeError):
         return ""

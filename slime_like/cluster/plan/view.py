@@ -12,6 +12,7 @@ from slime_like.cluster.plan.memory_view import change_lines, memory_lines, plot
 from slime_like.cluster.plan.planner import Plan, Role, make_plan
 from slime_like.cluster.plan.shapes import PREPARED, model_config
 from slime_like.cluster.plan.trace import trace_lines
+from slime_like.cluster.plan.user_code import code_rows, unread_keys
 from slime_like.config.load.help import render_help
 from slime_like.config.load.loader import load_config, show
 from slime_like.config.rules.files import check_files, check_model
@@ -57,7 +58,7 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
 
 
 def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine) -> str:
-    """Render placement, batch sizes and each resolved value with its reason."""
+    """Render placement, batch sizes, the user's functions, each resolved value with its reason, and advice."""
     return "\n".join(_lines(cfg, plan, machine)) + "\n"
 
 
@@ -105,12 +106,16 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         yield ""
         yield from guard_lines(plan.actor.guard)
     yield ""
+    if rows := code_rows(cfg):
+        yield "user code"
+        yield from _table(rows)
+        yield ""
     yield "resolved"
     yield from _table([(d.key, d.value, d.reason) for d in plan.decisions])
-    if plan.advice:
+    if advice := (*plan.advice, *unread_keys(cfg)):
         yield ""
         yield "advice"
-        yield from (f"  {line}" for line in plan.advice)
+        yield from (f"  {line}" for line in advice)
 
 
 def _virtual(layout: Layout) -> str:

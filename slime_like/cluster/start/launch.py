@@ -13,6 +13,7 @@ from typing import Any
 
 from slime_like.cluster.plan.guard import ring_folder
 from slime_like.cluster.plan.planner import Plan, make_plan, probe_machine
+from slime_like.cluster.plan.user_code import unread_keys
 from slime_like.cluster.plan.verify import verify_initial_checkpoints
 from slime_like.cluster.run.chaos import planned_faults
 from slime_like.cluster.run.checkpoints import remove_leftovers
@@ -83,7 +84,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
             dump_stacks_on_signal(run_dir / "stacks", "driver")
             control.open(first, cfg.loop.num_rollout)
             _say(cfg, f"{plan.summary}; everything goes to {run_dir}")
-            for line in (*plan.advice, *inputs.advice):
+            for line in (*plan.advice, *unread_keys(cfg), *inputs.advice):
                 sys.stderr.write(visible(f"warning: {line}\n"))
             run = cluster.start(inputs, first, sink, stop, control, record)
             cluster.progress.ready("ready")

@@ -12,7 +12,7 @@ from slime_like.config.schema import names
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.reward_names import ROW, check_reward_name, split_prefix
 from slime_like.config.schema.root import TrainConfig
-from slime_like.registry import check, check_path
+from slime_like.registry import OWN_PACKAGES, check, check_path, is_path
 
 type NameEntry = tuple[str, str, dict[str, str]]  # key, name, table
 
@@ -36,9 +36,22 @@ def check_functions(cfg: TrainConfig) -> None:
         check_function(key, name, table)
     for key, name, table in _algorithm_names(cfg):
         check_bound(key, name, table, cfg.algo)
-    for key in ("kl_loss_type", "kl_reward_type"):
-        if hasattr(cfg.algo, key):
-            check_function(f"algo.{key}", getattr(cfg.algo, key), names.KL_ESTIMATORS)
+    for key, name, table in _estimator_names(cfg):
+        check_function(key, name, table)
+
+
+def user_functions(cfg: TrainConfig) -> Iterator[NameEntry]:
+    """Yield (key, name, table) for each function that is not this project's own: an import path, or an added table entry."""
+    entries = [*_algorithm_names(cfg), *_estimator_names(cfg), *_open_names(cfg)]
+    entries += [
+        (key, path, {})
+        for key, path in (("rollout.agent", cfg.rollout.agent), ("run.prepare", cfg.run.prepare))
+        if path is not None
+    ]
+    for key, name, table in entries:
+        target = table.get(name, name)
+        if is_path(target) and not target.startswith(OWN_PACKAGES):
+            yield key, name, table
 
 
 def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
@@ -75,3 +88,10 @@ def _algorithm_names(cfg: TrainConfig) -> Iterator[NameEntry]:
         yield "algo.token_advantage", cfg.algo.token_advantage, names.TOKEN_ADVANTAGES
     if isinstance(cfg.algo, PolicyConfig):
         yield "algo.off_policy", cfg.algo.off_policy, names.OFF_POLICY
+
+
+def _estimator_names(cfg: TrainConfig) -> Iterator[NameEntry]:
+    """Yield (key, name, table) for each KL estimator. Its name must be in the table."""
+    for key in ("kl_loss_type", "kl_reward_type"):
+        if hasattr(cfg.algo, key):
+            yield f"algo.{key}", getattr(cfg.algo, key), names.KL_ESTIMATORS

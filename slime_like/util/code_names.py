@@ -1,0 +1,121 @@
+"""Names in the code of a function, from which it follows which keys of a config the function cannot read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+READS_ALL = frozenset({"__dict__", "asdict", "astuple", "fields", "vars"})
+"""Names by which code reads every field of an object without naming it."""
+FOLLOWED = "slime_like.algo."  # modules of this project whose code is searched too
+MAX_ITEMS = 1000  # of a container whose items are searched
+STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+
+
+def names_in_code(function: Any) -> frozenset[str]:
+    """Return the names and string constants in the code of a function, a class or an object with ``__call__``.
+
+    The code of functions and classes that it names is included, if it is the user's or of ``slime_like.algo``: a loss that
+    calls ``slime_like.algo.loss.policy_gradient`` reads the keys that this reads.
+    """
+    start = function
+    while isinstance(start, functools.partial):
+        start = start.func
+    search = _Search(str(getattr(start, "__module__", "")).partition(".")[0])
+    search.add(function)
+    return frozenset(search.names)
+
+
+class _Search:
+    """Search of code for names."""
+
+    def __init__(self, package: str) -> None:
+        self.names: set[str] = set()
+        self._package = package  # followed even if it is installed
+        self._seen: set[int] = set()
+
+    def add(self, value: Any) -> None:
+        """Add the names in the code of ``value``, unless it was searched before or has no code to follow."""
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        match value:
+            case functools.partial():
+                self._add_all((value.func, *value.args, *value.keywords.values()))
+            case MethodType():
+                self._add_all((value.__func__, value.__self__))
+            case FunctionType() if self._is_followed(value):
+                self._add_code(value.__code__, value.__globals__)
+                self._add_all(_captured(value))
+                self._add_all((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
+            case type() if self._is_followed(value):
+                self._add_all(_functions(value))
+                self._add_all(value.__bases__)
+            case str():
+                self.names.add(value)
+            case dict() if len(value) <= MAX_ITEMS:
+                self._add_all(value.values())
+            case list() | tuple() | set() | frozenset() if len(value) <= MAX_ITEMS:
+                self._add_all(value)
+            case _ if self._is_followed(type(value)):
+                self._add_all((type(value), *getattr(value, "__dict__", {}).values()))
+            case _:
+                pass
+
+    def _add_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.add(value)
+
+    def _add_code(self, code: CodeType, variables: dict[str, Any]) -> None:
+        self.names.update(code.co_names)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                self._add_code(constant, variables)
+            else:
+                self.add(constant)
+        named = [variables[name] for name in code.co_names if name in variables]
+        self._add_all(named)
+        imported_here = [sys.modules[name] for name in code.co_names if name in sys.modules]
+        for module in [value for value in (*named, *imported_here) if isinstance(value, ModuleType)]:
+            self._add_all(vars(module)[name] for name in code.co_names if name in vars(module))
+
+    def _is_followed(self, value: Any) -> bool:
+        name = str(getattr(value, "__module__", ""))
+        if name.partition(".")[0] == self._package or name.startswith(FOLLOWED):
+            return True
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None or "site-packages" in file:
+            return False
+        parents = Path(file).resolve().parents
+        return STDLIB not in parents and PACKAGE_ROOT not in parents
+
+
+def _captured(function: FunctionType) -> Iterator[Any]:
+    """Yield the values of the variables that a function takes from functions around it."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # the variable has no value yet
+            yield cell.cell_contents
+
+
+def _functions(kind: type) -> Iterator[Any]:
+    """Yield the functions that a class defines."""
+    for value in vars(kind).values():
+        match value:
+            case classmethod() | staticmethod():
+                yield value.__func__
+            case property():
+                yield from (part for part in (value.fget, value.fset) if part is not None)
+            case functools.cached_property():
+                yield value.func
+            case _ if inspect.isfunction(value):
+                yield value
+            case _:
+                pass
