@@ -27,7 +27,7 @@ ACTIONS = {
     "--config-dir": "an additional folder of recipes",
 }
 _GROUPS = "|".join(["recipe", *(item.name for item in fields(TrainConfig))])
-_OVERRIDE = re.compile(rf"[+~]*({_GROUPS})(\.[\w.-]+)?=", re.DOTALL)
+_OVERRIDE = re.compile(rf"\+*({_GROUPS})(\.[\w.-]+)?=|~({_GROUPS})(\.[\w.-]+)?(=|$)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

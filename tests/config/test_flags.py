@@ -239,6 +239,16 @@ def test_the_last_of_repeated_flags_wins(argv: list[str]) -> None:
     assert (cfg.optim.lr, cfg.rollout.num_engines, cfg.rollout.tp) == (2.0, 2, 2)
 
 
+@pytest.mark.parametrize("removal", ["~algo.kl_loss_coef", "~evaluation.datasets", "~evaluation"])
+def test_a_removal_is_no_value_of_the_flag_before_it(removal: str) -> None:
+    assert translate(["--sglang-enable-p2p-check", removal]).overrides[-1] == removal
+    assert translate(["--rollout-stop-token-ids", "1", removal]).overrides[-1] == removal
+
+
+def test_a_path_in_a_home_folder_is_a_value() -> None:
+    assert translate(["--hf-checkpoint", "~model/x"]).overrides == ("model.hf_checkpoint='~model/x'",)
+
+
 def test_actions() -> None:
     assert translate(["--plan", "a=b"]).action == "plan"
     assert translate(["--doctor"]).action == "doctor"
