@@ -16,7 +16,7 @@ def our_key(key: str) -> str | None:
     """Return our key for the unknown ``key``; None if there is none.
 
     ``key`` is a key of verl, or the last word of one, or the name of a flag of slime, in the group of our key:
-    ``algorithm.lam`` and ``algo.lam`` give ``algo.lambd``, ``rollout.rollout_batch_size`` gives ``rollout.batch_size``.
+    ``algorithm.lam`` and ``algo.lam`` give ``algo.lambd``.
     """
     return _our_keys().get(key)
 
