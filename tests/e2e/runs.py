@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,10 @@ import psutil
 from slime_like.cluster.run.status import read_status
 from slime_like.cluster.supervise.process_tree import command
 from slime_like.cluster.supervise.stacks import gather_stacks, live_processes
+from slime_like.util import c_build
+from slime_like.util.caches import FALLBACK
 from slime_like.util.deadline import Deadline
+from slime_like.util.private import temporary_folder
 from tests.e2e.exposed_secrets import PLANTED_SECRETS
 from tests.e2e.leftovers import MARK, RunResources, leftovers
 
@@ -146,6 +150,20 @@ class Training:
     def interrupt(self) -> None:
         """Send SIGINT to every process of the group, as Ctrl-C on a terminal does."""
         os.killpg(self._process.pid, signal.SIGINT)
+
+
+def unwritable_home() -> dict[str, str]:
+    """Return the environment of a run whose home folder cannot be written.
+
+    Compiled kernels are copied to the cache that such a run uses: compiling them again would take 24 s of a core.
+    """
+    folder = temporary_folder("cpu_kernels", FALLBACK)
+    for kernels in c_build.cache_folder().glob("*.so"):
+        if not (folder / kernels.name).exists():
+            scratch = folder / f"{kernels.name}.{os.getpid()}"
+            shutil.copy2(kernels, scratch)
+            scratch.rename(folder / kernels.name)
+    return {"HOME": "/proc"}
 
 
 def train(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> RunResult:

@@ -13,7 +13,7 @@ from slime_like.quickstart.model import DENSE, write_model
 from slime_like_compat.conversion import SAME
 from slime_like_compat.slime.job import convert_script
 from tests.data.character_tokenizer import characters
-from tests.e2e.runs import REPOSITORY, metrics, train
+from tests.e2e.runs import REPOSITORY, metrics, train, unwritable_home
 
 pytestmark = pytest.mark.e2e
 SCRIPT = REPOSITORY / "tests" / "convert" / "slime" / "run-sft.sh"
@@ -41,7 +41,7 @@ def test_a_converted_fine_tuning_script_trains(tmp_path: Path) -> None:
         *("--config-dir", str(tmp_path), "+recipe=sft", *SMALLER, f"run.dir={tmp_path / 'run'}"),
         *(f"model.hf_checkpoint={tmp_path / 'model'}", f"data.train={tmp_path / 'conversations.parquet'}"),
         log=tmp_path / "log",
-        environment={"HOME": "/proc"},  # where nothing can be written
+        environment=unwritable_home(),
     )
     assert result.code == 0, result.output
     losses = [row["train/loss"] for row in metrics(tmp_path / "run") if "train/loss" in row]

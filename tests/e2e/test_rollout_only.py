@@ -18,7 +18,7 @@ import pytest
 from slime_like.data.dump import load_groups, rollout_path
 from tests.e2e import checks, custom
 from tests.e2e.conftest import SMALL_ROLLOUTS, WarmStart
-from tests.e2e.runs import RunResult, Training, last_step, metrics
+from tests.e2e.runs import RunResult, Training, last_step, metrics, unwritable_home
 
 pytestmark = pytest.mark.e2e
 FILTER = "own_code.py:even_prompts"
@@ -54,7 +54,7 @@ def run(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> Ende
         f"rollout.filters=[{FILTER}]",
         "rollout.max_refills=20",
         log=folder / "rollout_only.log",
-        environment={"HOME": "/proc"},  # where nothing can be written
+        environment=unwritable_home(),
         folder=folder,
     )
     training.wait_until(lambda: last_step(run_dir) >= 2)
