@@ -46,7 +46,7 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yield the arguments of every ``quickstart.sh`` command, and of every ``train.py`` command that has any.
+    """Yield the arguments of every command of ``scripts/quickstart.sh``, and of every ``train.py`` command that has any.
 
     The variable of a loop is replaced by its first value, other variables by their names.
     """
