@@ -43,7 +43,7 @@ class GdnShape:
 
 @dataclass(frozen=True, slots=True)
 class GdnArm:
-    """One implementation. ``packs``: it supports several sequences in one call."""
+    """Implementation of the gated delta rule. ``packs``: it supports several sequences in one call."""
 
     name: str
     kernels: str

@@ -117,7 +117,7 @@ def arguments_of(command: Command, folder: Path, address: str) -> list[str]:
 
 
 def _run(name: str, arguments: Sequence[str], log: Path, seconds: float) -> int | None:
-    """Return the exit code of Python with ``arguments``; None if it was killed after ``seconds``."""
+    """Run Python with ``arguments``, and write its output to ``log``. Return the exit code; None if killed after ``seconds``."""
     _say(f"{name}: python {' '.join(arguments).strip()}")
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -15,7 +15,8 @@ _stores: list[dist.Store] = []  # torch keeps only the C++ part of a store alive
 class SoloStore(dist.Store):
     """Key-value store that behaves as if every absent rank had set its keys and joined every barrier.
 
-    A key that another rank would set reads as zeros, as many bytes as an NCCL id has. No wait blocks.
+    Only ``check`` reports the keys of absent ranks as not set. A key that another rank would set reads as zeros, as many
+    bytes as an NCCL id has. No wait blocks.
     """
 
     def __init__(self) -> None:

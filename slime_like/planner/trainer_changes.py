@@ -26,7 +26,7 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class TrainerChange:
-    """A change of a trainer on the same number of GPUs."""
+    """Change of a trainer's settings that keeps the number of GPUs."""
 
     values: tuple[tuple[str, str], ...]  # field of TrainerSettings and its new value
     settings: TrainerSettings
@@ -37,7 +37,11 @@ class TrainerChange:
 
 
 def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[TrainerChange]:
-    """Yield each applicable change, made alone. Parallel sizes double, and, except for ep, the data-parallel size halves."""
+    """Yield each applicable change, one at a time.
+
+    A change of tp, pp or cp doubles that size and halves the data-parallel size; cp also halves the tokens per rank. A change
+    of ep only doubles ep.
+    """
     s = settings
     if s.recompute != "full":
         yield _change(s, recompute="full")

@@ -118,6 +118,14 @@ BAD = {
     ),
     "a critic's other vocabulary": (["algo=ppo", "critic.hf_checkpoint=WIDER"], ["256 tokens", "128"]),
     "heads": (["algo=ppo", "critic.tp=3"], ["critic.tp=3", "8 attention heads"]),
+    "the actor's tp": (
+        ["algo=distill", "teacher.hf_checkpoint=FEW_HEADS", "parallel.tp=2"],
+        ["teacher.tp=2", "1 key/value heads", "lower teacher.tp"],
+    ),
+    "the actor's pp": (
+        ["algo=distill", "teacher.hf_checkpoint=SHALLOW", "parallel.pp=2"],
+        ["teacher.pp=2", "1 layers", "lower teacher.pp"],
+    ),
     "no folder": (["algo=ppo", "critic.load=/no/such"], ["critic.load='/no/such'", "not a folder"]),
     "a critic's other body": (
         ["algo=ppo", "critic.load=CRITIC", "critic.hf_checkpoint=DEEPER"],
@@ -143,6 +151,8 @@ def test_invalid_roles_are_refused_at_load(name: str, argv: list[str], model: Pa
     extra, words = BAD[name]
     folders = {
         "DEEPER": write_model(tmp_path / "deeper", num_hidden_layers=6),
+        "SHALLOW": write_model(tmp_path / "shallow", num_hidden_layers=1),
+        "FEW_HEADS": write_model(tmp_path / "few_heads", num_key_value_heads=1),
         "WIDER": write_model(tmp_path / "wider", vocab_size=256),
         "TOKENIZED": write_model(tmp_path / "tokenized"),
         "OTHER_TOKENS": write_model(tmp_path / "other"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from slime_like.cluster.workers import engine_actor
 from slime_like.cluster.workers.engine_actor import EngineActor
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.rollout.engine.free_memory import FIRST_FREE, free_gib
-from slime_like.rollout.engine.server import EngineServer
+from slime_like.rollout.engine.server import DECODE_LINE, EngineServer
 from slime_like_plugins.kv_capacity import size
 
 SPEC = EngineSpec("model", "cuda", "bfloat16", 1, 64, 0, "/nowhere/engine.log", 10, 10)
@@ -69,6 +70,15 @@ def test_the_log_of_an_engine_states_the_free_memory(tmp_path: Path) -> None:
     server._log_begin = len(log.read_bytes())
     assert server.free_before_load() is None
     assert EngineServer(SPEC, admin_key="key").free_before_load() is None
+
+
+def test_the_log_of_an_earlier_engine_does_not_state_the_decoding_method(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text(f"{DECODE_LINE}C kernels\n")
+    server = EngineServer(replace(SPEC, log_path=str(log)), admin_key="key")
+    assert server.decode_method() == "C kernels"
+    server._log_begin = len(log.read_bytes())
+    assert server.decode_method() == ""
 
 
 class ColocatedServer:

@@ -77,9 +77,10 @@ class GatherPipeline:
         slot.wait()
 
     def advance(self, layer: int) -> None:
-        """Start the gather that follows ``layer``, whose weights are no longer needed.
+        """Gather the next layer of the slot of ``layer``, whose weights are no longer needed.
 
-        On a GPU the last layer waits for all gathers, because a CUDA graph has to join their streams before its capture ends.
+        After the last layer of a slot this is its first one, for the next forward. On a GPU, the call for the last layer of
+        the model waits for all gathers, because a CUDA graph has to join their streams before its capture ends.
         """
         count, following = len(self._layouts), layer + len(self.slots)
         following = following if following < count else layer % len(self.slots)

@@ -1,7 +1,7 @@
-"""Distribution of response lengths, estimated from finished and running requests, and the KV cache that they will need.
+"""Distribution of response lengths, estimated from finished and running requests, and the KV cache that the latter will need.
 
 Running requests are right-censored observations: their length is at least the number of tokens generated so far.
-Ignoring them would underestimate, because short responses finish first. Estimator: product limit, Kaplan and Meier 1958,
+Ignoring them would underestimate the lengths, because short responses finish first. Estimator: product limit, Kaplan and Meier 1958,
 "Nonparametric Estimation from Incomplete Observations".
 """
 

@@ -64,7 +64,10 @@ class NodeRequest:
         self._group: Any = None
 
     def renew(self, bundles: list[dict[str, float]]) -> None:
-        """Create the group unless it exists. Remove it once it has reserved its resources, which the run itself needs."""
+        """Create the group if there is none. Otherwise remove it if it reserves its resources within ``PLACED_S``.
+
+        The run itself needs those resources. Call this repeatedly while nodes are missing.
+        """
         if self._group is None:
             self._group = placement_group(bundles, strategy=self._strategy)
         elif self._group.wait(PLACED_S):

@@ -210,14 +210,13 @@ def _tokens(folder: str) -> dict[str, int] | None:
 
 def _check_layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfig, cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` unless the role's layout fits ``model``. Sizes that the role does not set are the actor's."""
-    if role.tp is not None:
-        for num_heads, kind in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
-            if num_heads % role.tp:
-                raise ConfigError(
-                    f"{group}.tp={role.tp} does not divide the {num_heads} {kind} heads of the model in {model.folder}: "
-                    f"lower {group}.tp"
-                )
-    tp, cp = role.tp or cfg.parallel.tp, role.cp or cfg.parallel.cp
+    tp, cp, pp = role.tp or cfg.parallel.tp, role.cp or cfg.parallel.cp, role.pp or cfg.parallel.pp
+    for num_heads, kind in ((model.num_heads, "attention"), (model.num_kv_heads, "key/value")):
+        if num_heads % tp:
+            raise ConfigError(
+                f"{group}.tp={tp} does not divide the {num_heads} {kind} heads of the model in {model.folder}: "
+                f"lower {group}.tp"
+            )
     check_sequence_parallel(f"{group}.tp", tp, cfg, model)
     if model.gdn is not None:
         for num_heads, kind in ((model.gdn.key_heads, "key"), (model.gdn.value_heads, "value")):
@@ -227,9 +226,9 @@ def _check_layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfi
                     f"{model.folder}: lower {group}.tp"
                 )
         gdn_cp_mode(cfg.model.gdn.cp_mode, model.gdn.key_heads, model.gdn.value_heads, tp=tp, cp=cp)
-    if role.pp is not None and role.pp > model.num_layers:
+    if pp > model.num_layers:
         raise ConfigError(
-            f"{group}.pp={role.pp} is more than the {model.num_layers} layers of {model.folder}: lower {group}.pp"
+            f"{group}.pp={pp} is more than the {model.num_layers} layers of {model.folder}: lower {group}.pp"
         )
 
 

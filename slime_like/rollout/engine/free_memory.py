@@ -1,4 +1,4 @@
-"""Free device memory at an engine's first start, from which a restarted engine sizes its KV cache (plugin ``kv_size``)."""
+"""Device memory that was free at an engine's first start. A restarted engine sizes its KV cache from it (``kv_size``)."""
 
 from __future__ import annotations
 

@@ -138,19 +138,19 @@ class EngineServer:
 
     def free_before_load(self) -> float | None:
         """Return the GPU memory in GiB that was free before the engine loaded its model, from its log; None on a CPU."""
-        try:
-            log = Path(self._spec.log_path).read_bytes()[self._log_begin :]
-        except OSError:
-            return None
-        return free_gib(log.decode(errors="replace"))
+        return free_gib(self._log())
 
     def decode_method(self) -> str:
         """Return the decoding method of a CPU engine, from its log; empty on a GPU and before the engine is ready."""
+        matches = re.findall(rf"{DECODE_LINE}(.*)", self._log())
+        return matches[-1] if matches else ""
+
+    def _log(self) -> str:
+        """Return the log of this engine, without those of earlier engines of its slot; empty if it cannot be read."""
         try:
-            matches = re.findall(rf"{DECODE_LINE}(.*)", Path(self._spec.log_path).read_text(errors="replace"))
+            return Path(self._spec.log_path).read_bytes()[self._log_begin :].decode(errors="replace")
         except OSError:
             return ""
-        return matches[-1] if matches else ""
 
     def alive(self) -> bool:
         """Return whether the server process is running."""

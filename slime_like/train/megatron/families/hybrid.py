@@ -98,7 +98,7 @@ class HybridDecoder(DenseDecoder):
 
 
 def _text(hf: Any) -> Any:
-    """Return a composite model's text config with its ``tie_word_embeddings``; any other model's config unchanged."""
+    """Return a copy of a composite model's text config with the outer ``tie_word_embeddings``; other configs unchanged."""
     if not hasattr(hf, "text_config"):
         return hf
     text = copy.copy(hf.text_config)

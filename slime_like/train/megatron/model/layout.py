@@ -106,7 +106,10 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
 
 
 def zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
-    """Return the indices of the padded tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence."""
+    """Return the indices of the padded tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of the ``2 * cp`` of each sequence.
+
+    ``position_ids`` and ``padded_length_of``, both [P]: the position of each token and the padded length of its sequence.
+    """
     chunk = position_ids * (2 * cp) // padded_length_of
     return np.flatnonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)) if cp > 1 else np.arange(len(position_ids))
 

@@ -104,7 +104,7 @@ def load_metadata(path: Path) -> Metadata:
     """Return the metadata in ``path``, the ``.metadata`` of a folder.
 
     Raises ``CheckpointError`` if the file needs a class that is not in ``ALLOWED``, is not a ``Metadata``, or refers to data
-    outside its folder.
+    outside its folder. A missing or damaged file raises the errors of ``open`` and ``pickle``.
     """
     metadata = _MetadataUnpickler(path).load()
     if not isinstance(metadata, Metadata):
