@@ -16,6 +16,8 @@ READS_ALL = frozenset({"__dict__", "asdict", "astuple", "fields", "vars"})
 """Names by which code reads every field of an object without naming it."""
 FOLLOWED = "slime_like.algo."  # modules of this project whose code is searched too
 MAX_ITEMS = 1000  # of a container whose items are searched
+MAX_OBJECTS = 20_000  # of a search
+INSTALLED = {"site-packages", "dist-packages"}  # folders of libraries
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,29 +26,45 @@ def names_in_code(function: Any) -> frozenset[str]:
     """Return the names and string constants in the code of a function, a class or an object with ``__call__``.
 
     The code of functions and classes that it names is included, if it is the user's or of ``slime_like.algo``: a loss that
-    calls ``slime_like.algo.loss.policy_gradient`` reads the keys that this reads.
+    calls ``slime_like.algo.loss.policy_gradient`` reads the keys that this reads. Return ``READS_ALL`` if the search fails or
+    finds too many objects.
     """
     start = function
     while isinstance(start, functools.partial):
         start = start.func
-    search = _Search(str(getattr(start, "__module__", "")).partition(".")[0])
+    search = _Search(str(getattr(start, "__module__", "")))
     search.add(function)
-    return frozenset(search.names)
+    try:
+        return frozenset(search.names) if search.run() else READS_ALL
+    except Exception:  # noqa: BLE001  fault boundary: attributes of the user's objects can raise anything
+        return READS_ALL
 
 
 class _Search:
-    """Search of code for names."""
+    """Search of code for names, in the user's package and in files below the current or the user's folder."""
 
-    def __init__(self, package: str) -> None:
+    def __init__(self, module: str) -> None:
         self.names: set[str] = set()
-        self._package = package  # followed even if it is installed
-        self._seen: set[int] = set()
+        self._package = module.partition(".")[0]  # followed even if it is installed
+        file = getattr(sys.modules.get(module), "__file__", None)
+        self._folders = {Path.cwd()} | ({Path(file).resolve().parent} if file else set())
+        self._seen: dict[int, Any] = {}  # by id, which stays unique because the object is kept
+        self._pending: list[Any] = []
+
+    def run(self) -> bool:
+        """Search until nothing is pending. Return False after ``MAX_OBJECTS`` objects."""
+        while self._pending and len(self._seen) < MAX_OBJECTS:
+            self._search(self._pending.pop())
+        return not self._pending
 
     def add(self, value: Any) -> None:
-        """Add the names in the code of ``value``, unless it was searched before or has no code to follow."""
-        if id(value) in self._seen:
-            return
-        self._seen.add(id(value))
+        """Search ``value`` later, unless it was added before."""
+        if id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._pending.append(value)
+
+    def _search(self, value: Any) -> None:
+        """Add the names in the code of ``value``, and what it refers to, if it has code to follow."""
         match value:
             case functools.partial():
                 self._add_all((value.func, *value.args, *value.keywords.values()))
@@ -92,10 +110,10 @@ class _Search:
         if name.partition(".")[0] == self._package or name.startswith(FOLLOWED):
             return True
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None or "site-packages" in file:
+        if file is None or INSTALLED & set(Path(file).parts):
             return False
         parents = Path(file).resolve().parents
-        return STDLIB not in parents and PACKAGE_ROOT not in parents
+        return STDLIB not in parents and PACKAGE_ROOT not in parents and not self._folders.isdisjoint(parents)
 
 
 def _captured(function: FunctionType) -> Iterator[Any]:

@@ -26,17 +26,19 @@ class FunctionReturns:
 def returns_of(function: Callable[..., Any]) -> FunctionReturns | None:
     """Return the return statements of a function, a method or the ``__call__`` of an object.
 
-    Return None if they do not determine the result of a call: the function is decorated, a generator function or a
-    lambda, or has no source. Of a class, too, nothing is known.
+    Return None if they do not determine the result of a call: the function is decorated or wraps another one, is a
+    generator function or a lambda, or has no source. Of a class, too, nothing is known.
     """
     if inspect.isclass(function):
         return None
     try:
         function = function if inspect.isroutine(function) else function.__call__
+        if hasattr(function, "__wrapped__"):  # inspect would read the source of the other one
+            return None
         lines, first_line = inspect.getsourcelines(function)
         (node,) = ast.parse(textwrap.dedent("".join(lines))).body
         file = inspect.getsourcefile(function)
-    except (OSError, TypeError, SyntaxError, ValueError):
+    except (OSError, TypeError, SyntaxError, ValueError, AttributeError):
         return None
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.decorator_list or file is None:
         return None

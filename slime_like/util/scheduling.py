@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 
@@ -10,12 +11,10 @@ def use_batch_scheduling() -> None:
 
     Between ranks that share cores, a message would otherwise often preempt its sender while the sender holds the lock of
     the connection. The I/O thread of gloo then spins until the sender runs again. Does nothing if the policy is not the
-    default one, if the process may not change it, or on systems other than Linux.
+    default one, if the system does not permit or support the change, or on systems other than Linux.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
-    try:
+    with contextlib.suppress(OSError):  # a container's seccomp profile, or a sandbox with its own kernel
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    except PermissionError:  # a container's seccomp profile
-        pass

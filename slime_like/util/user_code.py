@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import traceback
 from collections.abc import Callable, Generator
@@ -76,8 +77,11 @@ def location(function: object) -> str:
 
 def source_place(function: object) -> str:
     """Return ``file:line`` of the definition of a function, class or object; empty if it has no Python source."""
+    while isinstance(function, functools.partial):
+        function = function.func
     code = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
     try:
-        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
-    except (OSError, TypeError):
+        file, (_, line) = inspect.getsourcefile(code), inspect.getsourcelines(code)
+    except (OSError, TypeError, AttributeError):
         return ""
+    return f"{file}:{line}" if file else ""

@@ -49,6 +49,8 @@ def check_exists(key: str, value: str) -> None:
         return
     _append(Path.cwd())
     package = module.partition(".")[0]
+    if not package:
+        raise ConfigError(f"{key}={value!r}: the module begins with a dot: give its name from the top-level package on")
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise ConfigError(_missing_module(key, value, module, f"No module named {package!r}"))
 

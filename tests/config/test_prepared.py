@@ -39,6 +39,8 @@ def test_prepare_runs_before_files_are_checked(tmp_path: Path, monkeypatch: pyte
     assert load_prepared(argv).run.prepare == "make_inputs:make"
     with pytest.raises(ConfigError, match=r"run.prepare='make_inputs:mke'.*did you mean 'make'"):
         load_prepared([*argv, "run.prepare=make_inputs:mke"])
+    with pytest.raises(ConfigError, match=r"run.prepare='.make_inputs:make': the module begins with a dot"):
+        load_prepared([*argv, "run.prepare=.make_inputs:make"])
 
 
 def test_an_error_of_prepare_names_the_key_and_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

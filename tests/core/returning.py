@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -106,6 +106,24 @@ def something(group: Any) -> Any:
 @functools.cache
 def decorated() -> None:
     """Have a decorator, which may return something else."""
+
+
+def as_filter(predicate: Callable[[Any], bool]) -> Callable[[Any], str | None]:
+    """Return a filter that has the name and, for ``inspect``, the source of a predicate."""
+
+    @functools.wraps(predicate)
+    def reason(group: Any) -> str | None:
+        return "short" if predicate(group) else None
+
+    return reason
+
+
+def is_short(group: Any) -> bool:
+    """Return a truth value."""
+    return len(group) < 5
+
+
+wrapping = as_filter(is_short)
 
 
 def generator() -> Iterator[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from slime_like.util import code_names
 from slime_like.util.code_names import READS_ALL, names_in_code
 from tests.core import code_with_names as code
 
@@ -50,3 +51,25 @@ def test_code_that_reads_every_field_is_recognised() -> None:
     assert names_in_code(code.reads_all) & READS_ALL
     for function in (code.Loss, code.calls_policy_gradient, code.annotates, code.reads_by_name):
         assert not names_in_code(function) & READS_ALL
+
+
+def test_a_search_that_finds_too_many_objects_or_fails_rules_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_names, "MAX_OBJECTS", 3)
+    assert names_in_code(code.calls_functions) == READS_ALL
+    monkeypatch.undo()
+
+    def fail(search: object) -> bool:
+        raise RuntimeError("a lazy attribute")
+
+    monkeypatch.setattr(code_names._Search, "run", fail)
+    assert names_in_code(code.calls_functions) == READS_ALL
+
+
+def test_a_long_chain_of_functions_is_searched() -> None:
+    def last() -> str:
+        return "the end"
+
+    function: Any = last
+    for _ in range(2_000):
+        function = (lambda inner: lambda: inner())(function)
+    assert "the end" in names_in_code(function)

@@ -59,7 +59,11 @@ def test_a_function_that_always_returns_none_is_recognised(function: Callable[..
 
 
 @pytest.mark.parametrize(
-    "function", [returning.decorated, returning.generator, returning.of_lambda, len, returning.CallableFilter]
+    "function",
+    [
+        *(returning.decorated, returning.wrapping, returning.generator, returning.of_lambda),
+        *(len, returning.CallableFilter),
+    ],
 )
 def test_nothing_is_known_of_a_function_whose_statements_do_not_determine_its_result(
     function: Callable[..., Any],

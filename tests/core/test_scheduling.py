@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -26,11 +27,12 @@ def test_a_child_has_the_policy(policy: int, expected: int) -> None:
     assert int(result.stdout) == expected, result.stderr
 
 
-def test_a_refusal_by_the_system_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.ENOSYS])
+def test_a_refusal_by_the_system_changes_nothing(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from slime_like.util import scheduling
 
     def refuse(pid: int, policy: int, param: os.sched_param) -> None:
-        raise PermissionError("seccomp")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_OTHER)
     monkeypatch.setattr(os, "sched_setscheduler", refuse)

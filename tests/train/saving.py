@@ -253,7 +253,7 @@ def slow_disk(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any
         dist.barrier()
         files = sorted(path.name for path in folder.iterdir())
         dist.barrier()
-        release.set()  # this rank's thread writes into a folder that was removed
+        release.set()  # the thread of a save that failed writes nothing more
         save_checkpoint(actor, folder, 2)
     return {"error": message, "seconds": seconds, "files": files, "latest": latest_iteration(folder)}
 

@@ -92,7 +92,8 @@ def test_a_disk_that_does_not_answer_fails_the_save_on_all_ranks(results: Result
         assert "iter_0000002: the save failed (rank 1: the save waited " in rank["error"]
         assert "iter_0000002.tmp in phase 'save'" in rank["error"] and "rank 0: " not in rank["error"]
         assert rank["seconds"] < 30
-        assert rank["files"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert "90% of loop.step_deadline_s=1" in rank["error"]
+        assert rank["files"] == ["iter_0000001", "iter_0000002.tmp", "latest_checkpointed_iteration.txt"]
         assert rank["latest"] == 2
 
 

@@ -6,6 +6,7 @@ ranks and renames the folder. Training in between does not change the checkpoint
 
 from __future__ import annotations
 
+import gc
 import queue
 import shutil
 import threading
@@ -56,6 +57,7 @@ class PendingSave:
         self._rank_info = rank_info
         self._finalizers: list[Callable[[], None]] = list(request.finalize_fns)
         self._error: str | None = None
+        self._any_abandoned = False  # True if a rank's thread had not ended when the save failed
         self._is_abandoned = False  # True if the save has failed, although its thread has not ended
         self._hashes: dict[str, str] = {}  # SHA-256 by name of the files that this rank writes
         self._rollout_files: dict[str, FileRecord] | None = None  # files that the driver wrote
@@ -74,13 +76,14 @@ class PendingSave:
             if self._is_abandoned:
                 return
         try:
-            if not self._is_abandoned:
-                self._write_files(write, arguments, keywords)
+            self._write_files(write, arguments, keywords)
         finally:
             _writer.release()
 
     def _write_files(self, write: Callable[..., None], arguments: list[Any], keywords: dict[str, Any]) -> None:
         errors: list[Exception] = []
+        if self._is_abandoned:
+            return
         try:
             with patches.save_errors() as errors:
                 write(*arguments, **keywords)
@@ -112,9 +115,10 @@ class PendingSave:
     def finish(self, deadline_s: float) -> None:
         """Wait for the files of every rank and rename the folder.
 
-        Raises ``CheckpointError`` on every rank, after removing the written files, if one rank failed or has not written
-        its files after ``LIMIT_SHARE`` of ``deadline_s``. The error names that rank and the reason. A thread that still
-        writes then is left alone; a later save of this process waits until it ends.
+        Raises ``CheckpointError`` on every rank if one rank failed or has not written its files after ``LIMIT_SHARE`` of
+        ``deadline_s``. The error names that rank and the reason. The written files are removed, unless a thread still writes:
+        removing could block too. Such a thread is left alone, a later save of this process waits until it ends, and the
+        next save of the iteration removes its files.
         """
         try:
             self._gather(self._join(deadline_s))
@@ -124,7 +128,7 @@ class PendingSave:
             on_rank_zero(lambda: self._publish(errors))
         # CheckpointException is a BaseException: `except Exception` misses it.
         except (CheckpointError, CheckpointException) as error:
-            if is_node_leader(self._rank_info):
+            if is_node_leader(self._rank_info) and not self._any_abandoned:
                 shutil.rmtree(self._scratch, ignore_errors=True)
             if isinstance(error, CheckpointError):
                 raise
@@ -143,8 +147,13 @@ class PendingSave:
                 self._thread.join(min(POLL_S, max(0.0, deadline.limit - deadline.elapsed())))
             is_late = deadline.elapsed() >= deadline.limit
             latest = self._latest_state((LATE if is_late else WRITING) if self._is_writing() else ENDED)
-        self._is_abandoned = self._is_writing()
-        error = str(deadline.exceeded(f"the disk of {self._scratch}")) if self._is_abandoned else self._error
+        self._any_abandoned, self._is_abandoned = latest == LATE, self._is_writing()
+        if self._is_abandoned:
+            gc.enable()  # megatron disables it in the whole process while it writes
+        error = self._error
+        if self._is_abandoned:
+            waited = deadline.exceeded(f"the disk of {self._scratch}")
+            error = f"{waited}; the limit is {LIMIT_SHARE:.0%} of loop.step_deadline_s={deadline_s:g}"
         outcomes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, (error, self._hashes))
         errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(outcomes) if error]
