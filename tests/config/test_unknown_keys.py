@@ -6,7 +6,7 @@ import pytest
 
 from slime_like.config.load.loader import load_config
 from slime_like.config.load.other_names import _our_keys, our_key
-from slime_like.config.schema.known import known_keys
+from slime_like.config.schema.known import free_keys, known_keys
 from slime_like.errors import ConfigError
 from slime_like_compat.flags.translate import translate
 
@@ -47,6 +47,13 @@ def test_other_names_lead_to_existing_keys() -> None:
     assert set(_our_keys().values()) - set(known_keys()) == set()
     assert our_key("algo.loss_agg_mode") == "algo.aggregation"
     assert our_key("optim.betas") is None, "two of our keys have the name"
+
+
+@pytest.mark.parametrize("key", ["rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization"])
+def test_a_free_mapping_is_not_suggested_for_a_key_with_one_value(key: str) -> None:
+    assert our_key(key) is None and set(_our_keys().values()) & free_keys() == set()
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)}=0.5 is unknown: (?!did you mean)"):
+        load_config([f"{key}=0.5"], files=False)
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ def render_help(topic: str | None = None) -> str:
 
 
 def _all(groups: list[str]) -> Iterator[str]:
-    yield "python train.py [+recipe=NAME] [key=value ...] [~key ...] [--flag value ...]"
+    yield "python train.py [+recipe=NAME] [key=value ...] ['~key' ...] [--flag value ...]"
     yield ""
     yield "  python train.py +recipe=quickstart              a complete run that needs only this checkout"
     yield "  python train.py +recipe=quickstart optim.lr=0   the same run with another value"
-    yield "  python train.py +recipe=quickstart ~optim.lr    the same run with the key's default, not the recipe's value"
+    yield "  python train.py +recipe=quickstart '~optim.lr'  the same run with the key's default, not the recipe's value"
     yield "  python train.py +recipe=quickstart --plan       print the plan of the run without starting it"
     yield ""
     for flag, text in ACTIONS.items():
@@ -103,7 +103,7 @@ def _entry(name: str, text: str) -> Iterator[str]:
 def _description(path: Path) -> str:
     """Return a recipe's description: its first comment lines, without Hydra directives, up to one that ends a sentence."""
     lines: list[str] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith("# @"):
             lines.append(line[2:])
             if line.endswith("."):

@@ -1,4 +1,4 @@
-"""Load a checked and sealed ``TrainConfig`` from the command line. Only this file imports hydra and omegaconf."""
+"""Load a checked and sealed ``TrainConfig`` from the command line. Only this file imports hydra."""
 
 from __future__ import annotations
 
@@ -221,13 +221,18 @@ def _compose_groups(overrides: _Overrides) -> DictConfig:
                 f"--config-dir {overrides.config_dir}: there is no folder {folder}; put recipes in DIR/recipe"
             )
         folders.append(folder)
-        groups = (f"hydra.searchpath=[{render(f'file://{folder}')}]", *groups)
     if overrides.removed:
         texts = [text.removeprefix("+recipe=") for text in overrides.groups if text.startswith("+recipe=")]
-        recipes = [name for text in texts for name in re.findall(r"[^\[\],'\"\s]+", text)]
-        with configs_without(configs, folders, recipes, overrides.removed) as edited:
-            return _hydra(edited, groups)
-    return _hydra(configs, groups) if folders else _copy(_compose_shipped(configs, groups))
+        defaults = [item for text in texts for item in _chosen_recipes(text)]
+        with configs_without(configs, folders, defaults, overrides.removed) as edited:
+            return _hydra(edited, groups, [configs, *folders])
+    return _hydra(configs, groups, folders) if folders else _copy(_compose_shipped(configs, groups))
+
+
+def _chosen_recipes(text: str) -> list[dict[str, Any]]:
+    """Return the defaults list of the value of ``+recipe=``: a name, or a list of names."""
+    names = re.findall(r"[^\[\],'\"\s]+", text)
+    return [{"recipe": names}] if text.startswith("[") else [{"recipe": name} for name in names]
 
 
 def _copy(tree: DictConfig) -> DictConfig:
@@ -240,8 +245,12 @@ def _compose_shipped(folder: Path, groups: tuple[str, ...]) -> DictConfig:
     return _hydra(folder, groups)
 
 
-def _hydra(folder: Path, overrides: Sequence[str]) -> DictConfig:
+def _hydra(folder: Path, overrides: Sequence[str], searchpath: Sequence[Path] = ()) -> DictConfig:
+    """Compose the config of ``folder``. Files that it lacks are read from the folders of ``searchpath``."""
     _register()
+    if searchpath:
+        places = ",".join(render(f"file://{place}") for place in searchpath)
+        overrides = [f"hydra.searchpath=[{places}]", *overrides]
     with initialize_config_dir(str(folder), version_base="1.3"):
         return compose("train", overrides=list(overrides))
 
@@ -294,7 +303,9 @@ def _sort(argv: Sequence[str]) -> _Overrides:
 def _removed_key(text: str, key: str) -> str:
     """Return the key of ``~key``. Raises ``ConfigError`` on ``~key=value``, and on groups, which are always chosen."""
     if text != f"~{key}":
-        raise ConfigError(f"{text}: write ~{key}, which ignores the setting of a recipe, or set {key} to another value")
+        raise ConfigError(
+            f"{text}: write '~{key}', which ignores the setting of a recipe, or set {key} to another value"
+        )
     if key in GROUPS:
         raise ConfigError(f"{text}: {key} cannot be removed; choose another one with {key}=NAME")
     return key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 
+from slime_like.config.schema.known import free_keys
 from slime_like_compat.flags.table import SWITCHES, VALUES
 from slime_like_compat.names_elsewhere import OTHER_KEYS
 from slime_like_compat.verl_keys import VERL_KEYS
@@ -16,7 +17,7 @@ def our_key(key: str) -> str | None:
     """Return our key for the unknown ``key``; None if there is none.
 
     ``key`` is a key of verl, or the last word of one, or the name of a flag of slime, in the group of our key:
-    ``algorithm.lam`` and ``algo.lam`` give ``algo.lambd``.
+    ``algorithm.lam`` and ``algo.lam`` give ``algo.lambd``. A free mapping is never given: the value of ``key`` is not one.
     """
     return _our_keys().get(key)
 
@@ -31,7 +32,8 @@ def _our_keys() -> dict[str, str]:
                 found[_in_group(ours, word)].add(ours)
     for flag, (ours, _) in (VALUES | SWITCHES).items():
         found[_in_group(ours, flag.removeprefix("--").replace("-", "_"))].add(ours)
-    return {name: min(keys) for name, keys in found.items() if len(keys) == 1} | OTHER_KEYS
+    all_names = {name: min(keys) for name, keys in found.items() if len(keys) == 1} | OTHER_KEYS
+    return {name: ours for name, ours in all_names.items() if ours not in free_keys()}
 
 
 def _in_group(key: str, word: str) -> str:

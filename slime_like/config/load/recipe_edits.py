@@ -2,70 +2,141 @@
 
 from __future__ import annotations
 
+import io
+import os
+import posixpath
 import re
-import shutil
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from slime_like.errors import ConfigError
-from slime_like.util.reading import InputFile
+from slime_like.util.reading import YAML_ERRORS, InputFile, reason
 
 RECIPE = "recipe"
-_HEADER = re.compile(r"^# @package .*$", re.MULTILINE)
+PRIMARY = "train.yaml"  # Hydra reads the primary config before it adds the folders of its search path
+FIX = "correct it or its permissions"
+# Hydra's directives, such as ``# @package _global_``. It reads them up to the first line of another kind.
+_HEADER = re.compile(r"(\s*#[^\S\n]*@.*)*")
+_KEYWORDS = re.compile(r"((?:optional |override )*)([^@]*)")
+
+
+class _Included(NamedTuple):
+    """Config named by a defaults list. Hydra reads the names in its own defaults list as relative to ``base``."""
+
+    path: str  # relative to the folder of configs, without suffix
+    base: str
+    optional: bool
 
 
 @contextmanager
 def configs_without(
-    configs: Path, folders: Sequence[Path], recipes: Sequence[str], keys: Sequence[str]
+    configs: Path, folders: Sequence[Path], defaults: Sequence[Any], keys: Sequence[str]
 ) -> Generator[Path]:
-    """Yield a copy of the folder ``configs`` whose ``recipes``, and the recipes that they include, lack ``keys``.
+    """Yield a folder with copies, without ``keys``, of the recipes of ``defaults`` and of those that they include.
 
-    Recipes are read from ``configs`` and then from ``folders``; Hydra reports a recipe that none of them has. Raises
-    ``ConfigError`` naming a key that no recipe sets.
+    ``defaults`` is a defaults list of Hydra, such as ``[{"recipe": "quickstart"}]``. Recipes are read from ``configs`` and
+    then from ``folders``; Hydra reports a recipe that none of them has. The folder also has the primary config, but no
+    recipe that sets none of ``keys``. Raises ``ConfigError`` naming a key that no recipe sets, or a file or folder that
+    cannot be read or written.
     """
-    files = _with_included([configs, *folders], recipes)
-    with TemporaryDirectory() as scratch:
-        copy = Path(scratch) / "configs"
-        shutil.copytree(configs, copy)
-        set_keys: set[str] = set()
-        for path in filter(None, files.values()):
-            tree = _read(path)
-            if removed := {key for key in keys if _remove(tree, key)}:
-                set_keys |= removed
-                header = _HEADER.search(path.read_text())
-                text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-                (copy / RECIPE / path.name).write_text(f"{header[0] if header else ''}\n{text}")
-        unset = next((key for key in keys if key not in set_keys), None)
-        if unset is not None and all(files.values()):
-            raise ConfigError(
-                f"~{unset} ignores the setting of a recipe, but no recipe of this command sets {unset}: remove ~{unset}, or set "
-                f"{unset} to another value"
-            )
-        yield copy
-
-
-def _with_included(folders: Sequence[Path], recipes: Sequence[str]) -> dict[str, Path | None]:
-    """Return a dict from the names of ``recipes``, and of the recipes that they include, to their files, None if missing."""
-    paths: dict[str, Path | None] = {}
-    remaining = list(recipes)
-    while remaining:
-        name = remaining.pop().removeprefix(f"/{RECIPE}/")
-        if name in paths:
+    files = _with_included([configs, *folders], defaults)
+    copies = {PRIMARY: InputFile(configs / PRIMARY, ConfigError, FIX).text()}
+    set_keys: set[str] = set()
+    for name, path in files.items():
+        if path is None:
             continue
-        candidates = (folder / RECIPE / f"{name}.yaml" for folder in folders)
-        path = paths[name] = next((file for file in candidates if file.is_file()), None)
-        included: Any = _read(path).get("defaults") if path is not None else None
-        remaining += [item for item in included or () if isinstance(item, str) and item != "_self_"]
-    return paths
+        tree = _read(path)
+        if removed := {key for key in keys if _remove(tree, key)}:
+            set_keys |= removed
+            header = _HEADER.match(InputFile(path, ConfigError, FIX).text())
+            copies[f"{name}.yaml"] = f"{header[0] if header else ''}\n{OmegaConf.to_yaml(OmegaConf.create(tree))}"
+    unset = next((key for key in keys if key not in set_keys), None)
+    if unset is not None and all(files.values()):
+        raise ConfigError(
+            f"'~{unset}' ignores the setting of a recipe, but no recipe of this command sets {unset}: remove '~{unset}', "
+            f"or set {unset} to another value"
+        )
+    with ExitStack() as stack:
+        place: object = "the temporary folder"
+        try:
+            scratch = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
+            for name, text in copies.items():
+                place = target = scratch / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or place} cannot be written ({reason(error)}), and '~{keys[0]}' needs a copy of the recipes "
+                "in a temporary folder; free space there, or set TMPDIR to a folder that can be written"
+            ) from error
+        yield scratch
+
+
+def _with_included(folders: Sequence[Path], defaults: Sequence[Any]) -> dict[str, Path | None]:
+    """Return a dict from the paths of the recipes of ``defaults``, and of those they include, to their files.
+
+    A path is relative to the folder of configs, such as ``recipe/quickstart``. The file is None if it is missing.
+    """
+    files: dict[str, Path | None] = {}
+    visits: set[_Included] = set()
+    remaining = list(_included(defaults, ""))
+    while remaining:
+        item = remaining.pop()
+        if item in visits or not item.path.startswith(f"{RECIPE}/"):
+            continue
+        visits.add(item)
+        candidates = (folder / f"{item.path}.yaml" for folder in folders)
+        path = next((file for file in candidates if os.path.isfile(file)), None)  # False without permission
+        if path is not None:
+            remaining += _included(_read(path).get("defaults"), item.base)
+        if path is not None or not item.optional:
+            files[item.path] = path
+    return files
+
+
+def _included(defaults: Any, base: str) -> Iterator[_Included]:
+    """Yield the configs that a defaults list names, resolved as Hydra resolves them: relative to ``base``.
+
+    ``- mine/foo`` is relative to ``base``, and the names in its own defaults list to ``mine``. ``- mine: foo`` chooses from
+    the group ``mine``, and the names in its defaults list are relative to the group, also those of ``- mine: foo/bar``.
+    """
+    for item in cast("list[Any]", defaults) if isinstance(defaults, list) else ():
+        if isinstance(item, str) and item != "_self_":
+            yield _config(base, item.partition("@")[0])
+        if not isinstance(item, dict):
+            continue
+        for key, value in cast("dict[object, Any]", item).items():
+            keywords, group = cast("re.Match[str]", _KEYWORDS.match(str(key))).groups()
+            optional = "optional" in keywords
+            if "override" in keywords:
+                continue
+            if isinstance(value, str):
+                path = posixpath.join("/", base, group)
+                yield _config("", f"{path}/{value}", optional)._replace(base=path.lstrip("/"))
+            for name in cast("list[Any]", value) if isinstance(value, list) else ():
+                yield _config(base, f"{group}/{name}", optional)
+
+
+def _config(base: str, name: str, optional: bool = False) -> _Included:
+    path = posixpath.join("/", base, name).lstrip("/")
+    resolved = posixpath.normpath(f"/{path}").lstrip("/").removesuffix(".yaml")
+    return _Included(resolved, posixpath.dirname(path), optional)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    tree: Any = InputFile(path, ConfigError, "correct it").yaml()
+    """Return the tree of a recipe, read as Hydra reads it, with interpolations as text; empty if it is not a mapping."""
+    file = InputFile(path, ConfigError, FIX)
+    text = file.text()
+    try:
+        tree: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except (OSError, OmegaConfBaseException, *YAML_ERRORS) as error:  # OSError: the text is a number
+        raise file.refused(f"cannot be read as YAML ({reason(error)})") from error
     return cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
 
 
