@@ -73,7 +73,7 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
             f"{overrides.values['loop.num_rollout']}: both set the number of rollouts; remove loop.num_epoch or loop.num_rollout"
         )
     cfg = _finish(_compose(overrides), overrides.values, files=files, machine=machine, code=code)
-    if code and cfg.run.prepare is not None:
+    if code and machine and cfg.run.prepare is not None:
         check_exists("run.prepare", cfg.run.prepare)
     return cfg
 
