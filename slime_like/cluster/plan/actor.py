@@ -17,7 +17,7 @@ from slime_like.config.rules.pipeline import segments
 from slime_like.config.rules.schedule import actor_steps, resolve_schedule
 from slime_like.config.rules.tree import samples_per_step, trainer_ranks
 from slime_like.config.schema.algo import SftConfig
-from slime_like.config.schema.model import OptimConfig, ParallelConfig
+from slime_like.config.schema.model import ModelConfig, OptimConfig, ParallelConfig
 from slime_like.config.schema.resolved import Layout, RankSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -43,15 +43,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     if p.sequence_parallel and p.tp == 1:
         decisions.add("parallel.sequence_parallel", "false", "parallel.tp is 1")
     optim = _optim(cfg, device, dtype, dp, decisions)
-    model_config = replace(
-        cfg.model,
-        dtype=dtype,
-        family=cfg.model.family if model is None else family_of(cfg, model),
-        ref_checkpoint=cfg.model.ref_checkpoint or cfg.model.megatron_checkpoint or cfg.model.hf_checkpoint,
-    )
-    if cfg.model.family == "auto":
-        reason = "written by run.prepare" if model is None else f"model_type of {model.folder}"
-        decisions.add("model.family", model_config.family, reason)
+    model_config = _model(cfg, model, dtype, decisions)
     for config in (model_config, optim):
         config.seal()
     spec = RankSpec(
@@ -87,6 +79,20 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     if spec.needs_reference and cfg.model.ref_checkpoint is None:
         decisions.add("model.ref_checkpoint", model_config.ref_checkpoint, "the policy's initial weights")
     return spec
+
+
+def _model(cfg: TrainConfig, model: HfConfig | None, dtype: str, decisions: PlanDecisions) -> ModelConfig:
+    """Return ``cfg.model`` with its dtype, family and reference checkpoint."""
+    config = replace(
+        cfg.model,
+        dtype=dtype,
+        family=cfg.model.family if model is None else family_of(cfg, model),
+        ref_checkpoint=cfg.model.ref_checkpoint or cfg.model.megatron_checkpoint or cfg.model.hf_checkpoint,
+    )
+    if cfg.model.family == "auto":
+        reason = "written by run.prepare" if model is None else f"model_type of {model.folder}"
+        decisions.add("model.family", config.family, reason)
+    return config
 
 
 def _add_expert_decision(cfg: TrainConfig, world: int, model: HfConfig | None, decisions: PlanDecisions) -> None:
