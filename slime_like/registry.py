@@ -83,8 +83,8 @@ def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = Fa
     if dotted and is_path(name):
         check_path(key, name)
         return
-    own = _own_path(name) if dotted else own_entry(table_name)
-    raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}{own}")
+    hint = _own_path(name) if dotted else own_entry(table_name)
+    raise ConfigError(f"{key}={name!r} is unknown: {nearest(name, table)}{hint}")
 
 
 def check_path(key: str, name: str) -> None:
@@ -154,5 +154,11 @@ def _nearest_function(name: str, module: ModuleType) -> str:
     if close := closest(name, public):
         return f"did you mean {close!r}?"
     home = module.__name__
-    own = sorted(key for key, value in public.items() if f"{getattr(value, '__module__', '')}.".startswith(f"{home}."))
-    return f"known: {', '.join(own)}" if own else f"it defines no function or class: add {name}, or correct the path"
+    functions = sorted(
+        key for key, value in public.items() if f"{getattr(value, '__module__', '')}.".startswith(f"{home}.")
+    )
+    return (
+        f"known: {', '.join(functions)}"
+        if functions
+        else f"it defines no function or class: add {name}, or correct the path"
+    )

@@ -106,7 +106,7 @@ class Demand:
 
     @property
     def offload_settings(self) -> Offloads:
-        """Whether trainer and engines release their memory for each other, with a proposed change applied."""
+        """Release of memory by trainer and engines for each other, with a proposed change applied."""
         placement = self.cfg.placement
         if self.offloads is not None:
             return self.offloads

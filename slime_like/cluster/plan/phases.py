@@ -20,7 +20,7 @@ FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory", "attention workspace
 
 @dataclass(frozen=True, slots=True)
 class Offloads:
-    """Whether trainer and engines release their memory while the other needs it."""
+    """Release of memory: ``train`` if the trainer frees its own while engines run, ``rollout`` if engines do in training."""
 
     train: bool = False
     rollout: bool = False

@@ -24,15 +24,15 @@ def our_key(key: str) -> str | None:
 
 @functools.cache
 def _our_keys() -> dict[str, str]:
-    found: dict[str, set[str]] = defaultdict(set)
+    our_names: dict[str, set[str]] = defaultdict(set)
     for names, (ours, _) in VERL_KEYS.items():
         for name in map(str.strip, names.split(",")):
-            found[name].add(ours)
+            our_names[name].add(ours)
             if (word := name.rpartition(".")[2]) not in AMBIGUOUS:
-                found[_in_group(ours, word)].add(ours)
+                our_names[_in_group(ours, word)].add(ours)
     for flag, (ours, _) in (VALUES | SWITCHES).items():
-        found[_in_group(ours, flag.removeprefix("--").replace("-", "_"))].add(ours)
-    all_names = {name: min(keys) for name, keys in found.items() if len(keys) == 1} | OTHER_KEYS
+        our_names[_in_group(ours, flag.removeprefix("--").replace("-", "_"))].add(ours)
+    all_names = {name: min(keys) for name, keys in our_names.items() if len(keys) == 1} | OTHER_KEYS
     return {name: ours for name, ours in all_names.items() if ours not in free_keys()}
 
 

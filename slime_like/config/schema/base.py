@@ -50,8 +50,8 @@ class Config:
             value = getattr(self, item.name)
             choices: tuple[str, ...] = item.metadata.get("choices", ())
             if choices and value not in choices:
-                own = own_entry(item.metadata.get("table", ""))
-                raise ConfigError(f"{prefix}{item.name}={value!r} {not_one_of(str(value), choices)}{own}")
+                hint = own_entry(item.metadata.get("table", ""))
+                raise ConfigError(f"{prefix}{item.name}={value!r} {not_one_of(str(value), choices)}{hint}")
             if isinstance(value, Config):
                 value.check(f"{prefix}{item.name}.")
 
