@@ -20,7 +20,7 @@ FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory", "attention workspace
 
 @dataclass(frozen=True, slots=True)
 class Offloads:
-    """Release of memory: ``train`` if the trainer frees its own while engines run, ``rollout`` if engines do in training."""
+    """Release of memory: ``train`` by the trainer while engines run, ``rollout`` by engines during training."""
 
     train: bool = False
     rollout: bool = False
