@@ -48,7 +48,10 @@ class SharedObject:
 
 
 def find_compiler() -> str:
-    """Return the path of the C compiler: ``$CC``, else the first of ``COMPILERS``. Raises ``BuildError`` if there is none."""
+    """Return the path of the C compiler: ``$CC`` if set, else the first of ``COMPILERS`` on PATH.
+
+    Raises ``BuildError`` if it is not found.
+    """
     words = [word for word in os.environ.get("CC", "").split() if Path(word).name not in LAUNCHERS]
     candidates = words[:1] or COMPILERS
     for name in candidates:

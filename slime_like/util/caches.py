@@ -15,10 +15,10 @@ FALLBACK = "/tmp"  # not TMPDIR, because an engine removes its TMPDIR when it ex
 
 
 def cache_folder(name: str) -> Path:
-    """Create or reuse the cache ``name`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, else among temporary files.
+    """Create or reuse the cache folder ``name`` in ``$XDG_CACHE_HOME`` (by default ``~/.cache``), else in ``/tmp``.
 
-    Temporary files are used if the first location is not writable or another user could replace one of its parents.
-    Raises ``SlimeLikeError`` if the folder itself is not private, ``OSError`` if no location is usable.
+    ``/tmp`` is used if the folder cannot be created there, or if another user could replace that location or one of its
+    parents. Raises ``SlimeLikeError`` if an existing folder is not private, ``OSError`` if no location is usable.
     """
     base = _base()
     if base is not None and not is_replaceable(base):

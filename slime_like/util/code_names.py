@@ -1,4 +1,4 @@
-"""Names in the code of a function, from which it follows which keys of a config the function cannot read."""
+"""Collection of the names in a function's code. The function cannot read a config key whose name is not among them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 def names_in_code(function: Any) -> frozenset[str]:
     """Return the names and string constants in the code of a function, a class or an object with ``__call__``.
 
-    The code of functions and classes that it names is included, if it is the user's or of ``slime_like.algo``: a loss that
-    calls ``slime_like.algo.loss.policy_gradient`` reads the keys that this reads. Return ``READS_ALL`` if the search fails or
-    finds too many objects.
+    Functions and classes that the code names are searched too if they belong to the user or to ``slime_like.algo``: a loss
+    that calls ``slime_like.algo.loss.policy_gradient`` reads the keys that ``policy_gradient`` reads. Return ``READS_ALL`` if
+    the search fails or finds too many objects.
     """
     start = function
     while isinstance(start, functools.partial):
@@ -41,7 +41,7 @@ def names_in_code(function: Any) -> frozenset[str]:
 
 
 class _Search:
-    """Search of code for names, in the user's package and in files below the current or the user's folder."""
+    """Search of code for names: in ``module``'s package and folder, in the current directory and in ``slime_like.algo``."""
 
     def __init__(self, module: str) -> None:
         self.names: set[str] = set()
@@ -64,7 +64,7 @@ class _Search:
             self._pending.append(value)
 
     def _search(self, value: Any) -> None:
-        """Add the names in the code of ``value``, and what it refers to, if it has code to follow."""
+        """Record the names in ``value`` and queue the objects that it refers to. Code of libraries is skipped."""
         match value:
             case functools.partial():
                 self._add_all((value.func, *value.args, *value.keywords.values()))

@@ -1,6 +1,6 @@
 """Sharing of device memory with another process by CUDA IPC, through an address made of JSON types.
 
-torch frees shared memory only after every address of it has been opened and closed once, or forgotten.
+torch frees shared memory only after every address of it has been opened and closed once, or passed to ``forget``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FIELDS = ("device", "handle", "num_bytes", "offset", "counter", "counter_offset", "event", "waits")
-"""Result of torch's function that shares a storage."""
+"""Names of the values that torch's ``_share_cuda_`` returns, in order."""
 BYTES = ("handle", "counter", "event")
 SHARED_MEMORY = Path("/dev/shm")  # contains torch's files of reference counts
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -21,11 +21,11 @@ UNSHAREABLE = {
     "expandable_segments:true": "memory in expandable segments",  # torch passes file descriptors, which containers often forbid
     "backend:cudamallocasync": "memory of cudaMallocAsync",
 }
-"""Map from a setting of torch's allocator, in lower case, to its memory, which has no CUDA IPC handle."""
+"""Map from a setting of torch's allocator, in lower case, to the kind of memory that it selects. None has a CUDA IPC handle."""
 
 
 def share(memory: Tensor) -> dict[str, Any]:
-    """Return an address of a tensor's whole storage. Opening it waits for the current stream."""
+    """Return an address of a tensor's whole storage. The receiver's stream waits for work queued on the current stream."""
     storage: Any = memory.untyped_storage()
     address: Any = dict(zip(FIELDS, storage._share_cuda_(), strict=True))
     return address | {name: address[name].hex() for name in BYTES}
@@ -42,7 +42,7 @@ def open_shared(address: Mapping[str, Any], device: int) -> Tensor:
     fields = dict(address) | {name: bytes.fromhex(address[name]) for name in BYTES}
     fields["device"] = device
     counter = SHARED_MEMORY / fields["counter"].decode().lstrip("/")
-    if not counter.exists():  # torch ignores it, and the sender's memory would never be freed
+    if not counter.exists():  # torch would ignore its absence and never free the sender's memory
         raise RuntimeError(f"{counter}, torch's count of its users, is not in this process's {SHARED_MEMORY}")
     storage_type: Any = torch.UntypedStorage
     storage: torch.UntypedStorage = storage_type._new_shared_cuda(*(fields[name] for name in FIELDS))
@@ -50,7 +50,7 @@ def open_shared(address: Mapping[str, Any], device: int) -> Tensor:
 
 
 def forget(address: Mapping[str, Any]) -> None:
-    """Count an address as closed, for a receiver that has ended."""
+    """Count an address as closed, on behalf of a receiver that has ended."""
     import torch
 
     storage_type: Any = torch.UntypedStorage
@@ -65,7 +65,7 @@ def unshareable_memory_message(setting: str) -> str:
 
 
 def unshareable_memory(environment: Mapping[str, str]) -> str:
-    """Return ``VARIABLE=value`` if it selects an allocator of torch whose memory has no CUDA IPC handle, else ""."""
+    """Return the setting ``VARIABLE=value`` by which torch allocates memory without a CUDA IPC handle; empty if there is none."""
     for variable in ALLOCATOR_VARIABLES:
         value = environment.get(variable, "")
         if any(option in _normalised(value) for option in UNSHAREABLE):

@@ -35,8 +35,9 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor, scale: float) -> Tensor:
-    """Return softmax attention [b, K, R, D] over the keys that ``visible`` selects; each row sees at least the first key.
+    """Return softmax attention [b, K, R, D] over the keys that ``visible`` selects; each row must see at least one key.
 
+    ``visible`` is [b, 1, L] if all rows see the same keys.
     Bitwise, a row depends only on its query, its visible keys and their positions: masked keys add exact zeros,
     and the results of the blocks are added in float64, in order.
     """

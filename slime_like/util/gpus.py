@@ -35,7 +35,10 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` allows. nvidia-smi does not report the memory of a MIG slice."""
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` allows.
+
+    The ``num_bytes`` of a MIG slice is None, because nvidia-smi does not report it.
+    """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible(installed_gpus(), variable)
     if MIG not in (variable or ""):

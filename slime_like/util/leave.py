@@ -12,7 +12,7 @@ def leave(code: int) -> NoReturn:
 
     A gloo thread that is still releasing a tensor takes the GIL, and CPython before 3.14 ends such a thread during
     finalization, which aborts the process ("terminate called without an active exception"). The heartbeat thread of NCCL's
-    groups takes it too, which can end the process with a segmentation fault.
+    groups takes the GIL too, and can then end the process with a segmentation fault.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,8 +10,8 @@ NUM_PROBES = 3  # within the time limit, on an idle connection
 def end_with_lost_peer(sock: socket.socket, seconds: float) -> None:
     """Make the kernel end a TCP connection once its peer has acknowledged neither data nor probes for ``seconds``.
 
-    The connection to a suspended (SIGSTOP) or busy process is kept at first: its kernel acknowledges until its buffer
-    is full.
+    The connection to a suspended (SIGSTOP) or busy process is kept at first: the peer's kernel acknowledges data until the
+    receive buffer is full.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

@@ -67,7 +67,7 @@ def interface_towards(host: str) -> str:
 
 
 def interface_environment(host: str) -> Mapping[str, str]:
-    """Return the variables that bind gloo and NCCL to the interface towards ``host``; empty if the user has set them.
+    """Return the variables that bind gloo and NCCL to the interface towards ``host``; empty if the user has set both.
 
     By default gloo listens on the address that the host name resolves to, NCCL on the first non-loopback interface.
     Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.

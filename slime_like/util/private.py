@@ -23,7 +23,8 @@ OTHER_USERS = 0o077  # permission bits of all users but the owner
 def private_folder(path: Path) -> Path:
     """Create ``path`` with its parents, or reuse it if it is a folder that only this user can enter.
 
-    Raises ``SlimeLikeError`` if it is a link, owned by another user or open to others, who may have written to it.
+    Raises ``SlimeLikeError`` if ``path`` is a file or a link, is owned by another user, or is open to others, who may have
+    written to it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -37,9 +38,9 @@ def private_folder(path: Path) -> Path:
 
 
 def temporary_folder(name: str, place: str | None = None) -> Path:
-    """Create or reuse this user's private temporary folder ``name``, the same path in each process.
+    """Create or reuse this user's private folder ``name`` in ``place``, by default the system's folder for temporary files.
 
-    Raises ``SlimeLikeError`` if another user has taken the path, ``OSError`` if it cannot be written to.
+    This user's processes share it. Raises ``SlimeLikeError`` as ``private_folder`` does, ``OSError`` if it cannot be created.
     """
     root = private_folder(Path(place or tempfile.gettempdir()) / f"slime_like-{os.geteuid()}")
     return private_folder(root / name)
@@ -48,7 +49,8 @@ def temporary_folder(name: str, place: str | None = None) -> Path:
 def create_private(path: Path) -> IO[bytes]:
     """Create ``path`` for this user only, open for reading and writing; an existing file is removed.
 
-    Raises ``OSError`` if another user creates the path first: existing files are never opened, links never followed.
+    Raises ``OSError`` if the existing file cannot be removed, or if another process creates a file or link at ``path`` after
+    the removal: neither is ever opened.
     """
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w+b")
@@ -57,7 +59,8 @@ def create_private(path: Path) -> IO[bytes]:
 def open_lock(path: Path) -> IO[bytes]:
     """Open a lock file, creating it for this user only. Nothing is written to it.
 
-    Raises ``OSError`` if it is a link or not a regular file: another user could direct the lock to a foreign file.
+    Raises ``OSError`` if it is not a regular file, or is a symbolic or hard link, by which another user could direct the lock
+    to a foreign file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     state = os.fstat(fd)
@@ -87,7 +90,7 @@ def exclusive(path: Path, deadline: Deadline, holder: str) -> Generator[None]:
 
 
 def owned_by_another_user(path: Path) -> Path | None:
-    """Return the part of ``path`` that another user created in a world-writable folder such as /tmp, or None."""
+    """Return ``path`` or its innermost parent that another user, except root, owns in a world-writable folder, or None."""
     for part in (path, *path.parents):
         try:
             state, parent_state = part.lstat(), part.parent.lstat()

@@ -1,4 +1,4 @@
-"""Reader of the input files of a run. A damaged file raises one error that names file, field and fix."""
+"""Reader of the input files of a run. A damaged file raises one error that names the file, the defect and the fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeErro
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """Input file with the class of its errors and the fix that ends each of their messages.
+    """Input file, with the class of the errors that reading it raises and the fix that ends each error message.
 
     Example: ``InputFile(path, CheckpointError, "download it again", key="model.hf_checkpoint").json_object()``.
     """
@@ -39,7 +39,7 @@ class InputFile:
         return self.error(f"{start} {one_line(problem)}; {self.fix}")
 
     def check_regular(self) -> None:
-        """Raise ``self.error`` unless the path is a readable regular file; reading a pipe might never end."""
+        """Raise ``self.error`` unless the path is an existing regular file; reading a pipe might never end."""
         try:
             mode = self.path.stat().st_mode
         except FileNotFoundError as error:
@@ -103,9 +103,9 @@ class InputFile:
             raise self.refused(f"is not a readable .npz file ({reason(error)})") from error
 
     def typed[T](self, values: object, kind: type[T]) -> T:
-        """Return ``values`` read from this file as a ``kind``; see ``typed``.
+        """Return ``values``, read from this file, as a ``kind``, converted by the function ``typed``.
 
-        Raises ``self.error`` if they do not fit.
+        Raises ``self.error`` if the values do not fit.
         """
         try:
             return typed(values, kind)

@@ -20,14 +20,14 @@ class FunctionReturns:
 
     file: str
     statements: tuple[tuple[int, ast.expr | None], ...]  # line, value
-    always_none: bool  # each call that returns returns None, and no statement raises
+    always_none: bool  # each call that returns returns None, and there is no raise statement
 
 
 def returns_of(function: Callable[..., Any]) -> FunctionReturns | None:
     """Return the return statements of a function, a method or the ``__call__`` of an object.
 
-    Return None if they do not determine the result of a call: the function is decorated or wraps another one, is a
-    generator function or a lambda, or has no source. Of a class, too, nothing is known.
+    Return None for a class, and for a function whose return statements do not determine the result of a call: one that is
+    decorated or wraps another one, is a generator function or a lambda, or has no source.
     """
     if inspect.isclass(function):
         return None
@@ -51,7 +51,10 @@ def returns_of(function: Callable[..., Any]) -> FunctionReturns | None:
 
 
 def is_reason(value: ast.expr | None) -> bool:
-    """Return whether an expression may be None or text that is not empty, as a group filter returns them."""
+    """Return False if an expression is certainly not a valid result of a group filter, which is None or a non-empty string.
+
+    An expression whose value is unknown counts as valid; of a conditional expression, both branches must be valid.
+    """
     match value:
         case ast.Constant(value=constant):
             return constant is None or (isinstance(constant, str) and constant != "")

@@ -1,4 +1,4 @@
-"""The kernel's scheduling policy of processes that exchange data through gloo."""
+"""Choice of the kernel's scheduling policy for processes that exchange data through gloo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def use_batch_scheduling() -> None:
-    """Schedule this thread, and threads and processes it starts later, so that a wakeup preempts no running thread.
+    """Schedule this thread, and threads and processes it starts later, so that their wakeups preempt no running thread.
 
     Between ranks that share cores, a message would otherwise often preempt its sender while the sender holds the lock of
     the connection. The I/O thread of gloo then spins until the sender runs again. Does nothing if the policy is not the

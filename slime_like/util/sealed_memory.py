@@ -1,7 +1,7 @@
-"""Memory without a file name that processes of one user and one machine share: a memfd whose size cannot change.
+"""Memory that processes of one user on one machine share: a memfd, which has no file name, with a fixed size.
 
-The kernel frees it when the last process that has it open or mapped ends. Another process opens it through ``/proc/<pid>/fd``,
-which only processes of the same user can read.
+The kernel frees it when no process has it open or mapped. Another process opens it through ``/proc/<pid>/fd``, which only
+processes of the same user can read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ def create_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def map_sealed(pid: int, fd: int, access: int) -> mmap.mmap:
-    """Map the memory of another process. Raises ``OSError`` if it cannot be opened, ``ValueError`` if it is not sealed."""
+    """Map the sealed memory that process ``pid`` has open as ``fd``.
+
+    Raises ``OSError`` if it cannot be opened, ``ValueError`` if it is not sealed memory of this user.
+    """
     path = f"/proc/{pid}/fd/{fd}"
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY
     own_fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK)

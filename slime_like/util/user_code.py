@@ -48,13 +48,16 @@ def name_user_errors(key: str, name: str, subject: str) -> Generator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return type, text and line of an error, in one line: ``ValueError: no digits (my_reward.py:12)``."""
+    """Return an error's type, text and source line as one line of text: ``ValueError: no digits (my_reward.py:12)``."""
     text = " ".join(str(error).split())[:MAX_TEXT]
     return f"{type(error).__name__}: {text} ({origin(error)})"
 
 
 def origin(error: BaseException) -> str:
-    """Return ``file:line`` of the innermost frame outside this and installed packages or, if none, of the innermost frame."""
+    """Return ``file:line`` of a syntax error, or of the innermost frame outside slime_like and installed packages.
+
+    If there is no such frame, return ``file:line`` of the innermost frame.
+    """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]

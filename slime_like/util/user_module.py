@@ -1,4 +1,4 @@
-"""Modules that the config names, by module name or as a Python file."""
+"""Import of the modules that the config names, by module name or as a Python file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from slime_like.util.user_code import describe
 
 
 def user_module(key: str, value: str, module: str) -> ModuleType:
-    """Import ``module``, a module name or a file that ends in ``.py``; the current directory is importable.
+    """Import ``module``, a module name or a file that ends in ``.py``; the current directory is appended to ``sys.path``.
 
-    Raises ``ConfigError`` with ``key``, ``value`` and the user's own line if the import fails.
+    Raises ``ConfigError`` with ``key`` and ``value`` if the module is missing or, with the line too, if its code raises.
     """
     _append(Path.cwd())
     try:
@@ -39,9 +39,9 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
 
 
 def check_exists(key: str, value: str) -> None:
-    """Raise ``ConfigError`` if the file of the import path ``value``, or the package of its module, is missing.
+    """Raise ``ConfigError`` if the file or the top-level package that ``value`` names is missing. Nothing is imported.
 
-    Nothing is imported.
+    ``value`` is ``file.py:attribute`` or ``package.module:attribute``.
     """
     module = value.rpartition(":")[0]
     if module.endswith(".py"):
@@ -64,7 +64,7 @@ def absolute(name: str) -> str:
 
 
 def _file(name: str) -> Path | None:
-    """Return the file ``name`` of the current directory or, as for modules, of a folder of ``sys.path``."""
+    """Return the absolute path of the file ``name`` in the current directory or else a folder of ``sys.path``, or None."""
     path = os.path.expanduser(name)
     files = (os.path.join(folder, path) for folder in (".", *sys.path))
     return next((Path(file).resolve() for file in files if os.path.isfile(file)), None)
