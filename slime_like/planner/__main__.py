@@ -1,4 +1,7 @@
-"""``python -m slime_like.planner MODEL --on 8xH20``: memory and speed of engines and trainer, without config or weights."""
+"""``python -m slime_like.planner MODEL --on 8xH20``: memory and speed of an engine and memory of a trainer rank.
+
+It needs neither the config of a run nor weights.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Return the exit code: 0, 1 if it cannot be printed, or 2 on input that cannot be planned."""
+    """Print the plan. Return the exit code: 0; 1 if the plan cannot be printed; 2 if the input cannot be planned."""
     try:
         return print_output("\n".join(_lines(_arguments(argv))) + "\n")
     except SlimeLikeError as error:
@@ -120,7 +123,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
 
 
 def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> None:
-    """Raise ``ConfigError`` if ``--static`` is too small for weights that fit the GPU, or leaves too little for the rest."""
+    """Raise ``ConfigError`` if ``--static`` gives too little memory to weights that fit the GPU, or to the rest of the engine."""
     if settings.static is None:
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))

@@ -1,4 +1,7 @@
-"""Number of requests that an engine can run at the same time, what limits it, and the effect of each change."""
+"""Number of requests that an engine can run at the same time, its limiting factor, and the effect of changes of the layout.
+
+``phases`` returns the memory of a GPU that an engine shares with a trainer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class EngineAnswer:
 
     settings: EngineSettings
     memory: EngineMemory
-    batch: int  # requests of the workload's length that the KV cache holds
+    batch: int  # requests of the workload's length that fit KV cache and recurrent states
     steady: Throughput | None  # None if nothing fits
 
     @property
@@ -54,9 +57,10 @@ TRAINER_REMAINDER = ("CUDA context", "communicators")
 
 
 def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
-    """Return the memory of a shared GPU for three ways of sharing.
+    """Return the memory in training and in sampling of a GPU that trainer and engine share, for three ways of sharing.
 
-    Trainer and engine both keep their memory, only the engine releases its memory, or both release theirs.
+    Trainer and engine both keep their memory, only the engine releases its memory, or each releases its memory while the other
+    runs.
     """
     fixed_bytes = engine.table.total - engine.table.of("KV cache")
     engine_remainder, trainer_remainder = engine.table.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
@@ -77,7 +81,7 @@ def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of an engine layout, named by the command-line flag that makes it."""
+    """Change of an engine layout, named by the command-line flags that make it."""
 
     flag: str
     answer: EngineAnswer

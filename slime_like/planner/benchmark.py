@@ -67,7 +67,7 @@ class _SimulatedEngine:
         return sum(request.context for request in self.running)
 
     def admit(self) -> list[_SimulatedRequest]:
-        """Start the clients' next requests while all tokens that they may generate fit; return the started requests."""
+        """Start the clients' next requests as long as prompt and full response of each fit; return the started requests."""
         reserve = constants.NEW_TOKENS.value * sum(request.remaining for request in self.running)
         free_tokens, new_requests = self.capacity - self.num_tokens - reserve, list[_SimulatedRequest]()
         while self.waiting and len(self.running) < self.clients:

@@ -29,7 +29,7 @@ MAX_LAYERS = 2**16
 def read_shape(flag: str, folder: str, family: str = "auto") -> ModelShape:
     """Read the shape from ``config.json`` in ``folder``; ``family`` as for ``shape_of``.
 
-    Raises ``CheckpointError`` naming ``flag`` if it is unusable.
+    Raises ``CheckpointError`` naming ``flag`` if the file is missing or unusable.
     """
     if not (Path(folder) / "config.json").exists():
         raise CheckpointError(f"{flag}: {folder} has no config.json: give the folder of a model in Hugging Face format")
@@ -41,7 +41,7 @@ def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None
     """Return the shape that the fields of a config.json describe.
 
     ``family``, a value of ``model.family``, replaces model_type unless it is auto or a path of the user's own family.
-    Raises ``CheckpointError``, naming ``file`` if it is given, if a field is missing or unusable.
+    Raises ``CheckpointError`` if a field is missing or unusable; the error names ``file`` or, without a file, ``name``.
     """
     file = file or InputFile(Path(name), CheckpointError, "give the config.json of a causal language model")
     text = values.get("text_config") or values

@@ -134,8 +134,8 @@ def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Har
 def _prefetch_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, other_seconds: float) -> float:
     """Return the seconds that FlowMLA adds to a step.
 
-    ``other_seconds`` excludes collectives, which share the links with FlowMLA. A gathered layer is written to memory once, and
-    read once for the next rank.
+    ``other_seconds`` is the time of the step's other work, which hides the all-gathers of weights. It excludes collectives,
+    because they share the links with FlowMLA. A gathered layer is written to memory once, and read once for the next rank.
     """
     if not settings.flow_mla:
         return 0.0

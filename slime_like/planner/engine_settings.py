@@ -13,7 +13,7 @@ class EngineSettings:
     """One engine: ``gpus`` tensor parallel ranks that serve together."""
 
     gpus: int = 1
-    dp_attention: int = 1  # ranks hold different sequences; attention is tensor parallel over gpus / dp_attention
+    dp_attention: int = 1  # groups of gpus / dp_attention tensor parallel ranks, each with its own sequences
     dcp: int = 1  # ranks that share the tokens of a sequence
     flow_mla: tuple[str, ...] = ()  # projections that FlowMLA shards, keys of rollout.flow_mla.weights
     flow_slots: int | None = (

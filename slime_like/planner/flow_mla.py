@@ -21,7 +21,7 @@ def flow_projections(shape: ModelShape, choice: str) -> tuple[str, ...]:
 
 
 def check_flow_mla(shape: ModelShape, settings: EngineSettings) -> None:
-    """Raise ``ConfigError`` if the engine has no weights that FlowMLA could shard."""
+    """Raise ``ConfigError`` if FlowMLA is on without data-parallel attention, or with a projection that the model lacks."""
     names, available = settings.flow_mla, _layer_weights(shape, settings)
     if names and settings.dp_attention == 1:
         raise ConfigError(

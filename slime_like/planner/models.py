@@ -287,7 +287,8 @@ def table_config(name: str) -> dict[str, Any] | None:
 def find_shape(flag: str, name: str) -> ModelShape:
     """Return the shape of the model in a folder with a config.json, or of a model in the planner's table.
 
-    Raises ``ConfigError`` naming ``flag`` if ``name`` is neither, or a model that is not supported.
+    Raises ``ConfigError`` if ``name`` is neither, or a model that is not supported, and ``CheckpointError`` if the folder's
+    config.json is missing or unusable. The error names ``flag``.
     """
     if Path(name).is_dir():
         return read_shape(flag, name)

@@ -31,9 +31,9 @@ def offload_items(
     in_rollouts: bool = False,
     stage: int | None = None,
 ) -> MemoryTable:
-    """Return the host memory of one rank of a pipeline stage (None: the mean over all) with ``num_copies`` of its weights.
+    """Return the host memory of a rank of pipeline ``stage`` (None: mean over all), including ``num_copies`` of its weights.
 
-    ``in_rollouts``: weights and optimizer state move to pinned memory while rollouts are sampled; that memory is kept.
+    ``in_rollouts``: weights and optimizer state move to pinned memory while rollouts are sampled. The memory is not freed.
 
     megatron's offload keeps float32 weights, moments and pinned gradients on the host. A save first copies weights, main
     weights and moments from the device to pinned memory, and clones those that are on the host.

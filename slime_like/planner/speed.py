@@ -1,4 +1,4 @@
-"""Time of prefill, and the throughput of an engine whose KV cache limits its batch."""
+"""Time of prefill, and the throughput of an engine that runs as many requests as fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime_like.planner.shapes import ATTENTION, LATENT, MIXERS, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Request lengths in tokens; if ``uniform``, they are drawn uniformly up to these (bench_serving's random data)."""
+    """Prompt and response length in tokens; if ``uniform``, the maxima of uniformly drawn lengths, as in bench_serving."""
 
     input: int
     output: int
@@ -55,7 +55,7 @@ class PrefillTime:
     square: float
 
     def seconds(self, tokens: float, squares: float) -> float:
-        """Return the seconds for a prompt of ``tokens`` and squared length ``squares``; for means, the mean seconds."""
+        """Return the seconds for a prompt of ``tokens`` and squared length ``squares``; if both are means, the mean seconds."""
         return self.token * tokens + self.square * squares
 
 

@@ -1,7 +1,8 @@
-"""SGLang's default mem_fraction_static: the share of a GPU for weights and KV cache, from its estimate of all other memory.
+"""SGLang's default mem_fraction_static: the share of a GPU for weights and KV cache, from an estimate of all other memory.
 
-It follows ``handle_gpu_memory_settings`` of SGLang 0.5.23 (arg_groups/memory_hook.py) for a text model that prefills and
-decodes on NVIDIA GPUs. Sizing after graph capture is not modelled: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is off by default.
+The computation follows ``handle_gpu_memory_settings`` of SGLang 0.5.23 (arg_groups/memory_hook.py) for a text model that
+prefills and decodes on NVIDIA GPUs. Sizing after graph capture is not modelled: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is off
+by default.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from slime_like.planner.shapes import ModelShape
 LARGE_GPU = 60 * GIB  # on larger GPUs, SGLang has a minimum reserve
 LARGE_GRAPH = 300  # requests; for larger graphs, data-parallel attention takes more per request
 LATENT_GRAPH_TOKENS = 8_192  # tokens of the largest prefill graph of latent attention
-DEEPEP_GRAPH_TOKENS = 2_048  # tokens of the largest prefill graph with DeepEP, whose graphs have multiples of 8
+DEEPEP_GRAPH_TOKENS = 2_048  # tokens of the largest prefill graph with DeepEP; its graphs have multiples of 8 tokens
 MIN_PREFILL_TOKENS = 2_048
 
 

@@ -1,4 +1,7 @@
-"""Trainer layouts traced without a GPU, by megatron's code and torch's CUDA allocator, with the planner's predictions."""
+"""Traced peaks of trainer layouts, with the planner's predictions.
+
+In a trace, megatron's code and torch's CUDA allocator run without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ class TracedRun:
 
 
 def traced_layouts() -> tuple[TracedRun, ...]:
-    """Return the traced layouts, each in a rank's second optimizer step with two thirds of the tokens trained."""
+    """Return the traced layouts of whole models.
+
+    Each peak is that of a rank's second optimizer step, in which two thirds of the tokens are trained.
+    """
 
     def layout(model: str, peak: float, **fields: object) -> TracedRun:
         return TracedRun(model, replace(TrainerSettings(trained_share=2 / 3), **fields), peak)  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ MOMENT_BYTES = 8  # Adam's two moments, in float32
 MAIN_BYTES = 4  # float32 copy of 16-bit weights
 VOCABULARY_MULTIPLE = 128
 BUILD = "build"
-"""Item of a rank whose memory is higher while its model is built than during a step: the difference."""
+"""Name of the item for the difference, if a rank needs more memory while its model is built than during a step."""
 POLICY, VALUE, SCORING = "policy", "value", "scoring"
 """Tasks of a rank: train with an output layer, train with a value head (critic), and forward passes alone (teacher)."""
 
@@ -64,8 +64,8 @@ class TensorGroup:
 class RankParameters:
     """Parameter tensors of a pipeline stage on one rank."""
 
-    dense_tensors: tuple[TensorGroup, ...]  # reduced over dp * cp
-    expert_tensors: tuple[TensorGroup, ...]  # reduced over the copies of an expert
+    dense_tensors: tuple[TensorGroup, ...]  # their gradients are reduced over dp * cp ranks
+    expert_tensors: tuple[TensorGroup, ...]  # their gradients are reduced over the ranks that have the same experts
 
     @property
     def total(self) -> float:
@@ -77,7 +77,10 @@ class RankParameters:
         return self._num_per_rank(num_shards(settings))
 
     def num_saved(self, settings: TrainerSettings) -> float:
-        """Return the mean number of parameters that a rank saves: replicas are saved once."""
+        """Return the mean number of parameters that a rank saves.
+
+        Each parameter is saved by one of the ranks that hold a replica of it.
+        """
         return self._num_per_rank(num_replicas(settings))
 
     def _num_per_rank(self, num_ranks: tuple[int, int]) -> float:
@@ -150,7 +153,10 @@ def padded_vocabulary(vocabulary: int, tp: int) -> int:
 
 
 def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
-    """Return the peak memory of one rank, while it is built or during an optimizer step, with the allocator's overhead."""
+    """Return the memory of one rank at its peak, while the model is built or during an optimizer step.
+
+    It includes CUDA context, communicators, and memory that the allocator reserves but does not allocate.
+    """
     allocated = allocated_items(shape, settings)
     groups = sum(size > 1 for size in (settings.tp, settings.cp, settings.pp, settings.ep, settings.etp)) + (
         settings.world_size > 1
@@ -164,7 +170,7 @@ def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
 
 
 def allocated_items(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
-    """Return the tensors of one rank at its peak, which torch counts as allocated memory.
+    """Return the tensors of one rank at its peak. Their sum is torch's allocated memory.
 
     With pipeline stages, the rank is in the stage that needs the most memory, and the table names this stage.
     """
@@ -275,9 +281,9 @@ def _activation_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) 
 
 
 def _transient(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple[Item, ...]:
-    """Return the larger of two groups of tensors: the head's, and those of the layers recomputed in the backward pass.
+    """Return the larger of two items: tensors of the head, and tensors of the layers recomputed in the backward pass.
 
-    A rank that only scores has the tensors of one layer instead.
+    On a rank that only scores, the second item is the tensors of one layer. The tuple is empty if the stage has neither.
     """
     s, rows = settings, []
     per_layer = _layer_bytes(shape, s, *_segments(shape, s, stage))

@@ -47,7 +47,7 @@ def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[Tr
         yield _change(s, recompute="full")
     elif (
         s.recompute_method == "uniform"
-    ):  # another method has no effect without recompute, so a run with it is rejected
+    ):  # a run without recompute and with another method is rejected, because the method has no effect
         yield _change(s, recompute="none")
     if s.dtype == "bfloat16" and s.distributed_optimizer and s.offload < 1:
         yield _change(s, offload=1.0)
