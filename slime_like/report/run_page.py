@@ -123,7 +123,7 @@ def _head(record: RunRecord) -> Iterator[str]:
 
 
 def _warnings(record: RunRecord) -> Iterator[str]:
-    """Yield the table of the run's warnings by step, the newest first."""
+    """Yield the table of the run's last warnings by step, at most ``MAX_WARNINGS``, the newest first."""
     warnings = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
     if warnings:
         yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run</summary>"
@@ -156,7 +156,7 @@ def _estimated_entropy(record: RunRecord) -> str:
 def _evaluation(record: RunRecord) -> Iterator[str]:
     names = [name for name in record.metrics if name.startswith("eval/")]
     by_set: dict[str, list[str]] = {}  # name of a set's score -> names of the set's metrics
-    for name in sorted(names, key=len):  # a score before the names that it begins
+    for name in sorted(names, key=len):  # a score before the longer names that begin with it
         score = next((score for score in by_set if name.startswith((f"{score}-", f"{score}/"))), name)
         by_set.setdefault(score, []).append(name)
     if by_set:

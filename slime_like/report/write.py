@@ -29,7 +29,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def decoder(record: RunRecord) -> Callable[[Sequence[int]], str]:
-    """Return the decode function of the run's tokenizer, or one that prints token ids if the tokenizer cannot be opened."""
+    """Return the decode function of the run's tokenizer, or one that returns ids as text if the tokenizer cannot be opened."""
     folder = tokenizer_folder(record)
     if folder is None or not Path(folder).is_dir():
         return _ids_as_text
