@@ -8,7 +8,7 @@ from slime_like.reward.kinds import label_of, needs_label
 from slime_like.reward.latex import OPENING, equal, label_latex, last_boxed
 from slime_like.types import Prompt, Reward, Sample
 
-TAIL = 2000  # characters at the end of a response that are searched for an answer
+TAIL = 2000  # characters at the end of a response without a box that are searched for an answer
 INLINE = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(rf"(?<![\w.])[-+]?{UNSIGNED}(?:\s*/\s*{UNSIGNED})?%?(?!\w)")
@@ -28,7 +28,7 @@ def answer(prompt: Prompt, sample: Sample) -> Reward:
 def final_answer(text: str) -> str | None:
     """Return LaTeX of the final answer: the content of the last ``\\boxed{}``, else the last formula or number.
 
-    The result is None if there is neither formula nor number, or if the last box does not close.
+    The result is None if the last ``TAIL`` characters have neither formula nor number, or if the last box does not close.
     Example: ``final_answer("so $x=3$, in all 12.") == "12"``.
     """
     if OPENING.search(text):

@@ -95,7 +95,8 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
 def gpqa(prompt: Prompt, sample: Sample) -> Reward:
     """Return score and accuracy 1 if the response chooses the correct option, else 0.
 
-    A response that states no letter chooses an option by its text.
+    If the response states no letter, or the row's correct letter is unknown, a response with the text of the correct option
+    is correct.
     """
     parsed = question(prompt.label, prompt.metadata)
     text = sample.text.rpartition(THOUGHT)[2]

@@ -1,4 +1,4 @@
-"""Markers of reward functions, read by the framework before a run starts, and the label they compare with."""
+"""Decorators that mark reward functions, functions that read the marks, and the label that a reward compares with."""
 
 from __future__ import annotations
 

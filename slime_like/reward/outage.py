@@ -53,7 +53,7 @@ class Outage:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the record is complete: the outage has ended, with a response since then if a request failed."""
+        """Return whether the record is complete: the outage is over and, if a request failed, the server has responded since."""
         return not self.is_active and bool(self._answered_at or not self._noticed_at)
 
     def recoveries(self) -> tuple[Recovery, ...]:

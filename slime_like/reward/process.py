@@ -78,7 +78,7 @@ class WorkerProcess:
     async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
         """Send a request and return the reply.
 
-        Raises ``DeadlineExceeded`` if there is no reply in time, or ``WorkerDied`` with the exit code if the process
+        Raises ``DeadlineExceeded`` if there is no reply in time, or ``WorkerDied`` with the cause if the process
         ended. Threads write and read, because a suspended (SIGSTOP) process can block both for ``PIPE_S``, and the
         event loop must not wait.
         """
@@ -145,7 +145,7 @@ class WorkerProcess:
 
 
 def _limit_waits(fd: int) -> None:
-    """Set the timeouts of a pipe of ``Pipe()``, a socket.
+    """Set the timeouts of a pipe created by ``Pipe()``, which is a socket.
 
     A write or read that makes no progress for ``PIPE_S`` then raises ``BlockingIOError``.
     """

@@ -138,7 +138,7 @@ class _FormulaReader:
         return size
 
     def _argument(self) -> Size:
-        """Read an argument of ``^``, ``_`` or a function with its own powers; return its bound.
+        """Read an argument of ``^``, ``_`` or a function, including the powers of the argument; return its bound.
 
         ``9^9^9`` is invalid LaTeX, but read as a power tower.
         """

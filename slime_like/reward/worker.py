@@ -1,7 +1,8 @@
 """Worker process that runs reward functions, one call at a time: ``python -m slime_like.reward.worker <fd> <seconds> <bytes>``.
 
-The parent has the other end of the pipe. Imports are minimal: a reward imports its own dependencies. The kernel limits the
-memory of this process and of each process it starts to ``bytes``, and the CPU time of each call.
+``fd`` is this end of a pipe to the parent, ``seconds`` the time limit of a call. The kernel limits the memory of this process
+and of each process it starts to ``bytes``, and the CPU time of each call. Imports are minimal: a reward imports its own
+dependencies.
 """
 
 from __future__ import annotations
