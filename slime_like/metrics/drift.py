@@ -25,7 +25,7 @@ class DriftWatch:
     _last_warnings: dict[str, float] = field(default_factory=dict[str, float])  # metric -> value of its last warning
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return a warning for each metric above its limit, repeated only once the metric has grown by ``factor``."""
+        """Return a warning for each metric above its limit; repeat a warning only when its metric has grown by ``factor``."""
         if self.factor is None:
             return []
         baseline = median(self._means) if self._means else None

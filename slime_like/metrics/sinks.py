@@ -92,7 +92,8 @@ class JsonlSink:
     """Sink that writes one line per step: ``{"step", "time", <metric>: number, ..., "spans": {name: [start, stop]}}``.
 
     A step with warnings also has ``"warnings": [text, ...]``. On resume, lines after ``first_step`` move to
-    metrics_dropped.jsonl, since the run repeats these steps, and unreadable lines to ``metrics.damaged.jsonl``.
+    metrics_dropped.jsonl, since the run repeats these steps, and unreadable lines to ``metrics.damaged.jsonl``. In a new run,
+    all lines of an existing file move to metrics_dropped.jsonl.
     """
 
     path: Path

@@ -19,7 +19,7 @@ KEY = "metrics.sinks"
 def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
     """Construct the sink ``name``.
 
-    Raises ``ConfigError`` if a user sink's constructor raises an error or it lacks a method.
+    Raises ``ConfigError`` if a user sink's constructor raises an error or the sink lacks a method.
     """
     factory = resolve(KEY, name, SINKS)
     if name in SINKS:
