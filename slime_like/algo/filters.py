@@ -6,7 +6,7 @@ from slime_like.types import SampleGroup, Status
 
 
 def nonzero_std(group: SampleGroup) -> str | None:
-    """Drop a group unless its trained samples have at least two different rewards: its advantages would be zero.
+    """Drop a group unless its trained samples have at least two different rewards; otherwise its advantages are zero.
 
     Source: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
