@@ -1,6 +1,6 @@
-"""Files of checkpoints, written in such an order that the latest file never names an incomplete one. Torch-free.
+"""Files of checkpoints, written in such an order that the latest file never names an incomplete checkpoint. Torch-free.
 
-    latest_checkpointed_iteration.txt    names the newest complete iteration, or "none"; replaced last
+    latest_checkpointed_iteration.txt    the latest file: names the newest complete iteration, or "none"; replaced last
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
                                          rollout files, and the settings and inputs of the run that wrote them
     rollout/state_4.json                 the state of the rollout managers at the same iteration

@@ -1,6 +1,6 @@
 """The file checkpoint.json, which describes the other files of a checkpoint folder. Torch-free.
 
-It is checked when these files are read. Fields:
+The other files are compared with it before they are loaded. Fields:
 
 format, iteration, version, ...   fields of ``Manifest``
 files, rollout                    size and SHA-256 of every file of the folder, and of this iteration's rollout files
@@ -86,7 +86,7 @@ def add_run(folder: Path, run: Mapping[str, Any]) -> None:
 def describe_files(
     folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None
 ) -> dict[str, FileRecord]:
-    """Return the size and SHA-256 of each file ``names`` in ``folder``, by name. Files missing in ``hashes`` are hashed."""
+    """Return the size and SHA-256 of the files ``names`` in ``folder``, by name. Files missing in ``hashes`` are hashed."""
     digests = dict(hashes or {})
     unknown = [name for name in names if name not in digests]
     digests |= zip(unknown, hash_files([folder / name for name in unknown]), strict=True)
@@ -127,8 +127,8 @@ def read_manifest(folder: Path) -> Manifest:
 def read_record(folder: Path) -> CheckpointRecord:
     """Return the record of ``folder`` after checking the size of each of its files.
 
-    Raises ``CheckpointError`` if the folder or a file is missing, truncated, garbled, in another format or from another
-    iteration. The error names it.
+    Raises ``CheckpointError`` if the folder is missing, if checkpoint.json is missing, damaged, in an unknown format or from
+    another iteration, or if another file is missing, unreadable or of another size. The error names the folder or file.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -222,10 +222,10 @@ def _without_manifest(folder: Path) -> str:
 
 
 def critic_source(folder: Path) -> Path:
-    """Return the critic's iteration folder: ``folder`` itself if it is one, otherwise an iteration in it.
+    """Return the critic's iteration folder: ``folder`` itself if it is one, otherwise an iteration in ``folder``.
 
-    This is the iteration that the latest file names or, if there is no latest file, the newest one. Raises
-    ``CheckpointError`` if there is no iteration, or if it belongs to an actor, which has no value head.
+    The iteration is the one that the latest file names or, if there is no latest file, the newest one. Raises
+    ``CheckpointError`` if there is no iteration, or if the iteration is an actor's, which has no value head.
     """
     present = iterations(folder)
     if not (folder / MANIFEST).is_file() and present:
