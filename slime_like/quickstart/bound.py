@@ -1,6 +1,7 @@
-"""Command that ends with its parent: ``python bound.py PARENT COMMAND...`` execs COMMAND.
+"""Command that ends with its parent: ``python bound.py PARENT COMMAND...`` execs COMMAND. PARENT is the parent's process id.
 
-Linux kills COMMAND when the thread that started it ends. A killed parent could not stop COMMAND, as it runs no signal handler.
+Linux kills COMMAND when the thread that started it ends. The parent could not stop COMMAND itself if it was killed, because
+no signal handler runs then.
 """
 
 import ctypes

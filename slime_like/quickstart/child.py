@@ -31,8 +31,8 @@ BOUND = Path(__file__).with_name("bound.py")
 def run_child(name: str, command: Sequence[str], deadline: Deadline) -> int:
     """Run ``command`` and return its exit code; messages call it ``name``.
 
-    Raises ``KeyboardInterrupt`` after Ctrl-C or SIGTERM, and ``DeadlineExceeded`` when ``deadline`` passes, after all
-    processes of the child have ended. If this process is killed, the child is killed too.
+    Raises ``KeyboardInterrupt`` on Ctrl-C or SIGTERM, and ``DeadlineExceeded`` if ``deadline`` passes, both once the child
+    has ended. If this process is killed, the child is killed too.
     """
     signals: list[str] = []
     with _record_signals(name, signals):
@@ -72,7 +72,7 @@ def _record_signals(name: str, signals: list[str]) -> Generator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a running child by signals, wait up to ``END_S`` for it to end, and kill what is left of its process group."""
+    """Stop a running child by signals, wait up to ``END_S`` for it to end, and kill the rest of its process group."""
     if process.poll() is None:
         for number in SIGNALS:
             process.send_signal(number)

@@ -1,4 +1,4 @@
-"""``run.prepare`` functions of the default jobs, which create data and model and run the warm start once."""
+"""Functions for ``run.prepare`` of the default jobs. They create data and model and run the warm start once."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _check_owned(key: str, folder: Path) -> None:
 
 
 def _is_warm_start(folder: Path) -> bool:
-    """Return whether a user ran ``+recipe=quickstart_sft`` into ``folder``."""
+    """Return whether ``folder`` is the ``run.dir`` of a job with a ``run.prepare`` of this module, as in ``quickstart_sft``."""
     config = folder / "config.yaml"
     return config.exists() and f"{__name__}:prepare" in config.read_text()
 
@@ -156,9 +156,10 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
 
 
 def _empty(folder: Path) -> None:
-    """Remove the files of an earlier warm start; ``check_folders`` has found no others.
+    """Remove everything in the folder except the stamp, or create the folder.
 
-    The stamp is written first, so that an interrupted removal leaves a folder marked as the quickstart's and unfinished.
+    ``check_folders`` has accepted the folder as the quickstart's own. The stamp is written first, so that an
+    interrupted removal leaves a folder marked as the quickstart's and unfinished.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(UNFINISHED)
