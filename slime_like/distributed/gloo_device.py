@@ -22,8 +22,8 @@ _devices: dict[str, list[Any]] = {}  # by network interface
 def share_gloo_device() -> None:
     """Make the gloo groups that this process creates from now on share one device with one I/O thread. Idempotent.
 
-    torch creates a device per group, whose thread wakes up 100 times per second even if nothing is communicated, and a
-    rank has 20 groups. Remove when torch shares devices, or when gloo waits for events without a timeout.
+    torch creates a device per group. Each device's thread wakes up 100 times per second even if nothing is communicated,
+    and a rank has 20 groups. Remove when torch shares devices, or when gloo waits for events without a timeout.
     """
     c10d.Backend._ensure_backend_registered("gloo")
     plugins: Any = c10d.Backend._plugins

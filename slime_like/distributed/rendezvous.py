@@ -12,7 +12,7 @@ import torch.distributed as dist
 from slime_like.util.ports import RendezvousAddress, interface_environment, listen
 
 SCHEME = "slime-like-store"
-"""Scheme of the URLs (``slime-like-store://host:port``) that ``register_scheme`` adds to ``init_process_group``."""
+"""Scheme of the URLs (``slime-like-store://host:port``) that ``init_process_group`` accepts after ``register_scheme``."""
 
 
 def join_store(

@@ -64,7 +64,7 @@ class OpRecord:
 
     @property
     def in_flight(self) -> bool:
-        """True if the op has not ended."""
+        """Return whether the op has not ended."""
         return self.ended_ns == 0
 
 
@@ -75,7 +75,7 @@ class MemoryState:
     free: int
     process_bytes: int  # held by the rank's process
     total: int
-    query_ns: int
+    query_ns: int  # time of the query, in ns of perf_counter_ns
 
     def describe(self, now_ns: int) -> str:
         """Return a short description."""
@@ -194,7 +194,7 @@ class Reading:
     pid: int
     state: str  # running, stopped or dead
     records: tuple[OpRecord, ...]  # oldest first
-    rebuilds: int = 0  # number of rebuilds of its communicators that it started
+    rebuilds: int = 0  # number of rebuilds of communicators that the process started
     memory: MemoryState | None = None  # None: never queried
 
 

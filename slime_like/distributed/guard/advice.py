@@ -23,10 +23,10 @@ MAX_QUERY_SHARE = 0.001  # a query may run before each call of an op if it takes
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOp:
-    """Memory that one op in one group took on one rank: drops of free memory, in bytes.
+    """Memory that one op in one group took on one rank, in bytes.
 
-    ``first_*``: maximum over the first call and each call with a larger payload than any call before it. ``later_*``: maximum
-    over all other calls.
+    ``*_driver``: drop of free memory. ``*_allocator``: growth of the memory that the process holds. ``first_*``: maximum over
+    the first call and each call with a larger payload than any call before it. ``later_*``: maximum over all other calls.
     """
 
     op: str
@@ -68,8 +68,8 @@ def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
     """Yield a Markdown table with a row per op and kind of group.
 
-    Drops (in MiB) and query durations are maxima over all ranks, numbers of calls are sums, bytes per call are means. A rank with
-    several groups of a kind counts once.
+    Drops (in MiB) and query durations are maxima over all ranks, numbers of calls are sums, bytes per call are means. The
+    column ``ranks`` counts a rank with several groups of a kind once.
     """
     columns = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
     yield f"| op | group | ranks | calls | bytes per call | {columns} | query us |"

@@ -41,7 +41,7 @@ class Counter:
     check_at: float  # the guard checks the first op issued at or after this time, in ns of perf_counter_ns
     code: int  # op, phase and group, encoded as in the ring
     next_sequence: Callable[[], int]  # returns the number of the group's next collective
-    peers: dict[int, Callable[[], int]]  # peer -> function that numbers its sends (or receives)
+    peers: dict[int, Callable[[], int]]  # peer -> function that numbers the sends to it (or receives from it)
     target: Any  # the ProcessGroup that executes the op
     # Set at creation or changed only by the guard.
     op: Op
@@ -69,7 +69,7 @@ class Counter:
         return self.peers[peer]()
 
     def increments(self) -> tuple[int, ...]:
-        """Return the increments since the last call, in the order in which ``metrics`` unpacks them."""
+        """Return the growth of each count since ``increments`` was last called, in the order in which ``metrics`` unpacks it."""
         totals = (
             self.calls,
             self.bytes,
@@ -103,7 +103,7 @@ def counter_type(hot_fields: type = HotCounterFields) -> type[Counter]:
 
 
 def metrics(counters: Iterable[Counter], min_free: int | None) -> Iterator[Metric]:
-    """Yield the metrics ``comm/...`` and ``guard/...`` of one rank, counted since the last call.
+    """Yield the metrics ``comm/...`` and ``guard/...`` of one rank, counted since ``metrics`` was last called.
 
     Over ranks, counts are summed and times are reduced to their maximum. ``min_free``: lowest free memory in bytes.
     """

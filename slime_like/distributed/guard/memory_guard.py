@@ -44,7 +44,7 @@ class Guard:
 
     @property
     def _polls_requests(self) -> bool:
-        """True if ``check`` must run before every op because nothing else notices requests of other ranks."""
+        """Return whether ``check`` must run before every op because nothing else notices requests of other ranks."""
         return self.symmetric_actions is not None and not self.symmetric_actions.is_watched
 
     def check(self, counter: Counter, now: int) -> None:

@@ -25,9 +25,9 @@ class QuerySchedule:
 
     - Over a long period, queries and cheap checks cost at most the share ``budget`` of the time. A shorter period may
       cost about ``MAX_OVERDRAFT`` queries more.
-    - The next query runs before free memory can reach the threshold at ``SAFETY_FACTOR`` times the measured rate, but
-      not beyond the overdraft. It runs immediately if a cheap check shows that this process has taken half of the
-      headroom.
+    - The next query runs before free memory can reach the threshold at ``SAFETY_FACTOR`` times the measured rate, or
+      immediately if a cheap check shows that this process has taken half of the headroom. It runs later if it would
+      exceed the overdraft.
     - If the overdraft allows no query before memory may reach the threshold, ``too_late`` is set, and the guard acts
       without waiting for a query.
     """
@@ -73,7 +73,8 @@ class QuerySchedule:
     def record_cheap_check(self, now: float, cost: float, process_bytes: int) -> None:
         """Record a cheap check at ``now`` that took ``cost``.
 
-        Schedule a query now if ``process_bytes`` has grown by half of the headroom and the overdraft allows a query.
+        Schedule the next query for ``now`` if ``process_bytes`` has grown by half of the headroom since the last query and
+        the overdraft allows a query.
         """
         self._update_balance(now, cost)
         self._check_cost = max(cost, COST_DECAY * self._check_cost)
@@ -93,7 +94,7 @@ class QuerySchedule:
 
     @property
     def _can_afford_query(self) -> bool:
-        """True if a query now stays within the overdraft."""
+        """Return whether an immediate query stays within the overdraft."""
         return self._balance - self._query_cost >= -MAX_OVERDRAFT * self._query_cost
 
     @property

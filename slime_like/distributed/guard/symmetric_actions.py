@@ -2,8 +2,9 @@
 
 No collective is used, because a vote before every op would slow down every op. The acting rank publishes a request: it writes
 a word in shared memory, which the ranks of its node read before every op, and a key in the world's store. On each other node,
-one rank copies requests from the store into the node's word. No rank waits for another, so this cannot deadlock. All ranks of
-the world act, not only those of the op's group: a rank outside the group would soon wait for a member of it in another group.
+one rank copies requests from the store into the node's word. No rank waits for another, so requests cannot deadlock. All ranks
+of the world act, not only those of the op's group: a rank outside this group would soon wait, in another group, for a rank that
+acts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class SymmetricActions:
     def watch_with(self, native_ring: Any) -> None:
         """Make the hot path in C compare the word with ``native_ring.last_request`` before each op.
 
-        ``Guard.check`` then does not compare it.
+        ``Guard.check`` then need not run before each op.
         """
         native_ring.watch(self.memory)
         self._native_ring = native_ring
@@ -59,7 +60,7 @@ class SymmetricActions:
 
     @property
     def is_watched(self) -> bool:
-        """True if the hot path in C watches the word."""
+        """Return whether the hot path in C watches the word."""
         return self._native_ring is not None
 
     def publish(self, action: str) -> None:
@@ -91,7 +92,10 @@ class SymmetricActions:
 
     # ---- on other nodes ----------------------------------------------------------------------------------------------
     def connect(self, store: Any) -> None:
-        """Exchange requests with other nodes through the world's ``store``. The first rank of a node to connect polls it."""
+        """Exchange requests with other nodes through the world's ``store``.
+
+        On each node, the first rank that connects starts a thread that polls the store.
+        """
         if self._store is not None:
             return
         self._store = store

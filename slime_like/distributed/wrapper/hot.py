@@ -1,7 +1,7 @@
 """The hot path in C (``csrc/hot.c``), compiled once per machine and user if there is a compiler.
 
-Each object of the extension handles the usual calls and passes all others to the equivalent Python function
-(``wrapper.op_wrappers``). Remove when torch offers hooks that are as cheap.
+Each ``Call`` of the extension replaces one method or function: it handles the usual calls and passes all others to the
+equivalent Python function (``wrapper.op_wrappers``). Remove when torch offers hooks that are as cheap.
 """
 
 # torch has no public registry of process groups and backends.

@@ -77,7 +77,7 @@ def remove() -> None:
 def _remove(*, replaced: bool) -> None:
     """Remove the wrapper. ``replaced``: the caller installs another one, which takes over the reloadable groups.
 
-    Raises the error of ``remove``.
+    Raises ``CollectiveError`` as ``reload.check_removable`` does.
     """
     global _patches, _watchdog
     reload.check_removable(current(), replaced=replaced)
@@ -116,9 +116,9 @@ def phase(name: str) -> Generator[None]:
 
 
 def release() -> None:
-    """Destroy all communicators under ``guard.release``; the next ``phase`` rebuilds them.
+    """Destroy the releasable communicators if ``guard.release`` is set; the next ``phase`` rebuilds them.
 
-    Every rank must call it.
+    Every rank must call this function.
     """
     if (wrapper := current()) is not None and wrapper.spec.release:
         reload.release(wrapper)
@@ -131,7 +131,10 @@ def label_group(name: str, label: str) -> None:
 
 
 def drain() -> list[Metric]:
-    """Return the metrics ``comm/...`` and ``guard/...`` of this rank since the last drain."""
+    """Return the metrics ``comm/...`` and ``guard/...`` of this rank since the last drain.
+
+    If ``guard.profile`` is set, also write all measurements so far.
+    """
     if _patches is None:
         return []
     wrapper, profile = _patches.wrapper, _patches.profile

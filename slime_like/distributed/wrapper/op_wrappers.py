@@ -1,6 +1,6 @@
 """Wrappers around torch's methods and functions. They are the hot path and therefore call few helper functions.
 
-Each function here takes torch's method or function (``raw``) and returns a wrapper with its signature.
+The functions that create wrappers take torch's method or function (``raw``) and return a wrapper with the same signature.
 """
 
 # torch has no public registry of process groups and backends.

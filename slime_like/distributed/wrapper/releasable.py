@@ -1,8 +1,9 @@
 """Backends of process groups that can be released: destroyed while nothing is communicated, and recreated later.
 
 megatron-core keeps references to its ``ProcessGroup`` objects, including the world, so these persist with their ranks, names
-and stores. With ``guard.release`` their backend is a ``ReleasableBackend``, a placeholder that refuses every op. A second
-group of the same ranks, referenced only by the wrapper, executes their ops. ``reload`` releases and rebuilds backends.
+and stores. With ``guard.release`` their backend is a ``ReleasableBackend``, a placeholder that refuses every op. The ops of
+each such object are executed by a second group of the same ranks, which only the wrapper references. ``reload`` releases and
+rebuilds backends.
 
 Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``; in torch 2.14 gloo's cannot).
 """
@@ -27,7 +28,7 @@ KEY_PREFIX = "rebuild"  # prefix of the store keys with the addresses of rebuilt
 
 
 class ReleasableBackend(c10d_core.Backend):
-    """Placeholder in a ``ProcessGroup`` for a releasable backend. ``live``: the backend, None while it is released."""
+    """Placeholder in a ``ProcessGroup`` for a releasable backend. ``live``: torch's backend, None while it is released."""
 
     def __init__(self, create: Callable[[Any, Any], Any], request: Any, options: Any) -> None:
         super().__init__(request.group_rank, request.group_size)
@@ -37,7 +38,10 @@ class ReleasableBackend(c10d_core.Backend):
         self.live: Any = create(request, options)
 
     def build(self, number: int) -> None:
-        """Create the communicators. Every rank of the group must call it if the backend connects eagerly, as gloo does."""
+        """Create the communicators. ``number`` separates the store keys of successive builds and is the same on every rank.
+
+        Every rank of the group must call this method if the backend connects eagerly, as gloo does.
+        """
         request: Any = c10d._DistributedBackendOptions()
         request.store = dist.PrefixStore(f"{KEY_PREFIX}{number}/", self._store)
         request.group_rank, request.group_size, request.timeout, request.group_id = self._group_args
@@ -62,7 +66,7 @@ class ReleasableBackend(c10d_core.Backend):
 
     @property
     def supports_coalescing(self) -> bool:
-        """True if the live backend supports coalescing."""
+        """Return whether the live backend supports coalescing."""
         return bool(self.live.supports_coalescing)
 
     def shutdown(self) -> None:
@@ -126,7 +130,7 @@ def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, A
 
 
 def target(group: Any) -> Any:
-    """Return the group that executes the ops of ``group``: itself if it has no live reloadable communicators."""
+    """Return the group that executes the ops of ``group``: ``group`` itself if it has no live releasable communicators."""
     reloadable = reloadables.get(group)
     if reloadable is None or group not in c10d._world.pg_backend_config:
         return group

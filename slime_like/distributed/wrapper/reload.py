@@ -1,4 +1,4 @@
-"""Release and rebuild of all communicators of this process, under ``guard.release``. ``releasable`` defines their backends."""
+"""Release and rebuild of this process's releasable communicators (``guard.release``). ``releasable`` defines their backends."""
 
 # torch has no public registry of process groups and backends.
 # pyright: reportPrivateUsage=false
@@ -18,7 +18,7 @@ from slime_like.distributed.wrapper.releasable import KEY_PREFIX, drop_destroyed
 from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.errors import CollectiveError
 
-# Number of the next rebuild, the same on every rank. Each rebuild has keys of its own.
+# Number of the next rebuild, the same on every rank. Each rebuild has store keys of its own.
 _rebuild_numbers = itertools.count(1)
 
 
@@ -39,7 +39,7 @@ def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
 
 
 def release(w: Wrapper) -> None:
-    """Destroy the communicators of every group, including the world's. Every rank must call it.
+    """Destroy the communicators of every releasable group, including the world. Every rank must call this function.
 
     Raises ``CollectiveError`` if an op has not ended.
     """
@@ -71,7 +71,7 @@ def release(w: Wrapper) -> None:
 
 
 def rebuild(w: Wrapper) -> None:
-    """Rebuild the communicators, in the order in which their groups were created. Every rank must call it.
+    """Rebuild the communicators, in the order in which their groups were created. Every rank must call this function.
 
     All ranks created their groups in the same order. Ranks that two groups have in common therefore build the same group
     first, which excludes a deadlock. Raises ``CollectiveError`` if a rank does not join.

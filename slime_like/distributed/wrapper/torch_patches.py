@@ -1,10 +1,10 @@
-"""Wrappers in place of torch's methods and functions, effective however a caller imported the function.
+"""Replacement of torch's methods and functions by wrappers.
 
 All functions of ``torch.distributed`` except functional collectives issue their op through a method of ``ProcessGroup``. These
 methods are replaced on the class, so each op is counted once, whether its caller imported a function before ``install`` or
 calls a method of a group. Functional collectives reach a group in C++, where the wrappers cannot see them.
 Composite functions, which issue several ops (``broadcast_object_list``), are replaced as well, and are counted and guarded
-under their own name. Without a wrapper, torch's own methods run.
+under their own name, unless the caller imported the function before ``install``.
 
 Remove when torch's hooks (``ProcessGroup.register_pre_hook``, ``register_post_hook``) report every op and its failure.
 """
@@ -29,7 +29,7 @@ from slime_like.distributed.wrapper.wrapper import Wrapper
 
 @dataclass(slots=True)
 class TorchPatches:
-    """The replaced methods and functions of torch, until ``restore``."""
+    """Replacement of torch's methods and functions, from ``install`` to ``restore``."""
 
     wrapper: Wrapper
     profile: Profile | None = None  # measures every op

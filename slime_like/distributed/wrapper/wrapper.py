@@ -194,7 +194,7 @@ class Wrapper:
 
     @contextlib.contextmanager
     def in_composite(self, counter: Counter, index: int, start_ns: int) -> Generator[None]:
-        """Run the function of ``counter``, which issues several ops. Its ops on this thread are not guarded."""
+        """Record the composite function of ``counter``, which runs in the block; do not guard its ops on this thread."""
         outer, self.composite_thread = self.composite_thread, get_ident()
         try:
             yield
