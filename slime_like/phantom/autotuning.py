@@ -1,4 +1,4 @@
-"""Autotuning of Triton's kernels on a phantom GPU, on which every configuration takes the same time."""
+"""Restriction of Triton's autotuning on a phantom GPU, on which every configuration takes the same time."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class CallCounts:
     allocations: int = 0  # allocations by the driver, not by torch's allocator
     graphs: int = 0
     shares: int = 0  # handles of device memory made for other processes
-    openings: int = 0  # handles of other processes that this one opened
+    openings: int = 0  # handles that this process opened
     closings: int = 0
     pageable_copies: int = 0  # copies to the host whose target is not pinned
 
