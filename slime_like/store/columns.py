@@ -1,4 +1,4 @@
-"""Columns of a sequence, and the tables of a store, which hold the columns of all its rows.
+"""Columns of a sequence, and the memory and tables in which a store keeps the columns of all rows.
 
 The columns are token ids, log-probabilities, weight versions and routed experts, with one entry per token.
 """
@@ -164,7 +164,7 @@ def _booleans() -> Bools:
 
 @dataclass(slots=True)
 class ExtentTable:
-    """Extents: contiguous ranges of a slab, at whose start one or more rows begin. The first ``used`` entries never change."""
+    """Extents: ranges of a slab, at whose start one or more rows begin. The first ``used`` entries of an extent never change."""
 
     size: int = 0
     slab: I64 = field(default_factory=_integers)  # key of the slab
