@@ -21,8 +21,8 @@ _TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<sign>[-+*/()]))"
 def calculate(text: str) -> str:
     """Return the value of ``text``, as text.
 
-    Raises ``ValueError`` naming the problem if it is not arithmetic or too long. Example: ``calculate("12+34*2") ==
-    "80"``, ``calculate("1/8") == "0.125"``, ``calculate("1/3") == "0.333333333333"``.
+    Raises ``ValueError`` naming the problem if ``text`` is too long or is not arithmetic within the limits above. Example:
+    ``calculate("12+34*2") == "80"``, ``calculate("1/8") == "0.125"``, ``calculate("1/3") == "0.333333333333"``.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{len(text)} characters, at most {MAX_CHARACTERS}")

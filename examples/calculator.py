@@ -33,9 +33,9 @@ class CallTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> CallTokens:
-        """Look up the tokens of ``tokenizer``.
+        """Look up the tokens of ``CALL`` and ``CALL_END`` in ``tokenizer``.
 
-        Raises ``ConfigError`` unless the tokenizer writes each with a single token: an engine stops only at one token.
+        Raises ``ConfigError`` unless each of them is a single token: an engine stops only at one token.
         """
         ids = tokenize(tokenizer, [CALL, CALL_END])
         for text, token_ids in zip((CALL, CALL_END), ids, strict=True):
@@ -47,7 +47,7 @@ class CallTokens:
         return cls(int(ids[0][0]), int(ids[1][0]))
 
     def call_in(self, token_ids: I32) -> I32 | None:
-        """Return the tokens of the call that ends a turn; None if the turn ends otherwise."""
+        """Return the tokens of the call that ends a turn; None if the turn does not end with a call."""
         starts = np.flatnonzero(token_ids == self.start)
         if not len(starts) or int(token_ids[-1]) != self.stop:
             return None

@@ -1,7 +1,7 @@
 """The calculator as an existing agent: a loop over a stock OpenAI client that knows nothing about training.
 
-``rollout.generate=openai_agent rollout.agent=examples.calculator_agent:agent`` trains the model that answers it
-(docs/agents.md has the command and its output). Unlike ``examples.calculator`` it sees text only: the endpoint
+``rollout.generate=openai_agent rollout.agent=examples.calculator_agent:agent`` trains the model that answers the client
+(docs/agents.md has the command and its output). Unlike ``examples.calculator``, the agent sees text only: the endpoint
 takes care of sampled tokens, their log-probabilities and the selection of trained tokens.
 """
 

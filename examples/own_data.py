@@ -4,7 +4,7 @@
         run.prepare=examples/own_data.py:prepare reward.name=examples/own_data.py:score
 
 It uses the model of ``+recipe=quickstart``: run that recipe once first, or set
-``model.hf_checkpoint=/models/Qwen3-0.6B`` for another one. If your data file already exists, set ``run.prepare=null``.
+``model.hf_checkpoint=/models/Qwen3-0.6B`` to use another model. If your data file already exists, set ``run.prepare=null``.
 """
 
 from __future__ import annotations
