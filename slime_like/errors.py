@@ -1,6 +1,7 @@
 """Errors shown to users.
 
-Each is constructed from a single message, so that Ray can pickle it. The message names the key or file, the value and a fix.
+Each can be constructed from a single message, so that Ray can pickle it. The message names the key or file, the value and a
+fix.
 """
 
 import sys
@@ -94,7 +95,10 @@ class RunComplete(SlimeLikeError):
 
 
 class CollectiveError(SlimeLikeError, RuntimeError):
-    """A collective that failed or that a rank did not join; the message names the op, its call site and the ranks."""
+    """A collective that failed or was refused, or communicators that cannot be released or rebuilt.
+
+    The message about a failed collective names the op, its group, the phase and the ranks.
+    """
 
 
 class MemoryShortage(SlimeLikeError, RuntimeError):

@@ -42,7 +42,7 @@ class Completion:
     finish: str  # stop | length | abort
     prompt_tokens: int = 0  # number of prompt tokens of the request
     cached_tokens: int = 0  # number of those that were in the prefix cache
-    # [prompt + R - 1, layers, experts per token], see ``data.routing``; None unless algo.routing_replay=rollout
+    # [prompt + R - 1, blocks, experts per token], see ``data.routing``; None unless algo.routing_replay=rollout
     routed_experts: RoutedExperts | None = None
     row: StoreRow | None = None  # row of the group's store that holds prompt and completion; the arrays are views of it
 
@@ -246,7 +246,7 @@ class WeightSource(Protocol):
 
     @property
     def is_sender(self) -> bool:
-        """True if this rank holds the gathered tensors of its pipeline stage."""
+        """Return whether this rank holds the gathered tensors of its pipeline stage."""
         ...
 
     def manifest(self) -> tuple[TensorMeta, ...]:
@@ -254,9 +254,9 @@ class WeightSource(Protocol):
         ...
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the tensors of the manifest in order; a tensor larger than ``max_bytes`` gets its own bucket.
+        """Yield the tensors of the manifest, in order, in buckets of up to ``max_bytes``; a larger tensor gets its own bucket.
 
-        A collective over the ranks of the pipeline stage.
+        This is a collective over the ranks of the pipeline stage.
         """
         ...
 
@@ -268,7 +268,7 @@ class ReplicatedWeightSource(WeightSource, Protocol):
     def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the tensors of all pipeline stages, in the same buckets on every trainer rank.
 
-        A collective over all trainer ranks: they must iterate together.
+        This is a collective over all trainer ranks: they must iterate together.
         """
         ...
 

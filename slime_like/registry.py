@@ -1,4 +1,4 @@
-"""Resolve names in the configuration to objects. ``slime_like.config.schema.names`` lists them, ``resolve`` imports one."""
+"""Resolve names in the configuration to objects. ``slime_like.config.schema.names`` lists the names; ``resolve`` imports one."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def not_one_of(value: str, choices: Iterable[str]) -> str:
 
 
 def own_entry(table_name: str) -> str:
-    """Return a hint to add a user's component to the table ``table_name``; empty if this is empty."""
+    """Return a hint to add a user's component to the table ``table_name``; empty if ``table_name`` is empty."""
     if not table_name:
         return ""
     return f" (your own: add it to {table_name} in slime_like/config/schema/names.py, see docs/extending.md)"
@@ -149,7 +149,7 @@ def resolve(key: str, name: str, table: dict[str, str]) -> Any:
 
 
 def _nearest_function(name: str, module: ModuleType) -> str:
-    """Return a hint for an attribute that ``module`` lacks: a similar name, or what the module or package defines."""
+    """Return a hint for an attribute that ``module`` lacks: a similar name, or all names that the module or package defines."""
     public = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
     if close := closest(name, public):
         return f"did you mean {close!r}?"
