@@ -210,8 +210,9 @@ class RolloutManager:
     async def begin_push(self) -> tuple[EngineAddress, ...]:
         """Pause every engine without ending its requests, open its weight update, and return the participants' addresses.
 
-        A deterministic run first waits until no request is in flight, since timing would decide which tokens are sampled
-        before the push. It does not wait if no engine serves: the groups then wait for an engine that waits for this push.
+        A deterministic run first waits until no request is in flight, because timing would otherwise decide which tokens are
+        sampled before the push. It does not wait if no engine serves: the groups in flight then wait for an engine, and the
+        engines wait for this push.
         """
         self._monitor.start()
         if self._spec.deterministic:
@@ -230,7 +231,7 @@ class RolloutManager:
         return 0 if self._resizer is None else self._resizer.num_unproven()
 
     async def admit_proven(self) -> None:
-        """Assign groups to added engines from now on. Call it after the probe has compared them with the trainer."""
+        """Let groups be assigned to added engines. Call it after the probe has compared these engines with the trainer."""
         if self._resizer is not None:
             self._resizer.admit_proven(self._version)
 
@@ -271,7 +272,7 @@ class RolloutManager:
         await self._pool.wait_until_push_needed()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the recoveries of engines and of the reward server that no ``ManagerRollout`` has reported yet."""
+        """Return the recoveries of engines and of the reward server that are new or changed since they were last returned."""
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 
     def block_reward_server(self, seconds: float) -> None:
@@ -284,10 +285,10 @@ class RolloutManager:
 
     # ---- state -------------------------------------------------------------------------------------------------------
     async def save_state(self, next_rollout: int, base: Path) -> dict[str, Any]:
-        """Return the state from which rollout ``next_rollout`` is reproduced: the cursor before it, and which groups are saved.
+        """Return the state from which ``next_rollout`` is reproduced: the cursor before it, and a description of saved groups.
 
-        The saved groups, which no rollout has trained on, are written to files next to ``base``, whose names begin with the
-        stem of ``base``. Raises ``CheckpointError`` if a file cannot be written.
+        The saved groups have not been trained on. They are written to files in the folder of ``base``, and the names of these
+        files begin with the stem of ``base``. Raises ``CheckpointError`` if a file cannot be written.
 
         A resumed run generates rollouts in flight again, with the same prompts and seeds, and continues groups that an earlier
         rollout left unfinished. In a deterministic run, rollouts in flight are complete at this point, or have failed.
@@ -322,7 +323,10 @@ class RolloutManager:
             self._collector.restore(RolloutState.from_groups(state["cursor"], load_groups(in_flight_path(base))))
 
     async def stop(self) -> None:
-        """Cancel requests in flight, close the generate function and stop the reward pool, each even if another step fails."""
+        """Cancel all groups in flight, close the generate function and the engine clients, and stop the reward pool.
+
+        Every step runs even if another one fails.
+        """
         async with AsyncExitStack() as teardown:  # callbacks run in reverse order
             teardown.push_async_callback(self._rewards.stop)
             teardown.push_async_callback(self._pool.stop)

@@ -1,4 +1,4 @@
-"""Selection, in the driver, of the groups that a rollout trains on, from the groups of all rollout managers.
+"""Select the groups to train on in a rollout, among the groups of all rollout managers. Runs in the driver.
 
 Groups beyond ``samples_per_rollout`` are carried to the next rollout or dropped. Warnings report rollouts without
 learning signal (no group left to train on, or rewards that do not differ).
@@ -101,7 +101,7 @@ class GroupSelection:
         self._leftover: tuple[SampleGroup, ...] = ()
 
     def select(self, rollout_id: int, parts: Sequence[ManagerRollout]) -> CollectedRollout:
-        """Return whole groups that fill the rollout's optimizer steps, carried-over groups first.
+        """Return the whole groups to train on in this rollout, carried-over groups first, with metrics and warnings.
 
         Carried-over groups that lag by more than ``max_staleness`` versions are dropped. Other groups that do not fit
         are carried over or dropped, depending on ``leftover``.
@@ -172,7 +172,7 @@ class LearningSignal:
         """Count one rollout and return the warnings for the user.
 
         ``groups`` go to the trainer. ``num_waiting`` is the increase in groups that wait for a later rollout. ``drop_summary``
-        describes what the filters dropped, and ``example`` is a group to quote if none passed them.
+        describes the groups that the filters dropped, and ``example`` is a group to quote if ``groups`` is empty.
         """
         shaped = groups if self.overlong is None else self.overlong.penalise(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1

@@ -1,1 +1,1 @@
-"""Agents that use the OpenAI chat completions API: an endpoint on loopback that records sampled tokens."""
+"""Run agents that use the OpenAI chat completions API, with an endpoint on loopback that records the sampled tokens."""

@@ -1,4 +1,4 @@
-"""HTTP endpoint for agents: one server per run, on loopback; the API key of a call identifies its session."""
+"""HTTP endpoint for agents: one server per rollout manager, on loopback. The API key of a call identifies its session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = "policy"
 
 @dataclass(slots=True, eq=False)
 class AgentConnection:
-    """A session with a valid key, and its calls in progress."""
+    """A session that has a key, and the calls of this session that are in progress."""
 
     session: Session
     calls: set[asyncio.Task[AgentReply]] = field(default_factory=set[asyncio.Task[AgentReply]])

@@ -37,9 +37,10 @@ MAX_FIRST_FAILURES, MAX_FAILURES = 8, 32  # consecutive failures that end the ru
 class OpenAIAgent:
     """Generate function that runs agents, each with its own key, and converts their calls into samples.
 
-    An agent that raises, never calls its model, or exceeds ``rollout.agent_deadline_s`` fails its sample. Failed samples
-    are not trained on and count in no baseline; ``agent/failures`` and ``agent/timeouts`` count them, and one warning per
-    rollout names the cause. Raises ``AgentError`` if the first runs all fail or many fail in a row, which indicates a bug.
+    A run of an agent fails if the agent raises, never calls its model, or exceeds ``rollout.agent_deadline_s``. An error after
+    a refused call (the context was full, or the engine aborted) is not a failure. Samples of failed runs are not trained on
+    and count in no baseline; ``agent/failures`` and ``agent/timeouts`` count the runs, and one warning of each kind per rollout
+    names a cause. A call raises ``AgentError`` if the first runs all fail or many runs fail in a row: this indicates a bug.
     """
 
     def __init__(self, config: RolloutConfig) -> None:

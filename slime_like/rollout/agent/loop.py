@@ -18,7 +18,7 @@ class AgentTimeout(Exception):
 
 
 class AgentLoop:
-    """Event loop for user coroutines, each with a time limit. ``threads``: size of the pool for their ``asyncio.to_thread``."""
+    """Event loop for user coroutines, each with a time limit. Their ``asyncio.to_thread`` calls share ``threads`` threads."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -65,7 +65,7 @@ class AgentLoop:
             try:
                 loop.run_forever()
                 break
-            except (SystemExit, KeyboardInterrupt):  # raised by a task of an agent; its waiter receives it too
+            except (SystemExit, KeyboardInterrupt):  # raised by an agent's task; the task's waiter receives it too
                 continue
         pending = asyncio.all_tasks(loop)
         for task in pending:

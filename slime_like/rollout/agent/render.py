@@ -1,4 +1,4 @@
-"""Conversations as token ids, and the tokens between two answers (assistant messages) of one conversation.
+"""Render a conversation as token ids, or only its part between two answers (assistant messages).
 
 A later call of a conversation must not render earlier answers again: tokenising their text may give ids other than the
 sampled ones, and templates drop or rewrite parts of old answers. Only the text *after* an answer is needed. To get it, the
@@ -47,7 +47,7 @@ class Renderer:
         return self._ids(following)
 
     def stop_token(self, text: str) -> int:
-        """Return the token of ``text``. Raises ``ApiError`` unless it is exactly one: engines stop only at tokens."""
+        """Return the token of ``text``. Raises ``ApiError`` unless ``text`` is exactly one token: engines stop only at tokens."""
         ids = self._ids(text)
         if len(ids) != 1:
             raise ApiError(

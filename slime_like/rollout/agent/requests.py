@@ -1,8 +1,8 @@
-"""Parsing of chat completion requests; refusals use OpenAI's error format.
+"""Parse chat completion requests, and refuse invalid ones in OpenAI's error format.
 
 Settings that change the sampling distribution (penalties, several choices, grammars) are refused, because the trainer
-computes log-probabilities under the unchanged one. Settings unrelated to sampling are ignored. Unknown fields are refused,
-as OpenAI does. Source of names and error codes: OpenAI's API reference, chat completions.
+computes log-probabilities under the unchanged distribution. Settings unrelated to sampling are ignored. Unknown fields are
+refused, as by OpenAI. Source of names and error codes: OpenAI's API reference, chat completions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One run of an agent: its calls, joined into conversations. Each conversation is a sample with the tokens as sampled.
+"""Record one run of an agent: join its calls into conversations, each of which becomes a sample with the sampled tokens.
 
 A call whose messages begin with the messages and the answer of an earlier call continues from that call's tokens. Any
-other call (a new conversation, or a history that the agent rewrote) starts a new sample. So does a second continuation
-of the same answer: the shared tokens become its prompt, so that no token is trained on twice.
+other call (a new conversation, or a history that the agent rewrote) starts a new sample. A second continuation of the same
+answer starts a new sample too: the shared tokens become the new sample's prompt, so that no token is trained on twice.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ FURTHER_IDS = 1 << 40  # ids of an agent run's second and later samples start he
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answered call: its conversation including the answer, and the end of that answer in its sample's tokens."""
+    """An answered call: its conversation including the answer, and the sample that contains the conversation's tokens."""
 
     messages: tuple[str, ...]  # identity of each
     tools: str
     episode: Episode
-    length: int
+    length: int  # number of tokens of the episode up to the end of the answer
 
     @property
     def is_last(self) -> bool:
-        """True if no later call has continued this one."""
+        """Return True if the episode ends with this call's answer, so that a call that continues it extends the episode."""
         return len(self.episode) == self.length
 
 
@@ -120,7 +120,10 @@ class Session:
         return max(filter(begins, self._turns), key=lambda turn: (len(turn.messages), turn.is_last), default=None)
 
     def _prompt(self, request: ChatRequest, turn: Turn | None) -> tuple[I32, I32]:
-        """Return the tokens already in the conversation, and the new tokens after them."""
+        """Return the prompt in two parts: the tokens up to the answer of ``turn``, as sampled, and the new tokens after it.
+
+        Without ``turn``, the first part is the entire conversation, and the second part is empty.
+        """
         if turn is None:
             return self._renderer.conversation(request), np.zeros(0, dtype=np.int32)
         earlier_ids = turn.episode.token_ids[: turn.length]
@@ -160,7 +163,7 @@ class Session:
         )
 
     def _record(self, turn: Turn | None, prompt_ids: I32, between: I32, completion: Completion) -> Episode:
-        """Append the completion to the sample that ends with ``turn``, or to a new sample if there is none.
+        """Append ``between`` and the completion to the sample that ends with ``turn``, or to a new sample if no sample does.
 
         Raises ``ApiError`` if the run would have more than ``MAX_SAMPLES`` samples.
         """

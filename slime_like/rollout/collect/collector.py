@@ -1,7 +1,7 @@
-"""Collection of a rollout's groups: prompts are taken in order and sampled in rounds until enough groups pass the filters.
+"""Collect a rollout's groups: take prompts in order and sample them in rounds until enough groups pass the filters.
 
-Because prompts are taken in rounds, the choice depends only on their order and not on which responses finish first: a
-resumed run takes the same prompts. Dropped groups are replaced by groups of further prompts (dynamic sampling).
+Because of the rounds, the choice of prompts does not depend on which responses finish first: a resumed run takes the same
+prompts. Dropped groups are replaced by groups of further prompts (dynamic sampling).
 Source: DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2.
 """
 
@@ -44,7 +44,7 @@ class PromptQueue:
 class GroupCollector:
     """Collector that samples prompts in rounds. A round ends when all its groups have finished.
 
-    The subclass ``OverSamplingCollector`` starts more groups than needed and aborts the rest.
+    The subclass ``OverSamplingCollector`` starts more groups than needed and interrupts the others.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GroupCollector:
         """Return the groups of one rollout, scored and filtered, ordered by id.
 
         Raises ``DataError`` if too few groups passed after ``max_refills`` further rounds, for example with a filter
-        that hardly any group passes.
+        that hardly any group passes. If ``max_refills`` is 0, too few groups are returned instead.
         """
         self._initial_states[rollout_id] = self.state()
         start = time.time()
@@ -76,11 +76,14 @@ class GroupCollector:
         return GeneratedRollout(rollout_id, tuple(groups), start, time.time(), num_generated, num_refills, report)
 
     def metrics(self) -> list[Metric]:
-        """Return metrics of groups in flight since the last call."""
+        """Return the counts, since the last call, of groups that were stopped or restarted while in flight.
+
+        Empty without over-sampling.
+        """
         return []
 
     def partial_groups(self) -> tuple[PartialGroup, ...]:
-        """Return a snapshot of the groups in flight that outlive their rollout."""
+        """Return a snapshot of the groups in flight that outlive their rollout; empty without over-sampling."""
         return ()
 
     def state(self) -> RolloutState:
@@ -96,18 +99,18 @@ class GroupCollector:
         self._initial_states = {key: value for key, value in self._initial_states.items() if key > rollout_id}
 
     def restore(self, state: RolloutState) -> None:
-        """Continue from ``state``. The data source must already be at its cursor."""
+        """Continue from ``state``. The data source must already be at the state's cursor."""
         self._prompts.give_back(state.queued)
         # The checkpoint may contain groups that over-sampling had in flight: they start over.
         self._prompts.give_back([QueuedPrompt(partial.prompt) for partial in state.partial_groups])
 
     async def close(self) -> None:
-        """Cancel the groups in flight."""
+        """Cancel the groups in flight that outlive their rollout; there are none without over-sampling."""
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
         """Return the groups, the number of groups requested, and the number of rounds after the first.
 
-        Raises ``DataError`` if too few groups pass the filters.
+        Raises ``DataError`` if ``max_refills`` is above 0 and too few groups pass the filters.
         """
         passing_groups: list[SampleGroup] = []
         num_requested, size = 0, self._batch_size
@@ -161,7 +164,10 @@ class RolloutProducer:
         self._failure: Exception | None = None
 
     async def get(self, rollout_id: int) -> GeneratedRollout:
-        """Return rollout ``rollout_id`` once it is complete. Raises the error that stopped its generation."""
+        """Return rollout ``rollout_id`` once it is complete.
+
+        Raises the error that ended the generation of this or an earlier rollout.
+        """
         if self._failure is not None and rollout_id not in self._ready:
             raise self._failure
         self._last_admitted = max(self._last_admitted, rollout_id + self._max_staleness)
@@ -171,7 +177,7 @@ class RolloutProducer:
         return await self._slot(rollout_id)
 
     async def wait_until_idle(self) -> None:
-        """Wait until every admitted rollout is complete or has failed."""
+        """Wait until every admitted rollout is complete, or one has failed."""
         for rollout_id in range(self._next, min(self._last_admitted + 1, self._last)):
             if self._failure is None:
                 await asyncio.wait([self._slot(rollout_id)])
@@ -185,7 +191,7 @@ class RolloutProducer:
         return [slot.result() for slot in done if slot.exception() is None]
 
     def restore(self, rollouts: Sequence[GeneratedRollout]) -> None:
-        """Add rollouts that an earlier run completed."""
+        """Add rollouts that were completed before the run was resumed. Generation continues after the last of them."""
         for generated in rollouts:
             self._slot(generated.rollout_id).set_result(generated)
             self._next, self._last_admitted = generated.rollout_id + 1, generated.rollout_id

@@ -1,4 +1,4 @@
-"""``rollout.filters`` applied to every generated group, with counts of dropped groups and means over all groups."""
+"""Apply ``rollout.filters`` to finished groups; report counts of dropped groups and means over all finished groups."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class GroupFilters:
         return True
 
     def report(self) -> FilterReport:
-        """Return metrics since the last call: dropped groups per filter and reason, and means over all generated groups.
+        """Return a report on the groups since the last call, with counts of dropped groups and means over all groups.
 
         A reason that has been reported once is always reported from then on, even as 0, so that its curve has no gaps.
         """

@@ -1,4 +1,4 @@
-"""Record of the engine calls of a group's generate function; the tokens sampled so far are rows of its ``SampleStore``."""
+"""Record the engine calls that the generate function makes for a group. The sampled tokens are rows of a ``SampleStore``."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class EngineCall:
         return self._store.length(self._rows[index]) - self.num_prompt_tokens
 
     def append(self, indices: Sequence[int], parts: Sequence[Completion]) -> None:
-        """Append a continuation to each completion of ``indices``; each token keeps its log-probability and version.
+        """Append a continuation to each completion of ``indices``, with the log-probability and version of each token.
 
-        The continuation contains the routed experts of all tokens. Its engine has computed them or read them from its
-        cache.
+        With ``algo.routing_replay=rollout``, a continuation has the routed experts of the entire sequence except the last
+        token, the prompt included. They replace the row's experts, because the engine reports the experts of cached tokens too.
         """
         self._store.append_batch(
             Batch(
@@ -195,7 +195,7 @@ def drop_last_token(part: Completion) -> Completion:
 def _fork_prompt(store: SampleStore, token_ids: I32, num_rows: int) -> range:
     """Add ``num_rows`` rows with these tokens and return their indices.
 
-    They share the memory of the longest row that they continue, such as an earlier turn, if there is one.
+    The new rows share the memory of the longest row that they continue, such as an earlier turn, if there is one.
     """
     columns = context_columns(token_ids)
     prefix = store.longest_prefix(columns)

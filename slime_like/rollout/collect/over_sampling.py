@@ -1,8 +1,9 @@
 """Over-sampling: start more groups than a rollout needs, take the first that pass the filters, interrupt the others.
 
-With partial rollouts, the next rollout continues an interrupted group under the weights of that rollout. Otherwise the group
-is aborted and its prompt moves to the front of the queue; after ``MAX_ABORTS`` aborts the rollout waits for it. In both
-cases no prompt is lost or used twice: at any time it is in one rollout, dropped by a filter, in flight, or back in the queue.
+With partial rollouts, the next rollout continues an interrupted group under the weights that the engines then have. Otherwise
+the group is aborted and its prompt moves to the front of the queue; if ``MAX_ABORTS`` groups of a prompt were aborted, a
+rollout waits for the prompt's next group. In both cases no prompt is lost or used twice: at any time it is in one rollout,
+dropped by a filter, in flight, or back in the queue.
 
 Sources: over-sampling and partial rollouts as in slime (slime/rollout/sglang_rollout.py); the staleness bound of
 continued groups as in AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.1. A rollout waits for a group at the bound
@@ -52,7 +53,7 @@ class GroupTask:
     group: SampleGroup | None = None  # the group, once it is scored and has passed the filters
 
     def on_generated(self) -> None:
-        """Mark the group as generated: only its reward is missing."""
+        """Mark the group as generated (only its reward is missing), and drop recorded calls that were not repeated."""
         self.is_generated = True
         self.journal.close()
 
@@ -87,10 +88,10 @@ class OverSamplingCollector(GroupCollector):
         self._counts: Counter[str] = Counter()
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
-        """Return the first ``batch_size`` groups that pass, ordered by id.
+        """Return the first ``batch_size`` groups that pass, ordered by id, and the numbers of requested groups and of refills.
 
-        Groups at the staleness bound take precedence. Raises ``DataError`` if too few groups pass the filters. Any
-        error cancels all groups.
+        Required groups (``_is_required``) take precedence. Raises ``DataError`` if ``max_refills`` is above 0 and too few
+        groups pass the filters. Any error cancels all groups.
         """
         try:
             return await self._collect_first(rollout_id)
@@ -144,7 +145,10 @@ class OverSamplingCollector(GroupCollector):
         )
 
     def restore(self, state: RolloutState) -> None:
-        """Continue the groups that an earlier process had in flight, or queue their prompts if partial rollouts are off."""
+        """Queue the prompts given back, and take over the partial groups of ``state``, which the next rollout continues.
+
+        If partial rollouts are off, queue the prompts of these groups too, so that they start over.
+        """
         if not self._cfg.partial_rollout:
             super().restore(state)
             return
@@ -155,7 +159,7 @@ class OverSamplingCollector(GroupCollector):
         ]
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics since the last call."""
+        """Return the counts, since the last call, of groups stopped or restarted while in flight, and of discarded tokens."""
         names = ("stopped_groups", "restarted_groups", "wasted_tokens")
         metrics: list[Metric] = [Sum(f"rollout/{name}", self._counts[name]) for name in names]
         self._counts.clear()
@@ -200,8 +204,8 @@ class OverSamplingCollector(GroupCollector):
     def _is_required(self, group_task: GroupTask, rollout_id: int) -> bool:
         """Return whether this rollout must wait for the group.
 
-        With partial rollouts, it must if the group would exceed the staleness bound in the next rollout; otherwise, if the
-        prompt's groups were aborted ``MAX_ABORTS`` times.
+        With partial rollouts, a rollout waits for a group that would exceed the staleness bound in the next rollout. Without
+        them, it waits for a group whose prompt had ``MAX_ABORTS`` groups aborted.
         """
         if not self._cfg.partial_rollout:
             return group_task.num_aborts >= MAX_ABORTS
@@ -234,7 +238,7 @@ class OverSamplingCollector(GroupCollector):
     def _restart_stale(self, rollout_id: int) -> None:
         """Abort groups beyond the staleness bound, so that they start over.
 
-        They exist if more groups were required than fit into a rollout, or if the bound was lowered.
+        Such groups exist if more groups were required than fit into a rollout, or if the bound was lowered.
         """
         oldest_allowed = rollout_id - self._max_staleness
         ages = [(group_task, group_task.journal.oldest_version) for group_task in self._in_flight]

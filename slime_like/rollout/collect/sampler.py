@@ -1,4 +1,4 @@
-"""Sampling of one scored group from one prompt: engine, generate function, reward.
+"""Sample and score one group from one prompt, by engine, generate function and reward.
 
 The generate function gets a ``ResumableEngine``, which continues interrupted completions by itself:
 
@@ -8,7 +8,7 @@ produces  finished completions, with the log-probability of each token and the v
 waits for an engine that serves; for the gate, which is closed between rollouts while unfinished completions are
           retained
 
-During an interruption, calls of the engine just wait. After a restart of the process, the generate function runs again,
+During an interruption, calls to the engine just wait. After a restart of the process, the generate function runs again,
 and calls that it repeats are served from a record (``CallJournal``). A call that differs from the recorded ones (for
 example because a tool returned another result) is sent to an engine.
 """
@@ -54,7 +54,10 @@ def open_generate(config: RolloutConfig) -> GenerateFn:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Request for ``num_samples`` samples of ``prompt``. Stream, group id and the run's seed determine the samples' seeds."""
+    """Request for ``num_samples`` samples of ``prompt``.
+
+    The run's seed, ``stream``, ``group_id`` and ``num_samples`` determine the samples' seeds.
+    """
 
     prompt: Prompt
     group_id: int
@@ -301,7 +304,8 @@ class ResumableEngine:
 def sample_seeds(run_seed: int, stream: str, first_sample_id: int, num_samples: int) -> list[int]:
     """Return a seed in ``[0, 2**31 - 1)`` for each of ``num_samples`` samples of ``stream``, from ``first_sample_id`` on.
 
-    ``stream`` is "train", or names a held-out dataset. A seed depends on nothing else, so a resumed run draws the same seeds.
+    ``stream`` is "train", or names a held-out dataset. A seed depends only on ``run_seed``, ``stream`` and the sample's id, so
+    a resumed run draws the same seeds.
     """
     tag = zlib.crc32(stream.encode())
     return [

@@ -1,4 +1,4 @@
-"""State of a rollout manager that a checkpoint stores, its on-disk form, and the paths of its files."""
+"""The part of a rollout manager's state that checkpoints contain, with its on-disk form and the paths of its files."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class RolloutState:
 
 
 def generated_path(base: Path, rollout_id: int) -> Path:
-    """Return the path of a rollout that was generated but not trained on: a file next to ``base``, named after it."""
+    """Return the path for a rollout that was generated but not trained on: a file next to ``base``, named after ``base``."""
     return base.with_name(f"{base.stem}_made_{rollout_id}.npz")
 
 
 def in_flight_path(base: Path) -> Path:
-    """Return the path of groups in flight and prompts given back: a file next to ``base``, named after it."""
+    """Return the path for groups in flight and prompts given back: a file next to ``base``, named after ``base``."""
     return base.with_name(f"{base.stem}_in_flight.npz")
 
 
@@ -102,7 +102,10 @@ def write_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
 
 
 def to_group(partial: PartialGroup) -> SampleGroup:
-    """Return the on-disk form: one sample per completion, with its call as episode and its index in the call as sample id."""
+    """Return the on-disk form: one sample per completion.
+
+    The episode id of a sample is the index of its call, and the sample id is the index of the completion in the call.
+    """
     samples = [
         _to_sample(partial.group_id, episode, index, call)
         for episode, call in enumerate(partial.calls)

@@ -35,8 +35,8 @@ PEER_TIMEOUT_S = 30.0  # the default of health.timeout_s
 class EngineClient:
     """Async client of one engine; implements ``interfaces.Engine`` and ``interfaces.WeightReceiver``.
 
-    Every call has a deadline. Every failure is an ``EngineError`` naming engine, address, endpoint and the engine's
-    reply (``EngineLost`` if it cannot be reached), or ``DeadlineExceeded``.
+    Every call has a deadline. A failed call raises ``DeadlineExceeded`` or ``EngineError`` (``EngineLost`` if the engine cannot
+    be reached). If the engine refuses a request, the error names engine, address, endpoint and reply.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class EngineClient:
     async def abort_all(self) -> None:
         """End every request with the tokens sampled so far.
 
-        Callers detect this by ``num_aborts`` and may request more.
+        The callers of these requests detect the abort by ``num_aborts`` and may request more tokens.
         """
         self.num_aborts += 1
         self._aborting += 1

@@ -1,4 +1,4 @@
-"""HTTP requests to an SGLang server, and its JSON replies as arrays, built without a Python loop over tokens."""
+"""Send HTTP requests to an SGLang server, and convert its JSON replies to arrays without a Python loop over tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOGPROBS = "slime_like_logprobs"  # field that the plugin ``rollout_sampling`` a
 
 
 def completions(reply: Any, num_samples: int, routing: RoutingShape | None = None) -> list[Completion]:
-    """Parse the reply to a batched ``/generate``, one item per sample; with ``routing``, including routed experts.
+    """Return one completion per sample of the reply to a batched ``/generate``, with routed experts if ``routing`` is given.
 
     Raises ``EngineError`` if the number of samples differs from ``num_samples`` or the reply is malformed.
     """
@@ -76,7 +76,7 @@ class KvUsage:
 
 
 def kv_usage(reply: Any) -> KvUsage:
-    """Parse the reply to ``/server_info``. Raises ``EngineError`` if the engine runs without the plugin ``kv_capacity``."""
+    """Parse the reply to ``/server_info``. Raises ``EngineError`` if the engine runs without the plugin ``kv_usage``."""
     try:
         groups = [KvUsage(**state["slime_like_kv"]) for state in reply["internal_states"]]
         fullest = max(groups, key=lambda group: group.share)
@@ -139,7 +139,7 @@ def _completion(item: Any, routing: RoutingShape | None) -> Completion:
 def _column(value: Any, dtype: type[np.generic]) -> Any:
     """Return numbers that the engine sent in base64 or, if it lacks the plugin ``rollout_sampling``, as a list.
 
-    Raises ``EngineError`` if they are not base64 of ``dtype``.
+    Raises ``EngineError`` if a string is not base64 of ``dtype``.
     """
     if not isinstance(value, str):
         return np.array(value, dtype=dtype)
@@ -190,7 +190,7 @@ KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on
 
 
 class EngineConnection:
-    """Requests to one engine, each with a deadline. Errors name engine, address, endpoint and the engine's reply.
+    """HTTP connections to one engine. Each request has a deadline; errors name engine, address, endpoint and reply.
 
     A node that loses power or its network link sends nothing that would end a request. The kernel therefore ends a
     connection whose peer has acknowledged nothing for ``peer_timeout_s``. The kernel of a node still acknowledges data

@@ -1,4 +1,4 @@
-"""Import of SGLang without libraries that an engine never uses, which saves half a second of CPU time per start."""
+"""Import SGLang without libraries that an engine never uses. This saves half a second of CPU time per start."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOSSES = "transformers.loss.loss_utils"
 
 @contextmanager
 def sglang_imports() -> Generator[None]:
-    """Context manager for imports of SGLang: ``heavy_imports``, with megatron, scipy and mistral_common not imported.
+    """Context manager for imports of SGLang: ``heavy_imports`` without imports of megatron, scipy and mistral_common.
 
-    megatron stays blocked afterwards.
+    Imports of megatron fail afterwards too.
     """
     block_megatron()
     with heavy_imports(), deferred_losses():
@@ -49,7 +49,7 @@ def import_gguf() -> None:
 
 @contextmanager
 def deferred_losses() -> Generator[None]:
-    """Defer the import of transformers' losses by its model classes until a loss is used. Two losses import scipy.
+    """Keep transformers' model classes from importing its losses, two of which import scipy, until a loss is used.
 
     Remove this function once ``transformers.modeling_utils`` imports losses only to compute them.
     """

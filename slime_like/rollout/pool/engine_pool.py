@@ -68,7 +68,7 @@ class EnginePool:
         return result
 
     async def call[T](self, slot: EngineSlot, engine: EngineClient, request: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of ``request`` to ``engine``; None if the engine was lost and is being restarted.
+        """Return the result of ``request`` to ``engine``; None if the engine was lost and is restarted, or was removed.
 
         Raises the error of the request if the engine is alive or must not be restarted, or the fatal error if the run
         is ending.
@@ -109,7 +109,7 @@ class EnginePool:
         )
 
     async def _handle_failure(self, slot: EngineSlot, engine: EngineClient, error: Exception) -> None:
-        """Restart the engine of a failed call if it is lost. Return once the restart has begun.
+        """If the engine of a failed call is lost, restart it in the background.
 
         Raises ``error`` if the engine is alive or must not be restarted, or the fatal error if the run is ending.
         """
@@ -166,20 +166,20 @@ class EnginePool:
 
     @property
     def has_failed(self) -> bool:
-        """True once an error has ended the run; engines are not used any more."""
+        """Return True once an error has ended the run; engines are not used any more."""
         return self._failure is not None
 
     @property
     def may_restart(self) -> bool:
-        """True unless restarts are deferred."""
+        """Return True unless restarts are deferred."""
         return self._may_restart.is_set()
 
     def defer_restarts(self) -> None:
-        """Start no engine until ``allow_restarts``: it would need device memory that the trainer has."""
+        """Start no lost engine until ``allow_restarts``: the start would need device memory that the trainer has."""
         self._may_restart.clear()
 
     def allow_restarts(self) -> None:
-        """Start lost engines, including engines lost since ``defer_restarts``."""
+        """Let lost engines restart, including engines lost since ``defer_restarts``."""
         self._may_restart.set()
 
     async def wait_for_reachable(self) -> list[EngineSlot]:
@@ -198,9 +198,9 @@ class EnginePool:
             await self._changed.wait()
 
     def admit(self, slot: EngineSlot, version: int) -> None:
-        """Record that ``slot`` has all weights of ``version``.
+        """Let groups be assigned to the engine of ``slot``, which has all weights of ``version``.
 
-        Assign groups to it unless it is restarting or not proven.
+        Do nothing if the engine is restarting. If it is not proven, only record ``version``.
         """
         if slot.is_restarting:
             return
@@ -215,7 +215,7 @@ class EnginePool:
 
     # ---- loss --------------------------------------------------------------------------------------------------------
     def mark_lost(self, slot: EngineSlot, kind: str, error: Exception) -> None:
-        """Withdraw an engine and restart it or, depending on ``health.*``, end the run and raise ``error``."""
+        """Withdraw an engine and restart it in the background or, depending on ``health.*``, end the run and raise ``error``."""
         policy = self.health.on_dead_engine if kind == DEAD else self.health.on_stalled_engine
         name = slot.client.name
         if policy != "restart":
@@ -232,7 +232,7 @@ class EnginePool:
         self.wake()
 
     def mark_stalled(self, slot: EngineSlot, error: Exception) -> None:
-        """Wait for an unresponsive engine, or treat it as lost, depending on ``health.on_stalled_engine``."""
+        """Withdraw an unresponsive engine until it responds, or treat it as lost, depending on ``health.on_stalled_engine``."""
         if self.health.on_stalled_engine != "wait":
             self.mark_lost(slot, STALLED, error)
         elif not slot.is_stalled:
@@ -242,9 +242,9 @@ class EnginePool:
             self.wake()
 
     def mark_responsive(self, slot: EngineSlot) -> None:
-        """Accept a stalled engine that responds again. It joins at the next push, as its weights are old.
+        """Record that an engine responds. If it was stalled, it joins at the next push, as its weights are old.
 
-        If the run has no pushes, it joins now.
+        In a run without pushes, a stalled engine joins at once.
         """
         if slot.is_stalled:
             slot.is_stalled = False
@@ -309,7 +309,7 @@ class EnginePool:
             self.recoveries[slot.recovery_index] = replace(last, groups=last.groups + 1)
 
     def _fail(self, error: Exception) -> None:
-        """End the run with ``error``, unless an earlier error has. Tasks that wait for an engine or its reply raise it."""
+        """End the run with ``error``, unless an earlier error has. Tasks that wait for an engine or a reply raise that error."""
         if self._failure is None:
             self._failure = error
             self.router.fail(error)

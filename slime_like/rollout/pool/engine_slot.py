@@ -19,9 +19,10 @@ class EngineSupervisor(Protocol):
         ...
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Kill the old processes and start new ones. Return the client once it responds, and how the old engine ended.
+        """Kill the old processes and start new ones; return the client of the new engine once it responds.
 
-        Raises ``EngineError`` or ``DeadlineExceeded`` if the engine does not start.
+        Also return a line on how the old engine ended, empty if that is unknown. Raises ``EngineError`` or
+        ``DeadlineExceeded`` if the engine does not start.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Monitor of this process's event loop: the time for which it was blocked and could not read engine responses."""
+"""Monitor that measures how long this process's event loop was blocked and could not read engine responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EventLoopMonitor:
 
     @property
     def ran_s(self) -> float:
-        """Seconds for which the loop ran."""
+        """Seconds for which the loop ran since the context was entered."""
         return time.monotonic() - self._began - self.blocked_s
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Device memory of a pool's engines, which they release while the trainer needs it."""
+"""Release the device memory of a pool's engines while the trainer needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ type MemoryAction = Callable[[EngineClient], Coroutine[Any, Any, None]]
 
 
 class PoolMemory:
-    """Memory of the engines between pushes. Engines are paused while a part of their memory is released."""
+    """Controller of the engines' device memory between pushes. Engines are paused while a part of their memory is released."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool

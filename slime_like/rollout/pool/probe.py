@@ -58,7 +58,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class ProbeScores:
-    """Scores of S sequences by an engine under one weight version, and its continuations of their prefixes."""
+    """An engine's scores of S sequences under one weight version, and continuations that it sampled after prefixes of them."""
 
     version: int
     token_ids: tuple[I32, ...]  # S x [L]
@@ -78,7 +78,7 @@ class ProbeScores:
 
 
 class EngineProbe:
-    """The sequences of the probe, and their scores by the engines of a pool."""
+    """Probe of a pool's engines: it keeps sequences of the newest rollout, and lets the engines score and continue them."""
 
     def __init__(
         self, pool: EnginePool, source: DataSource, *, num_sequences: int, temperature: float, max_context_len: int
@@ -90,7 +90,7 @@ class EngineProbe:
     async def scores(self, version: int) -> tuple[ProbeScores, ...]:
         """Return the scores and continuations of every engine with weights of ``version``; empty if no sequence can be scored.
 
-        Raises ``EngineLost`` if no engine remains.
+        Raises ``EngineLost`` if no engine with these weights remains.
         """
         if not self._sequences:
             self.remember([])
@@ -257,7 +257,10 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
 
 
 def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
-    """Return ``probe/logprob_abs_diff_*/<kind>``: differences if the trainer computes layers of ``kind`` in float64."""
+    """Return ``probe/logprob_abs_diff_*/<kind>``: the differences from scores that the trainer computed in another way.
+
+    ``kind`` names this way: layers of that kind in float64, or the trainer's own experts instead of the engine's.
+    """
     difference = prefill_differences(scores, trainer)
     return (
         Max(f"probe/logprob_abs_diff_max/{kind}", float(difference.max())),
@@ -266,7 +269,7 @@ def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tup
 
 
 def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
-    """Return |trainer - engine| log-probabilities of the tokens of the scored sequences, without the first tokens."""
+    """Return the absolute log-probability differences of trainer and engine, for all but the first token of each sequence."""
     return np.abs(np.concatenate([trainer.logprobs_of(s) for s in scores.sequences]) - np.concatenate(scores.logprobs))
 
 

@@ -1,12 +1,12 @@
-"""Change of the number of engines during a run.
+"""Change the number of engines during a run.
 
 consumes  a requested number of engines
 produces  engines that join the pool, or leave it
 waits for the start of an added engine, bounded by its ``EngineFactory``; for the stop of a removed one
 
-An added engine serves after the next push, and only if the probe finds that it agrees with the trainer. If an engine does not
-start, the run reports it and continues without it. A removed engine gets no further requests, and its unfinished groups
-continue on other engines as after a loss.
+An added engine serves after the next push, and only if the probe of that push finds no disagreement with the trainer. In a run
+without pushes, it serves at once. If an engine does not start, the run reports it and continues without it. A removed engine
+gets no further requests, and its unfinished groups continue on other engines as after a loss.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class PoolResizer:
         return sum(slot.loaded_version >= 0 and not slot.is_restarting for slot in self._pool.slots)
 
     def admit_proven(self, version: int) -> None:
-        """Assign groups to added engines with weights of ``version`` from now on.
+        """Let groups be assigned to added engines that have the weights of ``version``.
 
         Call it after the probe has compared these engines with the trainer.
         """

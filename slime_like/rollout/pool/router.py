@@ -54,7 +54,7 @@ class EngineRouter:
         )
 
     def admit(self, engine: EngineClient) -> None:
-        """Assign groups to ``engine`` from now on."""
+        """Let groups be assigned to ``engine``. Idempotent."""
         if engine not in self._engines:
             self._engines.append(engine)
         self._no_engine_before_s, self._no_engine_since = self.no_engine_s, None

@@ -33,7 +33,7 @@ class UpdateTarget:
 
     @property
     def is_current(self) -> bool:
-        """True if the slot still has this engine, and it is not being restarted."""
+        """Return True if the slot still has this engine and is not restarting it."""
         return self.slot.client is self.engine and not self.slot.is_restarting
 
 
@@ -49,8 +49,8 @@ class EngineWeightUpdate:
         """Pause each engine and open its update; return the addresses of the participants.
 
         An update still open is discarded. If no engine remains, this waits for a restart. When a push starts over, an
-        engine may be unresponsive because it still waits for an engine lost in the first attempt: it counts as stalled
-        after ``health.timeout_s``.
+        engine may be unresponsive because it still waits for an engine lost in the first attempt: unless
+        ``health.on_stalled_engine`` is wait, the unresponsive engine counts as stalled after ``health.timeout_s``.
         """
         seconds = (
             self._pool.health.timeout_s if self._is_open and self._pool.health.on_stalled_engine != "wait" else None
@@ -83,7 +83,7 @@ class EngineWeightUpdate:
         self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
 
     async def resume(self, version: int) -> None:
-        """Resume decoding under ``version`` and assign groups to the engines.
+        """Resume decoding under ``version`` and let groups be assigned to proven engines. Withdraw engines with older weights.
 
         Raises ``EngineLost`` if no engine remains.
         """
