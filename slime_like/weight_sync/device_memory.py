@@ -126,7 +126,10 @@ class OpenedBucket:
     """Tensors in the sender's memory. Copy them before ``close``."""
 
     def __init__(self, payload: bytes, handles: DeviceHandles) -> None:
-        """Open the memory. Raises ``WeightSyncError`` if that fails, or if the message is malformed or from another GPU."""
+        """Open the sender's memory that ``payload`` describes.
+
+        Raises ``WeightSyncError`` if ``payload`` is malformed or from another GPU, or if the memory cannot be opened.
+        """
         self._handles = handles
         try:
             message: Any = json.loads(payload[len(MAGIC) :])
@@ -148,7 +151,7 @@ class OpenedBucket:
             ) from error
 
     def close(self) -> None:
-        """Wait for the copies, and close the memory. Raises ``WeightSyncError`` if a tensor is still in use."""
+        """Wait for the copies of the tensors, and close the memory. Raises ``WeightSyncError`` if a tensor is still in use."""
         self._handles.wait()
         self.tensors.clear()
         if not self._storage.expired():

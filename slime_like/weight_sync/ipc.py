@@ -19,7 +19,7 @@ from slime_like.util.deadline import scale
 from slime_like.weight_sync.device_memory import CudaHandles, DeviceBucketMemory, DeviceHandles
 from slime_like.weight_sync.manifest import meta_of
 
-# Messages instead of a bucket's: the engine failed, this rank failed, there are no more buckets.
+# Messages that replace a bucket's message if the engine failed, if this rank failed, or if there are no more buckets.
 LOST, UNWRITTEN, END = b"", b"unwritten", b"end"
 SEND_S = 0.005  # wait that lets a request go out before the gathering of the next bucket blocks the event loop
 
@@ -29,7 +29,7 @@ class EngineRanks(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that sends the requests."""
+        """Return True on the rank that sends the requests."""
         ...
 
     def gather(self, message: bytes) -> list[bytes]:
@@ -150,8 +150,8 @@ class IpcSender:
     ) -> None:
         """Find this rank's engine.
 
-        Raises ``WeightSyncError`` if an engine has no GPUs or one that no trainer rank uses, or if the ranks cannot
-        share memory.
+        Raises ``WeightSyncError`` if an engine has no GPUs or a GPU that no trainer rank uses, or if the ranks
+        cannot share memory.
         """
         del group_name, host
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -44,7 +44,7 @@ type TensorEntry = tuple[str, str, tuple[int, ...], int]
 
 
 def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
-    """Return the entry of each tensor and the total number of bytes.
+    """Return the ``TensorEntry`` of each tensor of ``bucket``, and the number of bytes that they occupy with alignment.
 
     Raises ``WeightSyncError`` if a dtype is not supported.
     """
@@ -94,7 +94,7 @@ def unpin(memory: Tensor) -> None:
 def _clear_error() -> None:
     """Clear the CUDA runtime's last error, which torch would otherwise raise at its next kernel launch.
 
-    Launching a kernel makes torch raise and clear the error. Remove this function once torch has one.
+    Launching a kernel makes torch raise and clear the error. Remove this function once torch has a function for this.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
