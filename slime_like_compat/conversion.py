@@ -31,10 +31,10 @@ class Conversion:
 
 
 def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project: str, sign: str) -> TrainConfig:
-    """Return the configuration of a converted job.
+    """Return the configuration that a converted job's ``overrides`` compose to.
 
-    Raises ``ConfigError`` if it cannot be composed. The message contains ``hint`` and the settings of the job that set
-    the rejected keys, each with ``sign`` before its value.
+    Raises ``ConfigError`` if they do not compose. The message ends with ``hint`` and a line for each setting of the job or
+    default of ``project`` that set a rejected key: name, ``sign``, value.
     """
     try:
         return load_config(overrides, files=False, machine=False, code=False)
@@ -52,7 +52,7 @@ def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project
 def save_conversion(mapped: Mapped, launch: Launch, path: Path, project: str, *, force: bool) -> Conversion:
     """Write the recipe of a job to ``path`` unless settings block it, and return the outcome.
 
-    Raises ``ConfigError`` if the file exists and ``force`` is false.
+    Raises the errors of ``save_recipe``.
     """
     if mapped.config is None:
         return Conversion(NONE, report(mapped, launch, None), mapped.rows, refusal_message(mapped.blocked))
@@ -62,7 +62,7 @@ def save_conversion(mapped: Mapped, launch: Launch, path: Path, project: str, *,
 
 
 def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) -> dict[str, str]:
-    """Return the assignments given with ``flag``, a dict from names to values. ``dotted`` allows dots in names.
+    """Parse ``texts``, the values of the option ``flag``, into a dict from names to values. ``dotted`` allows dots in names.
 
     Raises ``ConfigError`` for a text that is not an assignment.
     """
@@ -75,7 +75,7 @@ def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) 
 
 
 def print_conversion(convert: Callable[[], Conversion | str]) -> int:
-    """Print the outcome of ``convert``, a report or a table of many jobs, or its error; return the exit code."""
+    """Call ``convert``, print the report or the table of many jobs that it returns, or its error; return the exit code."""
     try:
         outcome = convert()
     except SlimeLikeError as error:

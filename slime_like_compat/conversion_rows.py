@@ -42,7 +42,7 @@ class Row:
     note: str = ""
 
     def text(self, values: dict[str, Any]) -> str:
-        """Return ``key=value`` for each of the row's keys in the recipe, or the keys alone if there is no recipe."""
+        """Return ``key=value`` for each of the row's keys in a recipe with ``values``; if that is empty, the keys alone."""
         if not values:
             return ", ".join(self.keys)
         own_keys = [
@@ -76,7 +76,7 @@ class Mapped:
 
 
 def refusal_message(rows: Sequence[Row]) -> str:
-    """Return the error message for ``rows``, which block a recipe, with the options that drop them."""
+    """Return the error message for ``rows``, which block a recipe, with ``--drop`` for each flag that is not ``ESSENTIAL``."""
     lines = [f"  {row.flag} {row.value_text}".rstrip() + f": {row.verdict}; {row.note}" for row in rows]
     flags = dict.fromkeys(row.flag for row in rows)
     drops = " ".join(f"--drop={flag}" for flag in flags if flag not in ESSENTIAL)

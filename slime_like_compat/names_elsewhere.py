@@ -1,4 +1,6 @@
-"""Metrics of slime and verl with our name for each, and other names of keys; ``verl_keys`` has verl's configuration keys.
+"""Metrics of slime and verl with our name for each, and other usual names of our keys.
+
+``verl_keys`` has verl's configuration keys.
 
 Sources: ``slime/observability`` and ``slime/backends/megatron_utils`` of slime 0.3.1,
 ``verl/trainer/ppo/metric_utils.py`` of verl 0.9.0.

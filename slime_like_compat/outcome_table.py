@@ -12,7 +12,7 @@ from slime_like_compat.conversion import CODE, SAME, Conversion
 
 
 def may_contain(path: Path, pattern: str) -> bool:
-    """Return True if ``path`` is a file that matches ``pattern``, or cannot be read, so that the table reports it."""
+    """Return True if ``path`` is a file that contains ``pattern``, or one that cannot be read, which the table then reports."""
     try:
         return path.is_file() and re.search(pattern, path.read_text(errors="replace")) is not None
     except OSError:
@@ -40,7 +40,7 @@ def _lines(folder: Path, classes: Mapping[str, str], outcomes: Mapping[Path, tup
 
 
 def outcome(conversion: Conversion, sign: str) -> tuple[str, str]:
-    """Return the class of a converted script, and the settings that led to it, each with ``sign`` before its value."""
+    """Return the name of a conversion's class, and the settings that decide it, each written as name, ``sign`` and value."""
     if conversion.code == SAME:
         return "same", ""
     name, verdicts = ("code", ("code",)) if conversion.code == CODE else ("refused", ("refused", "unknown"))
@@ -51,5 +51,5 @@ def outcome(conversion: Conversion, sign: str) -> tuple[str, str]:
 
 
 def first_line(error: ConfigError, path: Path) -> str:
-    """Return the first line of an error about ``path``, without the folder of ``path``."""
+    """Return the first line of an error about ``path``, with ``line 3`` for ``path:3``, and elsewhere without the folder."""
     return str(error).splitlines()[0].replace(f"{path}:", "line ").replace(str(path), path.name)

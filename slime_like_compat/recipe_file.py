@@ -19,7 +19,10 @@ from slime_like_compat.shell.launch_script import Launch
 
 
 def recipe_path(script: Path, out: Path | None, project: str) -> Path:
-    """Return ``out`` or from_<project>/recipe/<name>.yaml. Raises ``ConfigError`` if Hydra cannot find a recipe there."""
+    """Return ``out`` or, if it is None, from_<project>/recipe/<name>.yaml with a name made from that of ``script``.
+
+    Raises ``ConfigError`` if ``out`` is not a .yaml file in a folder named recipe, where Hydra finds it.
+    """
     name = re.sub(r"\W+", "_", script.stem.removeprefix("run-").removeprefix("run_")).strip("_").lower() or "run"
     path = out or Path(f"from_{project}") / "recipe" / f"{name}.yaml"
     if path.parent.name != "recipe" or path.suffix != ".yaml":
@@ -63,12 +66,12 @@ def _arguments(path: Path) -> list[str]:
 
 
 def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
-    """Return the recipe: every key that a flag of the script or a default of ``project`` sets, with the flag's name."""
+    """Return the recipe: every key that the job sets, with a comment that names its setting or default in ``project``."""
     return "\n".join(_lines(mapped, launch, project)) + "\n"
 
 
 def key_values(mapped: Mapped) -> dict[str, Any]:
-    """Return the value of each key that the recipe sets, with free mappings flattened; empty if there is no recipe."""
+    """Return the value of each key but ``algo`` that the recipe sets, with free mappings flattened; empty without a recipe."""
     if mapped.config is None:
         return {}
     tree: dict[str, Any] = dataclasses.asdict(mapped.config)
@@ -142,7 +145,7 @@ def _scalar(value: Any) -> str:
 
 
 def report(mapped: Mapped, launch: Launch, recipe: Path | None) -> str:
-    """Return the report on every flag as plain text."""
+    """Return the report on every setting as plain text. ``recipe`` is the file that was written, None if there is none."""
     return "\n".join(_report_lines(mapped, launch, recipe)) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Overrides for the flags in ``table.COMBINED``, which also depend on other flags."""
+"""Translation of the flags in ``table.COMBINED`` to overrides, which may depend on several flags."""
 
 from __future__ import annotations
 

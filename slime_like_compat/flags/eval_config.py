@@ -1,4 +1,4 @@
-"""slime's ``--eval-config``, a YAML or JSON file of held-out sets, as ``evaluation.datasets`` and ``evaluation.overrides``."""
+"""Translation of slime's ``--eval-config``, a YAML or JSON file of held-out sets, to keys of ``evaluation``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def eval_config_overrides(path: Path) -> Iterator[str]:
-    """Yield the overrides equivalent to the file.
+    """Yield the overrides of ``evaluation.datasets`` and ``evaluation.overrides`` that are equivalent to the file ``path``.
 
     Raises ``ConfigError`` naming file and field if the file is damaged or a field has no equivalent here.
     """

@@ -97,9 +97,9 @@ def group_filter(flag: str, text: str) -> list[str]:
 
 
 def attention(flag: str, text: str) -> str:
-    """Return ``model.attention`` for a backend of Megatron. Raises ``ConfigError`` naming ``flag`` on other text.
+    """Return the value of ``model.attention`` for a backend of Megatron. Raises ``ConfigError`` naming ``flag`` on other text.
 
-    It is never ``te``, because TransformerEngine selects its own kernel.
+    The value is never ``te``, because TransformerEngine selects its own kernel.
     """
     backend = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
     if backend is None:

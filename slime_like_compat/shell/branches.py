@@ -79,7 +79,7 @@ class Branches:
             with self.scope.subshell() if len(item.commands) > 1 else nullcontext():
                 results.append(self._command(command))
         *earlier_results, result = results
-        if any(earlier is not True for earlier in earlier_results):  # set -o pipefail
+        if any(earlier is not True for earlier in earlier_results):  # may fail the pipeline under set -o pipefail
             result = both(result, None)
         return negated(result) if item.negated else result
 
@@ -167,7 +167,7 @@ class Branches:
 
     @contextmanager
     def _under(self, reason: str, *, repeats: bool = False) -> Generator[None]:
-        """Add the condition ``reason`` to the commands that are followed in the ``with`` block."""
+        """Use ``reason`` as the condition of the commands followed in the ``with`` block; ``repeats`` if they may run again."""
         outer = self.condition_text, self.repeats
         self.condition_text, self.repeats = reason, self.repeats or repeats
         try:

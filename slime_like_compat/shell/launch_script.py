@@ -75,7 +75,7 @@ def read_launch(
 
 
 def python_launcher(script: Path, text: str) -> str:
-    """Return the error message for a Python launcher of miles or slime. It contains a line that prints its commands."""
+    """Return the error message for a Python launcher of miles or slime, with a command that prints the launcher's commands."""
     match = re.search(r"import ([\w.]+\.command_utils) as U", text)
     commands = match[1] if match else "miles.utils.external_utils.command_utils"
     patch = (

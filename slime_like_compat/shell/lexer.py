@@ -88,9 +88,9 @@ class _Lexer:
         return operator
 
     def _redirection(self, match: re.Match[str]) -> None:
-        """Skip a redirection; a here-document is skipped at the end of its line.
+        """Skip a redirection; note a here-document, whose text is skipped once the line of the redirection ends.
 
-        Raises ``ConfigError`` if it names no file.
+        Raises ``ConfigError`` if the redirection names no file.
         """
         file_line, self.at = self.file_line, match.end()
         while self.at < len(self.text) and self.text[self.at] in _BLANK:

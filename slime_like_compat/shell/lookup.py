@@ -1,4 +1,4 @@
-"""Files that a launch script names, even if the script was written for another machine or its folder is unknown."""
+"""Lookup of files that a launch script names, even if they are in another folder here or a part of their path is unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-by-command reader of a launch script and the files that it sources, which collects the training commands."""
+"""Reader of a launch script and the files that it sources; it follows their commands and collects the training commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Start:
 
 @dataclass(slots=True)
 class ScriptReader:
-    """Reader of a script's commands. ``scope`` collects the variables, the other fields everything else."""
+    """Reader of a script's commands. ``skip`` and ``programs`` are those of ``read_launch``; the other fields collect results."""
 
     scope: Scope
     skip: tuple[str, ...]

@@ -202,7 +202,7 @@ class Scope:
     def _positional(self, name: str, operation: str, position: WordPosition) -> tuple[Value, ...] | None:
         """Return the value of ``$1``, ``$@``, ``$*`` or ``$#``; None if the script does not set its arguments.
 
-        A form that is not supported has a problem.
+        For a form that is not supported, return a value with a ``problem``.
         """
         values = self.lookup(ARGUMENTS, position.file_line)
         if values is None or (operation and not name.isdigit()):

@@ -31,7 +31,7 @@ class Word:
 
     @property
     def keyword(self) -> str:
-        """Return the text if it may be a keyword, with nothing quoted or to expand, else an empty text."""
+        """Return the text if it may be a keyword, that is, no part is quoted or has to be expanded; else an empty text."""
         plain = all(p.kind == "text" and not p.quoted for p in self.parts)
         return "".join(p.text for p in self.parts) if plain else ""
 

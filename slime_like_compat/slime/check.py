@@ -1,4 +1,4 @@
-"""Table of the conversion outcomes of all launch scripts of slime in a folder."""
+"""Conversion of all launch scripts of slime below a folder, to count and list the outcomes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CLASSES = {
 
 
 def check_folder(folder: Path, *, variables: Mapping[str, str] | None = None) -> str:
-    """Return counts by class, and a line for each script in ``folder`` that starts training, as text.
+    """Return as text the number of launch scripts below ``folder`` by class, and a line for each script.
 
-    Raises ``ConfigError`` if there is no such script.
+    ``variables`` (``--set``) apply to every script. Raises ``ConfigError`` if there is no launch script.
     """
     scripts = [path for path in sorted([*folder.rglob("*.sh"), *folder.rglob("*.py")]) if _starts_training(path)]
     if not scripts:
@@ -35,7 +35,10 @@ def check_folder(folder: Path, *, variables: Mapping[str, str] | None = None) ->
 
 
 def _starts_training(path: Path) -> bool:
-    """Return True if a shell script names slime's ``train.py`` or ``train_async.py``, or a Python one calls miles' launcher."""
+    """Return True if a shell script names ``train.py`` or ``train_async.py``, or a Python script calls miles' launcher.
+
+    A file that cannot be read counts as such a script.
+    """
     return may_contain(path, r"\b(train|train_async)\.py\b" if path.suffix == ".sh" else r"\bU\.execute_train\(")
 
 

@@ -20,7 +20,10 @@ def convert_script(
     drop: Sequence[str] = (),
     force: bool = False,
 ) -> Conversion:
-    """Read ``script`` and write its recipe. Raises ``ConfigError`` if it cannot be read or its settings do not compose."""
+    """Read ``script``, write its recipe unless flags block it, and return the outcome.
+
+    Raises ``ConfigError`` if the script cannot be read, its settings do not compose, or the recipe cannot be written.
+    """
     launch = read_launch(script, variables=variables or {}, skip=skip)
     path = recipe_path(script, out, "slime")
     mapped = map_arguments(

@@ -34,9 +34,9 @@ def map_arguments(
 ) -> Mapped:
     """Translate the arguments of slime's ``train.py`` (``train_async.py`` with ``asynchronous``).
 
-    ``drop`` are flags to leave out, ``environment`` the variables that the job is started with. ``config`` is None if a
-    row has a verdict of ``BLOCKING``. Raises ``ConfigError`` with the place in the script for a value that belongs to no
-    flag, and for settings that do not compose to a configuration.
+    ``drop`` are flags to leave out, ``environment`` the variables that the job is started with. The returned ``config``
+    is None if a row has a verdict of ``BLOCKING``. Raises ``ConfigError`` with the place in the script for a value that
+    belongs to no flag, and for settings that do not compose to a configuration.
     """
     items = group_by_flag(arguments)
     flags = Flags.of([item for item in items if item.flag not in drop])
@@ -87,7 +87,8 @@ def _start_overrides(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Ro
 def _flag_overrides(kept_flags: Sequence[FlagOccurrence], flags: Flags) -> list[str]:
     """Return the overrides of the flags that a recipe can express.
 
-    slime's defaults for two omitted flags are added for the translation, because other flags depend on them.
+    If ``--actor-num-gpus-per-node`` or ``--n-samples-per-prompt`` is omitted, its default in slime is translated as well,
+    because other flags depend on it, but its own override is not returned.
     """
     default_flags = [
         text
@@ -157,7 +158,7 @@ def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
 
 
 def _value(override: str, cfg: TrainConfig) -> Any:
-    """Return the value in this run of ``override``, the override of an entry of ``DEFAULTS``."""
+    """Return the value that ``override``, which belongs to a row of ``DEFAULTS``, has in the configuration ``cfg``."""
     if override.startswith("${"):
         group, _, name = override[2:-1].partition(".")
         return getattr(getattr(cfg, group), name)

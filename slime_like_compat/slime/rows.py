@@ -1,4 +1,4 @@
-"""Report row of one flag of slime's ``train.py``, which may depend on the other flags of the job."""
+"""Report row of one flag of slime's ``train.py``. The row may depend on the other flags of the job."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _shortened(message: str, flag: str) -> str:
 
 
 def _translation_error(item: FlagOccurrence, values: list[str]) -> str:
-    """Return the error message of ``train.py`` for the flag alone; empty if there is none or other flags affect it.
+    """Return our ``train.py``'s error message for the flag alone; empty if there is no error, or other flags decide it.
 
     Raises ``ConfigError`` for a value that belongs to no flag.
     """

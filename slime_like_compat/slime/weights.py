@@ -43,10 +43,7 @@ def start_checkpoint(flags: Flags) -> str | None:
 
 
 def _model_name(path: str) -> str:
-    """Return the last part of a checkpoint's path in lower case, without the suffix of slime's converters.
-
-    Their names end with, for example, ``_torch_dist``.
-    """
+    """Return the last part of a checkpoint's path in lower case, without a suffix of slime's converters like ``_torch_dist``."""
     name = path.rstrip("/").rpartition("/")[2].lower()
     return re.sub(r"[-_](torch_dist|torch-dist|mcore|megatron|dist)$", "", name)
 

@@ -1,4 +1,7 @@
-"""Translation of a verl job's algorithm, loss and off-policy corrections. A setting that changes a formula is refused."""
+"""Translation of a verl job's keys for algorithm, loss and off-policy correction to keys of slime_like.
+
+A setting that selects a formula without a counterpart here is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of the conversion outcomes of all launch scripts of verl in a folder."""
+"""Conversion of all launch scripts of verl below a folder, to count and list the outcomes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ CLASSES = {
 
 
 def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Sequence[str]) -> str:
-    """Return counts by class, and a line for each script in ``folder`` that starts training, as text.
+    """Return as text the number of launch scripts below ``folder`` by class, and a line for each script.
 
-    Raises ``ConfigError`` if there is no such script.
+    ``variables`` (``--set``) and ``user_overrides`` (``--with``) apply to every script. Raises ``ConfigError`` if there is no
+    launch script.
     """
     names = "|".join(re.escape(name) for name in (*PROGRAMS, *OTHERS))
     scripts = [path for path in sorted(folder.rglob("*.sh")) if may_contain(path, names)]

@@ -31,9 +31,10 @@ def convert_verl(
     drop: Sequence[str] = (),
     force: bool = False,
 ) -> Conversion:
-    """Read a job and write its recipe; ``user_overrides`` and ``drop`` are passed to ``map_settings``.
+    """Read a job, write its recipe unless settings block it, and return the outcome.
 
-    Raises ``ConfigError`` if the job cannot be read or its settings do not compose.
+    ``user_overrides`` and ``drop`` are passed to ``map_settings``. Raises ``ConfigError`` if the job cannot be read, its
+    settings do not compose, or the recipe cannot be written.
     """
     launch, settings = read_verl(
         source.job, source.extra, variables=source.variables, skip=source.skip, config=source.config

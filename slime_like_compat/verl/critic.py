@@ -1,4 +1,4 @@
-"""Translation of a verl job's critic to our keys."""
+"""Translation of a verl job's keys for the critic to keys of slime_like."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_like_compat.verl.optim import schedule_of, steps_per_rollout
 
 
 def map_critic(job: Job) -> None:
-    """Set the critic's keys under algo=ppo; leave its settings out under other algorithms."""
+    """Translate verl's critic settings to ``critic.*`` under algo=ppo; under other algorithms, report them as left out."""
     if job.algo != "ppo":
         for key in [key for key in job.settings if key.startswith("critic.")]:
             job.leave_out(f"algo={job.algo} has no critic", key)
@@ -47,7 +47,7 @@ def map_critic(job: Job) -> None:
 
 
 def _same_as_actor(job: Job) -> None:
-    """Refuse settings or verl defaults of the critic that differ from the actor's, which the critic uses here."""
+    """Refuse each setting or verl default of the critic that differs from the actor's: the critic uses the actor's here."""
     for name in ("weight_decay", "clip_grad", "betas"):
         key, read_value = f"{CRITIC}.{name}", job.pair if name == "betas" else job.number
         _compare(job, key, read_value(key), read_value(f"{OPTIM}.{name}"))

@@ -1,4 +1,4 @@
-"""Translation of a verl job's data files and held-out prompts to our keys."""
+"""Translation of a verl job's keys for data files and evaluation to keys of slime_like."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COMMON_NAMES = ("test", "val", "valid", "validation", "dev", "eval", "train", "
 
 
 def map_data(job: Job) -> None:
-    """Set the keys of data files, columns and chat templates."""
+    """Set the keys of data files, columns, chat templates and bad rows, and ``run.seed``."""
     train = job.texts("data.train_files") if job.sets("data.train_files") else []
     if len(train) == 1:
         job.set("data.train", train[0], "data.train_files")

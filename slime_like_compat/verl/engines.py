@@ -1,4 +1,4 @@
-"""Translation of a verl job's engines to our keys: their number, GPUs and staleness."""
+"""Translation of a verl job's keys for engines, placement and asynchronous rollouts to keys of slime_like."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NODES, _GPUS = f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node"
 
 
 def map_engines(job: Job, ranks: int) -> None:
-    """Set the keys of the engines of a job whose trainer has ``ranks`` GPUs.
+    """Set the keys for engines, placement and staleness. ``ranks``: number of the trainer's GPUs.
 
-    Raises ``ConfigError`` if the GPUs do not divide into engines, or the job's limits of staleness are not supported.
+    Raises ``ConfigError`` if the engines' GPUs do not divide into engines, or the asynchronous settings are not supported.
     """
     tp = f"{ROLLOUT}.tensor_model_parallel_size"
     size = job.count(tp)
@@ -41,7 +41,7 @@ def map_engines(job: Job, ranks: int) -> None:
 
 
 def _run_ahead(job: Job) -> None:
-    """Set the placement and the staleness of rollouts that run during training.
+    """Set ``placement.mode=split`` and the staleness for rollouts that run during training.
 
     Raises ``ConfigError`` if the job allows no such rollout, or does not push weights once per rollout.
     """

@@ -15,7 +15,7 @@ from slime_like_compat.verl.defaults import ROLLOUT as _R
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Missing feature of verl: the values that switch it off, and the alternative here."""
+    """Feature of verl that this project lacks: the values that switch it off, and the alternative here."""
 
     off: tuple[Any, ...]
     instead: str

@@ -108,7 +108,7 @@ class Job:
                 raise self.wrong(key, "is not a pair of numbers, as in [0.9,0.999]")
 
     def switch(self, key: str) -> bool:
-        """Return the value of ``key`` as true or false; null is false. Raises ``ConfigError`` on any other value."""
+        """Return the value of ``key`` as a bool; 0 and null are false, 1 is true. Raises ``ConfigError`` on any other value."""
         value = self.value(key)
         if value in (None, 0, 1) and not isinstance(value, float):
             return bool(value)
@@ -140,7 +140,7 @@ class Job:
         return value is None and key in self.needed
 
     def wrong(self, key: str, reason: str) -> ConfigError:
-        """Return the error for a wrong value of ``key``, with its place."""
+        """Return the error for a wrong value of ``key``, with the place of the setting unless the value is verl's default."""
         setting = self.settings.get(key)
         if setting is None:
             default = VALUES.get(key)

@@ -1,4 +1,4 @@
-"""Translation of a verl job's trainer ranks, token budget and recompute to our keys."""
+"""Translation of a verl job's keys for trainer ranks, token budget and recompute to keys of slime_like."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_like_compat.verl.job import Job
 
 
 def map_layout(job: Job, max_len: int) -> None:
-    """Set the ranks of the trainer and their token budget."""
+    """Set the keys for trainer ranks, token budget, recompute and engines. ``max_len``: maximum tokens of prompt and response."""
     sizes = {
         "tp": "tensor_model",
         "pp": "pipeline_model",

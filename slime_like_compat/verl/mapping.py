@@ -1,7 +1,7 @@
 """Translation of the settings of a verl job to overrides, with a report row for each setting.
 
-A setting that changes the job and has no counterpart is refused. A recipe is written only if no setting is refused, or if
-the user dropped each refused setting by name.
+A setting that changes the job and has no counterpart is refused. No recipe is written if a setting is refused, is unknown
+or has an unknown value; the user may drop such settings by name.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def map_settings(
 ) -> Mapped:
     """Translate the settings of ``verl.trainer.main_ppo`` and compose their overrides.
 
-    ``user_overrides`` set our keys and take precedence; ``drop`` are keys of verl to leave out. ``config`` is None if a row
-    has a verdict of ``BLOCKING``. Raises ``ConfigError`` if the settings do not compose to a configuration.
+    ``user_overrides`` set our keys and take precedence; ``drop`` are keys of verl to leave out. The returned ``config`` is
+    None if a row has a verdict of ``BLOCKING``. Raises ``ConfigError`` if the settings do not compose to a configuration.
     """
     job = translate_settings(settings, user_overrides=user_overrides, drop=drop)
     base = {"run.name": render(run_name), "placement.device": "cuda"}
@@ -88,7 +88,7 @@ def map_settings(
 def translate_settings(
     settings: Sequence[Setting], *, user_overrides: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Job:
-    """Translate key by key, without composing a configuration.
+    """Translate ``settings`` key by key into a ``Job``, without composing a configuration.
 
     Raises ``ConfigError`` if ``drop`` names an unknown key, or a value cannot be translated.
     """
@@ -173,7 +173,7 @@ def _report_other(job: Job, key: str) -> None:
 
 
 def _set_foreign(job: Job, key: str) -> None:
-    """Set a field of Megatron's TransformerConfig or of SGLang's ServerArgs."""
+    """Translate ``key``, which sets a field of Megatron's TransformerConfig or of SGLang's ServerArgs."""
     root, prefix = ("model.megatron", _TRANSFORMER) if key.startswith(_TRANSFORMER) else ("rollout.sglang", _SGLANG)
     name, value = key.removeprefix(prefix), job.value(key)
     if root == "model.megatron" and name in _STAGES:
@@ -194,7 +194,7 @@ def _set_foreign(job: Job, key: str) -> None:
 
 
 def settings_of_tree(tree: dict[str, Any], file_line: str, prefix: str = "") -> list[Setting]:
-    """Return the leaves of a YAML file as settings."""
+    """Return a setting for each leaf of a nested mapping. ``prefix`` precedes the names; ``file_line`` is the place of all."""
     settings: list[Setting] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -216,7 +216,10 @@ def _leaves(setting: Setting) -> list[Setting]:
 
 
 def setting_of_text(text: str, file_line: str, problem: str = "") -> Setting:
-    """Parse ``key=value`` of a command line. Raises ``ConfigError`` with the place of any other text."""
+    """Parse ``key=value`` of a command line. ``problem`` is the reason why the value is unknown, empty if it is known.
+
+    Raises ``ConfigError`` with the place of any other text.
+    """
     name, equals, value = text.lstrip("+").partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.@/-]*", name):
         raise ConfigError(f"{file_line}: {problem or repr(text)}: key=value was expected here")

@@ -1,4 +1,4 @@
-"""Translation of a verl job's batches, optimizer steps and schedule to our keys."""
+"""Translation of a verl job's keys for batches, optimizer and schedule to keys of slime_like."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Schedule:
 
 
 def schedule_of(job: Job, optim: str) -> Schedule:
-    """Return the schedule that the keys below ``optim`` describe, except keys that its shape does not read.
+    """Return the schedule that the keys below ``optim`` describe. Keys that its shape does not read are ignored.
 
     Raises ``ConfigError`` if the shape is wsd and its decay steps are missing.
     """

@@ -1,4 +1,4 @@
-"""Translation of a verl job's rewards to our keys."""
+"""Translation of a verl job's keys for rewards to keys of slime_like."""
 
 from __future__ import annotations
 

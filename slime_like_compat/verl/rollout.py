@@ -1,4 +1,4 @@
-"""Translation of a verl job's lengths, sampling and group filters to our keys."""
+"""Translation of a verl job's keys for lengths, sampling and group filters to keys of slime_like."""
 
 from __future__ import annotations
 
