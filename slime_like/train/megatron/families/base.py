@@ -25,14 +25,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Weight(ABC):
-    """HF tensors and tensor parallel split of one megatron parameter."""
+    """One megatron parameter: the HF tensors that it holds (names and shapes), and its split over tensor parallel ranks."""
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
 
     @abstractmethod
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
-        """Return the shard of tensor parallel rank ``rank`` of ``tp``."""
+        """Return the shard that rank ``rank`` of ``tp`` ranks holds of the complete HF ``tensors``."""
 
     @abstractmethod
     def merge(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ class Weight(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Replicated(Weight):
-    """A parameter that is equal on every rank, such as a norm."""
+    """A parameter that is equal on every tensor parallel rank, such as a norm."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return tensors[0]
@@ -81,7 +81,7 @@ class RowParallel(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Weight):
-    """Several matrices stacked along the output dimension, such as gate and up, each split over the ranks."""
+    """One or more tensors, such as gate and up, stacked along the output dimension; each is split over the ranks."""
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return torch.cat([t.chunk(tp, 0)[rank] for t in tensors], 0)
@@ -109,7 +109,7 @@ class QKV(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary(Weight):
-    """One row per token, padded with zero rows to ``padded`` rows, so that every rank holds the same number."""
+    """One row per token of the vocabulary, padded with zero rows to ``padded`` rows, so that every rank holds the same number."""
 
     padded: int
 
@@ -131,16 +131,20 @@ class Family(ABC):
     """Mapping of an HF ``model_type`` to megatron. One instance per model."""
 
     untrained_prefixes: tuple[str, ...] = ()
-    """Prefixes of the names of HF tensors that are not trained; an export copies them from the source folder."""
+    """Name prefixes of the HF tensors that are not trained; an export copies these tensors from the source folder."""
     output_norms: ClassVar[bool] = False
     """True if a norm follows attention and MLP, before the residual is added."""
     projection_norms: ClassVar[bool] = False
     """True if a norm of queries or keys is over all heads, not over each head."""
     shape_keys: ClassVar[tuple[str, ...]] = ()
-    """Additional keys of the HF config in which two models of the family may differ."""
+    """Keys of the HF config that a checkpoint's fingerprint has for this family, besides those that it has for every family."""
 
     def __init__(self, hf: Any, tp: int) -> None:
-        """Create the family of the transformers config ``hf``. Raises ``ConfigError`` if the variant is not supported."""
+        """Store the transformers config ``hf`` and the tensor parallel size.
+
+        Subclasses raise ``ConfigError`` if the trainer does not support a setting of ``hf``, or if ``tp`` does not divide
+        a size of the model.
+        """
         self.hf = hf
         self.tp = tp
 

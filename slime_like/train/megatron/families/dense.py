@@ -23,7 +23,7 @@ class DenseDecoder(Family):
         self.check_mlp()
 
     def check_mlp(self) -> None:
-        """Raise ``ConfigError`` if the MLP is not supported or tensor parallelism does not divide it."""
+        """Raise ``ConfigError`` if the MLP is not supported, or if the tensor parallel size does not divide its size."""
         self.require_divisible("intermediate_size")
 
     @property

@@ -2,7 +2,7 @@
 
 Experts are divided over expert parallel ranks, and their matrices over expert tensor parallel ranks. An export has separate
 matrices per expert (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read. An HF folder that is
-loaded may also have one fused tensor of all experts.
+loaded may instead have two tensors per block that fuse the matrices of all experts: one for gate and up, one for down.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix(Weight):
-    """Matrices of one routed expert: gate over up, each split along the output dimension, or down, split along the input."""
+    """Gate and up of a routed expert, stacked, each split along the output dimension, or down, split along the input."""
 
     fused: str  # name of the fused tensor [experts, rows, columns], which the folder may have instead
     expert: int
@@ -100,7 +100,7 @@ class Experts(DenseDecoder):
 
     @property
     def renormalises(self) -> bool:
-        """True if the weights of a token's experts sum to 1."""
+        """True if the routing weights of a token's experts are normalised to a sum of 1, before any scaling factor."""
         return bool(getattr(self.hf, "norm_topk_prob", True))
 
     def is_sparse(self, block: int) -> bool:
@@ -180,7 +180,7 @@ _LOCAL = "mlp.experts.local_experts."  # in megatron's names, before the index w
 
 
 def global_key(key: str, num_local: int, ep_rank: int) -> str:
-    """Return ``key`` with the global index of a routed expert instead of megatron's local index; other keys unchanged."""
+    """Replace ``local_experts`` and the local index in megatron's ``key`` by the global index; return other keys unchanged."""
     prefix, local, numbered = key.partition(_LOCAL)
     if not local:
         return key

@@ -12,7 +12,7 @@ from slime_like.train.megatron.families.experts import Experts
 class GroupedExperts(Experts):
     """Mix-in for a decoder family with routed and shared experts after the first layers.
 
-    The weights of a token's routed experts come from ``score_function``: by default a softmax over all routed experts,
+    The routing weights of a token's experts come from ``score_function``: by default a softmax over all routed experts,
     not normalised over the chosen ones. Unless topk_method is greedy or there is one group, the token's experts are in
     the topk_group groups with the highest scores.
     """

@@ -15,7 +15,7 @@ SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 
 
 class HybridDecoder(DenseDecoder):
-    """Hybrid decoder with zero-centred norms (except DeltaNet's gated norm), gated attention and partial rotary.
+    """Hybrid decoder with zero-centred norms (except DeltaNet's gated norm), gated attention and partial rotary embedding.
 
     A subclass defines how HF stores the input projections of the DeltaNet.
     """

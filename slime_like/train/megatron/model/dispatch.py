@@ -48,7 +48,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         return self._rows.gather(hidden_states.flatten(0, 1)), self._rows.probabilities(probs)
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
-        """Return the rows of this rank's experts ordered by expert, the number of rows per expert, and probabilities.
+        """Return the rows for this rank's experts, sorted by expert; the number of rows per expert; and a probability per row.
 
         Collective over the expert tensor parallel ranks.
         """

@@ -1,6 +1,6 @@
-"""Choice of the experts of each token: the best scores, or a recorded choice that is replayed.
+"""Choice of the experts of each token: the experts with the best scores, or a recorded choice that is replayed.
 
-Replay fixes only the indices. The weights of the experts are computed from the router's scores at these indices, so the router
+Replay fixes only the indices. The routing weights are computed from the router's scores at these indices, so the router
 receives gradients (R3, https://arxiv.org/abs/2510.11370).
 
 Axis suffixes: L tokens of this rank, E experts, K experts per token.
@@ -22,7 +22,7 @@ class ChoiceCounts:
 
     num_tokens: Tensor | float = 0.0
     num_different: Tensor | float = 0.0  # tokens whose replayed experts differ from the router's own
-    max_gap: Tensor | float = 0.0  # largest gap between two such sets, see ``ExpertChoice.gap``
+    max_gap: Tensor | float = 0.0  # largest ``ExpertChoice.gap`` between the two sets of experts of a token
 
     @torch.no_grad()
     def add(self, known_L: Tensor, different_L: Tensor, gaps_L: Tensor) -> None:
@@ -59,7 +59,10 @@ class ExpertChoice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and indices [L, K] of the experts to use; tokens without a recorded choice use the router's own."""
+        """Return scores and indices [L, K] of the experts to use: the replayed ones or, for tokens without any, the router's own.
+
+        The router's own choice is recorded if ``recorded_experts`` is set, and compared with the replayed one if ``compares``.
+        """
         values, own_LK = self.best(scores, topk, num_groups, group_topk, default)
         address = -1 if self.padding is None else self.padding.data_ptr()
         if self.recorded_experts is not None:

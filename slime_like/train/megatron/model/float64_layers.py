@@ -35,7 +35,7 @@ def kinds(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def float64_layers(model: nn.Module, kind: str | None) -> Generator[None]:
-    """Compute layers of ``kind`` in float64: all kinds if it is ``ALL``, none if it is None."""
+    """Make layers of ``kind`` compute in float64 until exit: layers of all kinds if it is ``ALL``, none if it is None."""
     with ExitStack() as stack:
         for name in FLOAT64_LAYERS:
             if kind in (name, ALL):
@@ -48,7 +48,7 @@ def _maker(name: str) -> MakeFloat64:
 
 
 def attention(model: nn.Module, stack: ExitStack) -> int:
-    """Compute core attention in float64: scores, softmax and the weighted sum of values, but not the projections."""
+    """Make core attention compute in float64: scores, softmax and the weighted sum of values, but not the projections."""
     layers = [module for module in model.modules() if isinstance(module, PackedAttention)]
     for layer in layers:
         stack.enter_context(replace_attribute(layer, "forward", in_float64(layer.forward, layer.config.params_dtype)))
@@ -56,7 +56,7 @@ def attention(model: nn.Module, stack: ExitStack) -> int:
 
 
 def mlp(model: nn.Module, stack: ExitStack) -> int:
-    """Compute the MLP (or the router and experts) after each mixer in float64, with float64 copies of its weights."""
+    """Make the MLP (or router and experts) after each mixer compute in float64, with float64 copies of its weights."""
     mlps: list[Any] = [module.mlp for module in model.modules() if isinstance(module, MLPLayer)]
     for part in mlps:
         stack.enter_context(replace_attribute(part, "forward", with_weights_in_float64(part)))
@@ -79,7 +79,7 @@ def replace_attribute(module: Any, name: str, value: Any) -> Generator[None]:
 
 
 def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    """Wrap ``function`` to run on float64 copies of its arguments and return ``dtype``, by default the first tensor's dtype."""
+    """Wrap ``function`` to run on float64 copies of its arguments. The result has ``dtype``, by default the first tensor's."""
 
     def wide(*args: Any, **kwargs: Any) -> Any:
         result = dtype or next(arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())

@@ -105,9 +105,9 @@ def run_schedule(
 ) -> list[Any]:
     """Run every micro-batch through megatron's schedule, and call ``after(micro, hidden)`` on the last stage.
 
-    Collective. With ``train``, ``after`` returns megatron's (loss, count, report), and gradients are accumulated and
-    reduced; the result is the list of reports. Otherwise it is the list of the results of ``after``. It is empty on
-    other stages.
+    With ``train``, ``after`` returns megatron's (loss, count, report); gradients are accumulated and reduced, and the list
+    of reports is returned. Without ``train``, the list of the results of ``after`` is returned. On stages before the last,
+    the list is empty. Collective.
     """
     padding = _padding_micros(wrapped, micros)
     count = len(padding) + len(micros)
@@ -167,7 +167,7 @@ def score_micros(
     masks: Sequence[npt.NDArray[np.bool_]],
     logprob_settings: LogprobSettings,
 ) -> list[Tensor]:
-    """Return log-probabilities F32 [T] per micro-batch at its masked tokens, 0 at other tokens. Collective.
+    """Return log-probabilities F32 [T] per micro-batch at the tokens that its mask selects, 0 at other tokens. Collective.
 
     The list is empty except on the last stage. Columns are complete on every context parallel rank.
     """

@@ -1,4 +1,4 @@
-"""Experts of a rank, computed by grouped GEMMs over the rows of all experts, with the parameters of ``SequentialMLP``.
+"""Experts of a rank, computed by ``grouped_products`` over the rows of all experts, with the parameters of ``SequentialMLP``.
 
 Axes: R rows (tokens, ordered by expert), E experts of this rank, F features of SwiGLU, H hidden, I inputs, O outputs.
 """
@@ -17,7 +17,7 @@ from slime_like.train.megatron.platform.collective import wait_for_weights
 
 
 class GroupedMLP(SequentialMLP):
-    """SwiGLU experts without biases. Each GEMM, and each of its two gradients, covers the rows of all experts."""
+    """SwiGLU experts without biases. Each of the two linear layers is one autograd function over the rows of all experts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -54,13 +54,13 @@ class PackedRows(PackedSeqParams):
     position_ids: Tensor | None = None  # [P], of the padded tokens of all context parallel ranks
     by_rank: Tensor | None = None  # I64 [P], padded tokens ordered by rank; cp > 1
     in_order: Tensor | None = None  # I64 [P], the inverse of ``by_rank``
-    padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]; tokens that routers do not count
+    padding: Tensor | None = None  # [1, L], with sequence parallelism [1, L / tp]; True if not counted by routers
     cos_sin: Tensor | None = None  # F32 [P, dim], cache of ``cos_sin_of``
     attention_batches: sdpa.AttentionBatches | None = None  # cache of ``batches``
 
     @property
     def batches(self) -> sdpa.AttentionBatches | None:
-        """The same sequences in batches for kernels that need equal lengths; None with context parallelism.
+        """The packed sequences, in batches for kernels that need equal lengths; None with context parallelism.
 
         Computed at the first use, because variable-length kernels on a GPU do not need it.
         """
@@ -77,7 +77,7 @@ class PackedRows(PackedSeqParams):
         return self.cos_sin
 
     def on_device(self) -> PackedSeqParams:
-        """Return parameters for TransformerEngine, whose bounds are on the device and cover the tokens of all cp ranks.
+        """Return TransformerEngine's parameters, with bounds on the device that cover the tokens of all cp ranks.
 
         Padding counts as part of its sequence, because a causal query never sees later tokens.
         """
@@ -107,8 +107,8 @@ class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences, which context parallelism may split.
 
     16-bit attention on a GPU runs one variable-length flash kernel for all sequences. Otherwise, scaled dot product
-    attention runs per batch of sequences of similar length or, with context parallelism, per piece, without the masked
-    scores of a block-diagonal mask.
+    attention runs per batch of sequences of similar length or, with context parallelism, per piece. No scores between
+    tokens of different sequences are computed.
 
     Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
     in one collective per layer, and the backward pass scatters the summed gradients. With grouped queries there are few key
@@ -181,7 +181,7 @@ class PackedAttention(MegatronModule):
         return sdpa.in_pieces(query, key, value, packed.pieces.lengths, self.scale).to(dtype)
 
     def _gather(self, key: Tensor, value: Tensor, key_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values [L, groups, dim] of all ranks. Return the [K, groups, dim] that this rank reads.
+        """Gather the keys and values [L, groups, dim] of all ranks; return those that this rank reads, [K, groups, dim] each.
 
         Collective over the context parallel ranks.
         """

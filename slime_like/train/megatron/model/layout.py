@@ -56,7 +56,7 @@ class TokenLayout:
         return _gather(column_T, self.next_index, fill)
 
     def predictions(self, mask_T: npt.NDArray[np.bool_]) -> Predictions:
-        """Return the local hidden states that predict the masked tokens. The first token of a sequence has no prediction."""
+        """Return this rank's predictions of the tokens that ``mask_T`` selects. The first token of a sequence has none."""
         is_source_L = self.next_token(mask_T, False)
         source = np.flatnonzero(is_source_L)
         return Predictions(source, self.next_index[source])
@@ -66,7 +66,7 @@ class TokenLayout:
         return np.searchsorted(self.cu_seqlens, token_index, side="right").astype(np.int64) - 1
 
     def segment_sum[Scalar: np.generic](self, values_N: npt.NDArray[Scalar], token_index_N: I64) -> npt.NDArray[Scalar]:
-        """Return [S]: the sum per sequence of values [N] at token indices [N], those of one cp rank or of all."""
+        """Return [S]: the sum per sequence of the values of N tokens, which may be the tokens of one cp rank or of all."""
         out = np.zeros(self.num_sequences, values_N.dtype)
         np.add.at(out, self.sequence_of(token_index_N), values_N)
         return out
@@ -106,7 +106,7 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
 
 
 def zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
-    """Return the indices of the padded tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of the ``2 * cp`` of each sequence.
+    """Return the indices of the padded tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence's ``2 * cp`` chunks.
 
     ``position_ids`` and ``padded_length_of``, both [P]: the position of each token and the padded length of its sequence.
     """

@@ -32,7 +32,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 class Rotary(torch.nn.Module):
     """Rotary angles at positions, for the first ``partial_rotary_factor`` of a head's channels.
 
-    ``scale`` multiplies their cosines and sines; it is 1 except with YaRN (https://arxiv.org/abs/2309.00071). Raises
+    ``scale`` is the factor of the angles' cosines and sines; it is 1 except with YaRN (https://arxiv.org/abs/2309.00071). Raises
     ``ConfigError`` on unsupported scaling.
     """
 
@@ -179,7 +179,7 @@ class ModelSegments(torch.nn.ModuleList):
         return parts[0] if len(parts) == 1 else {f"chunk{i}": part for i, part in enumerate(parts)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the result of ``sharded_state_dict``."""
+        """Load a state dict with the structure of the result of ``sharded_state_dict``."""
         policies = self.policies
         parts = [state_dict] if len(policies) == 1 else [state_dict[f"chunk{i}"] for i in range(len(policies))]
         for policy, part in zip(policies, parts, strict=True):
@@ -191,7 +191,7 @@ def build_segments(
 ) -> ModelSegments:
     """Build this rank's part of a model on its device, with uninitialised weights and the kernels that ``model`` selects.
 
-    Raises ``ConfigError`` if the attention or the kernels cannot be imported.
+    Raises ``ConfigError`` if the attention cannot be imported, or the kernels cannot be imported or compiled.
     """
     parts = layer_parts(config, family, rank_info, model)
     segments = (kind(config, family, rank_info, segment, parts) for segment in range(rank_info.layout.vpp))

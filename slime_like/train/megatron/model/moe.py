@@ -56,14 +56,14 @@ class ExpertRouter(TopKRouter):
         self._balance: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map hidden states [L, 1, H] to the weights and the mask of chosen experts [L, E]."""
+        """Map hidden states [L, 1, H] to the routing weights and the mask of chosen experts, both [L, E]."""
         self.router_replay.padding = padding_mask
         return super().forward(input, padding_mask)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map logits [L, 1, E] to the weights and the mask of chosen experts [L, E].
+        """Map logits [L, 1, E] to the routing weights and the mask of chosen experts, both [L, E].
 
-        With an auxiliary loss, it is a collective over the tensor and context parallel ranks.
+        With an auxiliary loss, this method is a collective over the tensor and context parallel ranks.
         """
         probs, chosen_LE = super().routing(logits, padding_mask)
         if self.training and torch.is_grad_enabled():
@@ -72,9 +72,9 @@ class ExpertRouter(TopKRouter):
         return probs, chosen_LE
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Add to the optimizer step's count of tokens per expert, from which megatron updates the expert bias.
+        """Add ``routing_map`` to the optimizer step's count of tokens per expert, from which megatron updates the expert bias.
 
-        megatron would broadcast a padding mask [L] along the experts, so this passes [L, 1].
+        megatron would broadcast a padding mask [L] along the experts, so this method passes [L, 1].
         """
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
@@ -99,7 +99,7 @@ class ExpertRouter(TopKRouter):
         return scaled
 
     def take_load(self) -> tuple[Tensor, Tensor]:
-        """Return and reset this rank's load F64 [E] and the sum of the auxiliary loss over its tokens F64 []."""
+        """Return and reset this rank's load F64 [E] and, summed over its tokens, the auxiliary loss without coefficient F64 []."""
         load_E, balance = self._load_E, self._balance
         self._reset_load()
         zeros = torch.zeros(self.num_experts or 0, dtype=torch.float64, device=self.weight.device)

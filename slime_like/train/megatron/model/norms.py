@@ -23,7 +23,7 @@ from slime_like.train.megatron.platform.device import current_device
 class RMSNorm(torch.nn.Module):
     """Norm over the last dimension that supports sequence parallelism.
 
-    A zero-centred norm (``layernorm_zero_centered_gamma``) has scale ``1 + weight``, as Gemma and Qwen3-Next store it.
+    A zero-centred norm (``layernorm_zero_centered_gamma``) has scale ``1 + weight``, as in Gemma and Qwen3-Next.
     This scale is float32, because a 16-bit ``1 + weight`` would round the weight away.
     """
 
@@ -76,7 +76,7 @@ class NormedQKV(ColumnParallelLinear):
         self.key_norm = ProjectionNorm(config, groups * dim)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Map [L, 1, input_size] to [L, 1, output_size / tp], by query group as ``families.base.QKV``; there is no bias."""
+        """Map [L, 1, input_size] to [L, 1, output_size / tp], in the order of ``families.base.QKV``; there is no bias."""
         out, bias = super().forward(*args, **kwargs)
         assert bias is None
         groups, rows, dim = self.shape_of_output

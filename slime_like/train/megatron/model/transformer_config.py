@@ -39,7 +39,7 @@ def dtype_of(spec: RankSpec) -> torch.dtype:
 def choose_family(spec: RankSpec, hf: Any) -> Family:
     """Return the family named by ``model.family`` or, if that is ``auto``, by the HF config's model_type.
 
-    Raises ``ConfigError`` if there is no such family.
+    Raises ``ConfigError`` if there is no such family, or if the family does not support the config.
     """
     name: str = hf.model_type if spec.model.family == "auto" else spec.model.family
     if name not in FAMILIES:
@@ -50,7 +50,10 @@ def choose_family(spec: RankSpec, hf: Any) -> Family:
 
 
 def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
-    """Return the TransformerConfig of one rank. Raises ``ConfigError`` on unknown or unusable ``model.megatron`` fields."""
+    """Return the TransformerConfig of one rank.
+
+    Raises ``ConfigError`` on unknown or derived ``model.megatron`` fields, and on values that megatron-core rejects.
+    """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     layout, dtype, fields = spec.layout, dtype_of(spec), family.transformer_fields()
@@ -78,7 +81,7 @@ def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
         "moe_grouped_gemm": family.num_experts > 0,  # by ``GroupedMLP``; megatron's class needs TransformerEngine
         "moe_router_dtype": "fp32",
         "moe_router_bias_update_rate": 0.0,  # an expert bias is not trained, but can be updated to balance the load
-        # With virtual stages on two ranks, one batch would pair messages of opposite directions (see patches).
+        # With virtual stages on two ranks, one batch of sends and receives would pair opposite directions (see ``patches``).
         "batch_p2p_comm": spec.device == "cuda" and layout.vpp == 1,
         "perform_initialization": False,  # every weight is loaded
         **_UNFUSED,

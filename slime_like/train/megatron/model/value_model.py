@@ -1,4 +1,4 @@
-"""Critic model: a policy's decoder with a value head instead of the output layer; values per token."""
+"""Critic model, a policy's decoder with a value head instead of the output layer, and its values of micro-batches."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ class ValueModel(PolicyModel):
         return config
 
     def values(self, hidden: Tensor, source_N: Tensor) -> Tensor:
-        """Return F32 [N]: the value at each hidden state ``source_N``, an estimate of the return before the next token.
+        """Return F32 [N]: the value at each hidden state that ``source_N`` indexes.
 
-        With sequence parallelism, it is a collective over the tensor parallel ranks.
+        The value estimates the return from the next token on. With sequence parallelism, this method is a collective over
+        the tensor parallel ranks.
         """
         if self.config.sequence_parallel:
             # Every rank computes all values and has the full gradient, which the backward pass must split, not sum.

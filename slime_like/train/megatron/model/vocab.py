@@ -1,7 +1,7 @@
 """Log-probability and entropy from hidden states, with logits computed in chunks and never stored.
 
-Forward saves the hidden states and one log-sum-exp per token; backward recomputes the logits of each chunk. This costs one
-more matrix multiplication per chunk; peak memory is one chunk of float32 logits over this rank's part of the vocabulary.
+Forward saves the hidden states and, per token, a log-sum-exp and the entropy; backward recomputes the logits of each chunk,
+which costs one more matrix multiplication per chunk. The memory for logits is a few float32 buffers [chunk, this rank's rows].
 """
 
 from __future__ import annotations

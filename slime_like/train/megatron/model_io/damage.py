@@ -34,7 +34,11 @@ READ_ERRORS = (
 
 @contextmanager
 def convert_damage(message: Callable[[str], str]) -> Generator[None]:
-    """Convert errors on damaged files to ``CheckpointError(message(summary))``. Errors of this project pass unchanged."""
+    """Convert errors on damaged files to ``CheckpointError(message(summary))``.
+
+    Errors of this project, ``OutOfMemoryError`` and errors of collectives pass unchanged. If torch has wrapped a
+    ``CheckpointError``, that error is raised.
+    """
     try:
         yield
     except (SlimeLikeError, torch.OutOfMemoryError, dist.DistError):  # not about the files

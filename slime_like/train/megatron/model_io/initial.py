@@ -83,7 +83,7 @@ def load_megatron(model: ModelSegments, source: Path, key: str, family: Family, 
 
 
 def _use_gpt_keys(state: dict[str, Any], stored: dict[str, Any], family: Family) -> None:
-    """Set the keys of the entries of one model chunk to the keys in a folder of GPTModel."""
+    """Give the entries of one segment's ``state`` the keys that they have in a folder of GPTModel."""
     retarget_sharded_state_dict_to_gpt_checkpoint(state, gpt_compatible_layer_maps("".join(family.blocks())))
     for entry in state.values():
         if isinstance(entry, ShardedBase) and entry.key not in stored:

@@ -31,7 +31,8 @@ from slime_like.train.megatron.model_io.rank_state import (
 def load_checkpoint(state: RankState, folder: Path, iteration: int) -> int:
     """Restore ``folder/iter_<iteration>``, written in any layout. Return its version. Collective.
 
-    Raises ``CheckpointError`` if it is missing or damaged, belongs to another model, or has an incompatible layout.
+    Raises ``CheckpointError`` if it is missing or damaged, belongs to another model, or was saved with another
+    ``parallel.distributed_optimizer`` or padding of the vocabulary.
     """
     with on_every_node(iteration_folder(folder, iteration), state.rank_info) as source:
         manifest = read_verified_manifest(source, verify=state.verify)
@@ -47,7 +48,10 @@ def load_checkpoint(state: RankState, folder: Path, iteration: int) -> int:
 
 
 def load_weights(state: RankState, source: Path) -> None:
-    """Load only the weights of an iteration's folder. Collective. Raises the same errors as ``load_checkpoint``."""
+    """Load only the weights of an iteration's folder. Collective.
+
+    Raises ``CheckpointError`` as ``load_checkpoint`` does, but accepts another ``parallel.distributed_optimizer``.
+    """
     _check_model(read_verified_manifest(source, verify=state.verify), state, source)
     with convert_damage(lambda reason: f"{source}: damaged ({reason}); use another iteration"):
         loaded_state = _read(sharded_weights(state), source)

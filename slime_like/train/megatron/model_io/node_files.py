@@ -32,7 +32,7 @@ def node_leaders(info: RankInfo) -> list[int]:
 
 
 def is_node_leader(info: RankInfo) -> bool:
-    """Return True on rank 0 and on the first rank of each node that does not share its folder."""
+    """Return True on rank 0 and on the ranks of ``node_leaders``."""
     return dist.get_rank() in (0, *node_leaders(info))
 
 

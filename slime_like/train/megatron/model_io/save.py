@@ -218,7 +218,7 @@ def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> 
 
 
 def _clone_live(buckets: list[Any], on_host: list[Any]) -> list[Any]:
-    """Clone the tensors of ``on_host`` that share memory with the model, which the next optimizer step overwrites.
+    """Return ``on_host`` with clones of the tensors that share memory with the model, which the next optimizer step overwrites.
 
     megatron makes host copies only of tensors on a device.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
-    """AdamW on torch's fused kernel that counts steps per parameter group, as apex's FusedAdam does.
+    """AdamW with torch's fused kernel and one step count per parameter group, as in apex's FusedAdam.
 
     megatron's DistributedOptimizer restores torch's AdamW with one step tensor shared by all parameters, so the first
     update after a resume advances the count once per parameter. A count per group is restored correctly.

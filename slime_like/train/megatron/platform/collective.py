@@ -18,7 +18,7 @@ def on_rank_zero(action: Callable[[], None]) -> None:
     """Run ``action`` on rank 0 while the other ranks wait. Collective.
 
     Raises ``CheckpointError`` on every rank if ``action`` raises ``CheckpointError`` or ``OSError``. Any other error is
-    a bug: rank 0 raises it unchanged.
+    a bug: rank 0 raises it unchanged, and the other ranks raise ``CheckpointError`` with its text.
     """
     outcome: list[str | None] = [None]
     bug: Exception | None = None
@@ -93,6 +93,9 @@ class _AllReduce(torch.autograd.Function):
 
 
 def wait_for_weights(part: torch.nn.Module) -> None:
-    """Wait until overlap_param_gather has gathered the weights of ``part``. Call it before reading them outside its forward."""
+    """Wait until overlap_param_gather has gathered the weights of ``part``.
+
+    Required before a read of the weights outside the forward of ``part``.
+    """
     for hook in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]  no public function lists hooks
         hook(part, ())

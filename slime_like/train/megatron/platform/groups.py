@@ -133,7 +133,7 @@ def collective_seconds(spec: RankSpec) -> float:
 
 
 def make_groups(spec: RankSpec, device: torch.device) -> RankInfo:
-    """Create megatron's process groups, replacing the groups of an earlier layout, and seed its RNGs. Collective."""
+    """Create megatron's process groups, in place of any earlier ones, and seed the RNGs of torch and megatron. Collective."""
     from megatron.core import parallel_state, tensor_parallel
 
     layout = spec.layout

@@ -1,7 +1,8 @@
 """Import-time adaptation of megatron-core: patches on every device, and a replacement for ``torch`` on a CPU.
 
 Without a GPU the global ``torch`` of every ``megatron.core`` module is replaced by ``cpu_torch``. Other libraries use the
-real ``torch``, unchanged except for ``Tensor.cuda``, which raises an error on a CPU anyway.
+real ``torch``, in which ``Tensor.cuda`` returns the CPU tensor and optimizers do not import torch._dynamo
+(``cpu_patches.without_dynamo``). ``building_optimizer`` changes ``Tensor.type`` for a while.
 """
 
 from __future__ import annotations

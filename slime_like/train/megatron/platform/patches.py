@@ -1,4 +1,4 @@
-"""Patches that megatron-core 0.19.2 needs on CPU and GPU when TransformerEngine and apex are missing.
+"""Patches that megatron-core 0.19.2 needs on CPU and GPU, some of them only if TransformerEngine is missing.
 
 ``host`` runs each patch right after its module's body, before another module can bind the old name. Remove a patch when
 upstream has fixed the fault that its docstring describes.
@@ -102,7 +102,7 @@ def _detach_float32_shards(module: ModuleType) -> None:
 
 
 def _share_storage(target: Tensor, source: Tensor) -> None:
-    """Resize ``target``'s storage to that of ``source`` and copy its bytes, which all views of ``target`` then show.
+    """Resize ``target``'s storage to the size of ``source``'s, and copy the bytes, which all views of ``target`` then show.
 
     autograd's version counter is unchanged.
     """
@@ -227,7 +227,7 @@ def _checkpoint_reader(module: ModuleType) -> None:
 
 
 def _checkpoint_common(module: ModuleType) -> None:
-    """Read ``common.pt`` with an allow list: upstream leaves ``weights_only`` to torch, whose default the environment sets."""
+    """Read ``common.pt`` with an allow list: upstream uses torch's default, which an environment variable can change."""
     from slime_like.train.megatron.platform import pickles
 
     replace(module, "load_common", pickles.load_common)
@@ -285,10 +285,7 @@ def _gated_delta_net(module: ModuleType) -> None:
 
 
 def table() -> dict[str, Patch]:
-    """Return the patches by module name.
-
-    Which ones are needed depends on whether TransformerEngine and apex are installed.
-    """
+    """Return the patches by module name, without those that an installed TransformerEngine or apex makes unnecessary."""
     patches: dict[str, Patch] = {
         "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
         "megatron.core.dist_checkpointing.serialization": _checkpoint_config,

@@ -33,7 +33,7 @@ from slime_like.types import F32
 
 
 class RankModel:
-    """Model and optimizer of one rank, initialised from an HF folder.
+    """Model and optimizer of one rank: the model of an HF folder, with its weights or those of ``model.megatron_checkpoint``.
 
     Methods that compute, save or load are collectives: every rank of the role calls them in the same order. ``version``
     counts rollouts, including empty ones and those in which the weights are frozen.
@@ -45,7 +45,7 @@ class RankModel:
         self.version = 0
         self._pending_save: PendingSave | None = None
         self._rollout: OpenRollout | None = None
-        self._own_weights: dict[str, Tensor] | None = None  # host copies of the weights while others replace them
+        self._own_weights: dict[str, Tensor] | None = None  # on a GPU, pinned buffers that ``swap_weights`` reuses
         self.folder = HFFolder(spec.model.hf_checkpoint, spec.model_key)
         self.family = choose_family(spec, kind.adapt_config(self.folder.config()))
         self.table = self.family.weights()
@@ -74,9 +74,9 @@ class RankModel:
         load_initial_weights(self.model, key, folder, self.table, self.family, info, verify=verify)
 
     def read_weights(self, key: str, folder: str | None) -> dict[str, Tensor]:
-        """Return this rank's shards of the weights in ``folder`` on the host.
+        """Return host copies of this rank's shards of the weights in ``folder``, or of the initial weights if that is None.
 
-        If ``folder`` is None, read the initial weights.
+        Must run before the first optimizer step: the model must have its initial weights, and has them afterwards.
         """
         if folder in (None, self.spec.model.megatron_checkpoint or self.spec.model.hf_checkpoint):
             return self._host_copy()
@@ -127,7 +127,7 @@ class RankModel:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
     def state(self) -> RankState:
-        """Return the objects whose state a checkpoint holds."""
+        """Gather the updated weights, and return the objects whose state a checkpoint holds. Collective."""
         optim.gather_parameters(self.wrapped)
         return RankState(
             self.model, self.optimizer, self.schedule, self.family, self.rank_info, self.folder.key, self.spec.verify
@@ -143,7 +143,7 @@ class RankModel:
         """Complete any pending checkpoint and return True.
 
         With ``wait=False``, return False if a rank is still writing.
-        Raises ``CheckpointError`` on every rank if a rank could not write its part, or not in time.
+        Raises ``CheckpointError`` on every rank if a rank failed to write its part or did not write it in time.
         """
         pending = self._pending_save
         if pending is None:
@@ -157,7 +157,7 @@ class RankModel:
     def load(self, folder: Path, iteration: int | None = None) -> int:
         """Restore an iteration of ``folder`` (None: the latest), saved in any layout. Return the iteration.
 
-        Raises ``CheckpointError`` if it is missing or damaged, belongs to another model, or has an incompatible layout.
+        Raises ``CheckpointError`` as ``load_checkpoint`` and, without ``iteration``, ``latest_iteration`` do.
         """
         if iteration is None:
             iteration = latest_iteration(folder)

@@ -131,7 +131,7 @@ def scoring_state(model: ModelSegments, device: torch.device) -> DeviceState:
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the tensors of megatron's optimizer: main weights and moments, including its nested optimizers."""
+    """Yield the tensors of megatron's optimizer: parameters, main weights and moments, including those of nested optimizers."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
             for group in getattr(part, name, None) or ():

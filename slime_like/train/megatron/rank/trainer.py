@@ -42,9 +42,9 @@ class RankTrainer(RankModel):
     """
 
     def __init__(self, spec: RankSpec, rank_info: RankInfo) -> None:
-        """Load the HF checkpoint and build the optimizer.
+        """Load the weights of the policy, and those of the reference and teacher if it swaps them in; build the optimizer.
 
-        Raises ``ConfigError`` on an unsupported layout or model, ``CheckpointError`` on an unusable HF folder.
+        Raises ``ConfigError`` on an unsupported layout or model, ``CheckpointError`` on an unusable checkpoint.
         """
         super().__init__(spec, rank_info)
         reference, teacher = spec.model.ref_checkpoint, spec.teacher_checkpoint
@@ -70,9 +70,9 @@ class RankTrainer(RankModel):
 
     @install.phase("score")
     def routing_difference(self) -> RoutingDifference | None:
-        """Return how often replayed experts of scored batches differ from the trainer's choice.
+        """Return the comparison of replayed experts with the routers' own choice since the last call or the last update.
 
-        The result is None except on the reporter.
+        None except on the reporter.
         """
         difference = self.routing.difference()
         return difference if self.rank_info.is_reporter else None
@@ -157,10 +157,10 @@ class RankTrainer(RankModel):
         return tuple(metrics) if self.rank_info.is_reporter else ()
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return the advantages [L] of the given samples' tokens in the last rollout. Not a collective.
+        """Return, by sample id, the advantages [L] of the L tokens of each given sample of the last rollout. Not a collective.
 
-        The result contains only samples of this rank's data parallel shard. It is empty unless this rank is the shard's
-        reporter.
+        The dict contains only samples of this rank's data parallel shard. It is empty unless this rank is the shard's
+        reporter, ``RankSpec.returns_advantages`` is set and the algorithm has token advantages.
         """
         by_sample: dict[int, F32] = {}
         for batch, column in self._last_advantages:
@@ -285,7 +285,7 @@ class RankTrainer(RankModel):
     # ---- scores and weights for the engines ------------------------------------------------------------------------
     @install.phase("score")
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
-        """Return log-probabilities [T] at the sampling temperature, 0 at first tokens; None except on the reporter.
+        """Return log-probabilities [T] at the sampling temperature, 0 at first tokens of sequences; None except on the reporter.
 
         Layers of kind ``float64_kind`` run in float64.
         """

@@ -32,7 +32,7 @@ class ExpertBalance:
         """Reset the routers' load and set the scale of the auxiliary loss. Must run before the forward pass.
 
         Gradients are divided by ``num_tokens``, the number of trained tokens, but the auxiliary loss is a mean over all tokens
-        of the optimizer step, so it is scaled by the ratio of the two.
+        of the optimizer step, so it is scaled by ``num_tokens`` divided by the number of all tokens.
         """
         if not self._has_experts:
             return

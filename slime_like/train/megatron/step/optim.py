@@ -1,4 +1,4 @@
-"""Gradient buckets, AdamW and learning rate schedule, all from megatron."""
+"""Builders of megatron's gradient buckets, optimizer (AdamW) and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def make_schedule(spec: RankSpec, optimizer: Any) -> OptimizerParamScheduler:
     """Build the learning rate schedule.
 
     Step it *before* each optimizer step, so that the first uses lr / warmup_steps, not 0. The scheduler also applies
-    weight decay per group: otherwise norms and biases (wd_mult 0) would decay. Raises ``ConfigError`` on a schedule
+    weight decay per group; without this, norms and biases (wd_mult 0) would decay. Raises ``ConfigError`` on a schedule
     that does not fit the run.
     """
     optim = resolve_schedule(spec.optim, spec.num_steps)

@@ -53,7 +53,7 @@ class RoutingReplay:
     def in_old_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         """Replay the engine's experts in the pass for old log-probabilities.
 
-        With ``routing_replay=old``, record the experts that this pass chooses.
+        With ``routing_replay=old``, nothing is replayed; the experts that the routers choose in this pass are recorded.
         """
         return self.record(micros) if self._mode == "old" else self.replay(micros, compare=True)
 
@@ -64,13 +64,14 @@ class RoutingReplay:
     def in_training(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
         """Replay experts in the optimizer steps.
 
-        The engine's experts are compared here only if there is no pass for old log-probabilities, which compares them earlier.
+        The engine's experts are compared with the routers' own only if there is no pass for old log-probabilities, because
+        that pass would already have compared them. Experts that the pass recorded are always compared.
         """
         return self.replay(micros, compare=self._mode == "old" or not self._has_old_pass)
 
     @contextmanager
     def replay(self, micros: Sequence[MicroBatch], *, compare: bool) -> Generator[None]:
-        """Replay the experts of ``micros``. With ``compare``, count how often the routers would choose others."""
+        """Replay the experts of ``micros``. With ``compare``, count the tokens for which a router would choose others."""
         by_address = {_address(micro): micro.experts for micro in micros if micro.experts is not None}
         for index, choice in enumerate(self._choices()):
             choice.replayed_experts = {address: experts[index] for address, experts in by_address.items()}

@@ -35,11 +35,12 @@ class SampleLogprobDifference:
     version: int  # version of the trainer's weights
     rank_info: RankInfo
     tolerance: float | None = None  # largest allowed difference; None: no check
-    on_policy: list[Tensor] = field(default_factory=list[Tensor])  # at tokens of samples of the trainer's version only
+    # differences at tokens of samples that only the trainer's version sampled
+    on_policy: list[Tensor] = field(default_factory=list[Tensor])
     # differences at tokens of the trainer's version in samples of several versions
     mixed: list[Tensor] = field(default_factory=list[Tensor])
     stale: list[Tensor] = field(default_factory=list[Tensor])  # differences at tokens of other versions
-    sample_ids: list[I64] = field(default_factory=list[I64])  # sample of each token in ``on_policy``
+    sample_ids: list[I64] = field(default_factory=list[I64])  # id of the sample of each token in ``on_policy``
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor) -> None:
@@ -124,7 +125,7 @@ class SampleLogprobDifference:
         return metrics, self._error_message(magnitudes)
 
     def _error_message(self, magnitudes: Any) -> str:
-        """Return the error message for differences of ``on_policy``. A collective of the ranks that share the batch."""
+        """Return the error message for differences of ``on_policy``. A collective of the ranks that hold a part of the batch."""
         ids = np.concatenate([np.zeros(0, np.int64), *self.sample_ids])
         (gathered_ids,) = gather_ragged([to_device(ids, self.rank_info.device)], self.rank_info.dp_cp_group)
         global_ids = gathered_ids.cpu().numpy()
@@ -142,7 +143,7 @@ class SampleLogprobDifference:
         )
 
     def _gather(self) -> list[Any]:
-        """Return on_policy, mixed and stale differences, each F64 [n], gathered from all ranks that share the batch.
+        """Return on_policy, mixed and stale differences, each F64 [n], gathered from all ranks that hold a part of the batch.
 
         Collective.
         """

@@ -1,8 +1,8 @@
 """One optimizer step: gradients of the sum of loss_weight * loss over its micro-batches, update, metrics.
 
-megatron divides gradients by the global count of trained tokens (calculate_per_token_loss), so each micro-batch returns
-``(sum(w * l) * N, n)`` with N the global count and n the micro-batch's count. The result is the sum of w * l over all
-micro-batches and ranks, which does not depend on packing, micro-batching or layout.
+megatron divides gradients by the global count G of trained tokens (calculate_per_token_loss), so each micro-batch returns
+``(sum(w * l) * G, n)`` with n its own count. The gradients are those of the sum of w * l over all micro-batches and ranks,
+which does not depend on packing, micro-batching or layout.
 
 Axis suffixes: T tokens of the packed batch, N trained tokens on this rank, S sequences, L tokens of this rank's hidden states,
 H hidden size.
@@ -101,7 +101,10 @@ class OptimizerStep(ABC):
         report: StepReport,
         sample_difference: SampleLogprobDifference | None,
     ) -> tuple[Tensor, int]:
-        """Return the sum of weight * loss over the micro-batch's trained tokens on this rank, and their number."""
+        """Return the sum of weight * loss over the micro-batch's trained tokens on this rank, and the number of these tokens.
+
+        Also add the micro-batch to ``report``.
+        """
 
 
 class PolicyStep(OptimizerStep):

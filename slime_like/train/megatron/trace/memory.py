@@ -27,7 +27,7 @@ TRANSFER = "transfer"  # traced phase of a push, for which the planner has no es
 
 @dataclass(frozen=True, slots=True)
 class TracedBatch:
-    """Sequences of each micro-batch of a traced step."""
+    """Micro-batches of a traced step, and the length of their sequences."""
 
     length: int  # tokens of a sequence
     num_micro_batches: int
@@ -105,7 +105,7 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
 
 
 def _trace_push(trainer: RankTrainer, batch: PackedBatch, peaks: _Peaks, *, offload: bool) -> None:
-    """Record the peaks of a weight transfer and, with ``offload``, of the probe's forward pass after it and of the rollout."""
+    """Record the peaks of a weight transfer and, with ``offload``, of the probe's forward pass and of phase ``COLLECT``."""
     if offload:
         trainer.device_state.keep(TRAINER_PHASES[PUSH])
         gc.collect()

@@ -33,7 +33,7 @@ _hidden_shape = [0, 1, 0]  # shape of the hidden states that this rank's pipelin
 def join(spec: RankSpec, rank: int = 0) -> RankInfo:
     """Make this process rank ``rank`` of the world of ``spec.layout``; an earlier world is replaced.
 
-    Must run before the first import of megatron. Raises ``ConfigError`` if the process does not run on a phantom GPU.
+    The first call must precede the first import of megatron. Raises ``ConfigError`` if the process does not run on a phantom GPU.
     """
     if not is_phantom() or spec.device != "cuda":
         raise ConfigError(
@@ -81,7 +81,7 @@ def keep_objects() -> None:
 
 
 def adapt() -> None:
-    """Replace numbers that host code would read from the device, and skip work on tensors without values.
+    """Patch the trainer, so that host code reads no numbers from the device and skips work on tensors without values.
 
     This function imports megatron.
     """
