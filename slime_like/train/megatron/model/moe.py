@@ -99,7 +99,7 @@ class ExpertRouter(TopKRouter):
         return scaled
 
     def take_load(self) -> tuple[Tensor, Tensor]:
-        """Return and reset the load F64 [E] and, summed over this rank's tokens, the auxiliary loss without coefficient F64 []."""
+        """Return and reset this rank's load F64 [E], and its auxiliary loss without coefficient, summed over tokens, F64 []."""
         load_E, balance = self._load_E, self._balance
         self._reset_load()
         zeros = torch.zeros(self.num_experts or 0, dtype=torch.float64, device=self.weight.device)
