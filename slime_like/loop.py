@@ -3,13 +3,13 @@
     Prompt --rollout.collect--> SampleGroup (scored, filtered) --assemble--> TrainBatch
            --trainer.step--> StepStats(version) --sync.push--> the engines serve that version
 
-collect   consumes prompts, produces scored groups; waits for the engines; starts at most ``loop.max_staleness`` versions
-          behind
+collect   consumes prompts, produces scored groups; waits for the engines, which begin the rollout with weights at most
+          ``loop.max_staleness`` versions older than the trainer's
 step      consumes one rollout, produces weights of the next version; waits for the trainer ranks
-push      consumes weights, unblocks the engines; the probe checks that engines and trainer hold the same weights
+push      consumes weights, makes the engines serve them; the probe checks that engines and trainer hold the same weights
 
-With ``loop.max_staleness=0`` the three phases take turns. With 1 or more, the manager collects the next rollout while
-``step`` runs, and a push pauses it briefly. The loop is the same in both cases.
+With ``loop.max_staleness=0`` the three phases take turns. With 1 or more, the rollout managers generate the next rollout
+while ``step`` runs, and a push pauses the generation briefly. The loop is the same in both cases.
 """
 
 from __future__ import annotations

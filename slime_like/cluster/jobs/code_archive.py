@@ -1,4 +1,4 @@
-"""Package of this checkout's code, for nodes whose image has the Python environment but another version of the code."""
+"""Make a package of this checkout's code, for nodes whose image has the Python environment but other code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Package:
 
 
 def make_package(repository: Path) -> Package:
-    """Return a package of the files under ``PARTS`` as they are on disk, except untracked files that git ignores.
+    """Return a package of the files under ``PARTS`` as they are on disk, without symbolic links and ignored untracked files.
 
     Raises ``ConfigError`` if the folder is not a git checkout or the package is too large.
     """

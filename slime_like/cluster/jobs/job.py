@@ -52,7 +52,7 @@ class ClusterJob:
 
     @property
     def outcome(self) -> str:
-        """State to show to users. Ray reports a run that saved and stopped on request as FAILED, because of its exit code."""
+        """State to show to users: STOPPED for a run that stopped on request, which Ray reports as FAILED (exit code 130)."""
         return "STOPPED" if self.exit_code == STOPPED_CODE else self.state
 
     @property

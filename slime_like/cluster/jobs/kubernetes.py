@@ -1,4 +1,4 @@
-"""A KubeRay ``RayJob``: a cluster for one run, with token authentication, a shared volume and keys from a Kubernetes secret.
+"""Manifest of a KubeRay ``RayJob``: a cluster for one run, with token authentication, a shared volume and keys from a secret.
 
 The fields follow the reference of ray.io/v1 (docs.ray.io, "KubeRay CRD API reference"); ``authOptions`` needs KubeRay 1.5.1.
 """
@@ -41,7 +41,7 @@ class KubernetesOptions:
 def ray_job(layout: NodeLayout, options: KubernetesOptions) -> dict[str, Any]:
     """Return the manifest of the ``RayJob``.
 
-    Raises ``ConfigError`` naming the option if Kubernetes would reject one.
+    Raises ``ConfigError`` naming the option if one is invalid.
     """
     _check(options, layout)
     workers = layout.num_nodes - 1

@@ -1,4 +1,4 @@
-"""Number of nodes that a run needs, for the Slurm script or Kubernetes manifest that starts its cluster."""
+"""Compute the number of nodes that a run needs, for the Slurm script or Kubernetes manifest that starts its cluster."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
 
     Weights, tokenizer and data are not checked: they are on the cluster, and the run checks them when it starts. If
     there is no config.json here and the planner's table does not contain the model, only the config is checked. Raises
-    ``ConfigError`` if the run does not fit, ``MissingResources`` if the cluster lacks nodes or GPUs. With ``grows``,
-    missing resources are only a warning: nodes will join, and the run waits for them. GPUs used by other jobs count as
-    free.
+    ``ConfigError`` if ``arguments`` start no run, ``nodes`` is empty or the run does not fit, and ``MissingResources`` if
+    the cluster lacks nodes or GPUs. With ``grows``, missing resources are only a warning: nodes will join, and the run
+    waits for them. GPUs used by other jobs count as free.
     """
     command = translate(arguments)
     if command.action != "train":
@@ -85,7 +85,8 @@ def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[st
 def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
     """Return ``machine`` with more GPUs than any run needs, so that planning succeeds and ``assign`` names the missing GPUs.
 
-    All are of the cluster's kind with the most memory; ``plan_on_nodes`` checks the memory of the nodes that the run uses.
+    Its GPUs are all of the kind that has the most memory in the cluster; ``plan_on_nodes`` checks the memory of the nodes
+    that the run uses. For a run on CPUs, return ``machine`` unchanged.
     """
     if cfg.placement.device == "cpu" or (cfg.placement.device == "auto" and not machine.num_gpus):
         return machine

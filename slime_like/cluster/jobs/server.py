@@ -1,6 +1,6 @@
-"""HTTP client of the job server of a Ray cluster: the dashboard on its head.
+"""HTTP client of a Ray cluster's job server, the dashboard on the head node.
 
-Every request has a deadline, except that for a job's log, which lasts until the job ends. Ray's own client has no
+Every request has a deadline, except the request for a job's log: it lasts until the job ends. Ray's own client has no
 deadlines, lets RAY_ADDRESS override its argument, and imports a module that the address names.
 """
 
@@ -116,14 +116,17 @@ class JobServer:
         return tuple(sorted(jobs, key=lambda job: job.started_at or float("inf")))
 
     async def job(self, job_id: str) -> ClusterJob:
-        """Return one job. Raises ``DataError`` if the server has no such job, or if it was not submitted as a job."""
+        """Return one job.
+
+        Raises ``DataError`` if the server has no such job, or if ``job_id`` is a driver that was not submitted as a job.
+        """
         job = read_job(await self._request("GET", f"/api/jobs/{_quote(job_id)}"))
         if job is None:
             raise DataError(f"{job_id} at {self.address.url} is a driver that was not submitted as a job")
         return job
 
     async def stop(self, job_id: str) -> None:
-        """Ask Ray to end the job: SIGTERM, then SIGKILL after its ``RAY_JOB_STOP_WAIT_TIME_S``, which ``job_request`` sets."""
+        """Ask Ray to end the job by SIGTERM and, ``RAY_JOB_STOP_WAIT_TIME_S`` later (set by ``job_request``), by SIGKILL."""
         await self._request("POST", f"/api/jobs/{_quote(job_id)}/stop")
 
     async def remove(self, job_id: str) -> None:
@@ -167,7 +170,7 @@ class JobServer:
         return (await self._exchange(method, path, data=data))[0]
 
     async def _exchange(self, method: str, path: str, **body: Any) -> tuple[int, str, Any]:
-        """Return status, text and JSON of a reply; the JSON is an empty mapping if the reply has none.
+        """Send a request; return status, text and JSON of the reply. The JSON is an empty mapping if the reply has none.
 
         Raises ``DeadlineExceeded`` after ``REQUEST_S``, ``ProcessLost`` if the connection fails or the JSON is
         malformed.

@@ -38,7 +38,10 @@ async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bo
 
 
 async def _request_stop(server: JobServer, job: ClusterJob, wait_s: float) -> None:
-    """Run the helper job, then remove it. Raises ``WorkerError`` with the end of its output if it fails while ``job`` runs."""
+    """Run a helper job that requests the stop, then remove the helper.
+
+    Raises ``WorkerError`` with the end of the helper's output if the helper fails while ``job`` still runs.
+    """
     request = control_request(job.id, job.metadata, "stop", wait_s)
     await server.submit(request)
     try:

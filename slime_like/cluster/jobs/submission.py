@@ -30,7 +30,7 @@ class NodePaths:
 
     code: str
     python: str
-    package: str | None = None  # URI of uploaded code, which replaces that of ``code``
+    package: str | None = None  # URI of uploaded code, which runs instead of the code in ``code``
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,10 @@ def job_request(submission: Submission) -> JobRequest:
 
 
 def control_request(job_id: str, metadata: Mapping[str, str], request: str, wait_s: float) -> JobRequest:
-    """Return a helper job that sends ``request`` to the run of job ``job_id`` through its control files and awaits the reply.
+    """Return a helper job that sends ``request`` through a run's control files and waits at most ``wait_s`` for the reply.
 
-    ``metadata`` is the job's metadata. Raises ``DataError`` if it lacks the run's folder or code.
+    ``job_id`` and ``metadata`` are those of the run's job. Raises ``DataError`` if ``metadata`` lacks the run's folder, code or
+    Python.
     """
     try:
         paths, run_dir = NodePaths(metadata[CODE], metadata[PYTHON], metadata.get(PACKAGE)), metadata[RUN_DIR]

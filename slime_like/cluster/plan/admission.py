@@ -53,7 +53,7 @@ def engine_load(cfg: TrainConfig, context: int) -> EngineLoad:
 
 
 def fixed_limit(rollout: RolloutConfig) -> int | None:
-    """Return the fixed number of concurrent requests of an engine; None if SGLang or the free KV cache decides."""
+    """Return the fixed limit of concurrent requests of an engine; None if SGLang or the free KV cache limits them."""
     limit = rollout.max_running_requests
     return None if limit is None or limit == AUTO else int(limit)
 
@@ -61,7 +61,7 @@ def fixed_limit(rollout: RolloutConfig) -> int | None:
 def add_admission_decision(
     rollout: RolloutConfig, dcp: int, predicted: EngineMemory | None, decisions: PlanDecisions
 ) -> None:
-    """Record the value of ``rollout.max_running_requests=auto``, if set, for engines with ``predicted`` memory.
+    """If ``rollout.max_running_requests`` is auto, record how it is resolved for engines with ``predicted`` memory.
 
     ``dcp`` ranks share the KV cache of a sequence. Raises ``ConfigError`` if the configured KV cache cannot hold one response,
     because SGLang would truncate the response.

@@ -5,7 +5,8 @@ on one node if it fits, otherwise in equal parts on several.
 
 With ``placement.mode=colocated``, engines are on the trainer's GPUs. Otherwise, an engine is on the node with the fewest free
 GPUs that suffice, and the parts of an engine are on the nodes with the most free GPUs. On CPUs, engines are assigned
-round-robin to the nodes without ranks. If another role has its own GPUs, each of its tensor parallel groups is on one node.
+round-robin: colocated engines to the trainer's nodes, others to the nodes without ranks if there are enough of them. If
+another role has its own GPUs, each of its tensor parallel groups is on one node.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _on_cpu(
 
 
 def _on_gpus(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tuple[ClusterNode, ...]:
-    """Return the node of each GPU, with engines on as few nodes as possible, or on ``rollout.engine_num_nodes``.
+    """Return the node of each GPU, with each engine on as few nodes as possible, or on ``rollout.engine_num_nodes`` nodes.
 
     Raises ``MissingResources`` if the nodes lack free GPUs for the run.
     """
@@ -230,7 +231,7 @@ def _no_node(
 ) -> str:
     """Return the error message for a block that fits on no node.
 
-    ``max_free`` is the largest number of GPUs that the other blocks leave free on a node.
+    ``max_free`` is the largest number of GPUs that the blocks assigned before it leave free on a node.
     """
     size = len(block.indices)
     if block.role == TRAINER:

@@ -142,7 +142,11 @@ def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> En
 
 
 def _environment(job: CompileJob) -> dict[str, str]:
-    """Return a child's environment variables: its phantom GPU, the cache, the CUDA compiler of NVIDIA's wheels if installed."""
+    """Return the variables to set in a child's environment.
+
+    They select the phantom GPU, the kernel cache without autotuning results, and the CUDA compiler of NVIDIA's wheels if
+    installed.
+    """
     # The limit is above the largest host tensor of the compilers, which run in the child and need its values.
     gpu = replace(TRACED_GPU, capability=job.capability, host_limit=32 << 20)
     return {**gpu.environment(), **cache_variables(job.folder), **NO_RESULTS, **toolkit_environment(os.environ)}

@@ -67,7 +67,7 @@ def is_undecided(cfg: TrainConfig, machine: Machine) -> bool:
 def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> Iterator[str]:
     """Yield a line that suggests the largest ``rollout.dcp``.
 
-    Yield nothing unless the KV cache of ``engine`` limits its load and this size would enlarge the cache.
+    Yield nothing unless the KV cache of ``engine`` limits its concurrent requests and that size would enlarge the cache.
     """
     if engine is None or load.limit_on(engine) != KV_CACHE:
         return

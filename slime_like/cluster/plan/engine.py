@@ -68,7 +68,7 @@ def _smallest_gpu(machine: Machine) -> GpuKind | str:
 def host_engine_memory(
     machine: Machine, shape: ModelShape, engine: EngineSpec, static: float | None = None
 ) -> EngineMemory:
-    """Return the resident memory of one engine on a CPU."""
+    """Return the resident memory of one engine on a CPU. ``static``: see ``engine_settings``."""
     settings = engine_settings(engine, static)
     processes = sum(item.num_bytes for item in host_processes(settings))
     pool = host_pool(shape, settings, machine.memory_bytes - processes, machine.numa_nodes)
@@ -84,7 +84,10 @@ def host_engine_memory(
 
 
 def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSettings:
-    """Return the planner's settings of an engine; fields of ``rollout.sglang`` that the planner does not know are ignored."""
+    """Return the planner's settings of an engine; fields of ``rollout.sglang`` that the planner does not know are ignored.
+
+    ``static``, if set, replaces the engine's ``mem_fraction_static``.
+    """
     options = spec.sglang
     sizes = options.get("cuda_graph_bs_decode")
     wide = 4 if spec.dtype == "float32" else KV_BYTES.get(str(options.get("kv_cache_dtype", "auto")), 2)

@@ -1,4 +1,4 @@
-"""Number of nodes of each engine of a plan."""
+"""Plan on how many nodes each engine runs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,10 @@ def add_roles(
     teacher: TeacherSpec | None,
     device: str,
 ) -> tuple[Role, ...]:
-    """Return ``roles`` with the critic and the teacher added, if any. GPUs of their own follow those of the other roles."""
+    """Return ``roles`` with the critic and the teacher added, if any.
+
+    If one of them has GPUs of its own, these follow the GPUs of all roles before it.
+    """
     trainers = len(roles[0].devices)
     for name, spec, placement in (
         ("critic", critic, cfg.critic.placement),

@@ -1,4 +1,4 @@
-"""Plan of a run's memory on GPUs or on a CPU; rejects a run that cannot fit."""
+"""Predict a run's memory on GPUs or on a CPU, and reject a run that cannot fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def plan_memory(
     roles: tuple[Role, ...],
     role_specs: tuple[CriticSpec | None, TeacherSpec | None],
 ) -> MemoryPlan:
-    """Predict the memory of a run. Raises ``ConfigError`` naming the keys to change if a GPU or a node is too small."""
+    """Predict the memory of a run.
+
+    Raises ``ConfigError`` naming the keys to change if a GPU, a node or an engine's KV cache is too small.
+    """
     if shapes.actor is None:
         return MemoryPlan(unknown=shapes.unknown)
     if actor.device != "cuda":

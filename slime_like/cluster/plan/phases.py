@@ -20,7 +20,10 @@ FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory", "attention workspace
 
 @dataclass(frozen=True, slots=True)
 class Offloads:
-    """Release of memory: ``train`` by the trainer while engines run, ``rollout`` by engines during training."""
+    """Settings for the release of memory.
+
+    With ``train``, the trainer releases memory while engines run; with ``rollout``, engines release memory during training.
+    """
 
     train: bool = False
     rollout: bool = False

@@ -1,4 +1,4 @@
-"""Plan of a run on the nodes of a joined Ray cluster (``placement.ray_address``)."""
+"""Check and complete the plan of a run for the nodes of a joined Ray cluster (``placement.ray_address``)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class ClusterNode:
 def cluster_nodes(
     entries: Sequence[Mapping[str, Any]], available: Mapping[str, Mapping[str, float]] | None = None
 ) -> tuple[ClusterNode, ...]:
-    """Return the live nodes in ``entries``, a result of ``ray.nodes()``; ``available``: free resources by Ray's node id."""
+    """Return the live nodes in ``entries``, which have the form of ``ray.nodes()``.
+
+    ``available`` contains the free resources by Ray's node id; of a node that is not in it, all resources count as free.
+    """
     nodes: list[ClusterNode] = []
     for entry in entries:
         resources: Mapping[str, float] = entry["Resources"] if entry["Alive"] else {}

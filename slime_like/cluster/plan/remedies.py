@@ -39,7 +39,7 @@ def _fits(demand: Demand) -> bool:
 
 
 def serves(demand: Demand, plan: MemoryPlan) -> bool:
-    """Return True if the engine starts and its KV cache holds one sequence of the context length."""
+    """Return True if the engine starts and its KV cache holds one sequence of the context length, or if there is no engine."""
     if plan.engine is None:
         return True
     return plan.engine.pool > 0 and plan.engine.requests(demand.engines[0].context_length) >= 1
@@ -70,7 +70,7 @@ def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
 
 
 def _without_limit(demand: Demand) -> Demand:
-    """Return ``demand`` without ``max_total_tokens`` in its engine's settings."""
+    """Return ``demand`` without ``max_total_tokens`` in the settings of its first engine."""
     spec = demand.engines[0]
     options = {field: value for field, value in spec.sglang.items() if field != "max_total_tokens"}
     return replace(demand, engines=(replace(spec, sglang=options), *demand.engines[1:]))

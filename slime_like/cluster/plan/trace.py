@@ -1,4 +1,4 @@
-"""Traced memory of the trainer's ranks, next to the planner's estimate: ``train.py --plan --trace``.
+"""Trace the memory of the trainer's ranks, and compare it with the planner's estimate: ``train.py --plan --trace``.
 
 A child process runs a step of the run's own configuration on a phantom GPU (``traced_rank``).
 """
@@ -28,8 +28,10 @@ from slime_like.util.deadline import Deadline
 TRACED_RANK = "slime_like.cluster.plan.traced_rank"
 TRACE_SECONDS = 1_800
 TRACED_GPU = PhantomGpu(memory_bytes=1 << 42, host_limit=1 << 20)
-"""GPU of a trace: a rank that does not fit a real one has a peak too. Offloaded state takes no memory of this machine; a host tensor
-above 1 MiB would have no values anyway, because a phantom GPU carries out no larger copy.
+"""Phantom GPU of a trace, with enough memory to trace even a rank that fits no real GPU.
+
+A host tensor above 1 MiB, such as offloaded state, takes no memory of this machine. It would have no values anyway, because
+a phantom GPU carries out no larger copy.
 """
 SMALL = 64 << 20  # bytes of host memory that a rank without offloaded state takes for its batches
 TRANSFER = "transfer"  # traced phase of a push

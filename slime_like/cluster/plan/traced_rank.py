@@ -1,4 +1,4 @@
-"""Child process of ``train.py --plan --trace``, which traces trainer ranks on a phantom GPU.
+"""Trace trainer ranks on a phantom GPU, in a child process of ``train.py --plan --trace`` or ``scripts/compile_kernels.py``.
 
 In ``python -m slime_like.cluster.plan.traced_rank REQUEST RESULT``, REQUEST contains the command line, the described
 machine and the choice of kernels; the traces are written to RESULT. Both are JSON files.

@@ -1,4 +1,4 @@
-"""Transport of weights from the trainer's ranks to the engines."""
+"""Plan of the weight transport: resolve ``weights.transport``, and refuse CUDA IPC where it cannot work."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ SMALL_BYTES = 1 << 26
 def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
     """Compare the files of a checkpoint with their recorded hashes, or warn if none are recorded.
 
-    With several trainer nodes, the ranks hash the large files in parallel, each file once; this process hashes the
-    rest. Raises ``CheckpointError`` if a file has changed. The error names up to four changed files.
+    Do nothing unless ``run.verify_checkpoint=full``. With several trainer nodes, the ranks hash the large files in
+    parallel, each file once; this process hashes the rest. Raises ``CheckpointError`` if a file has changed. The error names
+    up to four changed files.
     """
     if cfg.run.verify_checkpoint != "full":
         return

@@ -58,7 +58,7 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
 
 
 def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine) -> str:
-    """Render placement, batch sizes, the user's functions, each resolved value with its reason, and advice."""
+    """Render the plan: placement, memory, batch, guard, the user's functions, each resolved value with its reason, advice."""
     return "\n".join(_lines(cfg, plan, machine)) + "\n"
 
 

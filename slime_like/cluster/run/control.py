@@ -152,9 +152,9 @@ class Control:
             self._report(ControlReply(str(text), time_s, DROPPED, self._status.step, detail, by))
 
     def _take(self) -> Iterator[tuple[RequestText, float, str]]:
-        """Remove the folder's files; yield (request, time, user) for each and for SIGUSR2.
+        """Remove the folder's files; yield (request, time, user) for each file that is a request, and for SIGUSR2.
 
-        The user is an empty text if it is the run's own.
+        The user is an empty text if it is the run's own. Files that are no requests are reported as unknown.
         """
         if self._signalled is not None:
             yield RequestText(Request.SAVE), self._signalled, ""

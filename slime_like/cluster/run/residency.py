@@ -1,6 +1,6 @@
-"""Memory by phase of the loop.
+"""Move the state of trainer and engines on and off their shared GPUs by phase of the loop.
 
-Before each phase, trainer and engines keep only the state that the phase needs on the GPUs. Each of the two releases
+Before each phase, only the state that the phase needs is kept on the GPUs. One of them, trainer or engines, always releases
 memory before the other allocates it.
 """
 
@@ -47,7 +47,7 @@ class EngineStates:
 
 @dataclass(slots=True)
 class Residency:
-    """Record of which parts of trainer and engines are on their devices. A phase moves only what differs from the last one."""
+    """Mover of the parts of trainer and engines on and off their devices. It moves no part that is already in place."""
 
     actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
     other_roles: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
@@ -98,7 +98,7 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTrainer:
-    """Wrapper around a trainer that first moves the state needed by each call to the devices of the ranks."""
+    """Wrapper around a trainer. Before a call, it moves the state that the call needs to the devices of the ranks."""
 
     trainer: Trainer
     residency: Residency

@@ -140,7 +140,10 @@ def check_num_managers(folder: Path, next_rollout: int, num_managers: int) -> No
 
 
 def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
-    """Raise ``CheckpointError`` unless ``source`` can continue at every cursor of a checkpoint; leave it at the first one."""
+    """Raise ``CheckpointError`` unless ``source`` can continue at every cursor of a checkpoint.
+
+    Afterwards, ``source`` is at the first cursor.
+    """
     for state in reversed(manager_states(read_state(folder, next_rollout))):
         try:
             source.load_state(state["cursor"])

@@ -64,7 +64,10 @@ class RunStatus:
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
-    """Replace the file atomically. Raises ``OSError`` if it cannot be written."""
+    """Write ``status``, with the current time, to ``run_dir/status.json`` atomically.
+
+    Raises ``OSError`` if the file cannot be written.
+    """
     with replacing(run_dir / STATUS) as scratch:
         scratch.write_text(json.dumps(asdict(replace(status, time=time.time())), indent=1) + "\n")
 

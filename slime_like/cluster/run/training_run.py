@@ -74,7 +74,7 @@ class Run:
     def rollout_ids(self) -> Iterator[int]:
         """Yield the remaining rollout ids, then save a checkpoint.
 
-        If all rollouts are trained and ``run.save_hf`` is set, then export the weights. A stop request ends the loop
+        If all rollouts are trained and ``run.save_hf`` is set, finally export the weights. A stop request ends the loop
         after the current rollout. Raises ``KeyboardInterrupt`` after the save if rollouts remain.
         """
         num_trained = self.first_rollout

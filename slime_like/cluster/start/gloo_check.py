@@ -11,7 +11,7 @@ RANK_SECONDS = 45
 def main(store: str, rank: int, world: int) -> int:
     """All-reduce ``rank + 1`` over gloo; return exit code 0 if the sum is right, else 1.
 
-    A collective of ``world`` processes.
+    A collective of ``world`` processes, which meet through the file ``store``.
     """
     import torch
     import torch.distributed as dist

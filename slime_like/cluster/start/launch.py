@@ -98,7 +98,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
         finally:
             driver_link.report_teardown(code)
             stop.ignore_signals()
-            with ExitStack() as teardown:  # each callback runs even if another fails; processes are stopped first
+            with ExitStack() as teardown:  # runs every callback, the last one first, even if another fails
                 teardown.callback(stop.restore)  # runs last: another signal must not interrupt the other callbacks
                 teardown.callback(_report, cfg, run_dir)
                 teardown.callback(_close, sink)

@@ -1,4 +1,4 @@
-"""Load the config of a run, call ``run.prepare``, which may create data and model, and check the files."""
+"""Load the config of a run, call ``run.prepare`` (it may create data and model), and check the files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
 
 
 def _check_unwritten(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if the model that ``run.prepare`` will write, or the engines' device, does not fit the config.
+    """Raise ``ConfigError`` if the model that ``run.prepare`` will write, or the device of the run, does not fit the config.
 
     An existing folder is not read: ``run.prepare`` may write it again, and otherwise returns quickly.
     """

@@ -141,7 +141,7 @@ class Cluster:
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
 
     def _start_engines(self) -> None:
-        """Start the engines and the rollout managers. If engines share GPUs with the trainer, wait for them."""
+        """Start the engines and the rollout managers. If the engines share GPUs with the trainer, wait until they respond."""
         assert self.placement is not None, "start comes first"
         self.template = self.placement.engine_template(secrets.token_urlsafe(32))
         self.engines = tuple(self.placement.start_engines(self.template))
@@ -159,9 +159,9 @@ class Cluster:
         return addresses, rollout
 
     def _with_moves(self, trainer: Trainer, rollout: RolloutSource) -> tuple[Trainer, RolloutSource]:
-        """Return wrappers around trainer and rollout source that first move the memory needed by each call.
+        """Return wrappers around trainer and rollout source that move the state needed by a call to the devices before the call.
 
-        If the run moves no memory, return the arguments themselves.
+        If the run moves no state, return the arguments themselves.
         """
         if self.residency is None:
             return trainer, rollout
@@ -330,7 +330,7 @@ class Cluster:
         return causes
 
     def report_faults(self) -> None:
-        """Report faults and recoveries, while the managers still run."""
+        """Print the faults and recoveries. Call this while the managers still run."""
         if self.chaos is None:
             return
         managers = self.managers or ManagerGroup(())

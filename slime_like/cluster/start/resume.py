@@ -69,7 +69,7 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
     ``run`` is the ``run_record`` of ``cfg``, computed if None. Raises ``CheckpointError`` if the checkpoint is missing,
     its files were changed, or ``run.resume=never`` finds checkpoints in run.dir. Raises ``ConfigError`` if
     ``run.resume=auto`` would continue a different experiment, or if ``run.resume`` names other checkpoints although
-    run.dir has its own. Raises ``RunComplete`` if all rollouts are trained.
+    run.dir has its own. Raises ``RunComplete`` if all rollouts are trained and, with ``run.save_hf``, exported.
     """
     folder, run_checkpoints = checkpoint_folder(cfg, run_dir), run_dir / "checkpoints"
     if cfg.run.resume == "never" and (iterations(run_checkpoints) or resumable_iteration(run_checkpoints) is not None):

@@ -24,8 +24,8 @@ def find_separate_nodes(
 ) -> list[str]:
     """Return the addresses of nodes whose ranks do not see a file that the driver writes to ``run_dir``.
 
-    All ranks of a group with such a node are told the addresses: a rank that does not see the file writes its part of a
-    checkpoint to a folder on its own node and sends it to rank 0, which completes the checkpoint. Raises
+    All ranks of a group with such a node are told the addresses. In later saves, a rank on such a node writes its part of
+    the checkpoint to a folder on its own node and sends that part to rank 0, which completes the checkpoint. Raises
     ``ConfigError`` if rank 0 of a group does not see the file, or if ``run_dir`` cannot be written. ``wait_all``
     describes ``waiting``.
     """

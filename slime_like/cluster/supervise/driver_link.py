@@ -36,7 +36,10 @@ _numbers = itertools.count()
 
 
 def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
-    """Run the driver ``run`` in this process, a child of the supervisor at the other end of ``line``; exit with its code."""
+    """Run the driver ``run`` in this process, a child of the supervisor at the other end of ``line``, and end the process.
+
+    The exit code is the one that ``run`` returns or raises as ``SystemExit``, or 1 after another exception.
+    """
     os.setpgid(0, 0)
     _leave_terminal()
     connect(line)
@@ -57,7 +60,10 @@ def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
 
 
 def connect(line: socket.socket) -> None:
-    """Use ``line`` as the connection to the supervisor; if the supervisor dies, kill this process and its descendants."""
+    """Use ``line`` as the connection to the supervisor, and mark this process and its later descendants.
+
+    Start a thread that kills this process and its descendants when the supervisor dies.
+    """
     global _line
     _line = line
     os.environ[process_tree.MARK] = secrets.token_hex(8)
@@ -84,14 +90,15 @@ def report_folder(folder: Path) -> None:
 
 
 def report_ray(pids: dict[str, int], logs: Path | None) -> None:
-    """Report Ray's processes: the death of one ends the run."""
+    """Report the pids of Ray's processes, by name, and the folder of Ray's logs. The death of such a process ends the run."""
     _send(kind="ray", pids=pids, logs=None if logs is None else str(logs))
 
 
 def confirm_ray() -> None:
-    """Wait until the supervisor confirms that Ray is alive; if a Ray process has died, the supervisor ends the run.
+    """Wait until the supervisor confirms that Ray is alive, at most ``CONFIRM_S`` (scaled).
 
-    When Ray dies, its actors die too: without this check the driver might blame the first lost actor.
+    If a Ray process has died, the supervisor ends the run instead. When Ray dies, its actors die too: without this check
+    the driver might blame the first lost actor.
     """
     if _line is not None:
         _ray_confirmed.clear()

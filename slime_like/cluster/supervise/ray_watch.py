@@ -23,7 +23,10 @@ class _RayProcess:
 
 
 class RayWatch:
-    """Watcher of Ray processes. It registers a pidfd of each in ``selector``, with a callback as the key's data."""
+    """Watcher of Ray processes.
+
+    It registers a pidfd of each process in ``selector``. The user of ``selector`` has to call the ``data`` of each ready key.
+    """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self.dead: list[str] = []  # a message per process

@@ -25,8 +25,9 @@ EXIT_S = 5.0
 
 
 class Reaper:
-    """Handle of a reaper process. It kills all descendants that this process starts from now on, once this process ends.
+    """Handle of a reaper process.
 
+    Once this process has ended, the reaper kills the descendants that this process started after it created the handle.
     ``close`` kills them earlier.
     """
 

@@ -1,4 +1,4 @@
-"""Stack dumps of every process of a run, for crash bundles."""
+"""Stack dumps of a run's processes on this node, for crash bundles."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _tolerant(stream: TextIO) -> TextIO:
 
 
 class _TolerantFile(io.FileIO):
-    """Stream that drops output that cannot be written. For stdout, it warns once on stderr."""
+    """Stream that drops output if its reader is gone or the disk is full. For stdout, it warns once on stderr."""
 
     _warned = False
 

@@ -46,7 +46,8 @@ STOPPED_CODE = 130
 def supervise(run: Callable[[], int]) -> int:
     """Run the driver ``run`` in a child process and return its exit code.
 
-    After an abnormal end, return 130 if the run was stopped, otherwise 1.
+    If the driver ends abnormally or is killed, return the code that it reported at the start of its teardown. Without such
+    a code, return 130 if the run was stopped, otherwise 1.
     """
     parent_end, driver_end = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
@@ -113,7 +114,10 @@ class Supervisor:
                 end.close()
 
     def _check(self) -> int | None:
-        """Return the exit code once all processes of the run have ended; None until then."""
+        """React to the driver's end or to a fault, and limit the time of the teardown.
+
+        Return the run's exit code once all processes of the run have ended; None until then.
+        """
         if self._driver_status is not None:
             return self._driver_ended(self._driver_status)
         if self._state.exit_code is None:
@@ -133,9 +137,10 @@ class Supervisor:
         return None
 
     def _check_faults(self) -> int | None:
-        """End the run on a signal, a dead or suspended Ray process or an expired deadline.
+        """End the run on a signal that the driver does not handle in time, a fault of a Ray process or an expired deadline.
 
-        Return the exit code of the run; None if it goes on.
+        Otherwise answer a pending question of the driver about Ray. Return the exit code of the run; None if the run
+        continues.
         """
         if self._signals and any(call.at_once for call in self._state.calls.values()):
             _say(f"stopped while it waited for {next(iter(self._state.calls.values())).waits_for}")
@@ -158,9 +163,9 @@ class Supervisor:
         return None
 
     def _confirm_ray(self) -> None:
-        """Tell the driver, which has lost an actor, that Ray is alive.
+        """Tell the driver that Ray is alive, if the driver has lost an actor and asked.
 
-        The answer comes ``TOGETHER_S`` after the question: by then, a dead Ray process would have been detected.
+        The answer is sent ``TOGETHER_S`` after the question: by then, a dead Ray process would have been detected.
         """
         requested_at = self._state.ray_check_requested_at
         if requested_at is not None and time.monotonic() - requested_at > TOGETHER_S:
@@ -169,7 +174,7 @@ class Supervisor:
                 self._line.send(b".")
 
     def _driver_ended(self, status: int) -> int:
-        """Report the end of the driver, kill all processes of the run, and return the run's exit code."""
+        """Report an abnormal end of the driver, kill all other processes of the run, and return the run's exit code."""
         self._read()
         if self._state.is_done:
             return self._kill_all(status)
@@ -216,7 +221,7 @@ class Supervisor:
         return self._kill_all(1)
 
     def _kill_all(self, code: int) -> int:
-        """Kill all processes of the run, remove its reported folders and return ``code``.
+        """Kill all processes of the run, remove the folders that the driver reported and return ``code``.
 
         Also write the report if the driver did not finish.
         """
@@ -272,7 +277,7 @@ class Supervisor:
             os.kill(self._driver, number)
 
     def _read(self) -> None:
-        """Read messages from the driver."""
+        """Apply the messages received from the driver, and watch the Ray processes that they report. Never waits."""
         with suppress(OSError):
             while data := self._line.recv(65_536):
                 self._buffer += data

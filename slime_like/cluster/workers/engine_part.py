@@ -39,8 +39,9 @@ class EnginePart:
     def wait_for_end(self) -> str:
         """Wait until the server or a rank ends; return how it ended, or an empty text once ``stop`` is called.
 
-        This is needed until SGLang's watchdog of subprocesses covers the nodes other than the first of an engine that
-        does not use data-parallel attention: their servers stay alive when a signal ends one of their ranks.
+        If a rank has ended, kill the server. The ranks are watched until SGLang's watchdog of subprocesses covers all nodes:
+        in an engine without data-parallel attention, the server of a node other than the first stays alive when a signal
+        ends one of the node's ranks.
         """
         ended_pids: tuple[int, ...] = ()
         while self._server.alive() and not (ended_pids := processes.ended_pids(self._rank_pids)):

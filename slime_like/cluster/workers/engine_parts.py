@@ -92,7 +92,10 @@ class EngineParts:
             raise (EngineNodeLost if self._node_lost else EngineError)(text) from error
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the suspended (SIGSTOP) processes of all parts that answer within ``ANSWER_S``."""
+        """Return the pids of the suspended (SIGSTOP) processes of all parts that answer within ``ANSWER_S`` (scaled).
+
+        The result is empty if a part is lost.
+        """
         refs = [call(actor, EnginePart.stopped_pids) for actor in self._actors.values()]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S * scale()) if refs else ([], [])
         try:

@@ -114,7 +114,10 @@ class EngineStarter:
         self._groups: dict[int, PlacementGroup] = {}
 
     async def start(self, index: int) -> ActorHandle[EngineActor]:
-        """Start the actor of engine ``index`` on live nodes. Raises ``EngineError`` if no node can run it."""
+        """Stop engine ``index`` if it has an actor, and start an actor for it on live nodes.
+
+        Raises ``EngineError`` if there are too few nodes that can run the engine.
+        """
         await self.end(index)
         slots = self._remaining_slots(index)
         num_missing = self._template.spec.num_nodes - len(slots)
@@ -212,7 +215,10 @@ class EngineStarter:
 
 
 def spread_group(bundle: dict[str, float], num_nodes: int, excluded: Sequence[str]) -> PlacementGroup:
-    """Return a placement group of ``num_nodes`` bundles on different nodes, none of them with an id in ``excluded``."""
+    """Request a placement group of ``num_nodes`` bundles on different nodes, and return it.
+
+    Nodes with ids in ``excluded`` are not used.
+    """
     options: dict[str, Any] = {}
     if excluded:
         options["bundle_label_selector"] = [{NODE_ID_LABEL_KEY: f"!in({','.join(excluded)})"}] * num_nodes

@@ -23,7 +23,7 @@ class MultiRoleTrainer:
     """Trainer of several roles. ``step`` has three parts; within each, the roles run concurrently:
 
     score       critic and teacher score the rows, the actor scores them with its old and reference policy
-    advantages  the actor computes advantages from these columns, and the targets of the critic
+    advantages  the actor computes advantages from these scores, and the targets of the critic
     update      actor and critic take their optimizer steps
     """
 

@@ -74,7 +74,10 @@ class RoleWorker(RankWorker):
         return self._role
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> ShardScores:
-        """Return the values (critic) or log-probabilities (teacher) of this shard's rows, and metrics."""
+        """Return the values (critic) or log-probabilities (teacher) of this shard's rows, and this rank's metrics.
+
+        Values and log-probabilities are None except on the rank that reports its shard.
+        """
         assert self._role is not None, "connect comes first"
         return self._role.score(steps)
 
@@ -114,7 +117,11 @@ class RoleGroup(RankGroup[RoleWorker]):
     def collect_scores(
         self, answers: Mapping[str, ShardScores], batch: TrainBatch, ranks: int
     ) -> tuple[list[Columns], tuple[Metric, ...]]:
-        """Return columns for each of the actor's ``ranks`` data-parallel ranks, and metrics."""
+        """Return the scores, redistributed over the policy's ``ranks`` data-parallel ranks, and the metrics of this role's ranks.
+
+        The scores are a critic's values or a teacher's log-probabilities. ``answers`` contains the results of ``start_score``
+        by rank name, possibly with those of other roles.
+        """
         results = {name: answers[name] for name in self._workers}
         columns = self.by_shard({name: answer[0] for name, answer in results.items()})
         return redistribute(columns, batch, ranks), tuple(m for answer in results.values() for m in answer[1])

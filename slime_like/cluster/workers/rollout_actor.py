@@ -61,7 +61,10 @@ class RolloutActor(RolloutManager):
         super().__init__(spec, source, heldout, supervisors, factory)
 
     async def stop(self) -> None:
-        """Stop the manager, then processes that user code started, even if the manager was not connected or fails to stop."""
+        """Stop the manager, then the engines that it has started, then processes that user code started.
+
+        Each of the three is stopped even if another one fails to stop, or if the manager was not connected.
+        """
         async with AsyncExitStack() as stack:  # all parts are stopped, even if one raises
             if self._reaper is not None:
                 stack.callback(self._reaper.close)

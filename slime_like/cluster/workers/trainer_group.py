@@ -79,7 +79,7 @@ class RankGroup[W: RankWorker](ABC):
         wait_all(self.start(RankWorker.keep_on_device, tuple(parts)), self.deadline("offload"))
 
     def by_shard[R](self, answers: Mapping[str, R | None]) -> list[R]:
-        """Return one result per data-parallel shard, from the rank that reports it; other ranks return None."""
+        """Return one result per data-parallel shard, from the rank that reports it; the answers of other ranks are None."""
         results = {self._dp_ranks[name]: x for name in self._workers if (x := answers[name]) is not None}
         assert len(results) == len(set(self._dp_ranks.values())), f"{self.role}: shards {sorted(results)} answered"
         return [results[rank] for rank in sorted(results)]
