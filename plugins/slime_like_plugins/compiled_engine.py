@@ -1,8 +1,8 @@
 """Call SGLang's Triton functions with an engine's shapes: ``python -m slime_like_plugins.compiled_engine REQUEST RESULT``.
 
-This runs on a phantom GPU, where a call compiles its kernels and computes nothing. Functions whose packages this machine
-lacks are listed with their error. SGLang's other kernels are precompiled (``sgl-kernel``) or compiled by nvcc at their
-first use; of these, the activation is compiled if nvcc is installed.
+The process has a phantom GPU, on which a call compiles its kernels and computes nothing. A function that raises an exception,
+for example because its package is not installed, is listed in RESULT with its error. SGLang's other kernels are precompiled
+(``sgl-kernel``) or compiled by nvcc at their first use; of these, the activation is compiled if nvcc is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ type Sizes = Mapping[str, Any]
 
 
 def main(request: Path, result: Path) -> int:
-    """Call the functions of the requested engine, and write one entry per function. Return the exit code."""
+    """Call the functions of the engine that ``request`` describes, and write a list of ``call`` results to ``result``.
+
+    Return the exit code.
+    """
     arguments: dict[str, Any] = json.loads(request.read_text(encoding="utf-8"))
     if arguments.get("first_configs"):
         use_first_configs()
@@ -43,7 +46,7 @@ def main(request: Path, result: Path) -> int:
 
 
 def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
-    """Return the functions to call: request pool, and if the engine uses them, Triton attention and Gated DeltaNet.
+    """Return the functions to call: request pool, and if the engine may use them, Triton attention and Gated DeltaNet.
 
     Latent attention is not compiled, and the activation is compiled only if nvcc is installed.
     """

@@ -1,4 +1,4 @@
-"""Runtime hooks into SGLang, which are verified to be in place; a missing hook stops the engine.
+"""Installation of runtime hooks into SGLang. Each hook is verified to be in place; a missing hook stops the engine.
 
 SGLang's ``HookRegistry`` logs and swallows every error, so a hook whose target was renamed upstream would silently do
 nothing. ``install`` registers hooks, applies them and then checks the targets.
@@ -46,7 +46,7 @@ def setting_of(field: str) -> str:
 
 
 def fix_of(field: str, required: object) -> str:
-    """Return how to give ``field`` of ServerArgs the value ``required``, which is SGLang's default if it is false."""
+    """Return the fix that gives ``field`` of ServerArgs the value ``required``; a false value must be SGLang's default."""
     return f"set {setting_of(field)} to {required!r}" if required else f"remove {setting_of(field)}"
 
 
@@ -68,7 +68,10 @@ def load_all() -> None:
 
 
 def run_worker(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the main function of an SGLang worker process. A worker that was not forked loads the plugins itself."""
+    """Load the plugins and register the rendezvous scheme in an SGLang worker process, then call its main function ``run``.
+
+    A forked worker has loaded the plugins before.
+    """
     load_all()
     from slime_like.distributed.rendezvous import register_scheme  # imports torch
 
@@ -121,9 +124,9 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
 
 @contextmanager
 def _search_for_functions(owner: str) -> Generator[None]:
-    """Skip SGLang's search of all modules for other names of a hooked method: only functions are imported by name.
+    """Return a context in which SGLang does not search all modules for other names of a hooked method.
 
-    For the hooked methods of an engine, these searches take half a second. Remove when SGLang skips them.
+    Only functions are imported by name. For the hooked methods of an engine, these searches take half a second. Remove when SGLang skips them.
     """
     from sglang.srt.plugins import hook_registry
 

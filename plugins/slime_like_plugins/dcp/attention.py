@@ -87,7 +87,7 @@ class ShardedAttention(BatchedAttention):
 
     @staticmethod
     def _sort_prefill(batch: ShardedBatch, new: list[int], prefix: list[int]) -> None:
-        """Sort requests with ``new[i]`` tokens after ``prefix[i]`` cached ones into buckets."""
+        """Set the buckets and ``prefixed_T`` of ``batch`` for requests with ``new[i]`` tokens after ``prefix[i]`` cached ones."""
         batch.new_buckets = extend_buckets(token_table(new), new, [0] * len(new))
         prefixed = [row for row in range(len(new)) if prefix[row] and new[row]]
         if prefixed:
@@ -110,7 +110,7 @@ class ShardedAttention(BatchedAttention):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
         """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D].
 
-        Collective over the DCP group in a decode step, or if a request has a cached prefix.
+        If ``save_kv_cache``, also store this rank's part of k and v in the pool. Collective over the DCP group in a decode step, or if a request has a cached prefix.
         """
         assert self._batch is not None
         k_TKD = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)

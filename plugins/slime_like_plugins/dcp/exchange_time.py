@@ -1,8 +1,8 @@
-"""Time spent in exchanges within a DCP group, measured on each rank without synchronising with a GPU.
+"""Clocks for the time that a rank spends in exchanges within its DCP group. They do not synchronise with a GPU.
 
 On a CPU, an exchange ends when its call returns, so a host clock measures every one. On a GPU, events are recorded before and
-after every ``STRIDE``-th exchange and read when the time is reported. Events within a CUDA graph hold the times of its last
-replay, which are multiplied by the number of replays since the last report.
+after every ``STRIDE``-th exchange and read when the time is reported. Events within a CUDA graph hold only the times of
+its last replay, so the mean over the graphs that were replayed is multiplied by the number of replays since the last report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class ExchangeClock(Protocol):
         ...
 
     def take(self, num_replays: int) -> float:
-        """Return the seconds in exchanges since the last call, during which graphs were replayed ``num_replays`` times."""
+        """Return the seconds spent in exchanges since the last call; a GPU clock estimates them.
+
+        ``num_replays`` is the number of CUDA graph replays in that time.
+        """
         ...
 
 
@@ -110,7 +113,7 @@ class DeviceClock:
         return self._graphs[-1].pairs
 
     def _replayed(self, graph: CapturedExchanges) -> float | None:
-        """Return the milliseconds of a graph's exchanges in its last replay.
+        """Return the milliseconds of a graph's measured exchanges in its last replay.
 
         The result is None if the graph was never replayed, or if its last replay was read before or has not ended.
         """
@@ -132,7 +135,7 @@ _clocks: list[ExchangeClock] = []  # clock of this process's DCP group; at most 
 
 
 def take(num_replays: int) -> float | None:
-    """Return the seconds that this rank spent in exchanges since the last call; None if the engine has no DCP."""
+    """Return the seconds that this rank's ``ExchangeClock.take`` returns; None if the engine has no DCP."""
     return _clocks[0].take(num_replays) if _clocks else None
 
 

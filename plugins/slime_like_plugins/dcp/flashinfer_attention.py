@@ -118,7 +118,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     ) -> Tensor:
         """Return attention [T, H * D] of one token per request, for q [T, H * D], k and v [T, K * D].
 
-        Collective over the DCP group.
+        If ``save_kv_cache``, also store this rank's part of k and v. Collective over the DCP group.
         """
         q_THD, k_TKD, v_TKD = self._by_heads(q, k, v, layer)
         if save_kv_cache:
@@ -139,8 +139,8 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     ) -> Tensor:
         """Return attention [T, H * D] of new tokens to each other and to cached prefixes.
 
-        The arguments are q [T, H * D], and k and v [T, K * D]. Collective over the DCP group if a request has a cached
-        prefix.
+        The arguments are q [T, H * D], and k and v [T, K * D]. If ``save_kv_cache``, also store this rank's part of k and v.
+        Collective over the DCP group if a request has a cached prefix.
         """
         q_THD, k_TKD, v_TKD = self._by_heads(q, k, v, layer)
         options = {"causal": True, "sm_scale": layer.scaling, "logits_soft_cap": layer.logit_cap}
@@ -207,7 +207,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     def _by_heads(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, H, D], k and v [T, K, D].
 
-        Raises ``NotImplementedError`` unless the layer is causal self-attention with keys and values of its own.
+        Raises ``NotImplementedError`` for a layer with a ``layer_obstacle`` or with the keys and values of another layer.
         """
         reason = layer_obstacle(layer)
         if reason is None and (k is None or v is None):

@@ -51,7 +51,7 @@ class GroupQueries:
         self._hidden_TC = inputs[0]
 
     def _renew(self) -> None:
-        """Gather the query projections again after a push. Collective over the DCP group.
+        """Gather the query projections at the first call and at the first call after a push. Collective over the DCP group.
 
         All ranks gather together, because a push overwrites every parameter on all ranks before any of them decodes.
         """
@@ -67,6 +67,9 @@ class GroupQueries:
 
 
 def group_queries(model: Any, group: Any) -> dict[int, GroupQueries]:
-    """Return the query projections of each attention layer of ``model``, by layer id."""
+    """Return the query projections of each attention layer of ``model``, by layer id.
+
+    Each registers a hook on its layer's ``qkv_proj`` that keeps the last input.
+    """
     modules = [module for module in model.modules() if hasattr(module, "qkv_proj") and hasattr(module, "attn")]
     return {module.attn.layer_id: GroupQueries(module, group) for module in modules}

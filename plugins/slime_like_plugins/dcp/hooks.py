@@ -26,10 +26,10 @@ OFF = "set rollout.dcp=1 (--dcp-size)"
 
 
 def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``initialize_model_parallel``: allow DCP groups on a CPU.
+    """Hook around ``initialize_model_parallel``: allow DCP groups on a CPU, and measure their exchanges.
 
     The function rejects platforms that SGLang's own attention does not support with DCP, and uses ``is_cuda`` for
-    nothing else. Raises ``SystemExit`` if SGLang does not have this name. Remove when SGLang's platforms declare
+    nothing else. Raises ``SystemExit`` if its module has no ``is_cuda``. Remove when SGLang's platforms declare
     whether they support DCP.
     """
     from sglang.srt.distributed import parallel_state
@@ -47,9 +47,9 @@ def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def measure_exchanges(result: Any, *args: Any, **kwargs: Any) -> None:
-    """Hook after ``initialize_model_parallel``: measure the exchanges of this rank's DCP group.
+    """Hook after ``initialize_model_parallel``: measure the exchanges of this rank's DCP group, if it has one.
 
-    Remove when SGLang reports the time of its collectives.
+    A group on a CPU also gets an all-to-all that runs there. Remove when SGLang reports the time of its collectives.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -70,7 +70,7 @@ def _all_to_all_on_cpu(process_group: Any, outputs: torch.Tensor, inputs: torch.
 
 
 def check_resolved(result: None, server_args: Any) -> None:
-    """Hook after ``ServerArgs.resolve_once``: stop the engine if its attention cannot serve with DCP (``SystemExit``).
+    """Hook after ``ServerArgs.resolve_once``: stop the engine (``SystemExit``) if ``obstacle`` finds a reason.
 
     Remove when SGLang rejects attention backends that do not support DCP, and KV heads that differ within a DCP group.
     """
@@ -79,7 +79,7 @@ def check_resolved(result: None, server_args: Any) -> None:
 
 
 def obstacle(server_args: Any) -> str | None:
-    """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens; else None."""
+    """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens; None if there is none."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view
     from sglang.srt.configs.model_config import AttentionArch
 

@@ -27,7 +27,7 @@ def token_table(new: Sequence[int]) -> Tensor:
 def prefix_buckets(table: Tensor, new: Sequence[int], kv_lens: Sequence[int]) -> list[LengthBucket]:
     """Return buckets in which all ``new[i]`` packed queries of request i attend to all ``kv_lens[i]`` slots of its row.
 
-    Requests without slots are in no bucket.
+    Requests without slots, or without new tokens, are in no bucket.
     """
     starts = [0, *torch.tensor(list(new)).cumsum(0).tolist()]
     groups: dict[tuple[int, int], list[int]] = {}

@@ -42,7 +42,7 @@ def reduce_scattered(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tenso
 
 
 def all_to_all(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Merge over the ranks of a DCP group (``a2a``): exchange outputs and log-sum-exps by heads together, then merge.
+    """Merge over the ranks of a DCP group (``a2a``): exchange outputs and log-sum-exps in one all-to-all, then merge.
 
     Return this rank's heads: [T, H, D] and [T, H]. Collective.
     """

@@ -1,6 +1,6 @@
-"""KV cache of an engine: counters of its use, and admission of requests by its free capacity.
+"""Plugins for the KV cache of an engine: counts of its use, admission of requests, and its size after a restart.
 
-``kv_usage`` counts peak use and retractions in the scheduler; ``/server_info`` returns the counts. ``kv_admission``
+``kv_usage`` records peak use and retractions in the scheduler; ``/server_info`` returns the counts. ``kv_admission``
 (``rollout.max_running_requests=auto``) replaces SGLang's guess of how many tokens running requests will still need. ``kv_size``
 gives an engine that restarts on a GPU next to a trainer a cache of the same size as at its first start.
 """
@@ -12,7 +12,7 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 
 def load() -> None:
-    """Install the hooks of each of the three plugins that ``SLIME_LIKE_SGLANG`` names.
+    """Install the hooks of each plugin of this package that ``SLIME_LIKE_SGLANG`` names.
 
     SGLang calls this function in every process (entry point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook
     does not fit SGLang.

@@ -1,4 +1,4 @@
-"""Distribution of response lengths, estimated from finished and running requests, and the KV cache that the latter will need.
+"""Estimate of response lengths from finished and running requests, and of the KV cache that running requests will need.
 
 Running requests are right-censored observations: their length is at least the number of tokens generated so far.
 Ignoring them would underestimate the lengths, because short responses finish first. Estimator: product limit, Kaplan and Meier 1958,

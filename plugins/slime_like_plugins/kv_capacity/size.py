@@ -25,15 +25,16 @@ def baseline_of_first_start(free: float, first_free: float, static: float) -> fl
     """Return the free GiB to report to SGLang, so that it fills as much memory as at the first start.
 
     SGLang leaves ``1 - static`` of the result to others. ``first_free`` GiB were free at the first start, and ``free`` are now.
+    The others' share is at least ``MIN_SHARE``, and at most as large as at the first start.
     """
     others = (1 - static) * first_free - max(0.0, first_free - free)
     return max(others, MIN_SHARE * first_free) / (1 - static)
 
 
 def measure(original: Callable[..., float], *args: Any, **kwargs: Any) -> float:
-    """Hook around ``measure_pre_model_load_memory``: log the free GiB, and after a restart return the adjusted ones.
+    """Hook around ``measure_pre_model_load_memory``: log the free GiB, and after a restart return ``baseline_of_first_start``.
 
-    A draft model, which loads later, does not determine the size of a cache: its result is unchanged.
+    The measurement for a draft model, which loads later and does not determine the size of the cache, is returned unchanged.
     """
     free = original(*args, **kwargs)
     if kwargs.get("is_draft_worker"):

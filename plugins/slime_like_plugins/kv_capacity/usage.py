@@ -1,6 +1,7 @@
 """Hooks that record the use of the KV cache in SGLang's scheduler and report it through ``/server_info``.
 
-SGLang's load reports (``/v1/loads``) are snapshots, and its count of retractions per request includes those by weight pushes.
+SGLang itself reports only snapshots of the load (``/v1/loads``), and its per-request retraction count includes retractions
+caused by weight pushes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Counts:
     graph_replays: int = 0  # decode steps that replayed a CUDA graph
 
     def report(self) -> dict[str, float]:
-        """Return the counts and the time of DCP exchanges, and reset all but the capacity."""
+        """Return the counts except ``graph_replays``, and with DCP the time of its exchanges. Reset all but the capacity."""
         values: dict[str, float] = asdict(self)
         del values["graph_replays"]
         if (seconds := exchange_time.take(self.graph_replays)) is not None:

@@ -51,8 +51,8 @@ class GatedDeltaRule(Protocol):
         ``q``, ``k`` [1, T, H, K] are normalised to length 1 here; ``v`` is [1, T, HV, V] with HV a multiple of H, and value
         head i reads key head i // (HV / H). ``g`` [1, T, HV] is the logarithm of the decay (<= 0, float32), ``beta``
         [1, T, HV] the write strength. ``initial_state`` [N, HV, K, V] is zero by default. Return the output [1, T, HV, V] in
-        ``v``'s dtype, and with ``output_final_state`` the states after each sequence [N, HV, K, V] in float32 (float64 if
-        the inputs are); the final state of an empty sequence is its initial state. Both results are differentiable with
+        ``v``'s dtype, and the states after each sequence [N, HV, K, V] in float32 (float64 if the inputs are), or None
+        without ``output_final_state``; the final state of an empty sequence is its initial state. Both results are differentiable with
         respect to every tensor.
         """
         ...
@@ -85,7 +85,7 @@ class GDNBackend(GatedDeltaRule, Protocol):
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
         """Return the backend's own rule for a stream that is split over the ranks of ``group``; None selects ``state_passing``.
 
-        ``cu_seqlens`` are the bounds of the entire stream, whose P tokens are split evenly over the ranks. The layer calls
-        it once per micro-batch.
+        ``cu_seqlens`` are the bounds of the entire stream, whose P tokens are split evenly over the ranks.
+        ``ranges.range_of`` calls this method once per micro-batch, for all layers.
         """
         ...

@@ -66,7 +66,7 @@ class Mixing(Protocol):
     """Computation between a layer's projections for the tokens of one rank. One instance per layer.
 
     ``HeadWise`` implements it without context parallelism and for ``cp_mode=head``, ``StatePassing`` for
-    ``cp_mode=state``. Methods are collectives over the context parallel ranks.
+    ``cp_mode=state``. Methods may be collectives over the context parallel ranks.
     """
 
     def __call__(self, inputs: DeltaInputs, packed: PackedRows) -> Tensor:

@@ -67,7 +67,7 @@ class Range:
 
 @functools.lru_cache(maxsize=16)
 def range_of(stream: tuple[int, ...], group: Any, device: torch.device, backend: GDNBackend) -> Range:
-    """Return this rank's range of a stream with these bounds; the same object for all layers of a micro-batch."""
+    """Return this rank's range of the stream with the bounds ``stream``; the same object for all layers of a micro-batch."""
     part = stream_part(np.array(stream, np.int32), cp=group.size(), cp_rank=group.rank())
     order = torch.from_numpy(part.order).to(device, non_blocking=True)
     edges = part.cu_seqlens.tolist()

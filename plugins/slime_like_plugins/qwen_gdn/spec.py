@@ -1,4 +1,4 @@
-"""Function registered in ``MIXERS``: it returns a Gated DeltaNet layer with the kernels of the config."""
+"""Function registered in ``MIXERS``: it returns the spec of a Gated DeltaNet layer with the config's kernels."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ all-gather of (S, A) then gives every rank its initial state. A kernel only has 
 one. The data exchanged per layer does not grow with the length of the sequences: H * K * (K + V) numbers, and the W - 1
 previous tokens for a convolution of width W.
 
-Moving tokens between attention's layout and the ranges takes traffic that does grow with the length. Hidden states have
-fewer channels than the projected tensors and the output together (a third in Qwen3-Next), so the hidden states are
-moved, before the projections, unless sequence parallelism splits them.
+Moving tokens between attention's layout and the ranges takes traffic that does grow with the length. Hidden states
+usually have fewer channels than the projected tensors and the output together (a third in Qwen3-Next). If so, the hidden
+states are moved instead, before the projections, unless sequence parallelism splits them.
 
 Linearity of the recurrence: S. Yang, J. Kautz, A. Hatamizadeh, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
 
@@ -168,7 +168,7 @@ def _convolved(
 
 
 class _KeepInGraph(torch.autograd.Function):
-    """Identity on ``x`` that keeps ``gathered`` in the graph: its backward is a collective that every rank has to join."""
+    """Identity on ``x`` that keeps ``gathered`` in the graph: every rank has to join the collective in the gather's backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:

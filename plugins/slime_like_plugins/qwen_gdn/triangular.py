@@ -12,8 +12,8 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     """Return ``(I + strict lower part of lower)^-1`` for ``lower`` [m, C, C], C a power of two or at most ``BASE``.
 
     Diagonal blocks of size ``BASE`` are inverted by forward substitution. Then neighbouring inverses A' and D' are merged:
-    [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]. Only inverses of diagonal blocks are multiplied, which stay small for the
-    matrices of the delta rule. The Neumann series in powers of ``lower`` would overflow for similar keys.
+    [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']]. For the matrices of the delta rule, the inverses of diagonal blocks stay
+    small. The Neumann series in powers of ``lower`` would overflow for similar keys.
     """
     m, size, _ = lower.shape
     base = min(BASE, size)

@@ -1,6 +1,6 @@
 """Reproducible sampling for RL: a seed per sample, and log-probabilities of the sampling distribution.
 
-SGLang honours ``sampling_seed`` only in its deterministic mode, which also changes attention and communication, and
+SGLang honours ``sampling_seed`` only in its deterministic mode, which also changes attention and communication. It
 always scores *input* tokens at temperature 1. With ``rollout_sampling`` in ``SLIME_LIKE_SGLANG``,
 seeds are honoured and input tokens are scored at the request's temperature, on CPU and GPU.
 

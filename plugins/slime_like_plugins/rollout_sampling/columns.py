@@ -20,7 +20,7 @@ LOGPROBS = "slime_like_logprobs"  # in meta_info: base64 of float32
 
 
 def wants_columns(request: Any) -> bool:
-    """Return True if a ``GenerateReqInput`` asks for columns."""
+    """Return True if a ``GenerateReqInput`` sets both flags that ask for columns, and does not stream."""
     return bool(
         getattr(request, "return_flat_raw_output_top_logprobs", False)
         and request.return_flat_raw_top_logprobs_b64
@@ -31,7 +31,7 @@ def wants_columns(request: Any) -> bool:
 def add_logprobs(
     original: Callable[..., None], manager: Any, meta_info: dict[str, Any], state: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Hook around ``TokenizerManager.add_logprob_to_meta_info``: encode the log-probabilities of a finished request."""
+    """Hook around ``TokenizerManager.add_logprob_to_meta_info``: encode the log-probabilities if the reply has columns."""
     names = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs", "finished")
     call = dict(zip(names, args, strict=False)) | kwargs
     if not wants_columns(state.obj) or call["top_logprobs_num"] or call["token_ids_logprob"] is not None:

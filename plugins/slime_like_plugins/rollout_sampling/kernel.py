@@ -14,8 +14,8 @@ _selected: list[SamplingKernel] = []
 def select(kernel: SamplingKernel | None) -> None:
     """Set the kernel that samples batches without top-k, nucleus and min-p sampling; None: they are sampled in torch.
 
-    It is called as ``kernel(logits, temperatures, top_k, seeds, positions)``. It must sample the same tokens as
-    ``hooks.draw``, or return None to leave the batch to torch.
+    It is called as ``kernel(logits, temperatures, top_k, seeds, positions)``. It must return the tokens that ``hooks.choose``
+    would return and their log-probabilities, or None to leave the batch to torch.
     """
     _selected[:] = [] if kernel is None else [kernel]
 
