@@ -44,7 +44,7 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: 
 
 
 def _algorithm_of(error: object) -> str | None:
-    """Return the algorithm whose schema lacks the key of an OmegaConf error; None if it is not an algorithm's."""
+    """Return the algorithm whose schema an OmegaConf error names; None if the error names no algorithm's schema."""
     schema = getattr(error, "object_type", None)
     return next((name for name, candidate in ALGORITHMS.items() if candidate is schema), None)
 
@@ -56,13 +56,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _source_note(text: str) -> str:
-    """Return a note that names the file in ``configs/`` that an error text quotes; empty if it quotes none."""
+    """Return a note that names the file in ``configs/`` that an error text quotes; empty for none or ``train.yaml``."""
     match = re.search(r"In '([^']+)':", text)
     return f" (in configs/{match[1]}.yaml)" if match and match[1] != "train" else ""
 
 
 def _unknown_option(group: str, name: str, text: str) -> ConfigError:
-    """Return the ``ConfigError`` for an unknown ``algo=`` or ``recipe=``."""
+    """Return the ``ConfigError`` for an unknown ``name`` of a config group; Hydra's error ``text`` lists the known names."""
     options = [line.strip() for line in re.findall(r"^\s+([\w-]+)$", text, re.MULTILINE)]
     flag = "+recipe" if group == "recipe" else group
     hint = nearest(name, options) if options else f"there is no file in configs/{group}"

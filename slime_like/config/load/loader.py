@@ -60,8 +60,9 @@ class _Overrides(NamedTuple):
 def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True, code: bool = True) -> TrainConfig:
     """Return the checked and sealed config of ``argv`` (``key=value`` overrides, slime and Megatron flags).
 
-    With ``files=False``, only ``configs/`` is read from disk; call ``check_files`` once the files exist. With
-    ``machine=False``, the packages installed on this machine are not checked, because the run is for another machine.
+    With ``files=False``, the files that the config names are not read, except user code, so loop.num_epoch does not set
+    loop.num_rollout; call ``check_files`` once the files exist. With ``machine=False``, the packages installed on this
+    machine are not checked, because the run is for another machine.
     With ``code=False``, functions named by an import path are not imported, and the file of ``run.prepare`` may be missing.
     Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the key, the value and a fix if the
     config is invalid.
@@ -123,7 +124,10 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
-    """Return the config that ``to_yaml`` wrote. Raises ``ConfigError`` on an unknown key or a wrong value."""
+    """Return the checked and sealed config that ``to_yaml`` wrote. With ``files``, the files that it names are checked too.
+
+    Raises ``ConfigError`` on an unknown key or a wrong value.
+    """
     try:
         tree = cast("dict[str, Any]", yaml.safe_load(text))
     except yaml.YAMLError as error:
@@ -230,7 +234,7 @@ def _compose_groups(overrides: _Overrides) -> DictConfig:
 
 
 def _chosen_recipes(text: str) -> list[dict[str, Any]]:
-    """Return the defaults list of the value of ``+recipe=``: a name, or a list of names."""
+    """Return Hydra's defaults list for ``text``, the value of ``+recipe=``: a name, or a list of names."""
     names = re.findall(r"[^\[\],'\"\s]+", text)
     return [{"recipe": names}] if text.startswith("[") else [{"recipe": name} for name in names]
 
@@ -301,7 +305,7 @@ def _sort(argv: Sequence[str]) -> _Overrides:
 
 
 def _removed_key(text: str, key: str) -> str:
-    """Return the key of ``~key``. Raises ``ConfigError`` on ``~key=value``, and on groups, which are always chosen."""
+    """Return ``key`` of the override ``text``. Raises ``ConfigError`` unless ``text`` is ``~key``, and on config groups."""
     if text != f"~{key}":
         raise ConfigError(
             f"{text}: write '~{key}', which ignores the setting of a recipe, or set {key} to another value"

@@ -1,4 +1,4 @@
-"""Our key for a key of verl or a flag of slime that a command line gives as a key."""
+"""This project's key for a key of verl, or for a flag of slime that is written as a key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ AMBIGUOUS = ("enable", "len", "metric", "name", "path", "type")  # last words of
 def our_key(key: str) -> str | None:
     """Return our key for the unknown ``key``; None if there is none.
 
-    ``key`` is a key of verl, or the last word of one, or the name of a flag of slime, in the group of our key:
-    ``algorithm.lam`` and ``algo.lam`` give ``algo.lambd``. A free mapping is never given: the value of ``key`` is not one.
+    ``key`` is a key of verl, or a name in the group of our key: the last word of a verl key, or the name of a slime flag.
+    Example: ``algorithm.lam`` and ``algo.lam`` give ``algo.lambd``. A key that takes a free mapping is never returned,
+    because the value of ``key`` is not a mapping.
     """
     return _our_keys().get(key)
 

@@ -27,7 +27,7 @@ _KEYWORDS = re.compile(r"((?:optional |override )*)([^@]*)")
 
 
 class _Included(NamedTuple):
-    """Config named by a defaults list. Hydra reads the names in its own defaults list as relative to ``base``."""
+    """Config named by a defaults list. Hydra resolves the names in this config's own defaults list relative to ``base``."""
 
     path: str  # relative to the folder of configs, without suffix
     base: str
@@ -38,7 +38,7 @@ class _Included(NamedTuple):
 def configs_without(
     configs: Path, folders: Sequence[Path], defaults: Sequence[Any], keys: Sequence[str]
 ) -> Generator[Path]:
-    """Yield a folder with copies, without ``keys``, of the recipes of ``defaults`` and of those that they include.
+    """Yield a temporary folder with copies, without ``keys``, of the recipes in ``defaults`` and of those that they include.
 
     ``defaults`` is a defaults list of Hydra, such as ``[{"recipe": "quickstart"}]``. Recipes are read from ``configs`` and
     then from ``folders``; Hydra reports a recipe that none of them has. The folder also has the primary config, but no
@@ -79,9 +79,10 @@ def configs_without(
 
 
 def _with_included(folders: Sequence[Path], defaults: Sequence[Any]) -> dict[str, Path | None]:
-    """Return a dict from the paths of the recipes of ``defaults``, and of those they include, to their files.
+    """Return the files of the recipes in ``defaults``, and of the recipes that these include, by path.
 
-    A path is relative to the folder of configs, such as ``recipe/quickstart``. The file is None if it is missing.
+    A path is relative to the folder of configs, such as ``recipe/quickstart``. The file is None if it is missing; a
+    missing optional recipe is left out.
     """
     files: dict[str, Path | None] = {}
     visits: set[_Included] = set()
@@ -103,8 +104,9 @@ def _with_included(folders: Sequence[Path], defaults: Sequence[Any]) -> dict[str
 def _included(defaults: Any, base: str) -> Iterator[_Included]:
     """Yield the configs that a defaults list names, resolved as Hydra resolves them: relative to ``base``.
 
-    ``- mine/foo`` is relative to ``base``, and the names in its own defaults list to ``mine``. ``- mine: foo`` chooses from
-    the group ``mine``, and the names in its defaults list are relative to the group, also those of ``- mine: foo/bar``.
+    ``- mine/foo`` names the config ``foo`` in folder ``mine``; the names in the defaults list of ``foo`` are relative to this
+    folder. ``- mine: foo`` chooses ``foo`` from the group ``mine``; the names in the defaults list of ``foo`` are relative to
+    the group, even if the choice is ``foo/bar``.
     """
     for item in cast("list[Any]", defaults) if isinstance(defaults, list) else ():
         if isinstance(item, str) and item != "_self_":

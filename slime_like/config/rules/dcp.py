@@ -1,8 +1,8 @@
 """Rules for ``rollout.dcp``: decode context parallelism, which spreads an engine's KV cache over tensor-parallel ranks.
 
-SGLang 0.5.23 accepts many combinations that compute wrong tokens without an error. They are rejected here at load, and
-again in the engine, after SGLang has resolved their values (``slime_like_plugins.dcp.hooks``). With
-``rollout.dcp=auto``, nothing is rejected: the plan chooses 1 if a setting or the model does not allow more
+SGLang 0.5.23 accepts many combinations of settings that compute wrong tokens without an error. They are rejected here at
+load, and again in the engine, after SGLang has resolved the settings (``slime_like_plugins.dcp.hooks``). With
+``rollout.dcp=auto``, a setting or model that does not allow DCP is accepted, and the plan chooses 1
 (``slime_like.cluster.plan.dcp``).
 """
 
@@ -61,7 +61,7 @@ def check_dcp(cfg: TrainConfig) -> None:
 def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None) -> None:
     """Raise ``ConfigError`` if engines on ``device`` cannot serve ``model`` with ``rollout.dcp`` and its options.
 
-    ``model`` is None while it is unknown.
+    ``rollout.symmetric_memory`` is checked even without DCP. ``model`` is None while it is unknown.
     """
     if cfg.rollout.symmetric_memory and device == "cpu":
         raise ConfigError(

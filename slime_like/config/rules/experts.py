@@ -12,7 +12,10 @@ EXPERT_RECOMPUTE_MODULES = ("moe", "shared_experts")  # values of model.recomput
 
 
 def stage_ranks(cfg: TrainConfig, world: int) -> int:
-    """Return the number of ranks of a pipeline stage. Raises ``ConfigError`` unless ``ep * etp`` divides it."""
+    """Return the number of ranks of a pipeline stage of ``world`` trainer ranks.
+
+    Raises ``ConfigError`` unless ``ep * etp`` divides it.
+    """
     p = cfg.parallel
     stage = world // p.pp
     if stage % (p.ep * p.etp):

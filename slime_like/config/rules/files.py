@@ -1,4 +1,4 @@
-"""Rules that read files: for the model folder, the layout given the model's shape, and the data files."""
+"""Rules that read files: checks of the model folder, of the layout for the model's shape, and of the data files."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def settable(annotation: str) -> bool:
 def accepts(annotation: str, value: Any) -> bool:
     """Return whether ``value`` fits a type annotation in source form, such as ``Optional[List[int]]``.
 
-    An annotation that names a class other than numbers, strings, lists and mappings accepts no value.
+    A class in the annotation other than numbers, strings, lists and mappings accepts no value.
     """
     return _accepts(ast.parse(annotation, mode="eval").body, value)
 

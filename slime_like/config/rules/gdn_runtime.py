@@ -1,4 +1,4 @@
-"""Versions and tools that optional kernels need on this machine, read from package metadata without importing packages."""
+"""Installed packages and tools of this machine that optional kernels need, found without importing the packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang", FLASHINFER)
 class Runtime:
     """Versions and tools of a machine.
 
-    ``capability`` and ``cuda`` are None if unknown; a version is None if not installed.
+    ``capability`` is None if it is unknown, ``cuda`` if torch is missing or was built without CUDA, and a version if its
+    package is not installed.
     """
 
     device: str  # cpu | cuda

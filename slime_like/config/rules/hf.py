@@ -135,7 +135,8 @@ class HfConfig:
 def read_hf_config(key: str, folder: str) -> HfConfig:
     """Read ``config.json`` in ``folder``, which is set by ``key``.
 
-    Raises ``CheckpointError`` naming ``key`` if the file is missing or does not describe a model.
+    Raises ``CheckpointError`` naming ``key`` if the file is missing or does not describe a model, or if the model needs
+    code, a sliding window or a quantisation that is not supported.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
@@ -149,7 +150,7 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
 def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
     """Parse ``values``, the content of the config.json of ``folder``. The folder need not exist.
 
-    Raises ``CheckpointError`` naming ``key`` if the values do not describe a model.
+    Raises ``CheckpointError`` naming ``key`` if the values do not describe a model, or describe a sliding window.
     """
     file = downloaded_file(key, Path(folder) / "config.json")
     top = file.typed(values, ModelFields)

@@ -1,6 +1,6 @@
 """Rules for names in the config.
 
-They are registered in ``schema.names`` or, for some keys, import paths of functions.
+A name is registered in ``schema.names`` or, for some keys, is the import path of a function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ type NameEntry = tuple[str, str, dict[str, str]]  # key, name, table
 
 
 def check_names(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` on a name that is neither registered nor an import path."""
+    """Raise ``ConfigError`` on a name that is neither registered nor, for keys that accept one, an import path."""
     for key, name, table_name in _closed_names(cfg):
         check(key, name, getattr(names, table_name), table_name=table_name)
     check_reward_name("reward.name", cfg.reward.name, dotted=True)
@@ -31,7 +31,10 @@ def check_names(cfg: TrainConfig) -> None:
 
 
 def check_functions(cfg: TrainConfig) -> None:
-    """Import the functions that ``cfg`` names, except this project's own. Raises ``ConfigError`` if one cannot be called."""
+    """Import the user's functions that ``cfg`` names, except ``rollout.agent`` and ``run.prepare``.
+
+    Raises ``ConfigError`` if one of them cannot be imported or called.
+    """
     for key, name, table in _open_names(cfg):
         check_function(key, name, table)
     for key, name, table in _algorithm_names(cfg):
@@ -66,7 +69,10 @@ def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:
-    """Yield (key, name, table) for each name that may be registered in ``table`` or be a function's import path."""
+    """Yield (key, name, table) for each name that may be registered in ``table`` or be a function's import path.
+
+    Raises ``ConfigError`` on an unknown name in ``reward.weights``.
+    """
     yield "reward.name", split_prefix(cfg.reward.name)[1], names.REWARDS
     for name in (name for name in cfg.reward.weights if name != ROW):
         check_reward_name("reward.weights", name, dotted=True)

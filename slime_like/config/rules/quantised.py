@@ -159,8 +159,9 @@ def check_scales(scales: Scales, tensors: Mapping[str, StoredTensor]) -> None:
 def read_float8(key: str, folder: Path, values: Mapping[str, Any]) -> Float8 | None:
     """Return the format of float8 weights that the config.json of ``folder`` declares; None if it declares none.
 
-    ``values`` is its content. Raises ``CheckpointError`` naming ``key``, which sets ``folder``, if config.json declares
-    another quantisation, one of its text part or invalid blocks, or if the folder contains ModelOpt's file.
+    ``values`` is the content of config.json. Raises ``CheckpointError`` naming ``key``, which sets ``folder``, if
+    config.json declares another quantisation, a quantisation in its ``text_config`` or invalid blocks, or if the folder
+    contains ModelOpt's file.
     """
     float8: Float8 | None = None
     for part, prefix in ((values, ""), (values.get("text_config"), "text_config.")):

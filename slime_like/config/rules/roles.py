@@ -139,7 +139,7 @@ def _check_critic_files(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def check_critic(cfg: TrainConfig, source: Path, manifest: Manifest) -> None:
-    """Raise ``CheckpointError`` unless ``source`` is the checkpoint of a critic of the run's model."""
+    """Raise ``CheckpointError`` unless ``source`` is a critic's checkpoint, saved from the model of this run's critic."""
     check_value_head(source, manifest)
     key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
     if folder is None:

@@ -1,4 +1,4 @@
-"""Rules across keys that need no file. They are checked at load, before any process starts."""
+"""Rules across keys, checked at load before any process starts. They read no file that the config names, except user code."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _check_algorithm(cfg: TrainConfig) -> None:
 
 
 def _check_schema(algo: AlgoConfig, algorithm: str) -> None:
-    """Raise ``ConfigError`` if the schema of ``algorithm`` lacks the keys that its loss reads, or an advantage."""
+    """Raise ``ConfigError`` if the schema of ``algorithm`` lacks keys that its loss reads, or sets no advantage for it."""
     schema, default = names.ALGORITHMS[algorithm], ALGORITHMS[algorithm]()
     base = LOSS_SCHEMAS.get(algo.loss, AlgoConfig)
     if not isinstance(algo, base) and algo.loss == default.loss:

@@ -1,4 +1,4 @@
-"""Signatures of user functions, named by an import path or a name in a table, checked before any process starts."""
+"""Checks of user functions, named by an import path or a name in a table, before any process starts."""
 
 from __future__ import annotations
 

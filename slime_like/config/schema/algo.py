@@ -21,7 +21,7 @@ from slime_like.errors import ConfigError
 
 @dataclass(kw_only=True)
 class GrpoConfig(PolicyGradientConfig):
-    """GRPO: reward minus the group's mean, over its standard deviation."""
+    """GRPO: (reward - mean of the group) / standard deviation of the group."""
 
     name: str = key("grpo", "Algorithm.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
@@ -46,7 +46,7 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: GRPO with a wider upper clip range and a token-level loss. The rest of DAPO is in keys of several algorithms."""
+    """DAPO: GRPO with a wider upper clip range and a token-level loss. Its other parts have keys that other algorithms share."""
 
     name: str = key("dapo", "Algorithm.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")
@@ -117,7 +117,7 @@ class ReinforcePlusPlusBaselineConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class SftConfig(AlgoConfig):
-    """Supervised fine-tuning: the label of each row is the response; no engine runs."""
+    """Supervised fine-tuning on the label or the assistant turns of each row; no engine runs."""
 
     name: str = key("sft", "Algorithm.")
     loss: str = key("sft", "Token loss.")

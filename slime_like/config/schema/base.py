@@ -74,7 +74,7 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def positive(prefix: str, config: Config, *names: str, finite: bool = True) -> None:
-    """Raise ``ConfigError`` unless each named number is above zero (``None`` passes: the plan chooses it).
+    """Raise ``ConfigError`` unless each named number is above zero (``None`` passes).
 
     With ``finite``, infinity is refused: no wait, size or factor can be infinite.
     """

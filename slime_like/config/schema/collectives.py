@@ -23,7 +23,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Collective op. ``methods`` are the ``ProcessGroup`` methods that issue it; wrapping them covers every caller.
+    """Communication op. ``methods`` are the ``ProcessGroup`` methods that issue it; wrapping them covers every caller.
 
     A composite has no methods. Its ``functions`` in torch.distributed are wrapped, and its policy covers the ops inside.
     """
@@ -125,7 +125,7 @@ GROUP_LABELS = {
 
 
 def aliases() -> dict[str, Op]:
-    """Return a dict from each alias (a function or method) to its op.
+    """Return a dict from each name of an op to the op: canonical names, and aliases (functions and methods).
 
     ``send`` and ``recv`` are the functions, not the methods.
     """

@@ -1,4 +1,4 @@
-"""Entries of ``FAMILIES``, which describe a model family without importing it, and unsupported model types."""
+"""Description of a model family that can be read without importing the family, and a table of unsupported model types."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
     """Return a dict from dotted keys to dataclass fields.
 
     It contains the algo.* keys of ``algo``, or of all algorithms if ``algo`` is None. If several algorithms have a key,
-    the default algorithm's field is used, otherwise the field of the first algorithm that has it.
+    the field of the first of them is used; the default algorithm comes first.
     """
     fields_by_key = {name: item for name, item in keys(TrainConfig) if name != "algo"}
     for name in ALGORITHMS if algo is None else [algo]:
@@ -100,7 +100,7 @@ def format_value(value: Any) -> str:
 def unknown(key: str, algo: str | None, our_key: str | None = None, *, in_recipe: bool = False) -> str:
     """Return the error text for an unknown ``key``: the algorithms or keys that it may refer to.
 
-    ``our_key`` is the key that has the name ``key`` in another project. With ``in_recipe``, a recipe sets the key.
+    ``our_key`` is this project's key for what another project calls ``key``. With ``in_recipe``, a recipe sets the key.
     """
     if algo in ALGORITHMS and key.startswith("algo."):
         algo_keys = known_keys(algo)
@@ -123,7 +123,10 @@ def _algorithms_with(key: str) -> list[str]:
 
 
 def _nearest(key: str, candidates: Iterable[str], our_key: str | None, algo: str | None) -> str:
-    """Return a hint: a key with a similar name, another name or the same last word, else the group's keys, else all groups."""
+    """Return a hint: a key that ``key`` may stand for, else the keys of its group, else all groups.
+
+    Such a key has a similar name, is ``our_key``, or ends in the same word.
+    """
     group, _, last = key.rpartition(".")
     options = list(candidates)
     in_group = [k for k in options if group and k.startswith(f"{group}.")]
@@ -149,7 +152,7 @@ def _nearest(key: str, candidates: Iterable[str], our_key: str | None, algo: str
 
 
 def _suggested(key: str, algo: str | None) -> str:
-    """Return the suggestion of a known key, with the algorithms that have it if ``algo`` lacks it."""
+    """Return a hint that suggests the known ``key``, with the algorithms that have it if ``algo`` lacks it."""
     if algo is None or key in known_keys(algo):
         return f"did you mean {key!r}?"
     return f"did you mean {key!r}, which exists only under algo={' or '.join(_algorithms_with(key))}?"

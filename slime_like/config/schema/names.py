@@ -1,8 +1,8 @@
 """Tables that map config names to "module:attribute" (FAMILIES: to a ``FamilyEntry``).
 
 This module does not import torch. To add a component, write one file with the function or class and add one line to its
-table below: ``"my_loss": "my_package.my_module:my_loss"`` in ``LOSSES``. ``docs/extending.md`` gives the interface, table
-and an example of each kind.
+table below: ``"my_loss": "my_package.my_module:my_loss"`` in ``LOSSES``. ``docs/extending.md`` gives the
+interface, the table and an example of each kind of component.
 """
 
 from slime_like.config.schema.family_entry import FamilyEntry
@@ -158,7 +158,10 @@ FLOAT64_LAYERS = {
     "gdn": "slime_like_plugins.qwen_gdn.float64:delta_net",
     "mlp": "slime_like.train.megatron.model.float64_layers:mlp",
 }
-"""Kind of layer -> context manager that runs these layers in float64, for weights.probe_layers."""
+"""Kind of layer -> function that makes these layers compute in float64, for weights.probe_layers.
+
+The function takes the model and an exit stack, whose closing restores the layers, and returns the number of these layers.
+"""
 GDN_BACKENDS = {
     "fla": "slime_like_plugins.qwen_gdn.fla:FlaGDN",
     "flashqla": "slime_like_plugins.qwen_gdn.flashqla:FlashQLAGDN",

@@ -1,6 +1,6 @@
 """Specs that the plan resolves from the config, one per component.
 
-A value that its process chooses, such as the kernels of a CPU, may be auto. This module does not import torch.
+A value that the component's process chooses, such as the kernels of a CPU, may be auto. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankSpec:
     max_tokens_per_rank: int
     seed: int
     deadline_s: float
-    deterministic: bool = False  # bitwise equal to the engine and reproducible
+    deterministic: bool = False  # bitwise reproducible; on a CPU also bitwise equal to the engine
     model_key: str = "model.hf_checkpoint"  # config key of the checkpoint, for messages
     teacher_checkpoint: str | None = None  # teacher with the policy's shape, whose weights are swapped in to score
     guard: GuardSpec = NO_GUARD

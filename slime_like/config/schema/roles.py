@@ -9,7 +9,7 @@ from slime_like.config.schema.base import Config, key, positive, within
 
 @dataclass(kw_only=True)
 class CriticConfig(Config):
-    """Value model of algo=ppo. Layout keys default to the actor's; its pipeline is split evenly."""
+    """Value model of algo=ppo. Layout keys default to the actor's; the critic's pipeline is split evenly."""
 
     hf_checkpoint: str | None = key(
         None, "HF folder of the critic's initial weights (without the value head); null: model.hf_checkpoint."
@@ -41,7 +41,7 @@ class CriticConfig(Config):
 
 @dataclass(kw_only=True)
 class TeacherConfig(Config):
-    """Teacher policy of algo=distill. Layout keys default to the actor's; its pipeline is split evenly."""
+    """Teacher policy of algo=distill. Layout keys default to the actor's; the teacher's pipeline is split evenly."""
 
     hf_checkpoint: str | None = key(None, "HF folder of the teacher (slime: --opd-teacher-load).")
     placement: str = key(

@@ -256,7 +256,7 @@ class RewardConfig(Config):
             )
 
     def components(self, rm_type: str | None, *, unshaped: bool = False) -> Mapping[str, float]:
-        """Return the weights by name of the rewards of a row with this ``rm_type``.
+        """Return a dict from the name of each reward of a row with this ``rm_type`` to the reward's weight.
 
         The row's own reward is its ``rm_type``, or ``name`` if it has none or if ``name`` is an import path. With
         ``unshaped`` (evaluation), only the row's own reward is returned if the key ``rm_type`` is among the weights.
