@@ -3,9 +3,10 @@
 Decisions that define the loss:
 
 - **Weights are computed here, once**, over a whole optimizer step, so that the loss cannot depend on packing,
-  micro-batching or dp. ``token_mean``: each trained token 1/N. ``sequence_mean``: each episode 1/E, shared equally by
-  its trained tokens. Both sum to 1 over a step. ``dr_grpo``: each trained token 1/(E * max_response_len), as its paper
-  defines it; these sum to (mean length / max_response_len), not to 1, and are also independent of packing.
+  micro-batching or dp. In a step with N trained tokens in E episodes, ``token_mean`` gives each trained token 1/N, and
+  ``sequence_mean`` gives each episode 1/E, shared equally by its trained tokens. The weights of either sum to 1 over a
+  step. ``dr_grpo`` gives each trained token 1/(E * max_response_len), as its paper defines it; these weights sum to
+  (mean length / max_response_len), not to 1, and are also independent of packing.
 - **Failed and aborted samples** (``types.UNTRAINED``) stay in the batch with weight 0, so that its shape is unchanged.
   They enter no baseline and no denominator. Truncated samples are trained on; ``mask_truncated`` sets their weight to 0
   but leaves their rewards in the group's baseline.
@@ -56,10 +57,10 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return the indices of ``lengths`` in rows of at most ``budget`` tokens; a longer sequence has a row of its own.
+    """Return the indices of ``lengths`` in rows of at most ``budget`` tokens.
 
-    Each index, longest first, is put into the first row with enough space (Johnson 1973: at most 11/9 of the fewest
-    rows + 1).
+    A sequence of more than ``budget`` tokens has a row of its own. Each index, longest first, is put into the first row
+    with enough space. If no sequence is too long, there are at most 11/9 * (fewest possible rows) + 1 rows (Yue 1991).
 
     Example: ``first_fit_decreasing([3, 9, 4, 5], 8) == [[1], [0, 3], [2]]``.
     """
@@ -98,9 +99,10 @@ def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> li
 def pack_equal(lengths: Sequence[int], dp: int, budget: int) -> list[list[list[int]]]:
     """Return ``[dp][m]`` rows of sequence indices, with the same m for every dp rank.
 
-    A row contains at most ``budget`` tokens; a longer sequence has a row of its own. A rank with fewer than m rows
-    splits some of them, which costs less than an idle micro-batch. Once all its rows consist of one sequence, it gets
-    empty rows, which the caller fills: every rank must run the same number of micro-batches.
+    A row contains at most ``budget`` tokens; a sequence of more than ``budget`` tokens has a row of its own. Every rank
+    must run the same number of micro-batches. If a rank has fewer than m rows, rows with several sequences are
+    therefore split, which costs less than an idle micro-batch. If there are still too few, empty rows are added for the
+    caller to fill.
     """
     ranks: list[list[list[int]]] = []
     for part in balance(lengths, dp):
@@ -137,7 +139,7 @@ class SequenceColumns:
     sample: Sample
     advantage: float | None
     trained: npt.NDArray[np.bool_]  # [L], tokens in the loss
-    versions: I32  # [L]
+    versions: I32  # [L], weight version that sampled the token, -1 if not sampled
     rollout_logprobs: F32  # [L]
     num_trained: int
 
@@ -168,7 +170,7 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
 
 
 def _advantages(group: SampleGroup, spec: AssembleSpec) -> list[tuple[Sample, float | None]]:
-    """Return each sample with its advantage: 0 if untrained, None if the trainer ranks compute it."""
+    """Return each sample with its advantage: None for every sample without a group advantage, else 0 if untrained."""
     if spec.group_advantage is None:
         return [(sample, None) for sample in group.samples]
     rewards: dict[int, list[float]] = {}
@@ -229,7 +231,10 @@ def _step(columns: Sequence[SequenceColumns], spec: AssembleSpec, name: str) -> 
 
 
 def _token_weights(columns: Sequence[SequenceColumns], spec: AssembleSpec) -> list[float]:
-    """Return the weight per trained token of each sequence. Raises ``ConfigError`` if the aggregation is unknown."""
+    """Return, for each sequence, the weight of each of its trained tokens.
+
+    Raises ``ConfigError`` if the aggregation is unknown.
+    """
     tokens: Counter[tuple[int, int]] = Counter()
     for c in columns:
         tokens[c.episode] += c.num_trained

@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 
 
 def check_messages(prompt: object) -> list[Message]:
-    """Return ``prompt`` as chat messages.
+    """Return ``prompt`` as chat messages, without fields that are None.
 
     Raises ``ValueError`` unless it is a non-empty list of dicts, each with a string for ``role`` and ``content``.
     """

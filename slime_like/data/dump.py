@@ -1,7 +1,7 @@
 """Columnar files of groups, for ``run.dump_rollouts``, ``run.replay_from`` and the leftover groups in checkpoints.
 
-A file is an ``.npz`` without pickled objects: concatenated token columns, each sample's extras, and one JSON text with all
-other fields.
+A file is an ``.npz`` without pickled objects: concatenated token columns, each sample's extras, one JSON text with all
+other fields, and a digest.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def digest(columns: Mapping[str, Any]) -> str:
 def check_digest(columns: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if columns do not match their digest.
 
-    Columns that have no digest (older versions) are valid.
+    Columns without a digest, written by older versions, are valid.
     """
     if DIGEST in columns and str(columns[DIGEST]) != digest(columns):
         raise ValueError("its columns do not match its digest")
@@ -163,7 +163,7 @@ def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
 def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence[int]) -> list[Any]:
     """Split column ``name`` into pieces of ``lengths``.
 
-    Raises ``ValueError`` if its dtype, size or a token id is wrong.
+    Raises ``ValueError`` if its dtype or size is wrong, or if it contains a negative token id.
     """
     column, total = columns[name], sum(lengths)
     if column.dtype != dtype or column.shape != (total,):

@@ -43,8 +43,8 @@ class DataFile:
     def open(cls, key: str, spec: str) -> DataFile:
         """Return the file and row range given by ``spec``, the value of config key ``key``: ``path`` or ``path@[a:b]``.
 
-        Raises ``DataError`` if the file is missing, empty or not one of ``SUFFIXES``, or if the slice is malformed or
-        empty.
+        Raises ``DataError`` if the file is missing or empty, if its name has none of ``SUFFIXES``, or if the slice is
+        malformed or empty.
         """
         match = SLICE.match(spec)
         if match is None and "@[" in spec:
@@ -65,7 +65,7 @@ class DataFile:
         return cls(path, start, stop, num_rows)
 
     def rows(self) -> Iterator[RawRow]:
-        """Yield the selected rows in file order; rows outside the slice are not parsed."""
+        """Yield the selected rows in file order. Lines of a jsonl file outside the slice are not parsed."""
         return self._jsonl() if self.path.suffix == ".jsonl" else self._parquet()
 
     def _jsonl(self) -> Iterator[RawRow]:
@@ -98,7 +98,7 @@ class DataFile:
         """Return the next batch of a parquet file, or None at its end. Raises ``DataError`` if it cannot be read."""
         try:
             return next(batches, None)
-        except (ValueError, OSError, NotImplementedError) as error:  # ArrowException is one of these
+        except (ValueError, OSError, NotImplementedError) as error:  # ArrowInvalid is a ValueError
             raise DataError(
                 f"{self.path}, row {index} or after: cannot be read ({reason(error)}); write the file again or choose another file"
             ) from error

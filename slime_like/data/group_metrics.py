@@ -1,4 +1,4 @@
-"""rollout/* metrics of the groups that a rollout trains on."""
+"""Metrics ``rollout/*`` of the groups of one rollout."""
 
 from __future__ import annotations
 

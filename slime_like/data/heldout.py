@@ -11,7 +11,7 @@ from slime_like.config.schema.rollout import DataConfig, EvalConfig
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """Settings of one held-out set; None means the run's value."""
+    """Settings of one held-out set. None means the run's value or, for ``rm_type``, the rows' own."""
 
     name: str
     path: str

@@ -123,10 +123,10 @@ class FileSource:
         return f"{self._file.path}, {self._locations[prompt_id]}"
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """Return the next ``num_prompts`` prompts; a new epoch, in a new order, starts when one ends.
+        """Return the next ``num_prompts`` prompts. When an epoch ends, the next one starts, in a new order if shuffled.
 
-        If the file has enough prompts for a batch, the returned prompts are distinct, even across epochs: prompts at the end
-        of one epoch come later in the next.
+        If the file has enough prompts for a batch, the prompts of a batch are distinct, even across epochs: prompts at the
+        end of one epoch are delayed in the next.
         """
         prompts: list[Prompt] = []
         while len(prompts) < num_prompts:

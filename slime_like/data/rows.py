@@ -113,10 +113,10 @@ class RowReader:
             raise BadRow(str(error)) from error
 
     def _text(self, prompt: object, tools: list[object] | None) -> tuple[str, tuple[Message, ...]]:
-        """Return the prompt's text, and the messages from which it was rendered.
+        """Return the prompt's text and the row's messages; there are none if a string is used without a template.
 
-        Raises ``BadRow`` if the messages are invalid or the template rejects them, ``ConfigError`` if there is no
-        template.
+        If the messages are a demonstration, the text ends before the first assistant turn. Raises ``BadRow`` if the
+        messages are invalid or the template rejects them, ``ConfigError`` if there is no template.
         """
         cfg = self.config
         if isinstance(prompt, str) and not cfg.apply_chat_template:
@@ -253,7 +253,7 @@ def _metadata(key: str, value: object) -> dict[str, Any]:
 def _check_json(key: str, value: object) -> None:
     """Raise ``BadRow`` if JSON, the format of dumps and checkpoints, cannot represent ``value``.
 
-    Parquet has such values.
+    Parquet files may contain such values.
     """
     try:
         json.dumps(value)

@@ -39,7 +39,7 @@ class ManagerShare:
         return position * self.num_shares + self.index
 
     def of[T](self, items: Sequence[T]) -> Sequence[T]:
-        """Return the items of this share."""
+        """Return the elements of ``items`` that belong to this share."""
         return items[self.index :: self.num_shares]
 
 
@@ -60,7 +60,7 @@ class SharedSource:
         return list(self._share.of(self._source.next(num_prompts * self._share.num_shares)))
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics of the whole source, which only the first share reports."""
+        """Return the metrics of the whole source if this is the first share; empty for the others."""
         return self._source.metrics() if self._share.index == 0 else ()
 
     def state(self) -> Mapping[str, object]:

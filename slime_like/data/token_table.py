@@ -1,8 +1,8 @@
 """Tables of the tokens of a few samples: log-probabilities of engine and trainer, loss weights and advantages.
 
-With ``run.dump_rollouts`` the driver writes one table per rollout, ``tokens_<id>.npz``, next to the rollout's groups. The
-trainer computes its log-probabilities before the first optimizer step of that rollout. A ``TokenTable`` is a record for
-the report; ``algo_interfaces.TokenView`` is the input of a token advantage on the trainer ranks.
+With ``run.dump_rollouts`` the driver writes at most one table per rollout, ``tokens_<id>.npz``, next to the rollout's
+groups. The trainer computes its log-probabilities before the first optimizer step of that rollout. A ``TokenTable`` is a
+record for the report; ``algo_interfaces.TokenView`` is the input of a token advantage on the trainer ranks.
 """
 
 from __future__ import annotations

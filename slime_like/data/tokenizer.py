@@ -69,7 +69,7 @@ def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
 
 
 def _check_files(folder: Path, key: str) -> None:
-    """Raise ``ConfigError`` if a tokenizer file is not JSON or text, or has a field of a wrong type."""
+    """Raise ``ConfigError`` if a tokenizer file is not a JSON object or text, or a setting has a wrong type."""
     for name in JSON_FILES:
         file = InputFile(folder / name, ConfigError, "copy the tokenizer files there again", key)
         if file.path.exists():
@@ -173,8 +173,8 @@ def text_decoder(tokenizer: Tokenizer) -> Callable[[TokenIds], str]:
 
     ``tokenizers`` and transformers look each token up by name and convert its characters to bytes, at several hundred
     nanoseconds per token, which would be the largest part of the rollout manager's work. Byte-level BPE (GPT-2, Qwen,
-    Llama 3, DeepSeek, GLM) needs only the bytes of each token. Their table is used only if it gives the tokenizer's
-    text for the entire vocabulary, in ascending and descending order.
+    Llama 3, DeepSeek, GLM) needs only the bytes of each token. A table of these bytes is used only if it decodes the
+    entire vocabulary, in ascending and in descending order, to the same text as the tokenizer.
     """
 
     def decode(token_ids: TokenIds) -> str:
@@ -206,7 +206,7 @@ class ByteTable:
     lengths: I32  # [V]
 
     def text(self, token_ids: I32) -> str:
-        """Return the text of tokens, without a Python loop over them. Raises ``IndexError`` if an id is unknown."""
+        """Return the text of tokens, without a Python loop over them. Raises ``IndexError`` if an id is too large."""
         lengths = self.lengths[token_ids]
         ends = np.cumsum(lengths, dtype=np.int32)
         index = np.repeat(self.starts[token_ids] - (ends - lengths), lengths)
@@ -215,7 +215,10 @@ class ByteTable:
 
 
 def _byte_table(backend: Any) -> ByteTable | None:
-    """Return the bytes of each token of a ``tokenizers.Tokenizer``; None unless it is byte-level BPE."""
+    """Return the bytes of each token of a ``tokenizers.Tokenizer``; None if it is not byte-level BPE.
+
+    Special tokens have no bytes.
+    """
     kinds = [type(getattr(backend, name, None)).__name__ for name in ("model", "decoder")]
     if kinds != ["BPE", "ByteLevel"]:
         return None
