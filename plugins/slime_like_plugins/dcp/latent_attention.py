@@ -31,7 +31,10 @@ class ShardedLatentAttention(KeysAsValues, ShardedAttention):
         leave_exchange_to_backend(runner.model, self.token_to_kv_pool)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * latent] for q [T, H, D] and new keys k [T, 1, D]."""
+        """Return attention [T, H * latent] for q [T, H, D] and new keys k [T, 1, D].
+
+        If ``save_kv_cache``, also store this rank's part of k.
+        """
         out = super()._forward(q, k, k, layer, forward_batch, save_kv_cache)
         return out.view(len(out), -1, layer.qk_head_dim)[..., : layer.v_head_dim].reshape(len(out), -1)
 

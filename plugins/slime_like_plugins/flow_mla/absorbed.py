@@ -30,9 +30,10 @@ def compute_by_layer(
     model: Any,
     names: Iterable[str],
 ) -> None:
-    """Call ``compute`` once per layer, within ``update``.
+    """Call ``compute`` once for each layer of this process that ``names`` contains, within ``update``.
 
-    ``compute`` is SGLang's function that computes the absorbed weights from the source weights ``names``.
+    ``compute`` is SGLang's function that computes the absorbed weights from the source weights with the given names;
+    ``update`` is ``ShardedWeights.update``.
     """
     layers = {int(name.split(".")[2]) for name in names if SOURCE in name}
     for index in sorted(layers):

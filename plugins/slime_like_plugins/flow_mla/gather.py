@@ -52,7 +52,7 @@ class PendingAll:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for each of them."""
+        """Wait for each collective."""
         for work in self._works:
             work.wait()
 
@@ -106,9 +106,10 @@ class GroupGather:
 def create_groups(
     members: Sequence[Sequence[int]], num_groups: int, backend: str, max_ctas: int | None = None
 ) -> list[dist.ProcessGroup]:
-    """Return ``num_groups`` process groups that contain this rank.
+    """Return ``num_groups`` process groups of this rank and the ranks listed with it in ``members``.
 
-    Collective: all ranks call it with the global ranks of all groups. ``max_ctas`` limits the thread blocks of an NCCL
+    ``members`` contains lists of global ranks without a common rank. Collective: all ranks call it with the same lists.
+    ``max_ctas`` limits the thread blocks of an NCCL
     collective, and so the multiprocessors that it takes from the computation.
     """
     options: Any = None

@@ -30,7 +30,7 @@ class GatherPipeline:
 
     Layer ``i`` uses slot ``i % slots``. When a layer ends, the next layer of its slot is gathered; a slot's last layer is
     followed by its first one. A slot therefore gathers only its own layers, for any number of layers. At the end of a forward,
-    the slots hold the first layers.
+    the slots hold or receive the first layers.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class GatherPipeline:
         slot.wait()
 
     def advance(self, layer: int) -> None:
-        """Gather the next layer of the slot of ``layer``, whose weights are no longer needed.
+        """Start gathering the next layer of the slot of ``layer``; the forward has finished ``layer``.
 
-        After the last layer of a slot this is its first one, for the next forward. On a GPU, the call for the last layer of
+        The last layer of a slot is followed by its first one, for the next forward. On a GPU, the call for the last layer of
         the model waits for all gathers, because a CUDA graph has to join their streams before its capture ends.
         """
         count, following = len(self._layouts), layer + len(self.slots)

@@ -118,7 +118,10 @@ class PullGather:
         return self._memory.copy(slot, buffer, self._parts[layer])
 
     def _open(self, message: Mapping[str, Any], other: Mapping[str, Any]) -> list[Tensor]:
-        """Return the parts of another rank. Raises ``ValueError`` if the rank is on another machine or has other layers."""
+        """Return the parts of the rank that sent ``other``; ``message`` is this rank's.
+
+        Raises ``ValueError`` if that rank is on another machine or has other layers, or an error of ``PartMemory.open``.
+        """
         if other["machine"] != message["machine"]:
             raise ValueError("it runs on another machine or in another container")
         if other["sizes"] != message["sizes"]:

@@ -1,4 +1,4 @@
-"""Sharded weights of a model's decoder layers, and writes of pushes to this rank's part.
+"""Sharded weights of a model's decoder layers, and loaders that write pushed weights to this rank's part.
 
 A layer is sharded as soon as it has been built, so a rank never holds the full weights. While the model loads, each weight is a
 view of a single slot; the slots for forwards are allocated afterwards. SGLang's loaders write through these views: before a
@@ -41,7 +41,7 @@ class ModuleWeight:
     attribute: str
 
     def set(self, view: Tensor, part: Tensor) -> None:
-        """Set the weight to ``view``, and store this rank's ``part``."""
+        """Set the weight to ``view``, and its attribute ``HELD_PART`` to this rank's ``part``."""
         weight = getattr(self.module, self.attribute)
         if isinstance(weight, torch.nn.Parameter):
             weight.data = view
@@ -65,7 +65,7 @@ class ShardedWeights:
     """The sharded weights of a model on one rank."""
 
     def __init__(self, settings: FlowOptions, rank: int, num_ranks: int, gather: Gather) -> None:
-        """Create the weights of a model without layers.
+        """Start without layers; ``add`` adds them.
 
         ``rank`` is this rank's index among the ``num_ranks`` ranks that hold the parts of a matrix.
         """
@@ -84,7 +84,10 @@ class ShardedWeights:
         return self._pipeline
 
     def add(self, layer: torch.nn.Module) -> None:
-        """Shard the selected weights of a decoder layer before they are loaded. A layer without any is unchanged."""
+        """Shard the selected weights of a decoder layer before they are loaded. A layer without any is unchanged.
+
+        Raises ``SystemExit`` if a selected weight cannot be sharded.
+        """
         selected = list(self._selected(layer))
         if not selected:
             return
@@ -247,7 +250,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def module_obstacle(name: str, module: torch.nn.Module) -> str | None:
-    """Return the reason why the weights of a module, called ``name`` in its layer, cannot be sharded; else None."""
+    """Return the reason why the weights of a module, called ``name`` in its layer, cannot be sharded; None if they can."""
     weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, torch.nn.Parameter) or not hasattr(weight, "weight_loader"):
         return "is not a plain linear layer, which FlowMLA requires"

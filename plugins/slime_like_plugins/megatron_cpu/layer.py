@@ -166,7 +166,10 @@ def _weight(norm: Any) -> Tensor | None:
 
 
 def with_c_kernels(parts: LayerParts) -> LayerParts:
-    """Return ``parts`` on the C kernels, which are compiled unless cached. Raises ``ConfigError`` if that fails."""
+    """Return ``parts`` on the C kernels, which are compiled unless cached. Raises ``ConfigError`` if that fails.
+
+    A core attention other than ``PackedAttention`` is kept.
+    """
     try:
         kernels()
     except (BuildError, OSError) as error:

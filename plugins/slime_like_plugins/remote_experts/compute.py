@@ -1,4 +1,4 @@
-"""Weighted sums of SwiGLU experts, accumulated in float32. Engine and worker compute their experts with this code.
+"""Weighted sums of SwiGLU experts, accumulated in float32. Workers, and engines on a CPU, compute experts with this code.
 
 Axes: N rows (tokens), K selected experts of a row, H hidden, I intermediate, E experts in this memory.
 """

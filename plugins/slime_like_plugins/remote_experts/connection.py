@@ -52,7 +52,7 @@ class Connection:
         self.bytes_sent = self.bytes_received = 0
 
     def keep_for(self, seconds: float) -> None:
-        """Extend the timeout for a peer that reads nothing to ``seconds``, if that is more than ``PEER_TIMEOUT_S``."""
+        """Extend to ``seconds`` the timeout for a peer that reads nothing, if that is more than ``PEER_TIMEOUT_S``."""
         if self._socket.family != socket.AF_UNIX and seconds > PEER_TIMEOUT_S:
             end_with_lost_peer(self._socket, seconds * scale())
 
@@ -66,8 +66,8 @@ class Connection:
     def pump(self, timeout_s: float = 0.0) -> None:
         """Send as much as possible, and receive up to one frame.
 
-        Wait up to ``timeout_s`` if neither is possible immediately. Raises ``PeerLost`` if the connection has ended,
-        ``FrameError`` if a received header violates the protocol.
+        Wait up to ``timeout_s`` if neither is possible immediately. Raises ``PeerLost`` if the connection has ended
+        and every received frame has been taken, ``FrameError`` if a received header violates the protocol.
         """
         if self._polls_for_room != bool(self._outgoing):
             self._polls_for_room = not self._polls_for_room

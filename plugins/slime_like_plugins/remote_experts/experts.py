@@ -96,7 +96,7 @@ class RemoteExperts:
         return WorkerFault(self._restarts, self._is_replaced)
 
     def close(self) -> None:
-        """End the worker. The call always returns."""
+        """Close the connection, and end the worker if this rank started it. The call always returns."""
         self._link.close()
 
     # ---- weights -----------------------------------------------------------------------------------------------------
@@ -116,7 +116,10 @@ class RemoteExperts:
         self._try(lambda: self._link.client.write(layer, name, expert, start, rows))
 
     def unwritten(self) -> tuple[list[tuple[str, int, int]], str]:
-        """Return the incomplete matrices (name, missing elements, elements), and the worker's failure or ""."""
+        """Return the incomplete matrices (name, missing elements, elements), and the worker's failure or "".
+
+        A failed worker is first replaced if the policy is ``respawn``.
+        """
         report: list[tuple[str, int, int]] = []
         self._restore()
         self._try(lambda: report.extend(self._link.client.unwritten()))
@@ -139,7 +142,7 @@ class RemoteExperts:
         return self._failure
 
     def _try(self, call: Callable[[], None]) -> None:
-        """Call a method of the client. After a failure, the worker is abandoned.
+        """Call a method of the client, unless the worker was replaced or has failed. After a failure, it is abandoned.
 
         Under policy ``fallback`` the engine then replaces the worker; otherwise the failure is kept for the end of the update.
         """

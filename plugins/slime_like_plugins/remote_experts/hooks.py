@@ -52,7 +52,7 @@ def _stop(problem: object) -> SystemExit:
 
 
 def obstacle(view: Any, settings: RemoteOptions) -> str | None:
-    """Return the reason why an engine with the resolved arguments ``view`` cannot have remote experts; else None."""
+    """Return the reason why an engine with the resolved arguments ``view`` cannot have remote experts; None if it can."""
     for field in FIELDS:
         value = getattr(view, field)
         if reason := field_obstacle(field, value):
@@ -107,7 +107,8 @@ def _model() -> RemoteModel:
 def commit_loaded(result: Any, runner: Any) -> Any:
     """Hook after ``ModelRunner.load_model``: commit the first version.
 
-    Raises ``SystemExit``, which stops the engine, if an expert was not loaded.
+    Raises ``SystemExit``, which stops the engine, if the model has no remote experts, the worker failed, or an expert was
+    not loaded.
     """
     if not _models:
         raise _stop(
@@ -200,7 +201,7 @@ def check(manager: Any) -> str:
 
 
 def commit(manager: Any) -> str:
-    """Commit on every rank.
+    """Commit the weights of every rank's worker, and write the record of the load.
 
     Return the failures of all ranks, or "" on success. Collective. Raises the error of ``check``.
     """

@@ -36,7 +36,7 @@ def read_key(path: Path) -> bytes:
 
 
 def admit(connection: Connection, secret: bytes) -> None:
-    """Challenge the engine at the other end of a connection. Raises ``FrameError`` if it does not know the key."""
+    """Challenge an engine, and answer its challenge. Raises ``FrameError`` if it does not know the key."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     _send(connection, FrameKind.CHALLENGE, nonce)
     payload = bytes(_receive(connection, FrameKind.ANSWER, "the engine").payload)

@@ -38,7 +38,7 @@ class WorkerLink:
 
     @property
     def client(self) -> WorkerClient:
-        """Client of the open worker. Raises ``PeerLost`` if the worker has failed before."""
+        """Client of the open worker. Raises ``PeerLost`` if none is open, as after a failure."""
         if self._client is None:
             raise PeerLost(f"{self.name} has failed before")
         return self._client
@@ -57,8 +57,8 @@ class WorkerLink:
     def open(self, shapes: ExpertShapes, connect_s: float = START_S) -> WorkerClient:
         """Connect, and make the worker allocate its experts.
 
-        Raises one of ``FAILURES`` if the worker fails, ``ConfigError`` if the settings cannot be used. ``connect_s``:
-        time limit in seconds for a worker that another program starts to accept the connection.
+        Raises one of ``FAILURES`` if the worker fails, ``ConfigError`` if the settings cannot be used. If another
+        program starts workers, ``connect_s`` is the time limit in seconds until the worker has accepted the connection.
         """
         self.start()
         o = self._options

@@ -19,7 +19,7 @@ class ModeChooser:
     """Chooser of the mode of batches with more than ``STREAM_ROWS`` rows; smaller batches are the same in both modes.
 
     ``auto`` begins with ``batched``. While the engine waits for the worker longer than it computes, or the mode is ``stream``,
-    the other mode is measured at intervals; the mode changes if the other one has more rows per second.
+    the other mode is measured at intervals; the mode changes if the other one has over ``FASTER`` times the rows per second.
     """
 
     setting: str = "auto"

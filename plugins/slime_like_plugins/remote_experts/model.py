@@ -1,4 +1,4 @@
-"""MoE layers of an SGLang model with remote experts, whose parameters hold only the local experts."""
+"""MoE layers with remote experts in an SGLang model. The layers' parameters hold only the local experts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RemoteModel:
     def add(self, layer: Any, create: Callable[[int], None], sizes: tuple[int, int, torch.dtype]) -> None:
         """Allocate the local experts of a layer with ``create``, and make its loaders send the other experts to the worker.
 
-        Raises ``ConfigError`` if the placement does not fit the layer, ``ValueError`` if the layer is not supported.
+        The first call starts the worker. Raises ``ConfigError`` if the placement does not fit the layer, ``ValueError`` if the layer is not supported.
         """
         if problem := obstacle(layer):
             raise ValueError(f"layer {layer.layer_id}: {problem}")
@@ -131,7 +131,7 @@ class RemoteModel:
         return sums.to(x_TH.dtype)
 
     def record_load(self) -> None:
-        """Write the number of tokens per expert so far, if the option ``record_load`` is set."""
+        """Write the number of tokens per expert so far, if the option ``record_load`` is set and this is rank 0."""
         if self._load is not None:
             self._load.write(Path(self.options.record_load))
 

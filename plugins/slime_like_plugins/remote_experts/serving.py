@@ -75,7 +75,7 @@ class Service:
         return frame
 
     def _handle(self, frame: Frame) -> None:
-        """Answer a request; its errors leave the connection open. Raises ``FrameError`` if no handler is for the frame's kind."""
+        """Answer a request; its errors leave the connection open. Raises ``FrameError`` if the frame's kind has no handler."""
         handler = self._handlers.get(frame.header.kind)
         if handler is None:
             raise FrameError(f"a worker received a frame of kind {frame.header.kind.name}")

@@ -22,7 +22,7 @@ def activate() -> str | None:
 
 
 def load() -> None:
-    """Install the hooks of ``cpu``, and of ``exact``, if ``SLIME_LIKE_SGLANG`` names them.
+    """Install the hooks of ``cpu`` if ``SLIME_LIKE_SGLANG`` names it, and those of ``exact`` if it names both.
 
     SGLang calls this function in every process before it checks its arguments (entry point ``sglang.srt.plugins``).
     Raises ``SystemExit`` if a hook does not fit SGLang.

@@ -25,7 +25,7 @@ from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 
 MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts form smaller buckets
-MERGE_FACTOR = 1.5  # decode in one bucket if padding increases reads by less than this factor
+MERGE_FACTOR = 1.5  # decode in one bucket if padding increases reads to at most this factor plus MERGE_TOKENS
 MERGE_TOKENS = 2048
 
 
@@ -204,7 +204,10 @@ class BatchedAttention(AttentionBackend):
             )
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D]."""
+        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D].
+
+        If ``save_kv_cache``, also store k and v in the pool.
+        """
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         q_THD = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)

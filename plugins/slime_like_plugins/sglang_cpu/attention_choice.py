@@ -21,7 +21,8 @@ def register() -> None:
 def create(runner: Any) -> BatchedAttention:
     """Return the attention backend for a model runner.
 
-    Raises ``NotImplementedError`` if the backend does not support a layer of the model.
+    Raises ``NotImplementedError`` if the backend does not support a layer of the model, or if the KV cache is sharded and
+    the plugin ``dcp`` is not enabled.
     """
     is_sharded = get_parallel().attn_dcp_size > 1
     if runner.use_mla_backend:

@@ -25,13 +25,16 @@ costs about a millisecond of computation."""
 
 
 def install() -> None:
-    """Replace SGLang's functions in this process if the engine's attention is data-parallel."""
+    """Call ``replace`` if the engine's attention is data-parallel."""
     if get_parallel().attn_dp_size > 1:
         replace()
 
 
 def replace() -> None:
-    """Replace SGLang's functions. Raises ``SystemExit`` if one of them does not exist."""
+    """Replace SGLang's collectives, copies, idle sleep and attention forward in this process.
+
+    Raises ``SystemExit`` if one of the replaced names does not exist.
+    """
     exchange: Any = importlib.import_module("sglang.srt.layers.dp_attention")
     batches: Any = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
     collectives: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
@@ -78,6 +81,6 @@ def reduce_scatterv(group: Any, input_: Tensor, output: Tensor | None = None, si
 
 
 def sleep(self: Any) -> None:
-    """Wait for a request on the first rank. The others wait for its next broadcast, so all wake at the same time."""
+    """On the first rank, wait for a request. The other ranks wait for its next broadcast, so all wake at the same time."""
     if get_parallel().tp_rank == 0:
         self.poller.poll(WAKE_MS)

@@ -41,7 +41,10 @@ HOOKS = (
 
 
 def install() -> None:
-    """Apply and verify the hooks in this process. Raises ``SystemExit`` if one is not in place."""
+    """Register the attention backend's name, and apply the hooks in this process.
+
+    Raises ``SystemExit`` if a hook is not in place.
+    """
     from sglang.srt.arg_groups import choices
 
     choices.add_attention_backend_choices([EXACT_ATTENTION])

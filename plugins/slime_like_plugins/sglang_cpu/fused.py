@@ -82,7 +82,7 @@ class FusedForward:
         return LogitsProcessorOutput(next_token_logits=logits_BV[:, : model.config.vocab_size].float())
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
-        """Return hidden states [B, T] after the last norm."""
+        """Return hidden states [B, T] after the last norm; store keys and values in the pool."""
         kernels, eps, backend, product = self._kernels, self._eps, attention_backend(), self._product
         product.renew()
         pool, slots = backend.token_to_kv_pool, batch.out_cache_loc
@@ -133,7 +133,10 @@ def attention_backend() -> Any:
 
 
 def bind(model: Any, kernels: Kernels | None) -> str:
-    """Replace ``model``'s forward with the fused one for supported batches. Return a description of the forward."""
+    """Replace ``model``'s forward with the fused one for supported batches, if there are ``kernels`` and no ``obstacle``.
+
+    Return a description of the forward in use.
+    """
     if kernels is None:
         return f"module by module for {type(model).__name__}"
     reason = obstacle(model)

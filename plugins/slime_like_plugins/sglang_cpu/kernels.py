@@ -49,10 +49,11 @@ class Kernels(Protocol):
         out_BHD: Tensor,
         eps: float,
     ) -> None:
-        """Normalise (optional) and rotate queries and keys of ``qkv`` [B, (H + 2 K) D]; store keys and values in ``slots_B``.
+        """Normalise (if ``norms`` is given) and rotate the queries and keys of ``qkv`` [B, (H + 2 K) D].
 
-        ``norms``: weights [D] of queries and keys. ``angles``: cosines then sines [positions, D] in float32, and the
-        position [B] of each request. ``pools``: keys and values [S, K, D].
+        The queries are written to ``out_BHD``, the keys and values to the rows ``slots_B`` of ``pools``: keys and values
+        [S, K, D]. ``norms``: weights [D] of queries and keys. ``angles``: cosines then sines [positions, D] in float32, and
+        the position [B] of each row.
         """
         ...
 
@@ -266,7 +267,7 @@ class CKernels:
     def decode(
         self, dtype: torch.dtype, layers: Tensor, step: Sequence[int], rows: int, scale: float, eps: float
     ) -> None:
-        """Compute all layers of a decode step.
+        """Compute the layers, the final norm and the logits of a decode step.
 
         ``csrc/step.h`` defines ``layers`` [number of layers, 14] and ``step``; ``decode.py`` fills them.
         """

@@ -77,7 +77,10 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             use_batch_scheduling()  # inherited by the schedulers
 
     def init_backend(self) -> None:
-        """Register attention backends and the host memory allocator; called once per worker, at import of the model runner."""
+        """Register attention backends, rotary embeddings and the host memory allocator.
+
+        SGLang calls this method once per worker, when the model runner is imported.
+        """
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         from slime_like_plugins.sglang_cpu import attention_choice, rotary
@@ -91,7 +94,10 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             exact_attention.register()
 
     def post_load_model(self, model: Any) -> None:
-        """Set the number of threads and the kernels; called in the worker after the fork and after loading on one thread."""
+        """Set the number of threads, and replace functions and forwards of SGLang by those of this package.
+
+        SGLang calls this method in the worker, after the fork and after it has loaded ``model`` on one thread.
+        """
         import torch
 
         from slime_like_plugins.rollout_sampling import kernel

@@ -21,9 +21,9 @@ WAIT_MS = 1_000  # maximum wait for a message, after which the controller feeds 
 
 
 def start_by_fork(result: None, *_: Any, **__: Any) -> None:
-    """Hook after ``_set_envs_and_config``: fork instead of spawning, so that SGLang is imported only once.
+    """Hook after ``_set_envs_and_config``: fork workers if ``OMP_NUM_THREADS`` is 1, so that SGLang is imported only once.
 
-    This is safe only because the forking process has one OpenMP thread and no CUDA, and runs no other code. Remove when
+    Forking is safe only because the process has one OpenMP thread and no CUDA, and runs no other code. Remove when
     SGLang accepts a start method as an argument.
     """
     if os.environ.get("OMP_NUM_THREADS") == "1":
@@ -51,8 +51,8 @@ def receive(original: Callable[..., Any], socket: Any, **options: Any) -> Any:
 def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     """Return ``model_config`` unchanged.
 
-    This function replaces one that pads heads for AMX kernels on any CPU, which breaks KV heads replicated over ranks.
-    Remove when padding is an option of SGLang's platforms.
+    This function replaces ``adjust_config_with_unaligned_cpu_tp``, which pads heads for AMX kernels on any CPU and so breaks
+    KV heads that are replicated over ranks. Remove when padding is an option of SGLang's platforms.
     """
     return model_config
 
@@ -78,7 +78,7 @@ HOOKS = (
 
 
 def install() -> None:
-    """Register the attention backend's name, apply the hooks and share a gloo device between groups."""
+    """Register the attention backend's name, apply the hooks and ``receive``, and share a gloo device between groups."""
     from sglang.srt.arg_groups import choices
 
     choices.add_attention_backend_choices([ATTENTION])

@@ -59,10 +59,14 @@ def can_pack() -> bool:
 
 
 class Products:
-    """Multiplications ``x W^T`` (plus bias) for the linear layers of one model. Weights are packed again after every write."""
+    """Multiplications ``x W^T`` (plus bias) for the linear layers of one model. ``renew`` packs weights that were written."""
 
     def __init__(self, model: Any, linears: Sequence[Any], head: Any | None = None, c: CKernels | None = None) -> None:
-        """Pack with ``c`` (including ``head``, for a decode step) if it supports all weights, else the layers with oneDNN."""
+        """Choose the library that packs: ``c`` for ``linears`` and ``head``, else oneDNN for ``linears``, else none.
+
+        A library is chosen only if it can pack all of these weights and they take at most ``MAX_BYTES``. Calls of
+        ``model.load_weights`` are counted, because they may write weights.
+        """
         choices: list[tuple[Packing, list[Any]]] = [(OneDnn(), list(linears))]
         if c is not None:
             choices.insert(0, (c, [*linears, *([] if head is None else [head])]))

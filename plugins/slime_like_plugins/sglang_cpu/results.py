@@ -61,7 +61,10 @@ def plain_request(request: Any) -> StopConditions | None:
 
 
 def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
-    """Return True if all requests are plain and the step uses no feature with special handling of results."""
+    """Return True if all requests are plain and the step uses no feature with special handling of results.
+
+    The result is False if ``rollout.cpu_kernels`` is off.
+    """
     output = result.logits_output
     return (
         os.environ.get(CPU_KERNELS_VARIABLE) != "off"

@@ -12,9 +12,9 @@ from slime_like_plugins.sglang_hooks import replace_attribute
 
 
 def install() -> None:
-    """Replace SGLang's function in this process. Raises ``SystemExit`` if it does not exist.
+    """Replace SGLang's ``get_rope_cpu`` in this process. Raises ``AttributeError`` if it does not exist.
 
-    Remove when it accepts models without ``rope_scaling``.
+    Remove when ``get_rope_cpu`` accepts models without ``rope_scaling``.
     """
     replace_attribute(CPU, factory, "get_rope_cpu", with_unscaled(factory.get_rope_cpu))
 

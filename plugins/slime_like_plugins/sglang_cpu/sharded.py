@@ -15,7 +15,7 @@ _providers: list[Callable[[bool], BackendFactory]] = []
 
 
 def provide(provider: Callable[[bool], BackendFactory]) -> None:
-    """Use ``provider(latent)`` to create attention backends; ``latent`` is True for a cache of latents."""
+    """Make ``factory`` return ``provider(latent)``; ``latent`` is True for a cache of latents."""
     _providers[:] = [provider]
 
 

@@ -15,7 +15,7 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 
 def load() -> None:
-    """Install the hooks of ``weight_commit``, and of ``dequantise``, if ``SLIME_LIKE_SGLANG`` names them.
+    """Install the hooks of ``weight_commit`` and of ``dequantise``, each if ``SLIME_LIKE_SGLANG`` names it.
 
     SGLang calls this function in every process (entry point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook
     does not fit SGLang.

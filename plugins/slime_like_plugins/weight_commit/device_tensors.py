@@ -1,4 +1,4 @@
-"""Weights in the device memory of the trainer's ranks, which are opened, loaded, and closed before the engine replies."""
+"""Loading of buckets in the device memory of the trainer's ranks; a bucket is closed before the engine replies."""
 
 from __future__ import annotations
 

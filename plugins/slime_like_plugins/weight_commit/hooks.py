@@ -146,7 +146,7 @@ def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any
 
 # ---- HTTP process ----------------------------------------------------------------------------------------------------
 async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Hook around ``TokenizerManager.begin_weight_update``: fail unless generation is paused.
+    """Hook around ``TokenizerControlMixin.begin_weight_update``: fail unless generation is paused.
 
     The engine would otherwise generate with parameters that are NaN.
     """
@@ -159,7 +159,7 @@ async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tu
 
 
 async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Hook around ``TokenizerManager.end_weight_update``: continue to reject requests after a failed commit."""
+    """Hook around ``TokenizerControlMixin.end_weight_update``: continue to reject requests after a failed commit."""
     success, message = await original(manager, *args)
     if success or getattr(manager, REFUSAL, ""):  # ending an update that was never begun changes nothing
         setattr(manager, REFUSAL, "" if success else message)
@@ -177,8 +177,8 @@ async def failures_first(original: Callable[..., Awaitable[list[Any]]], communic
 async def release_memory(original: Callable[..., Awaitable[None]], manager: Any, request: Any, *args: Any) -> None:
     """Hook around ``TokenizerControlMixin.release_memory_occupation``.
 
-    Raises ``ValueError`` unless the engine is paused. Its scheduler would end otherwise. After the memory of its
-    weights was released, the engine rejects requests until a commit.
+    Raises ``ValueError`` unless the engine is paused, because its scheduler would end. After the memory of its weights
+    was released, the engine rejects requests until a commit.
     """
     if not manager.is_pause:
         raise ValueError("pause generation before memory is released")
@@ -188,7 +188,7 @@ async def release_memory(original: Callable[..., Awaitable[None]], manager: Any,
 
 
 async def generate(original: GenerateStream, manager: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """Hook around ``TokenizerManager.generate_request``. Raises ``ValueError`` if the weights are incomplete.
+    """Hook around ``TokenizerManager.generate_request``. Raises ``ValueError`` if the weights are incomplete or released.
 
     While an update is open the engine is paused, and requests wait as in any pause.
     """
@@ -200,7 +200,10 @@ async def generate(original: GenerateStream, manager: Any, *args: Any, **kwargs:
 
 
 async def resume(original: Callable[..., Awaitable[None]], manager: Any, *args: Any) -> None:
-    """Hook around ``TokenizerManager.continue_generation``. Raises ``HTTPException`` (409) before a commit."""
+    """Hook around ``TokenizerManager.continue_generation``.
+
+    Raises ``HTTPException`` (409) while an update is open, and if the weights are incomplete or released.
+    """
     refusal = getattr(manager, REFUSAL, "")
     if refusal:
         from fastapi import HTTPException

@@ -1,6 +1,6 @@
-"""Models with latent attention: norms as in transformers, fused projections whose parts arrive in two buckets, derived weights.
+"""Adjustments to models with latent attention: norms, fused projections whose parts arrive in two buckets, derived weights.
 
-SGLang uses ``rms_norm_eps`` in the norms of latents. It loads a fused down projection only if both parts are in the same
+SGLang uses ``rms_norm_eps`` in the norms of latents, unlike transformers. It loads a fused down projection only if both parts are in the same
 call, and drops a part without its partner. It computes ``w_kc`` and ``w_vc`` of a layer when ``kv_b_proj`` is loaded.
 """
 
@@ -74,7 +74,7 @@ def adjust_norms(name: str, attention: Any) -> None:
 
 
 def drop_waiting(model: Any) -> None:
-    """Drop the parts that wait for their partner in ``model``, from an update that was not completed."""
+    """Drop the parts of an unfinished update that wait for their partner in ``model``."""
     if isinstance(model.load_weights, PairedLoader):
         model.load_weights.clear()
 

@@ -155,7 +155,7 @@ def normed(x: Tensor, heads: int) -> Tensor:
 def recurrent_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int], state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute token by token for all requests together. Return [T, HV, V] and the final states [B, HV, V, K].
+    """Apply the rule token by token to all requests together. Return [T, HV, V] and the final states [B, HV, V, K].
 
     Requests are sorted longest first, so that those with tokens left are a prefix of the batch.
     """

@@ -19,7 +19,7 @@ NO_SPECULATION = (
 def split_by_key_head(
     qkvz: Tensor, ba: Tensor, heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split Qwen3-Next's projections, interleaved by key head, into queries, keys and values, z, b and a.
+    """Split Qwen3-Next's projections, interleaved by key head, into queries, keys and values (in one tensor), z, b and a.
 
     It replaces ``fused_qkvzba_split_reshape_cat``. With r = HV / H, the arguments are qkvz [T, H (2 K + 2 r V)] and
     ba [T, 2 HV]; the results are [T, 2 H K + HV V], [T, HV, V], [T, HV] and [T, HV].
@@ -34,7 +34,7 @@ def split_by_key_head(
 def split_contiguous(
     qkvz: Tensor, ba: Tensor, heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split Qwen3.5's projections, which are not interleaved.
+    """Split Qwen3.5's projections, which are not interleaved, into the results of ``split_by_key_head``.
 
     It replaces ``fused_qkvzba_split_reshape_cat_contiguous``.
     """
@@ -50,7 +50,10 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: 
 
 
 def fused_norm_forward(module: Any, x: Tensor, g: Tensor, **options: Any) -> Tensor:
-    """Replace ``FusedRMSNormGated.forward`` (Qwen3-Next). Raises ``NotImplementedError`` if an option is set."""
+    """Return the gated norm of ``x``. Raises ``NotImplementedError`` if an option is set.
+
+    This function replaces ``FusedRMSNormGated.forward`` (Qwen3-Next).
+    """
     if unsupported := [name for name, value in options.items() if value is not None and value is not False]:
         raise NotImplementedError(f"engines on a CPU do not support a gated norm with {', '.join(unsupported)}: {FIX}")
     return gated_norm(x, g, module.weight, module.eps, module.activation)
@@ -67,9 +70,9 @@ def layernorm_fn(  # noqa: PLR0913  (a signature of SGLang)
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    """Replace ``sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn`` (Qwen3.5).
+    """Return the norm of ``x``, gated by ``z``. Raises ``NotImplementedError`` for norms that Qwen does not have.
 
-    Raises ``NotImplementedError`` for norms that Qwen does not have.
+    This function replaces ``sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn`` (Qwen3.5).
     """
     if z is None or bias is not None or group_size is not None or not norm_before_gate or not is_rms_norm:
         raise NotImplementedError(f"engines on a CPU support no gated norm other than Qwen's: {FIX}")

@@ -1,4 +1,7 @@
-"""Number of delta rule states of an engine: one per request, whatever its length, and one per cached prefix."""
+"""Number of slots for the recurrent states of an engine.
+
+A running request has one state, whatever its length, and so has each cached prefix.
+"""
 
 from __future__ import annotations
 
