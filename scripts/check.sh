@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Inner loop: lint, types of the files that differ from main, and the tests that start no engine, no ranks and no train.py,
-# with one more process than cores. scripts/test.sh runs everything.
+# Inner loop: lint, types of the files that differ from main, and the tests that are not slow and start no engine, no ranks and
+# no train.py, with one more process than cores. scripts/test.sh runs everything.
 #
 #   bash scripts/check.sh                # everything
 #   bash scripts/check.sh tests/algo -x  # arguments are passed to pytest

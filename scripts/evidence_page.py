@@ -54,7 +54,7 @@ class PartResult:
     """Result of a part.
 
     ``codes`` are the exit codes of the started commands, None for a command that was killed at the limit. ``commit`` is
-    a sentence.
+    a sentence that names the commit.
     """
 
     codes: tuple[int | None, ...]
@@ -130,7 +130,7 @@ def figure_table(folder: Path) -> Iterator[str]:
 
 
 def figures_of(record: RunRecord) -> Iterator[tuple[str, list[float]]]:
-    """Yield the metrics of a run that its page shows."""
+    """Yield the name and the values over the steps of each metric of a run that the part's page shows."""
     for name in FIGURES:
         if values := [value for _, value in record.curve(name)]:
             yield name, values

@@ -43,8 +43,8 @@ class EvidencePart:
     title: str
     commands: tuple[Command, ...]
     minutes: int
-    not_run: str  # what no GPU has executed yet, and what is known from other tests
-    expect: str = ""  # besides exit code 0
+    not_run: str  # features that no GPU has executed yet, and results of other tests
+    expect: str = ""  # expected results besides exit code 0
     needs: tuple[str, ...] = ()  # packages
     files: tuple[str, ...] = ()  # models and data in the checkout, at the paths of the recipes
     num_gpus: int = 1
@@ -53,13 +53,13 @@ class EvidencePart:
 
 
 def tests(words: str) -> tuple[Command]:
-    """Return one pytest command for the tests marked ``gpu`` in ``words``."""
+    """Return one pytest command that runs tests marked ``gpu``; ``words`` are the test files and options."""
     fixed = "-m pytest -v -p no:cacheprovider -m gpu --tb=short --junitxml={folder}/tests.xml"
     return (tuple(f"{fixed} {words}".split()),)
 
 
 def runs(common: str, **keys: str) -> tuple[Command, ...]:
-    """Return a train.py command for each keyword: its name is the run's folder, its value the run's own overrides."""
+    """Return a train.py command for each keyword: its name is the run's folder, its value gives overrides after ``common``."""
     return tuple(
         (TRAIN, f"run.dir={{folder}}/{name}", "placement.device=cuda", *shlex.split(f"{common} {overrides}"))
         for name, overrides in keys.items()

@@ -19,7 +19,10 @@ from slime_like_compat.verl.convert import VerlSource, convert_verl
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 the same job, 1 the same job once user code is ported, 2 no recipe."""
+    """Return the exit code: 0 if the recipe is the same job, 1 if it will be once user code is ported, 2 without a recipe.
+
+    ``--check`` keeps no recipe and returns 0, or 2 after an error.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path, help="a launch script, or a .yaml of verl's keys; a folder with --check")
     parser.add_argument(

@@ -51,7 +51,8 @@ PACKAGES = (
     "z3-solver",
 )
 UNUSED = ("tilelang/3rdparty/composable_kernel", "bin")  # headers for AMD's GPUs; z3's program
-INTERMEDIATE = ("*.source", "*.ttir", "*.ttgir", "*.llir", "*.ptx", "*.autotune.json", "lock")  # of a kernel cache
+# Files of a kernel cache that no run loads.
+INTERMEDIATE = ("*.source", "*.ttir", "*.ttgir", "*.llir", "*.ptx", "*.autotune.json", "lock")
 LIMIT = 900  # seconds of an installation or a compression
 RUN = """#!/usr/bin/env bash
 # Run scripts/gpu_evidence.py with the packages of this folder.
@@ -65,8 +66,8 @@ if [ -d ../kernels ]; then
 fi
 exec python3 scripts/gpu_evidence.py "$@"
 """
-# file -> pairs of a pattern and its replacement; each must match. Remove when no machine with torch 2.11 is of interest.
 HOST_CACHE = r"torch\.accelerator\.empty_host_cache\(\)", "torch._C._host_emptyCache()"
+# File -> pairs of a pattern, which must match, and its replacement. Remove when no machine with torch 2.11 is of interest.
 OLDER_TORCH: dict[str, tuple[tuple[str, str], ...]] = {
     "slime_like/config/schema/collectives.py": (
         (r'    Op\("gather_into_tensor".*\n', ""),

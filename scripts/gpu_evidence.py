@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 def _run_parts(
     parts: Sequence[EvidencePart], node_gpus: Sequence[int], args: argparse.Namespace
 ) -> dict[str, PartResult]:
-    """Run the parts that can run and have no result yet, and write their pages."""
+    """Run the parts that can run here, and write their pages. Without ``--again``, skip parts with a result at this commit."""
     end = time.monotonic() + 60 * args.minutes
     results: dict[str, PartResult] = {}
     for part in parts:

@@ -1,9 +1,9 @@
-"""Execute docker/Dockerfile in a clean root with chroot, on a machine without an image builder. It needs root.
+"""Execute docker/Dockerfile in a clean root folder with chroot, on a machine without an image builder, as the user root.
 
 python3 scripts/image_root.py FOLDER --device cpu --python /usr/local      # then the quickstart's plan
 python3 scripts/image_root.py FOLDER --device gpu -- .venv/bin/python train.py +recipe=one_gpu --plan-for 1xH200
 
-FOLDER is a Debian or Ubuntu root (debootstrap) in place of the base image: docker/README.md
+FOLDER is a Debian or Ubuntu root folder (debootstrap) in place of the base image: docker/README.md
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Add the files that a container gets from its base image and engine. Raises ``ImageError`` if the root has no apt-get."""
+    """Add the files that a container gets from base image and container engine. Raises ``ImageError`` if the root has no apt-get."""
     root = options.root
     if not os.access(root / "usr/bin/apt-get", os.X_OK):
         raise ImageError(f"{root} is not a Debian or Ubuntu root: create it with debootstrap")
@@ -155,7 +155,7 @@ def build(lines: Sequence[Instruction], options: Options) -> Image:
 
 
 def inside(root: Path, image: Image, path: str) -> Path:
-    """Return the path in ``root`` of ``path`` in the image, which may be relative to the image's working folder."""
+    """Return the path below ``root`` of the image's ``path``; a relative ``path`` begins at the image's working folder."""
     return root / str(PurePosixPath(image.folder) / path).lstrip("/")
 
 
@@ -187,7 +187,7 @@ def copy(line: Instruction, image: Image, root: Path) -> None:
 
 
 def run(line: Instruction, image: Image, options: Options) -> None:
-    """Run a RUN line with the image's variables and this machine's for downloads. Raises ``ImageError`` if it fails."""
+    """Run a RUN line with the image's variables and this machine's ``SETTINGS``. Raises ``ImageError`` if the line fails."""
     environment = image.environment | {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
     for name in CERTIFICATES:
         if (certificates := Path(environment.get(name, ""))).is_file():

@@ -37,9 +37,9 @@ class Format:
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row with ``question`` and ``answer``; the result follows ``####`` in the answer.
+    """Convert a row with ``question`` and ``answer``; the text after ``####`` in the answer is the label.
 
-    Raises ``UnusableRow`` if a field or the result is missing.
+    Raises ``UnusableRow`` if a field or ``####`` is missing.
     """
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or "####" not in answer:

@@ -103,7 +103,7 @@ def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
 
 
 def sweep(ranks: int, folder: Path) -> None:
-    """Run every op in several sizes, on ``ranks`` processes of this machine."""
+    """Run every op in several sizes, on ``ranks`` processes of this machine, which write measurements to ``folder``."""
     from torch import multiprocessing
 
     spawn = getattr(multiprocessing, "spawn")  # noqa: B009 (untyped)

@@ -1,4 +1,4 @@
-"""Random choice of the faults of the next part of a soak, least injected kinds first."""
+"""Random choice of faults for the next part of a soak; the kinds that were injected least often are drawn first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = (  # layouts that may alternate between parts of one run
 
 @dataclass(frozen=True, slots=True)
 class DrawnFaults:
-    """Faults of one part of the run, and its layout with the overrides for it. ``end``: the fault that ends the part, or ""."""
+    """Faults and layout of one part of the run, with the layout's overrides. ``end``: fault that ends the part, "" for none."""
 
     layout: str
     overrides: tuple[str, ...]

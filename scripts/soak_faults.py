@@ -7,14 +7,13 @@ A part of the run is one call of train.py. Up to four faults that a run survives
 suspended (SIGSTOP) or slow, a reward worker is killed) are injected, sometimes before an engine serves again after the
 previous fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray is killed or
 suspended, SIGINT, SIGTERM or SIGHUP arrives in a phase, or one or two signals arrive during its start. The least tried
-kinds are drawn first (``soak_draw.py``),
-so that 14 parts, with 66 faults if the target of each is running, include every kind. Parts differ in the number of engines
-and in the weight transport. A part is clean if its exit code fits its final fault, and if it left one crash bundle that names
-the target, or no bundle if it ended by a signal or by itself. After each part, leftover processes, listening ports, named
-shared memory and scratch folders are counted. At the end every sample (id, prompt, seed, tokens, log-probabilities, version),
-every loss and the final weights are compared with the undisturbed run, bit for bit. The folder keeps the progress: the same
-command continues an interrupted soak, and rewrites the table. ``--write`` puts the counts by kind into
-docs/measurements/robustness.md.
+kinds are drawn first (``soak_draw.py``), so that 14 parts, with 66 faults if the target of each is running, include every
+kind. Parts differ in the number of engines and in the weight transport. A part is clean if its exit code fits its final
+fault, and if it left one crash bundle that names the target, or no bundle if it ended by a signal or by itself. After each
+part, leftover processes, listening ports, named shared memory and scratch folders are counted. At the end every sample (id,
+prompt, seed, tokens, log-probabilities, version, reward) and the final weights are compared with the undisturbed run bit for
+bit, and every loss within 1e-6. The folder keeps the progress: the same command continues an interrupted soak, and rewrites
+the table. ``--write`` puts the counts by kind into docs/measurements/robustness.md.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class SoakPart:
 
     @property
     def injected(self) -> list[tuple[str, str, str]]:
-        """Outcomes of the injected faults. The other outcomes are further losses that they caused."""
+        """Outcomes of the injected faults. The other outcomes are those of missed faults and further losses of engines."""
         return [outcome for outcome in self._planned if outcome[1]]
 
     @property
@@ -128,7 +127,7 @@ class SoakPart:
 
 
 def main() -> int:
-    """Return exit code 0 if nothing has hung, been lost, been duplicated or been left behind so far."""
+    """Return exit code 0 if every part so far ended as required and left nothing behind, and no result differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--max-faults-per-call", type=int, default=50)
@@ -211,7 +210,7 @@ class FaultSoak:
         try:
             signals_sent = self._signals(training, rng) if end == STARTING else []
             code, hung = self._wait(training)
-        except BaseException:  # the soak is interrupted: the next one continues after this part
+        except BaseException:  # the soak is interrupted: this part is not recorded, and the next call continues the run
             training.kill()
             shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -254,7 +253,10 @@ class FaultSoak:
 
     @staticmethod
     def _signals(training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
-        """Send one or two signals during the start. After a single signal the run continues to its first checkpoint."""
+        """Send one or two signals during the start; return an outcome for each.
+
+        After a single signal the run continues to its first checkpoint.
+        """
         signals_sent: list[tuple[str, str, str]] = []
         number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         at = rng.uniform(*SIGNAL_TIMES_S)

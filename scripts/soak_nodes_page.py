@@ -1,4 +1,4 @@
-"""Kills of ``soak_nodes.py``, the check of their run, and the page about it."""
+"""Records of the kills of ``soak_nodes.py``, the check of the run's samples, and the page about the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TrainerKill:
 
 @dataclass(frozen=True, slots=True)
 class SampleCount:
-    """Samples of a run, each of which was trained on once."""
+    """Numbers of a run's rollouts and samples, each trained on once, and the largest difference in a probe."""
 
     num_rollouts: int
     num_samples: int

@@ -63,7 +63,7 @@ class Verdict:
 
 
 def main() -> int:
-    """Return exit code 0 if every kill succeeded and every run had the same results."""
+    """Return exit code 0 if every kill succeeded and every run had the results of the undisturbed run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -103,7 +103,7 @@ class ResumeSoak:
 
     @property
     def good(self) -> bool:
-        """True if every kill succeeded and every run has the same result."""
+        """True if every kill succeeded and every run has the results of the undisturbed run."""
         return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
 
     def reference(self) -> None:
@@ -113,7 +113,7 @@ class ResumeSoak:
         self._seconds = {phase: max(row.get(name, SAVE_S) for row in rows) for phase, name in TIMES.items()}
 
     def one_run(self, max_kills: int) -> None:
-        """Kill one run several times, let it end, and compare it."""
+        """Kill one run several times, let it end, and compare it with the undisturbed run."""
         run = len(self.verdicts)
         rng = random.Random(f"{self.seed} {run}")
         folder = self.folder / f"run_{run}"
