@@ -126,7 +126,8 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
 def _search_for_functions(owner: str) -> Generator[None]:
     """Return a context in which SGLang does not search all modules for other names of a hooked method.
 
-    Only functions are imported by name. For the hooked methods of an engine, these searches take half a second. Remove when SGLang skips them.
+    Only functions are imported by name. For the hooked methods of an engine, these searches take half a second. Remove when
+    SGLang skips them.
     """
     from sglang.srt.plugins import hook_registry
 

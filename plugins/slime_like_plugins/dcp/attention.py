@@ -110,7 +110,8 @@ class ShardedAttention(BatchedAttention):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
         """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D].
 
-        If ``save_kv_cache``, also store this rank's part of k and v in the pool. Collective over the DCP group in a decode step, or if a request has a cached prefix.
+        If ``save_kv_cache``, also store this rank's part of k and v in the pool. Collective over the DCP group in a
+        decode step, or if a request has a cached prefix.
         """
         assert self._batch is not None
         k_TKD = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)

@@ -24,7 +24,10 @@ class ShardedReads:
     """Wrapper around SGLang's page table reader that reads the rows of one rank's tokens."""
 
     def __init__(self, translator: Any, table: Tensor, size: int, rank: int) -> None:
-        """Read the rows of rank ``rank`` in a group of ``size``. ``table`` contains the slots of all tokens, [requests, context]."""
+        """Read the rows of rank ``rank`` in a group of ``size``.
+
+        ``table`` contains the slots of all tokens, [requests, context].
+        """
         self._translator, self._table, self._size, self._rank = translator, table, size, rank
 
     def __getattr__(self, name: str) -> Any:

@@ -184,9 +184,9 @@ def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, wei
 
 
 def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -> None:
-    """Hook around ``Fp8LinearMethod.process_weights_after_loading``: run it on the gathered layer, because it needs whole matrices.
+    """Hook around ``Fp8LinearMethod.process_weights_after_loading``: run it on the gathered layer.
 
-    Raises ``SystemExit`` if SGLang has replaced the memory of a sharded weight.
+    It needs whole matrices. Raises ``SystemExit`` if SGLang has replaced the memory of a sharded weight.
     """
     for weights in _models:
         if (layer := weights.layer_of(module)) is not None:
@@ -219,7 +219,10 @@ def check_loaded(result: Any, runner: Any) -> Any:
 
 
 def run_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``ModelRunner.forward``: fill slots that are empty, as after a push. CUDA graphs of the model start with filled slots."""
+    """Hook around ``ModelRunner.forward``: fill slots that are empty, as after a push.
+
+    CUDA graphs of the model start with filled slots.
+    """
     for weights in _models:
         weights.pipeline.begin()
     return original(runner, *args, **kwargs)

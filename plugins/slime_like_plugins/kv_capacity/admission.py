@@ -1,6 +1,7 @@
 """Admission of requests by the expected length of responses, which is estimated from earlier responses.
 
-SGLang keeps ``ratio * min(4096, max_new_tokens - generated)`` tokens free for each running request. The ratio starts at 0.7 whenever the engine has been idle, and falls to 0.1 within 600 steps, regardless of the length of the responses. If
+SGLang keeps ``ratio * min(4096, max_new_tokens - generated)`` tokens free for each running request. The ratio starts at
+0.7 whenever the engine has been idle, and falls to 0.1 within 600 steps, regardless of the length of the responses. If
 responses are long, the cache overflows, and SGLang retracts requests and recomputes their keys and values. Here the engine
 reserves the number of tokens that ``ResponseLengths`` expects.
 """

@@ -1,8 +1,8 @@
 """Estimate of response lengths from finished and running requests, and of the KV cache that running requests will need.
 
 Running requests are right-censored observations: their length is at least the number of tokens generated so far.
-Ignoring them would underestimate the lengths, because short responses finish first. Estimator: product limit, Kaplan and Meier 1958,
-"Nonparametric Estimation from Incomplete Observations".
+Ignoring them would underestimate the lengths, because short responses finish first. Estimator: product limit, Kaplan and
+Meier 1958, "Nonparametric Estimation from Incomplete Observations".
 """
 
 from __future__ import annotations

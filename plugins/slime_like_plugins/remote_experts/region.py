@@ -45,7 +45,10 @@ class Region:
 
     @classmethod
     def attach(cls, offer: RegionOffer) -> Region:
-        """Map the region of another process. Raises ``FrameError`` if it cannot be opened, is not sealed memory of this user, or is too small."""
+        """Map the region of another process.
+
+        Raises ``FrameError`` if it cannot be opened, is not sealed memory of this user, or is too small.
+        """
         required_bytes = region_bytes(offer.num_slots, offer.slot_bytes)
         try:
             memory = map_sealed(offer.pid, offer.fd, mmap.ACCESS_WRITE)

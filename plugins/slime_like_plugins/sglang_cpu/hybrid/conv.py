@@ -69,7 +69,8 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Return the convolution of one token per request, ``x_BD``, in the same shape; read and write the states.
 
-    This function replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update``. Raises ``NotImplementedError`` for drafts of several tokens.
+    This function replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update``. Raises
+    ``NotImplementedError`` for drafts of several tokens.
     """
     if x_BD.dim() != 2 or any(value is not None for value in speculative.values()):
         raise NotImplementedError(NO_SPECULATION)
