@@ -52,8 +52,8 @@ class GatedDeltaRule(Protocol):
         head i reads key head i // (HV / H). ``g`` [1, T, HV] is the logarithm of the decay (<= 0, float32), ``beta``
         [1, T, HV] the write strength. ``initial_state`` [N, HV, K, V] is zero by default. Return the output [1, T, HV, V] in
         ``v``'s dtype, and the states after each sequence [N, HV, K, V] in float32 (float64 if the inputs are), or None
-        without ``output_final_state``; the final state of an empty sequence is its initial state. Both results are differentiable with
-        respect to every tensor.
+        without ``output_final_state``; the final state of an empty sequence is its initial state. Both results are
+        differentiable with respect to every tensor.
         """
         ...
 

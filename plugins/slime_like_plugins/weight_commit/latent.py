@@ -1,7 +1,8 @@
 """Adjustments to models with latent attention: norms, fused projections whose parts arrive in two buckets, derived weights.
 
 SGLang uses ``rms_norm_eps`` in the norms of latents, unlike transformers. It loads a fused down projection only if both
-parts are in the same call, and drops a part without its partner. It computes ``w_kc`` and ``w_vc`` of a layer when ``kv_b_proj`` is loaded.
+parts are in the same call, and drops a part without its partner. It computes ``w_kc`` and ``w_vc`` of a layer when
+``kv_b_proj`` is loaded.
 """
 
 from __future__ import annotations
