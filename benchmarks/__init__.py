@@ -1,1 +1,1 @@
-"""Benchmarks: each is a script whose docstring shows its command; the pages they write are in docs/measurements."""
+"""Benchmarks. The docstring of a script shows its command; the pages that scripts write are in docs/measurements."""

@@ -1,4 +1,4 @@
-"""Run one arm of a benchmark: a process tree, its peak memory, and the times of its steps."""
+"""Run one arm of a benchmark in processes of its own, and record the times of its steps and its peak memory."""
 
 from __future__ import annotations
 

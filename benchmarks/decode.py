@@ -185,7 +185,7 @@ def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Gener
 
 
 def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace, vocab: int, base: str) -> None:
-    """Run rounds of all arms in turn for each batch size, and print four rows for each, with ratios to ``base``."""
+    """For each batch size, run rounds of all arms in turn and print four rows, with ratios to the arm ``base``."""
     print(
         visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in runners) + f" | ratios to {base} |")
     )
@@ -214,7 +214,10 @@ def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[fl
 
 
 def print_row(batch: int, kind: str, times: dict[str, list[float]], steps: int, base: str) -> None:
-    """Print one row: medians over rounds of ``times``, in seconds, and the median ratio of ``base`` to each arm."""
+    """Print one row: median tokens/s and ms per token of each arm, and its speed relative to ``base``.
+
+    ``times`` are the seconds of each round by arm.
+    """
     cells: list[str] = []
     ratios: list[str] = []
     for name, seconds in times.items():

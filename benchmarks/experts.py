@@ -158,7 +158,7 @@ def join(dtype: str, port: int) -> Any:
 def megatron_layer(
     hf: Any, dtype: str, settings: tuple[bool, str], rank_info: Any, weights: Mapping[str, Tensor]
 ) -> Any:
-    """Return the layer of experts of a model on one rank."""
+    """Return megatron's layer of experts with ``weights``; ``settings`` are those of an arm in ``MEGATRON``."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from slime_like.train.megatron.families.qwen3_moe import Qwen3Moe

@@ -63,7 +63,7 @@ class PrefetchResult:
 
 
 class TracedGather:
-    """A gather that records the start of each gather of a layer."""
+    """Wrapper of a ``Gather`` that records in ``events`` when the gather of a layer begins."""
 
     def __init__(self, gather: Gather, events: list[tuple[float, str]]) -> None:
         self._gather, self._events = gather, events

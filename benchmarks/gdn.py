@@ -155,7 +155,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
 
 
 def machine(device: str) -> str:
-    """Return the name of the GPU, or the number of cores and the model of the CPU, on which one thread computes."""
+    """Return the name of the GPU; for a CPU its number of cores and its model, with the note that one thread computes."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{os.cpu_count()} cores of {cpu_model()}, one thread"

@@ -167,7 +167,7 @@ def make_call(arm: GdnArm, shape: GdnShape, device: str, dtype: torch.dtype) -> 
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
-    """Return device time on a GPU, or on a CPU the process's CPU time, which a busy machine disturbs least."""
+    """Return the seconds of ``run``: device time on a GPU; on a CPU the CPU time, which a busy machine disturbs least."""
     if device == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -219,7 +219,7 @@ def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.d
 
 
 def kernels_seen(run: Callable[[], object], device: str, max_names: int = 4) -> list[str]:
-    """Return the most expensive kernels of a call by torch's profiler: up to ``max_names`` of the rule, then of all."""
+    """Return the names of a call's most expensive kernels by torch's profiler: up to ``max_names`` of the rule, then of all."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as profiler:
         run()

@@ -74,7 +74,7 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
 
 
 def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
-    """Run train.py and print its output. Return the exit code, the lines, and the last line of stderr, or ""."""
+    """Run train.py and print its output. Return the exit code, the lines of stdout, and the last line of stderr, or ""."""
     output: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "train.py", *arguments]

@@ -2,9 +2,9 @@
 
 python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists] [--managers 1 2] [--group 8] [--profile 12]
 
-The manager is the real one, in a process of its own for each line: HTTP client, columnar store, text, reward pool, the pickle that
-Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all requests of a
-rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this project's plugin.
+The manager is the real one, in a process of its own for each line: HTTP client, columnar store, text, reward pool, the pickle
+that Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all requests of
+a rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this project's plugin.
 
 With `--managers K`, K managers collect the rollout at the same time, each with a process and an engine for its share.
 The manager's time is the CPU time of the busiest process; tokens/s are those of K cores at its time per token. Memory
@@ -112,7 +112,7 @@ def reward(prompt: Prompt, sample: Sample) -> float:
 
 
 def size_of(text: str) -> tuple[int, int]:
-    """Return samples and response tokens of a size."""
+    """Parse a size such as ``64x512`` into the numbers of samples and response tokens."""
     samples, _, tokens = text.partition("x")
     return at_least(1)(samples), at_least(1)(tokens)
 

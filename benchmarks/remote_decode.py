@@ -1,4 +1,4 @@
-"""Decode steps with half of the experts in a worker, relative to all experts in one process, for several sizes of experts.
+"""Speed of decode steps with half of the experts in a worker, relative to all experts in one process, by size of experts.
 
 python benchmarks/remote_decode.py [--rounds 20] [--real-time]
 

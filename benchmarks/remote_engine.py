@@ -2,8 +2,9 @@
 
     python benchmarks/remote_engine.py [--intermediate 64 --hidden 128] [--batches 16 64] [--rounds 5]
 
-A random Qwen3-MoE with 4 layers of 32 experts, 4 per token, float32. The engines run at the same time and take turns, and a worker
-needs a second core. Times are measured as in ``decode.py``: decoding alone is a call minus a call for one token.
+The model is a random Qwen3-MoE with 4 layers of 32 experts, 4 per token, float32. The engines run at the same time and take
+turns, and a worker needs a second core. Times are measured as in ``decode.py``: decoding alone is a call minus a call for one
+token.
 """
 
 from __future__ import annotations

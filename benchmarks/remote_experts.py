@@ -87,7 +87,7 @@ class ArmResult:
 
     prefill_s: tuple[float, ...]  # seconds of one prompt's prefill, for each round
     decode_s: tuple[float, ...]  # seconds of all decode steps
-    calls: int  # number for one prompt
+    calls: int  # to the worker, for one prompt
     payload_bytes: int
 
 

@@ -199,7 +199,7 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
 
 
 async def prefix(servers: Mapping[str, EngineServer], rounds: int) -> str:
-    """Return a table of one engine per scheduling policy, on groups of 8 samples with prompts of 256 tokens."""
+    """Return a table of seconds and prefix hits by scheduling policy, on groups of 8 samples with prompts of 256 tokens."""
     sampling, results = Sampling(temperature=1.0, max_new_tokens=16), dict[str, list[tuple[float, float]]]()
     for number in range(rounds + 1):
         for name, server in servers.items():
@@ -287,7 +287,7 @@ def spec(options: argparse.Namespace, number: int, **sglang: Any) -> EngineSpec:
 
 
 def hf_tensors(folder: Path) -> list[tuple[str, Any]]:
-    """Return the tensors as a trainer exports them: tied embeddings once."""
+    """Return the tensors of the model in ``folder`` as a trainer exports them: tied embeddings once."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Benchmarks that compare within one run, on one machine.
+"""Benchmarks that compare arms within one call, on one machine.
 
 python benchmarks/run.py trl       our recipe and TRL's GRPOTrainer on the same work, alternating
 python benchmarks/run.py startup   from command to first rollout, compared with a bare import of the libraries

@@ -1,4 +1,4 @@
-"""Engines without models for ``benchmarks/scale.py``: HTTP servers that answer the control requests of a push and of health checks."""
+"""Engines without models for ``benchmarks/scale.py``: HTTP servers that answer the requests of a push and of health checks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SimulatedSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Seconds of the manager's part of a push, and of health checks of all engines; CPU seconds of manager and servers together."""
+    """Seconds of the manager's part of a push and of health checks of all engines, and CPU seconds of manager and servers."""
 
     num_engines: int
     begin: float

@@ -1,6 +1,6 @@
 """Trainer rank without a model: an actor that answers the driver's calls of a step and of a push.
 
-A module of its own, so that the ranks' processes import little.
+It has a module of its own, so that the ranks' processes import little.
 """
 
 from __future__ import annotations

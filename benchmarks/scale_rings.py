@@ -1,4 +1,4 @@
-"""Records of collectives of many trainer ranks for ``benchmarks/scale.py``: CPU time to find the rank that does not arrive."""
+"""CPU time to find the rank that missed a collective in the rings of many trainer ranks, for ``benchmarks/scale.py``."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class RingTimes:
 
 
 def measure(num_ranks: int, rounds: int) -> RingTimes:
-    """Write the rings of a node and, up to ``MAX_RINGS``, of all ``num_ranks`` ranks; return the times of the reports.
+    """Write the rings of a node and of all ``num_ranks`` ranks; return the CPU times of the reports.
 
-    The last rank of the node misses the last op.
+    If there are more than ``MAX_RINGS`` ranks, only ``NODE`` of them get a ring. The last rank of the node misses the last op.
     """
     late, num_rings = NODE - 1, num_ranks if num_ranks <= MAX_RINGS else NODE
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +90,10 @@ def _rank(ring: Ring) -> int:
 
 
 def _fill(ring: Ring, *, arrives: bool) -> None:
-    """Fill the ring with completed ops, in all groups in turn; a rank that ``arrives`` then waits in an op of world."""
+    """Fill the ring with completed ops, cycling over the groups.
+
+    If ``arrives``, add an unfinished op of the world group: the rank waits in it.
+    """
     code, phase = CODES[OP.name], ring.phase_number("step")
     assert phase == 0, "the only phase has number 0, which the codes below contain"
     num_ops = ring.slots - ring.slots % GROUPS
@@ -112,7 +115,7 @@ def _report(folder: Path) -> str:
 
 
 def _reported(report: Callable[[Path], str], folder: Path, late: int, rounds: int) -> float:
-    """Return the median seconds of ``report``, which has to name the rank that did not arrive."""
+    """Return the median CPU seconds of ``report``. Raises ``AssertionError`` if it does not name the rank ``late``."""
     results = [_timed(report, folder) for _ in range(rounds)]
     for _, text in results:
         headline = text.partition("\n")[0]
@@ -121,7 +124,7 @@ def _reported(report: Callable[[Path], str], folder: Path, late: int, rounds: in
 
 
 def _timed[**P, R](work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> tuple[float, R]:
-    """Return the CPU seconds of this process, which do not depend on other processes of the machine, and the result."""
+    """Call ``work``. Return the CPU seconds that the call took in this process, and its result."""
     start = time.process_time()
     result = work(*args, **kwargs)
     return time.process_time() - start, result

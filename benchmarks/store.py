@@ -1,4 +1,4 @@
-"""Appends to the samples of a batch: the columnar store, and other containers of samples.
+"""Cost of appends to the samples of a batch, in the columnar store and in other containers of samples.
 
 python benchmarks/store.py [--samples 64] [--tokens 512] [--prompt 64] [--rounds 5]
 

@@ -1,4 +1,4 @@
-"""TRL's side of ``benchmarks/run.py``: GRPOTrainer on the benchmark's model and rows; run by the interpreter of TRL's environment.
+"""TRL's side of ``benchmarks/run.py``: GRPOTrainer on the benchmark's model and rows, run by the Python of TRL's environment.
 
 It writes ``{"ends": [...], "rollout_s": [...], "tokens": [...], "rewards": [...], "versions": {...}}`` to ``--out``:
 for each step the unix time of its end, the seconds spent on generation, the number of sampled tokens and the mean
