@@ -111,7 +111,7 @@ def excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Add the files that a container gets from base image and container engine. Raises ``ImageError`` if the root has no apt-get."""
+    """Add the files that base image and container engine give a container. Raises ``ImageError`` if the root has no apt-get."""
     root = options.root
     if not os.access(root / "usr/bin/apt-get", os.X_OK):
         raise ImageError(f"{root} is not a Debian or Ubuntu root: create it with debootstrap")
