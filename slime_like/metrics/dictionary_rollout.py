@@ -10,7 +10,10 @@ ENTRIES = (
         "rollout/accuracy", "share of correct responses among the samples trained on, after filters", "0 to 1", "rises"
     ),
     MetricEntry(
-        "rollout/num_samples", "samples trained on", "", "batch_size * n_samples_per_prompt unless filters drop some"
+        "rollout/num_samples",
+        "samples of the groups trained on",
+        "",
+        "rollout.batch_size * rollout.n_samples_per_prompt unless filters drop groups",
     ),
     MetricEntry("rollout/response_len/mean", "mean length of a response", "tokens"),
     MetricEntry("rollout/response_len/median", "median length of a response", "tokens"),
@@ -21,7 +24,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/truncated_ratio",
-        "share of responses cut at max_response_len",
+        "share of responses cut at rollout.max_response_len or the context length",
         "0 to 1",
         "small",
     ),
@@ -42,7 +45,8 @@ ENTRIES = (
         "rollout/staleness_max",
         "trainer version minus the version of a group's oldest token, maximum over groups",
         "versions",
-        "at most loop.max_staleness, 1 more with loop.leftover=carry; with partial rollouts at most rollout.max_partial_staleness",
+        "at most loop.max_staleness, 1 more with loop.leftover=carry; with partial rollouts at most "
+        "rollout.max_partial_staleness (loop.max_staleness + 4 by default)",
     ),
     MetricEntry(
         "rollout/staleness_mean",
@@ -57,30 +61,31 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/stopped_groups",
-        "groups that over-sampling aborted because the rollout was full; partial rollouts continue them",
+        "groups that over-sampling interrupted because the rollout was full; without partial rollouts they are aborted",
         "groups",
         "about rollout.over_sampling_batch_size minus rollout.batch_size",
     ),
     MetricEntry(
         "rollout/restarted_groups",
-        "aborted groups that were too old to be continued; their prompts are sampled again",
+        "interrupted groups that were too old to be continued; their prompts are sampled again",
         "groups",
         "0",
     ),
     MetricEntry(
         "rollout/wasted_tokens",
-        "tokens sampled for groups that were then discarded",
+        "tokens sampled for groups that over-sampling then aborted",
         "tokens",
         "0 with partial rollouts",
     ),
     MetricEntry(
         "rollout/prefix_cache_hit_rate",
-        "share of prompt tokens, continuations included, whose keys and values were in the engine's prefix cache",
+        "share of prompt tokens whose keys and values were in the engine's prefix cache; the prompt of a continued response "
+        "includes the tokens sampled before",
         "0 to 1",
     ),
     MetricEntry(
         "rollout/avg_cached_tokens_per_sample",
-        "prompt tokens that a request for one sample reads from the prefix cache, mean over requests",
+        "prompt tokens that a request reads from the prefix cache, mean over requests",
         "tokens",
     ),
     MetricEntry(
@@ -96,7 +101,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/kv_usage",
-        "peak share of an engine's KV cache that running requests used since the previous rollout",
+        "peak share of an engine's KV cache that running requests used since the previous rollout, maximum over the engines",
         "0 to 1",
         "below 1",
     ),
@@ -121,13 +126,21 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/kv_engines_without_report",
-        "engines missing from the metrics of the KV cache, because they restarted or did not respond",
+        "engines missing from the metrics of the KV cache, because they served no requests or did not respond",
         "engines",
         "0",
     ),
     MetricEntry("rollout/carried_groups", "groups kept for the next rollout (loop.leftover=carry)", "groups"),
-    MetricEntry("rollout/dropped_samples", "samples that did not fill a step and were dropped", "samples"),
-    MetricEntry("rollout/dropped_groups/<filter>", "groups that one filter dropped", "groups"),
+    MetricEntry(
+        "rollout/dropped_samples",
+        "samples dropped because the rollout already had enough (loop.leftover=drop)",
+        "samples",
+    ),
+    MetricEntry(
+        "rollout/dropped_groups/<filter>",
+        "groups that one filter dropped; stale: carried groups that became too old",
+        "groups",
+    ),
     MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups that one filter dropped for one reason", "groups"),
     MetricEntry(
         "rollout/generated/raw_reward",
@@ -145,11 +158,11 @@ ENTRIES = (
         "rollout/generated/zero_std_ratio", "share of all generated groups whose rewards are all equal", "0 to 1"
     ),
     MetricEntry(
-        "rollout/empty_in_a_row", "consecutive rollouts without samples to train on, up to this one", "rollouts", "0"
+        "rollout/empty_in_a_row", "consecutive rollouts, up to this one, without samples to train on", "rollouts", "0"
     ),
     MetricEntry(
         "rollout/without_signal_in_a_row",
-        "consecutive rollouts in which all rewards that the algorithm compares are equal, up to this one",
+        "consecutive rollouts, up to this one, in which all rewards that the algorithm compares are equal",
         "rollouts",
         "0",
     ),
@@ -167,13 +180,13 @@ ENTRIES = (
     MetricEntry("rollout/engine_restarts", "engines that died or stalled and were restarted (docs/faults.md)", "", "0"),
     MetricEntry(
         "rollout/remade_groups",
-        "groups that moved, with their completed responses, from a lost engine to another one",
+        "groups that moved, with their completed responses, from a lost engine to another",
         "groups",
         "0",
     ),
     MetricEntry(
         "rollout/overlong_penalty",
-        "mean penalty for responses near max_response_len, subtracted from the reward for training only",
+        "mean penalty for responses near rollout.max_response_len, which is subtracted from rewards only for advantages",
         "",
         "near 0",
     ),

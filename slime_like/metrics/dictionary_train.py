@@ -21,7 +21,9 @@ ENTRIES = (
     MetricEntry("train/ois", "mean ratio of the new to the old policy (gspo: of sequences)", "", "near 1"),
     MetricEntry("train/seq_ratio_max", "largest ratio of a sequence under gspo", "", "near 1"),
     MetricEntry("train/kl_loss", "KL estimate to the reference, in the loss", "nats"),
-    MetricEntry("train/entropy_loss", "mean entropy of the policy", "nats", "falls slowly"),
+    MetricEntry(
+        "train/entropy_loss", "mean entropy of the policy, if algo.entropy_coef is not 0", "nats", "falls slowly"
+    ),
     MetricEntry("train/entropy", "mean entropy of the policy", "nats", "falls slowly"),
     MetricEntry("train/tis", "mean importance weight of old over rollout policy, before truncation", "", "near 1"),
     MetricEntry(
@@ -83,7 +85,7 @@ ENTRIES = (
         "0 to 1",
         "below 0.2",
     ),
-    MetricEntry("train/values", "mean value of the critic, after its updates", "", "near train/returns"),
+    MetricEntry("train/values", "mean value of the critic in its optimizer steps", "", "near train/returns"),
     MetricEntry("train/returns", "mean target of the critic: advantage before whitening plus value", ""),
     MetricEntry(
         "train/explained_variance",
@@ -140,29 +142,29 @@ ENTRIES = (
     MetricEntry("train/num_tokens", "tokens trained on", "tokens"),
     MetricEntry(
         "train/off_policy_token_ratio",
-        "share of trained tokens sampled by an older version",
+        "share of trained tokens sampled by an older weight version",
         "0 to 1",
         "0 unless rollouts are partial or asynchronous, or groups are carried over (loop.leftover=carry)",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff",
-        "mean |trainer - engine| log-probability of trained tokens, before the first optimizer step; only samples whose tokens"
-        " were all sampled by the trainer's current weights",
+        "mean |trainer - engine| log-probability difference of trained tokens in samples whose tokens were all sampled by the "
+        "trainer's current weights; computed before the first optimizer step",
         "nats",
         "below 1e-5 in float32, below 0.02 in bfloat16 (growth causes a warning, see weights.drift_warning)",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_p99",
-        "99th percentile of |trainer - engine| log-probability of trained tokens in samples whose tokens were all sampled by "
+        "99th percentile of the |trainer - engine| log-probability difference of trained tokens in samples whose tokens were all sampled by "
         "the trainer's current weights",
         "nats",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_max",
-        "largest |trainer - engine| log-probability of trained tokens in samples whose tokens were all sampled by the "
+        "largest |trainer - engine| log-probability difference of trained tokens in samples whose tokens were all sampled by the "
         "trainer's current weights",
         "nats",
-        "below weights.sample_tolerance, or the run ends before the step",
+        "below weights.sample_tolerance, which by default is unlimited in bfloat16; above it, the run ends before the step",
     ),
     MetricEntry(
         "train/train_rollout_kl_k3",
@@ -173,56 +175,58 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff/<layers>",
-        "mean |trainer - engine| log-probability over each rank's first micro-batch, with one kind of the trainer's layers "
-        "(attention, gdn, mlp, or all) computed in float64 (weights.probe_layers=true); own_experts: with experts that the "
-        "trainer chooses (algo.routing_replay=rollout)",
+        "mean |trainer - engine| log-probability difference over each rank's first micro-batch, with one kind of the trainer's "
+        "layers (attention, gdn, mlp, or all) computed in float64 (weights.probe_layers=true); own_experts: with experts that "
+        "the trainer chooses (algo.routing_replay=rollout)",
         "nats",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_max/<layers>",
-        "largest |trainer - engine| log-probability over each rank's first micro-batch, with one kind of the trainer's layers "
-        "computed in float64 (weights.probe_layers=true), or own_experts",
+        "largest |trainer - engine| log-probability difference over each rank's first micro-batch, with one kind of the "
+        "trainer's layers computed in float64 (weights.probe_layers=true), or own_experts",
         "nats",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_mixed",
-        "mean |trainer - engine| log-probability of tokens sampled by the trainer's weights in samples that other weights "
-        "began (partial or asynchronous rollouts); has no tolerance",
+        "mean |trainer - engine| log-probability difference of tokens sampled by the trainer's weights in samples that other "
+        "weights began (partial or asynchronous rollouts); it causes a warning if it grows, but never ends the run",
         "nats",
         "as train/train_rollout_logprob_abs_diff",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_mixed_max",
-        "largest |trainer - engine| log-probability of tokens sampled by the trainer's weights in samples that other weights "
-        "began; has no tolerance",
+        "largest |trainer - engine| log-probability difference of tokens sampled by the trainer's weights in samples that other "
+        "weights began; it never ends the run",
         "nats",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_stale",
-        "mean |trainer - engine| log-probability of tokens sampled by other weights: the off-policy distance; has no tolerance",
+        "mean |trainer - engine| log-probability difference of tokens sampled by other weights (the off-policy distance); it "
+        "never ends the run",
         "nats",
     ),
     MetricEntry(
         "probe/logprob_abs_diff_max",
-        "largest |trainer - engine| log-probability of the probe sequences after the push",
+        "largest |trainer - engine| log-probability difference of the probe sequences after the push",
         "nats",
-        "below weights.probe_tolerance, or the run ends",
+        "below weights.probe_tolerance; above it, the run ends",
     ),
     MetricEntry(
         "probe/logprob_abs_diff_mean",
-        "mean |trainer - engine| log-probability of the probe sequences after the push",
+        "mean |trainer - engine| log-probability difference of the probe sequences after the push",
         "nats",
     ),
     MetricEntry(
         "probe/decode_logprob_abs_diff_max",
-        "largest |trainer - engine| log-probability of tokens that the engine samples after cached prefixes of the probe "
-        "sequences",
+        "largest |trainer - engine| log-probability difference of tokens that the engine samples after cached prefixes of the "
+        "probe sequences",
         "nats",
-        "below weights.probe_tolerance, or the run ends",
+        "below weights.probe_tolerance; above it, the run ends",
     ),
     MetricEntry(
         "probe/decode_logprob_abs_diff_mean",
-        "mean |trainer - engine| log-probability of tokens that the engine samples after cached prefixes of the probe sequences",
+        "mean |trainer - engine| log-probability difference of tokens that the engine samples after cached prefixes of the "
+        "probe sequences",
         "nats",
     ),
     MetricEntry(
@@ -233,16 +237,16 @@ ENTRIES = (
     ),
     MetricEntry(
         "probe/logprob_abs_diff_max/<layers>",
-        "largest |trainer - engine| log-probability of the probe sequences with one kind of the trainer's layers (attention, "
-        "gdn, mlp, or all) computed in float64 (weights.probe_layers=true): far smaller than probe/logprob_abs_diff_max if "
-        "the trainer's rounding in these layers causes the difference; what remains with `all` is the engine's rounding; "
-        "own_experts: without algo.routing_replay=rollout",
+        "largest |trainer - engine| log-probability difference of the probe sequences with one kind of the trainer's layers "
+        "(attention, gdn, mlp, or all) computed in float64 (weights.probe_layers=true): far smaller than "
+        "probe/logprob_abs_diff_max if the trainer's rounding in these layers causes the difference; the difference that "
+        "remains with `all` is the engine's rounding; own_experts: with experts that the trainer chooses",
         "nats",
     ),
     MetricEntry(
         "probe/logprob_abs_diff_mean/<layers>",
-        "mean |trainer - engine| log-probability of the probe sequences with one kind of the trainer's layers computed in "
-        "float64 (weights.probe_layers=true), or own_experts",
+        "mean |trainer - engine| log-probability difference of the probe sequences with one kind of the trainer's layers "
+        "computed in float64 (weights.probe_layers=true), or own_experts",
         "nats",
     ),
     MetricEntry(
@@ -258,8 +262,8 @@ ENTRIES = (
     ),
     MetricEntry(
         "probe/routed_experts_gap_max",
-        "largest score difference in favour of the choice of the trainer's router over the engine's",
+        "largest score difference in favour of the experts chosen by the trainer's router over those chosen by the engine's",
         "",
-        "below weights.probe_tolerance, or the run ends",
+        "below weights.probe_tolerance; above it, the run ends",
     ),
 )
