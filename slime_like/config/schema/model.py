@@ -44,8 +44,8 @@ class ModelConfig(Config):
     )
     recompute_method: str = key(
         "uniform",
-        "With recompute=full, uniform: save the input of every recompute_num_layers layers and recompute the rest; "
-        "block: recompute the first recompute_num_layers layers of each pipeline stage, and no others.",
+        "With recompute=full, uniform: save the input of each group of recompute_num_layers layers and recompute all layers; "
+        "block: recompute only the first recompute_num_layers layers of each pipeline stage.",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = key(None, "Number of decoder layers for recompute_method; null: 1.")
@@ -100,7 +100,8 @@ class ParallelConfig(Config):
     )
     max_tokens_per_rank: int = key(
         8192,
-        "Maximum tokens per rank in a packed micro-batch; over cp ranks, cp times as many (slime: --max-tokens-per-gpu).",
+        "Maximum tokens per rank in a packed micro-batch, cp times as many over cp ranks; a longer sequence is a micro-batch of "
+        "its own (slime: --max-tokens-per-gpu).",
     )
 
     def check(self, prefix: str) -> None:

@@ -63,7 +63,7 @@ class PolicyConfig(AlgoConfig):
         False, "Exclude samples truncated at the length limit from the loss (DAPO's overlong filtering)."
     )
     mask_offpolicy: bool = key(
-        False, "For samples continued under new weights, train only on tokens sampled with the newest weights."
+        False, "For samples continued under new weights, train only on the tokens of the sample's newest weights."
     )
     use_rollout_logprobs: bool = key(False, "Use the engine's log-probabilities for the old policy.")
     off_policy: str = key(

@@ -15,7 +15,9 @@ class PpoConfig(PolicyGradientConfig):
     name: str = key("ppo", "Algorithm.")
     token_advantage: str | None = key("gae", "Advantage per token, computed on the trainer ranks.")
     gamma: float = key(1.0, "Discount factor.")
-    lambd: float = key(1.0, "GAE's lambda: 1 uses the rewards alone, 0 the critic's next value.")
+    lambd: float = key(
+        1.0, "GAE's lambda: 1 estimates returns from rewards alone, 0 from a reward and the critic's next value."
+    )
     kl_coef: float = key(0.0, "Weight of the per-token KL to the reference that is subtracted from the reward.")
     kl_reward_type: str = key("k1", "KL estimator in the reward.", choices=KL_TYPES, table="KL_ESTIMATORS")
     normalize_advantages: bool = key(True, "Whiten advantages over the trained tokens of a rollout.")

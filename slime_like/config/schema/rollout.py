@@ -28,8 +28,8 @@ class RolloutConfig(Config):
     temperature: float = key(
         1.0, "Sampling temperature; the trainer computes log-probabilities at the same temperature."
     )
-    top_p: float = key(1.0, "Nucleus sampling; training requires 1.0, other values are rejected.")
-    top_k: int = key(-1, "Top-k sampling; training requires -1 (all), other values are rejected.")
+    top_p: float = key(1.0, "Nucleus sampling; 1: off. Other values only with run.mode=rollout_only.")
+    top_k: int = key(-1, "Top-k sampling; -1: all. Other values only with run.mode=rollout_only.")
     stop_token_ids: list[int] = key([], "Token ids that end a response, in addition to the tokenizer's EOS.")
     num_engines: int = key(1, "SGLang engines (data-parallel replicas).")
     num_managers: int = key(
@@ -62,13 +62,13 @@ class RolloutConfig(Config):
     dcp_comm: str = key(
         "auto",
         "Exchange of partial attention in a DCP group. ag_rs: all-gather of normalisers, then a sum over ranks; a2a: one "
-        "all-to-all (on a GPU: with FlashInfer attention only); auto: a2a on a CPU, ag_rs on a GPU.",
+        "all-to-all (not with triton attention on a GPU); auto: a2a on a CPU, ag_rs on a GPU.",
         choices=("auto", "ag_rs", "a2a"),
     )
     dcp_replicate_q: bool = key(
         False,
         "Each rank of a DCP group computes the queries of the whole group in decode steps, with copies of the other ranks' query "
-        "projections, instead of gathering them (SGLang: --dcp-replicate-q-proj; on a CPU, with rollout.dcp_comm=a2a).",
+        "projections, instead of gathering them (SGLang: --dcp-replicate-q-proj; only on a CPU with rollout.dcp_comm=a2a).",
     )
     weight_dtype: str = key(
         "auto",
@@ -78,7 +78,7 @@ class RolloutConfig(Config):
     )
     symmetric_memory: bool = key(
         False,
-        "Collectives of an engine's ranks, the exchanges of rollout.dcp included, use NCCL symmetric memory (SGLang: "
+        "Use NCCL symmetric memory for the collectives of an engine's ranks, including the exchanges of rollout.dcp (SGLang: "
         "--enable-symm-mem; GPUs only).",
     )
     generate: str = key(
@@ -98,16 +98,17 @@ class RolloutConfig(Config):
     )
     max_refills: int = key(
         0,
-        "Maximum rounds of additional prompts that replace groups dropped by filters; 0: dropped groups are not replaced.",
+        "Maximum rounds of additional prompts that replace groups dropped by filters; the run ends if they do not suffice. "
+        "0: dropped groups are not replaced.",
     )
     over_sampling_batch_size: int | None = key(
         None,
-        "Groups started per rollout: the first batch_size to finish are used, and the others are aborted. Also the number "
-        "of prompts per refill. null: batch_size, and no group is aborted.",
+        "Groups started per rollout: the first batch_size that finish and pass the filters are used, the others are "
+        "interrupted. Also the number of prompts per refill. null: batch_size, and no group is interrupted.",
     )
     partial_rollout: bool = key(
         False,
-        "Continue groups aborted by over-sampling in the next rollout; false: sample their prompts again.",
+        "In the next rollout, continue the groups that over-sampling interrupted; false: abort them and sample their prompts again.",
     )
     max_partial_staleness: int | None = key(
         None,
@@ -127,7 +128,7 @@ class RolloutConfig(Config):
     cpu_kernels: str = key(
         "auto",
         "Decode kernels of a CPU engine: c (compiled when the run starts), torch, or off (SGLang's forward); auto: c, but torch "
-        "if there is no C compiler, and for attention over latents of 512 or more dimensions.",
+        "if there is no C compiler and for attention over latents of 512 or more dimensions, and off with run.deterministic.",
         choices=("auto", "c", "torch", "off"),
     )
     sglang: dict[str, Any] = key({}, "Extra fields of SGLang's ServerArgs; unknown fields are refused.")
@@ -212,12 +213,12 @@ class RewardConfig(Config):
     name: str = key(
         "math",
         "Default reward: a name registered in REWARDS, optionally with the prefix boxed_, or an import path such as "
-        "my_pkg.my_mod:function. A row's rm_type overrides a name; an import path scores every row.",
+        "my_pkg.my_mod:function. A row's rm_type overrides a registered name; an import path scores every row.",
     )
     weights: dict[str, float] = key(
         {},
         "Weights of rewards, by name or import path: the score is the weighted sum. The name rm_type stands for the row's reward, "
-        "or for reward.name if the row has none. Empty: only that reward.",
+        "or for reward.name if the row has none. Empty: rm_type alone, with weight 1.",
     )
     workers: int = key(2, "Processes of the reward pool of each rollout manager.")
     timeout_s: float = key(30.0, "Time limit of one reward call, including retries of a reward server.")
@@ -227,7 +228,7 @@ class RewardConfig(Config):
     )
     fallback: float | None = key(
         0.0,
-        "Score of a sample if its reward call timed out, its process was killed or the reward server did not "
+        "Score of a sample if the reward call timed out, the call's process was killed or the reward server did not "
         "respond; null: exclude the sample from training.",
     )
     remote_url: str | None = key(None, "URL that reward remote_rm posts to (slime: --rm-url).")
@@ -313,11 +314,13 @@ class DataConfig(Config):
     conversation: str = key(
         "turns",
         "With algo=sft, tokenization of chat messages that end with an assistant turn. turns: each message separately; "
-        "whole: all messages in one call of the chat template (ChatML templates). All assistant turns are trained on.",
+        "whole: all messages in one call of the chat template (ChatML templates). Assistant turns are trained on unless they "
+        "have step_loss_mask=0.",
         choices=("turns", "whole"),
     )
     max_prompt_len: int | None = key(
-        None, "Maximum prompt length in tokens; longer rows count as bad rows. null: the context length is the limit."
+        None,
+        "Maximum prompt length in tokens; rows with longer prompts are bad rows. null: the context length is the limit.",
     )
     shuffle: bool = key(True, "Shuffle in a new order every epoch (slime: --rollout-shuffle).")
     on_bad_row: str = key(

@@ -22,7 +22,8 @@ class LoopConfig(Config):
     max_staleness: int = key(0, "Maximum weight versions that a rollout may lag behind the trainer; 0: synchronous.")
     leftover: str = key(
         "drop",
-        "If filters leave an incomplete step, carry its samples over to the next rollout, or drop them.",
+        "Surplus samples of a rollout: carry them over to the next rollout, or drop them. If there are too few samples for the "
+        "rollout's steps: carry all of them over and train on none; with drop, train on them in smaller steps.",
         choices=("carry", "drop"),
     )
     step_deadline_s: float = key(3600.0, "Time limit of one phase of the loop.")
@@ -38,7 +39,7 @@ class WeightsConfig(Config):
 
     transport: str = key(
         "auto",
-        "A name registered in COLOCATED_TRANSPORTS (tensor: host memory; ipc: CUDA IPC) or SPLIT_TRANSPORTS (broadcast), "
+        "Weight transport: a name registered in COLOCATED_TRANSPORTS (tensor: host memory; ipc: CUDA IPC) or SPLIT_TRANSPORTS (broadcast), "
         "depending on placement.mode; auto: broadcast if split; if colocated, ipc on GPUs, else tensor.",
     )
     bucket_mb: float = key(512.0, "Maximum bucket size in MB (slime: --update-weight-buffer-size).")
@@ -46,22 +47,21 @@ class WeightsConfig(Config):
         2, "Sequences that engine and trainer both score after each push, to verify the weights; 0: no probe."
     )
     probe_tolerance: float | None = key(
-        None, "Maximum absolute log-probability difference allowed in the probe; null: by dtype."
+        None, "Maximum absolute log-probability difference allowed in the probe; null: by dtype and device."
     )
     sample_tolerance: float | None = key(
         None,
-        "Maximum |trainer - engine| log-probability difference of a token sampled with the trainer's current weights; a larger "
-        "difference ends the run before the step. null: by dtype and device (bfloat16: no limit); inf: no limit.",
+        "Maximum |trainer - engine| log-probability difference of a token in samples from the trainer's current weights only; a "
+        "larger difference ends the run before the step. null: by dtype and device (bfloat16: no limit); inf: no limit.",
     )
     drift_warning: float | None = key(
         2.0,
-        "Warn if a rollout's mean |trainer - engine| log-probability difference exceeds both this multiple of its median over "
-        "earlier rollouts and the effect of rounding, or, also in the first rollout, weights.probe_tolerance; null: never, not "
-        "even above weights.probe_tolerance.",
+        "Warn if a rollout's mean |trainer - engine| log-probability difference exceeds weights.probe_tolerance, or exceeds both "
+        "the effect of rounding and this multiple of the median of earlier rollouts' means; null: never warn.",
     )
     probe_layers: bool = key(
         False,
-        "Report the log-probability differences per kind of layer, with one more scoring pass per kind, run in float64.",
+        "Report the log-probability differences with one kind of layer computed in float64, in one more scoring pass per kind.",
     )
     push_deadline_s: float = key(1800.0, "Time limit of a weight push.")
     debug_skip_push_at: int | None = key(
@@ -95,7 +95,7 @@ class PlacementConfig(Config):
     offload_rollout: bool = key(
         False,
         "Release the engines' weights, KV cache and CUDA graphs while the trainer has the devices (slime: --offload-rollout; "
-        "verl: free_cache_engine). On a CPU engines receive the requests, but keep their memory.",
+        "verl: free_cache_engine). On a CPU, engines receive the requests, but keep their memory.",
     )
     ray_address: str | None = key(None, "Ray cluster to join; null: start one for this run on this machine.")
     wait_deadline_s: float = key(
@@ -120,7 +120,7 @@ class MetricsConfig(Config):
         [], "Additional metric sinks: names registered in SINKS, or import paths such as my_pkg.my_mod:MySink."
     )
     tensorboard: bool = key(False, "Write tensorboard events to the run's folder.")
-    wandb: bool = key(False, "Log to wandb; offline when no key is set.")
+    wandb: bool = key(False, "Log to wandb; offline if neither WANDB_API_KEY nor WANDB_MODE is set.")
     wandb_project: str = key("slime_like", "wandb project.")
     wandb_group: str | None = key(None, "wandb group.")
 
@@ -163,7 +163,7 @@ class RunConfig(Config):
     save_hf: bool = key(False, "Export the final weights in HF format to run.dir/hf.")
     save_hf_interval: int | None = key(None, "Export weights in HF format every N rollouts to run.dir/hf_iter_<N>.")
     dump_rollouts: bool = key(
-        False, "Write each rollout's groups to run.dir/rollouts, and the trainer's per-token scores of some of them."
+        False, "Write each rollout's groups to run.dir/rollouts, and the trainer's per-token scores of some samples."
     )
     replay_from: str | None = key(None, "Folder of dumped rollouts to train on instead of generating.")
     prepare: str | None = key(
