@@ -1,6 +1,7 @@
 """Convert a launch script of slime (run-*.sh) into a recipe and report on every flag. No command of the script is run.
 
-python scripts/from_slime.py run-qwen3-4B.sh [--out my_configs/recipe/qwen3_4b.yaml] [--set NUM_GPUS=8] [--skip FILE] [--drop FLAG]
+python scripts/from_slime.py run-qwen3-4B.sh [--out my_configs/recipe/qwen3_4b.yaml] [--set NUM_GPUS=8] [--skip FILE]
+    [--drop FLAG]
 python scripts/from_slime.py --check FOLDER   # outcomes of all launch scripts below a folder; no recipe is kept
 Exit code: 0, the recipe is the same job; 1, it will be once the functions that it names are ported; 2, no recipe.
 """

@@ -1,8 +1,8 @@
 """Measure the memory that every collective allocates at first use and in later calls, and write a guard policy from it.
 
-python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py     profile the run, N rollouts
-python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                         profile each op alone
-python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                        read a profiled run, even a failed one
+python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py  profile the run, N rollouts
+python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                      profile each op alone
+python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                     read a profiled run, even a failed one
 
 It prints a table and writes DIR/guard/NAME.yaml with a reason for each op. Drops of memory are maxima over ranks, in MiB.
 The drop of the allocator is the growth of the process's memory, that of the driver the drop of free memory; on a CPU
