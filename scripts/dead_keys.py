@@ -54,7 +54,8 @@ def last_name(node: ast.expr) -> str:
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
     """Return the groups that each name in a file may stand for.
 
-    They are the group of this name, and the groups that an annotation with the group's class or an assignment binds to it.
+    A name stands for the group of that name, and for groups that an annotation with the group's class or an assignment binds
+    to it.
     """
     paths: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):
