@@ -104,7 +104,7 @@ def _torch_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 def fastest(work: Callable[[], None], rounds: int) -> float:
-    """Return the lowest CPU seconds of ``work`` on this thread over the rounds, after one warm-up round."""
+    """Return the CPU seconds of ``work`` on this thread in the fastest of ``rounds`` rounds, after one warm-up round."""
     work()
     seconds: list[float] = []
     for _ in range(rounds):

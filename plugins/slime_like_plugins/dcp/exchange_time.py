@@ -135,7 +135,7 @@ _clocks: list[ExchangeClock] = []  # clock of this process's DCP group; at most 
 
 
 def take(num_replays: int) -> float | None:
-    """Return the seconds that this rank's ``ExchangeClock.take`` returns; None if the engine has no DCP."""
+    """Return the seconds in exchanges since the last call, from this rank's ``ExchangeClock``; None if the engine has no DCP."""
     return _clocks[0].take(num_replays) if _clocks else None
 
 

@@ -25,7 +25,7 @@ from slime_like_plugins.sglang_cpu.kernels import CKernels
 from slime_like_plugins.sglang_cpu.process import ATTENTION
 
 MASK_ELEMENTS = 1 << 22  # largest mask of one bucket; longer prompts form smaller buckets
-MERGE_FACTOR = 1.5  # decode in one bucket if padding increases reads to at most this factor plus MERGE_TOKENS
+MERGE_FACTOR = 1.5  # decode in one bucket if it has at most MERGE_FACTOR * tokens + MERGE_TOKENS slots
 MERGE_TOKENS = 2048
 
 

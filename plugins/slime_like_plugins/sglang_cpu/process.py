@@ -78,7 +78,7 @@ HOOKS = (
 
 
 def install() -> None:
-    """Register the attention backend's name, apply the hooks and ``receive``, and share a gloo device between groups."""
+    """Register the attention backend's name, install the hooks and ``receive``, and share a gloo device between groups."""
     from sglang.srt.arg_groups import choices
 
     choices.add_attention_backend_choices([ATTENTION])

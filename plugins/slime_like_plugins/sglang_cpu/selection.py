@@ -13,7 +13,10 @@ from slime_like_plugins.sglang_hooks import enabled
 
 CHOICES = ("auto", "c", "torch", "off")
 WIDE_LATENT = 512
-"""Width of a latent from which ``auto`` attends in torch: C is slower at contexts of 2048 tokens (docs/measurements/decode_cpu.md)."""
+"""Width of a latent from which ``auto`` attends in torch: C is slower at contexts of 2048 tokens.
+
+The measurements are in docs/measurements/decode_cpu.md.
+"""
 
 
 @dataclass(frozen=True, slots=True)
