@@ -170,7 +170,7 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
 
 
 def _advantages(group: SampleGroup, spec: AssembleSpec) -> list[tuple[Sample, float | None]]:
-    """Return each sample with its advantage: None for every sample without a group advantage, else 0 if untrained."""
+    """Return each sample with the advantage of its episode, 0 if untrained. All are None if ``spec`` has no group advantage."""
     if spec.group_advantage is None:
         return [(sample, None) for sample in group.samples]
     rewards: dict[int, list[float]] = {}

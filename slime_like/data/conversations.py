@@ -1,7 +1,7 @@
 """Tokenization of conversations for supervised fine-tuning, which trains on the assistant turns only.
 
-There are two methods, as in slime (``slime/utils/mask_utils.py``, ``--loss-mask-type qwen`` and ``qwen3_5``). ``turns`` renders each
-message by the chat template on its own, so that a turn does not depend on later messages, as in verl's multi-turn
+There are two methods, as in slime (``slime/utils/mask_utils.py``, ``--loss-mask-type qwen`` and ``qwen3_5``). ``turns`` renders
+each message by the chat template on its own, so that a turn does not depend on later messages, as in verl's multi-turn
 dataset. ``whole`` renders all messages together, as an engine would see them, and finds the turns by ChatML's markers.
 """
 
