@@ -1,4 +1,4 @@
-"""Plan on how many nodes each engine runs."""
+"""Choose the number of nodes of each engine."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from slime_like.planner.table import MemoryTable
 ENGINE = "engine"
 COMMUNICATORS = "communicators"
 FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory", "attention workspace")
-"""Items that a process keeps while all parts of its state are released. SGLang allocates the workspace outside its memory saver."""
+"""Items that a process keeps while all parts of its state are released. The workspace is outside SGLang's memory saver."""
 
 
 @dataclass(frozen=True, slots=True)

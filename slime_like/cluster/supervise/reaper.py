@@ -27,7 +27,7 @@ EXIT_S = 5.0
 class Reaper:
     """Handle of a reaper process.
 
-    Once this process has ended, the reaper kills the descendants that this process started after it created the handle.
+    Once this process has ended, the reaper kills the descendants that this process has started since it created the handle.
     ``close`` kills them earlier.
     """
 

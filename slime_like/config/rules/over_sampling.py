@@ -1,4 +1,4 @@
-"""Rules for over-sampling and partial rollouts across config groups. ``RolloutConfig.check`` has the rules within ``rollout.*``."""
+"""Rules for over-sampling and partial rollouts across config groups; ``RolloutConfig.check`` has those within ``rollout.*``."""
 
 from __future__ import annotations
 
