@@ -108,9 +108,8 @@ def create_groups(
 ) -> list[dist.ProcessGroup]:
     """Return ``num_groups`` process groups of this rank and the ranks listed with it in ``members``.
 
-    ``members`` contains lists of global ranks without a common rank. Collective: all ranks call it with the same lists.
-    ``max_ctas`` limits the thread blocks of an NCCL
-    collective, and so the multiprocessors that it takes from the computation.
+    ``members`` contains disjoint lists of global ranks. Collective: all ranks call it with the same lists. ``max_ctas`` limits
+    the thread blocks of an NCCL collective, and so the multiprocessors that it takes from the computation.
     """
     options: Any = None
     if max_ctas is not None and backend == "nccl":

@@ -142,7 +142,7 @@ class RemoteExperts:
         return self._failure
 
     def _try(self, call: Callable[[], None]) -> None:
-        """Call a method of the client, unless the worker was replaced or has failed. After a failure, it is abandoned.
+        """Call a method of the client, unless the worker was replaced or has failed. Abandon the worker if the call fails.
 
         Under policy ``fallback`` the engine then replaces the worker; otherwise the failure is kept for the end of the update.
         """
