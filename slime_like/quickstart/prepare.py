@@ -7,11 +7,13 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
+from slime_like.config.load.loader import read_config
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, WorkerError
@@ -20,12 +22,14 @@ from slime_like.quickstart.arithmetic import ArithmeticSpec
 from slime_like.quickstart.child import run_child
 from slime_like.quickstart.model import DENSE, GDN, LATENT, MOE, NEXT, TOOL, ModelSpec, write_model
 from slime_like.quickstart.tool import ToolSpec
+from slime_like.util.counted import counted
 from slime_like.util.deadline import Deadline
 from slime_like.util.private import exclusive
 
 WARM_START_DEADLINE_S = 1800.0
 EXPORT = "hf"  # folder in which run.save_hf writes weights
 STAMP = "made_from.json"
+FILES = "files"  # key of the stamp: the files that the warm start wrote
 UNFINISHED = '"being made"'
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -73,7 +77,8 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
     """Create the missing inputs of ``cfg``: datasets, a random model and, unless algo=sft, a warm-started model.
 
     Each folder has a stamp of the specs and sources of its files, and is rewritten when a spec or source changes. Raises
-    ``ConfigError`` as ``check_folders`` does, and ``WorkerError`` if the warm start fails.
+    ``ConfigError`` as ``check_folders`` does, and for a folder of an outdated warm start in which the user has files;
+    ``WorkerError`` if the warm start fails.
     """
     check_folders(cfg)
     assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
@@ -88,23 +93,33 @@ def check_folders(cfg: TrainConfig) -> None:
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):
         return
-    _check_owned("model.hf_checkpoint", Path(cfg.model.hf_checkpoint).parent)
+    warm = Path(cfg.model.hf_checkpoint).parent
+    if not _is_users_warm_start(cfg, warm):
+        _check_owned("model.hf_checkpoint", warm)
     if Path(cfg.model.hf_checkpoint).name != EXPORT:
         raise ConfigError(f"model.hf_checkpoint={cfg.model.hf_checkpoint!r} of the quickstart must end in /{EXPORT}")
 
 
 def _check_owned(key: str, folder: Path) -> None:
-    if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists() and not _is_warm_start(folder):
+    if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists():
         raise ConfigError(
             f"{key}: the folder {folder} has files that the quickstart did not write and would overwrite; "
-            "set run.prepare=null to train on your own model and data"
+            "move it away, or set run.prepare=null to train on your own model and data"
         )
 
 
-def _is_warm_start(folder: Path) -> bool:
-    """Return whether ``folder`` is the ``run.dir`` of a job with a ``run.prepare`` of this module, as in ``quickstart_sft``."""
-    config = folder / "config.yaml"
-    return config.exists() and f"{__name__}:prepare" in config.read_text()
+def _is_users_warm_start(cfg: TrainConfig, folder: Path) -> bool:
+    """Return whether the user has run the warm start of ``cfg`` in ``folder``, as by ``+recipe=quickstart_sft``.
+
+    The quickstart starts from this export, and neither repeats the run nor writes into its folder.
+    """
+    if (folder / STAMP).exists() or not (folder / EXPORT).is_dir():
+        return False
+    try:
+        run = read_config(folder / "config.yaml")
+    except ConfigError:
+        return False
+    return isinstance(run.algo, SftConfig) and run.run.prepare == cfg.run.prepare
 
 
 @contextmanager
@@ -130,11 +145,16 @@ def _write_assets(folder: Path, job: PreparedJob) -> None:
 
 
 def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path) -> None:
+    if _is_users_warm_start(cfg, run_dir):
+        _say(f"starting from the export of the run in {run_dir}")
+        return
     recipes = REPOSITORY / "configs" / "recipe"
     stamp = _stamp(job) | {"recipe": [_digest(recipes / f"{name}.yaml") for name in ("quickstart_sft", job.warm_start)]}
-    if _read_stamp(run_dir) == stamp:
+    found = _read_stamp(run_dir)
+    if {name: value for name, value in found.items() if name != FILES} == stamp:
         return
     start = time.monotonic()
+    _check_unchanged(run_dir, found)
     _say(f"warm start: supervised fine-tuning on demonstrations, once; its files go to {run_dir}")
     _empty(run_dir)
     command = [
@@ -151,15 +171,35 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
     deadline = Deadline("quickstart", "warm start", WARM_START_DEADLINE_S)
     if code := run_child("the warm start", command, deadline):
         raise WorkerError(f"the warm start ended with exit code {code}; its message is above")
-    (run_dir / STAMP).write_text(json.dumps(stamp))
+    (run_dir / STAMP).write_text(json.dumps(stamp | {FILES: sorted(_files(run_dir))}))
     _say(f"warm start done in {time.monotonic() - start:.0f} s")
+
+
+def _check_unchanged(folder: Path, stamp: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` if ``folder`` has a file that the warm start of ``stamp`` did not write.
+
+    Without a list of files in the stamp, the warm start has not ended, and every file of the folder is its own.
+    """
+    files = stamp.get(FILES)
+    if isinstance(files, list) and (others := sorted(_files(folder).difference(cast("list[str]", files)))):
+        raise ConfigError(
+            f"model.hf_checkpoint: the warm start in {folder} is out of date and would be removed, but the folder has "
+            f"{counted(len(others), 'file')} that the quickstart did not write, such as {others[0]}; move them or the folder away, or "
+            "set run.prepare=null to train on the model as it is"
+        )
+
+
+def _files(folder: Path) -> set[str]:
+    """Return the paths of all files in ``folder`` and its subfolders, relative to ``folder``."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {path.relative_to(folder).as_posix() for path in paths}
 
 
 def _empty(folder: Path) -> None:
     """Remove everything in the folder except the stamp, or create the folder.
 
-    ``check_folders`` has accepted the folder as the quickstart's own. The stamp is written first, so that an
-    interrupted removal leaves a folder marked as the quickstart's and unfinished.
+    ``_check_owned`` and ``_check_unchanged`` have accepted the folder as the quickstart's own. The stamp is written
+    first, so that an interrupted removal leaves a folder marked as the quickstart's and unfinished.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(UNFINISHED)
@@ -180,11 +220,13 @@ def _stamp(job: PreparedJob) -> dict[str, object]:
     return json.loads(json.dumps(inputs))  # in the form that json.loads returns
 
 
-def _read_stamp(folder: Path) -> object:
+def _read_stamp(folder: Path) -> Mapping[str, object]:
+    """Return the stamp of a finished folder, empty if the folder is missing or unfinished."""
     try:
-        return json.loads((folder / STAMP).read_text())
+        stamp = json.loads((folder / STAMP).read_text())
     except (OSError, ValueError):
-        return None
+        return {}
+    return cast("dict[str, object]", stamp) if isinstance(stamp, dict) else {}
 
 
 def _digest(path: Path) -> str:

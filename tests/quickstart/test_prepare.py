@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime_like.config.load.loader import load_config, to_yaml
 from slime_like.config.schema.algo import GrpoConfig, SftConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -66,14 +67,66 @@ def test_a_users_data_is_not_overwritten(tmp_path: Path) -> None:
     assert user_data.read_text() == "mine"
 
 
-def test_a_warm_start_with_the_quickstarts_prepare_is_accepted(tmp_path: Path) -> None:
-    folder = tmp_path / "quickstart_sft"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("run:\n  prepare: slime_like.quickstart.prepare:prepare\n")
-    prepare_module._check_owned("model.hf_checkpoint", folder)
-    (folder / "config.yaml").write_text("run:\n  prepare: null\n")
-    with pytest.raises(ConfigError, match="did not write"):
-        prepare_module._check_owned("model.hf_checkpoint", folder)
+def write_run(folder: Path, cfg: TrainConfig) -> Path:
+    """Write the config and an export of a run without a stamp, and return the path of its weights."""
+    (folder / "hf").mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    weights = folder / "hf" / "model.safetensors"
+    weights.write_text("trained")
+    return weights
+
+
+def recipe_config(folder: Path, recipe: str) -> TrainConfig:
+    """Return the config of a default job whose data and warm start are in ``folder``."""
+    paths = [f"model.hf_checkpoint={folder}/warm/hf", f"data.train={folder}/assets/train.jsonl"]
+    return load_config([f"+recipe={recipe}", *paths], files=False)
+
+
+@pytest.fixture
+def no_assets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write no datasets and no model."""
+    monkeypatch.setattr(prepare_module, "_write_assets", lambda folder, job: None)  # pyright: ignore[reportUnknownLambdaType]
+
+
+@pytest.mark.usefixtures("no_assets")
+def test_a_warm_start_of_the_user_is_used_and_not_repeated(tmp_path: Path) -> None:
+    weights = write_run(tmp_path / "warm", recipe_config(tmp_path, "quickstart_sft"))
+    prepare(recipe_config(tmp_path, "quickstart"))
+    assert weights.read_text() == "trained"
+    assert not (tmp_path / "warm" / prepare_module.STAMP).exists()
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_gdn_sft"])
+def test_another_run_is_not_taken_for_the_warm_start(recipe: str, tmp_path: Path) -> None:
+    weights = write_run(tmp_path / "warm", recipe_config(tmp_path, recipe))
+    with pytest.raises(ConfigError, match=r"model\.hf_checkpoint: .*did not write.*run\.prepare=null"):
+        prepare(recipe_config(tmp_path, "quickstart"))
+    assert weights.read_text() == "trained"
+
+
+@pytest.mark.usefixtures("no_assets")
+def test_an_outdated_warm_start_with_a_users_file_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_in_child(what: str, command: list[str], deadline: object) -> int:
+        weights.write_text("trained")
+        return 0
+
+    cfg, weights = recipe_config(tmp_path, "quickstart"), tmp_path / "warm" / "model.safetensors"
+    monkeypatch.setattr(prepare_module, "run_child", run_in_child)
+    prepare(cfg)
+    weights.write_text("current")
+    prepare(cfg)
+    assert weights.read_text() == "current"
+    (tmp_path / "warm" / "checkpoints").mkdir()
+    (user_file := tmp_path / "warm" / "checkpoints" / "mine").write_text("mine")
+    prepare(cfg)
+    with pytest.raises(ConfigError, match=r"1 file that the quickstart did not write, such as checkpoints/mine;"):
+        prepare_gdn(cfg)  # the stamp is of another model
+    assert (weights.read_text(), user_file.read_text()) == ("current", "mine")
+    user_file.unlink()
+    prepare_gdn(cfg)
+    assert weights.read_text() == "trained"
 
 
 def test_a_partially_removed_folder_is_still_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
