@@ -52,4 +52,5 @@ def outcome(conversion: Conversion, sign: str) -> tuple[str, str]:
 
 def first_line(error: ConfigError, path: Path) -> str:
     """Return the first line of an error about ``path``, with ``line 3`` for ``path:3``, and elsewhere without the folder."""
-    return str(error).splitlines()[0].replace(f"{path}:", "line ").replace(str(path), path.name)
+    line = re.sub(rf"{re.escape(str(path))}:(?=\d)", "line ", str(error).splitlines()[0])
+    return line.replace(str(path), path.name)

@@ -200,6 +200,14 @@ def test_a_script_that_cannot_be_read_is_one_message(suffix: str, tmp_path: Path
         assert "| no recipe: the script cannot be read | 1 |" in check  # folders are skipped
 
 
+def test_only_a_line_number_is_named_as_a_line(tmp_path: Path) -> None:
+    (tmp_path / "deep.sh").write_text(f"{400 * 'if a; then\n'}python train.py\n{400 * 'fi\n'}")
+    (tmp_path / "open.sh").write_text("python train.py\nif a; then\n")
+    table = check_folder(tmp_path)
+    assert "unread  deep.sh: deep.sh: its blocks and the files that it sources are nested too deeply" in table
+    assert "unread  open.sh: line 2: " in table
+
+
 def check_verl_folder(folder: Path) -> str:
     (folder / "binary.sh").write_bytes(b"python -m verl.trainer.main_ppo \xff")
     return check_verl(folder, variables={}, user_overrides=[])
