@@ -115,10 +115,10 @@ class Branches:
         for condition, body in (*command.branches, ((), command.otherwise)):
             words += _words(simple_commands(condition))
             reason = _block(command.file_line) + self._decided_by(words)
-            holds = self._body(negated(earlier_ran), condition, reason)
+            holds = self._follow_if(negated(earlier_ran), condition, reason)
             runs = both(negated(earlier_ran), holds)
             if runs is not False:
-                body_result = self._body(runs, body, reason)
+                body_result = self._follow_if(runs, body, reason)
                 result = body_result if runs else None
             earlier_ran = either(earlier_ran, holds)
         return result
@@ -135,7 +135,7 @@ class Branches:
             is_match = self._matches(subject, branch)
             runs = either(both(negated(has_matched), is_match), falls_through)
             if runs is not False:
-                body_result = self._body(runs, branch.body, reason)
+                body_result = self._follow_if(runs, branch.body, reason)
                 result = body_result if runs else None
             has_matched = both(has_matched, negated(runs)) if branch.end == ";;&" else either(has_matched, is_match)
             falls_through = runs if branch.end == ";&" else False
@@ -158,12 +158,12 @@ class Branches:
                 self.follow(command.body)
         return None
 
-    def _body(self, runs: bool | None, body: Commands, reason: str) -> bool | None:
-        """Follow ``body`` unless ``runs`` is False, and return its result; None if it does not run."""
+    def _follow_if(self, runs: bool | None, commands: Commands, reason: str) -> bool | None:
+        """Follow ``commands`` and return the result of the last one, or None without following them if ``runs`` is False."""
         if runs is False:
             return None
         with self._under(reason) if runs is None else nullcontext():
-            return self.follow(body)
+            return self.follow(commands)
 
     @contextmanager
     def _under(self, reason: str, *, repeats: bool = False) -> Generator[None]:
