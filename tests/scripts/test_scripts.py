@@ -72,7 +72,8 @@ def test_a_failing_step_ends_the_script_with_its_name() -> None:
 def test_summary_prints_first_and_last_accuracy(tmp_path: Path) -> None:
     rows = [{"step": 0, "eval/arithmetic": 0.31}, {"step": 1}, {"step": 7, "eval/arithmetic": 0.92}, {"step": 8}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "scripts/summarize_run.py", "+recipe=quickstart", f"run.dir={tmp_path}"]
+    flags = ("--qwen-gdn-backend", "torch", "--lr=1e-5")
+    command = [sys.executable, "scripts/summarize_run.py", "+recipe=quickstart", *flags, f"run.dir={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.stdout == "held-out accuracy (eval/arithmetic): 0.310 after the warm start, 0.920 after 7 rollouts\n"
     assert result.returncode == 0
