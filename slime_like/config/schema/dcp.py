@@ -81,11 +81,17 @@ def field_obstacle(field: str, value: object) -> str | None:
 
 
 def replicated_q_obstacle(
-    device: str, exchange: str, *, output_gates: bool = False, latent: bool = False
+    device: str,
+    exchange: str,
+    *,
+    output_gates: bool = False,
+    projection_norms: bool = False,
+    latent: bool = False,
 ) -> str | None:
     """Return why an engine cannot replicate query projections within a DCP group, or None if it can.
 
-    ``output_gates``: the model has output gates in its query projection.
+    ``output_gates``: the model has output gates in its query projection. ``projection_norms``: its norm of queries is over
+    all heads.
     """
     if latent:
         return (
@@ -96,6 +102,8 @@ def replicated_q_obstacle(
         return "on a GPU, SGLang 0.5.23 replicates query projections only in models with multi-head latent attention"
     if exchange == "ag_rs":
         return "SGLang refuses it with the exchange ag_rs"
+    if projection_norms:
+        return "the query norm of this model is over the heads of all ranks of an engine, not over each head"
     return "the query projection of this model also computes output gates" if output_gates else None
 
 

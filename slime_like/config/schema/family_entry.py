@@ -13,6 +13,7 @@ class FamilyEntry:
     path: str  # "module:attribute"
     output_gate: bool = False  # attention has an output gate as wide as its queries
     head_norms: bool = False  # attention has a norm on every query and key head
+    projection_norms: bool = False  # attention has a norm over all query heads, and one over all key heads
     qkv_bias: bool = False  # query, key and value have biases, whether or not config.json sets attention_bias
     engine_ties: bool = True  # SGLang's model reads tie_word_embeddings
     fused_engine_model: str = (
