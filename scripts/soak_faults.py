@@ -283,8 +283,8 @@ class FaultSoak:
 
     def _differences(self) -> list[str]:
         if self.finished:
-            return differences(self.undisturbed_dir, self.run, self.rollouts)
-        return sample_differences(self.undisturbed_dir, self.run, range(max(0, last_step(self.run))))
+            return differences(self.run, self.rollouts, reference=self.undisturbed_dir)
+        return sample_differences(self.run, range(max(0, last_step(self.run))), reference=self.undisturbed_dir)
 
     def table(self) -> str:
         """Return Markdown: the counts, the outcomes of each kind of fault, then each part."""

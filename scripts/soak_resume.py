@@ -4,9 +4,9 @@ python scripts/soak_resume.py [--kills 50] [--seed 0] [--rollouts 20] [--folder 
 
 Each kill is SIGKILL of the driver at a random point: a phase (collect, step, push, save), a rollout, and a time within the
 phase's duration in the undisturbed run. The number of kills of a run is a third to half of its rollouts. After the last kill
-the run continues to its end, and its prompts, seeds, tokens, log-probabilities, versions, losses and weights are compared.
-Then the next run begins. The folder keeps the progress: the same command continues an interrupted soak, and rewrites the
-table.
+the run continues to its end. Every sample (id, prompt, seed, tokens, log-probabilities, versions, reward) and the final
+weights are compared with the undisturbed run bit for bit, and every loss within 1e-6. Then the next run begins. The folder
+keeps the progress: the same command continues an interrupted soak, and rewrites the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from slime_like.config.schema.faults import Fault  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 from slime_like.util.private import temporary_folder  # noqa: E402
 from tests.e2e.runs import metrics, train  # noqa: E402
-from tests.e2e.same_run import PROBE_DIFFERENCE, SAMPLE_DIFFERENCE, differences, run_reference  # noqa: E402
+from tests.e2e.same_run import (  # noqa: E402
+    LOSS_TOLERANCE,
+    PROBE_DIFFERENCE,
+    SAMPLE_DIFFERENCE,
+    differences,
+    run_reference,
+)
 
 TIMES = {
     "collect": "perf/train_wait_time",
@@ -63,7 +69,7 @@ class Verdict:
 
 
 def main() -> int:
-    """Return exit code 0 if every kill succeeded and every run had the results of the undisturbed run."""
+    """Return exit code 0 if every kill succeeded and every run had the results of the undisturbed run, without drift."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -103,7 +109,7 @@ class ResumeSoak:
 
     @property
     def good(self) -> bool:
-        """True if every kill succeeded and every run has the results of the undisturbed run."""
+        """True if every kill succeeded and every run has the results of the undisturbed run, without drift."""
         return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
 
     def reference(self) -> None:
@@ -126,7 +132,9 @@ class ResumeSoak:
             if not kills[-1].died:
                 break
         result = train(*self._job, f"run.dir={folder}", log=self.folder / f"run_{run}_end.log")
-        problems = [result.output[-500:]] if result.code else differences(self.undisturbed_dir, folder, self.rollouts)
+        problems = [result.output[-500:]]
+        if result.code == 0:
+            problems = differences(folder, self.rollouts, reference=self.undisturbed_dir)
         values = [row[name] for row in metrics(folder) for name in (SAMPLE_DIFFERENCE, PROBE_DIFFERENCE) if name in row]
         verdict = Verdict(run, problems, max(values, default=float("nan")))
         with self._results_file.open("a") as file:
@@ -188,7 +196,8 @@ class ResumeSoak:
         same = sum(not verdict.differences for verdict in self.verdicts)
         lines += [
             "",
-            f"{len(self.kills)} kills; {same} of {len(self.verdicts)} runs ended bit for bit like the undisturbed run.",
+            f"{len(self.kills)} kills; {same} of {len(self.verdicts)} runs ended with the samples and weights of the undisturbed "
+            f"run, bit for bit, and with its losses within {LOSS_TOLERANCE:g}.",
         ]
         return "\n".join(lines) + "\n"
 

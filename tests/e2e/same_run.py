@@ -58,20 +58,20 @@ def run_reference(folder: Path, num_rollouts: int) -> tuple[tuple[str, ...], Pat
     return job, reference
 
 
-def differences(run_dir: Path, reference: Path, num_rollouts: int) -> list[str]:
-    """Return a line per difference in samples, losses and weights of two runs."""
-    problems = sample_differences(run_dir, reference, range(num_rollouts))
+def differences(run_dir: Path, num_rollouts: int, *, reference: Path) -> list[str]:
+    """Return a line per difference of a run from ``reference``: samples and weights in any bit, losses beyond ``LOSS_TOLERANCE``."""
+    problems = sample_differences(run_dir, range(num_rollouts), reference=reference)
     problems += _loss_differences(run_dir, reference)
-    return [*problems, *weight_differences(run_dir / "hf", reference / "hf")]
+    return [*problems, *weight_differences(run_dir / "hf", reference=reference / "hf")]
 
 
-def sample_differences(run_dir: Path, reference: Path, rollouts: Iterable[int]) -> list[str]:
-    """Return a line per difference in the samples of two runs: prompt, seed, tokens, log-probabilities, versions, reward."""
+def sample_differences(run_dir: Path, rollouts: Iterable[int], *, reference: Path) -> list[str]:
+    """Return a line per difference in samples: id, prompt, seed, tokens, log-probabilities, versions or reward."""
     problems: list[str] = []
     for k in rollouts:
         samples, expected = (list(_samples(folder, k)) for folder in (run_dir, reference))
         if len(samples) != len(expected):
-            problems.append(f"rollout {k}: {len(samples)} and {len(expected)} samples")
+            problems.append(f"rollout {k}: {len(samples)} samples instead of {len(expected)}")
         for a, b in zip(samples, expected, strict=False):
             problems += [f"rollout {k}, sample {a['id']}: {name}" for name in a if not equal_values(a[name], b[name])]
     return problems
@@ -92,7 +92,7 @@ def _samples(run_dir: Path, rollout_id: int) -> Iterator[dict[str, Any]]:
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    return np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b
+    return a.tobytes() == b.tobytes() if isinstance(a, np.ndarray) else a == b
 
 
 def _loss_differences(run_dir: Path, reference: Path) -> list[str]:
@@ -100,16 +100,16 @@ def _loss_differences(run_dir: Path, reference: Path) -> list[str]:
         {row["step"]: row.get("train/loss") for row in metrics(folder)} for folder in (run_dir, reference)
     )
     if losses.keys() != expected.keys():
-        return [f"metrics of steps {sorted(losses)} and {sorted(expected)}"]
+        return [f"metrics of steps {sorted(losses)} instead of {sorted(expected)}"]
     different_steps = [
         step
         for step, loss in losses.items()
         if not np.isclose(loss or 0.0, expected[step] or 0.0, rtol=0, atol=LOSS_TOLERANCE)
     ]
-    return [f"loss of step {step}: {losses[step]} and {expected[step]}" for step in different_steps]
+    return [f"loss of step {step}: {losses[step]} instead of {expected[step]}" for step in different_steps]
 
 
-def weight_differences(folder: Path, reference: Path) -> list[str]:
+def weight_differences(folder: Path, *, reference: Path) -> list[str]:
     """Return a line per tensor that differs in any bit between two HF folders."""
     tensors, expected = (safe_open(f / "model.safetensors", framework="np") for f in (folder, reference))
     names = sorted({*tensors.keys(), *expected.keys()})

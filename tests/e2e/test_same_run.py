@@ -121,7 +121,7 @@ def test_every_token_of_every_step_has_the_same_bits_on_both_sides(pair: Pair) -
 
 
 def test_a_disturbed_run_equals_the_undisturbed_run(pair: Pair) -> None:
-    assert differences(pair.reference, pair.disturbed, ROLLOUTS) == []
+    assert differences(pair.disturbed, ROLLOUTS, reference=pair.reference) == []
     for num_trained in (0, 2, 4, ROLLOUTS):
         answers = [answers_path(run_dir, num_trained).read_text() for run_dir in (pair.reference, pair.disturbed)]
         assert answers[0] == answers[1] and answers[0].count("\n") == 5
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_two_managers_is_not_continued_by_one(pair: Pair, tmp_pa
 
 
 def test_training_changes_the_weights(pair: Pair) -> None:
-    assert len(weight_differences(pair.inputs / "model", pair.reference / "hf")) > 10
+    assert len(weight_differences(pair.reference / "hf", reference=pair.inputs / "model")) > 10
 
 
 def test_a_second_signal_ends_the_start_at_once(pair: Pair, tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ def test_a_repeated_rollout_has_the_same_tokens_unless_its_seeds_differ(
         collect(resumed_manager, 1, "resumed")
     finally:
         engine.run(resumed_manager.stop())
-    differences = sample_differences(tmp_path / "killed", tmp_path / "resumed", (1,))
+    differences = sample_differences(tmp_path / "resumed", (1,), reference=tmp_path / "killed")
     if differs:
         assert any(text.endswith(": tokens") for text in differences)
         return
     assert [text for text in differences if not text.endswith(": logprobs")] == []
-    groups_of_runs = (load_groups(rollout_path(tmp_path / run / "rollouts", 1)) for run in ("killed", "resumed"))
+    groups_of_runs = (load_groups(rollout_path(tmp_path / run / "rollouts", 1)) for run in ("resumed", "killed"))
     for actual, expected in zip(
         *([s for group in groups for s in group.samples] for groups in groups_of_runs), strict=True
     ):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from slime_like.config.schema.faults import FATAL, RECOVERED, WORKERS
+from slime_like.data.dump import rollout_path, save_groups
+from tests.data.test_dump import group
+from tests.e2e.runs import RunResult
+from tests.e2e.same_run import differences, sample_differences
 
 soak_faults: Any = importlib.import_module("scripts.soak_faults")
+soak_resume: Any = importlib.import_module("scripts.soak_resume")
 soak_draw: Any = importlib.import_module("scripts.soak_draw")
 page: Any = importlib.import_module("scripts.page")
 RANK, MANAGER = (
@@ -99,6 +108,59 @@ def test_a_table_is_rewritten(tmp_path: Path) -> None:
     for text in ("one\n", "two\n"):
         page.TableFile(path, "soak_faults.py").write(text)
         assert path.read_text() == f"<!-- written by scripts/soak_faults.py, which replaces this file -->\n\n{text}"
+
+
+def write_run(folder: Path, lengths: list[int], loss: float) -> None:
+    """Write a run of one rollout of a group, with responses of these lengths, and with weights equal to ``loss``."""
+    path = rollout_path(folder / "rollouts", 0)
+    path.parent.mkdir(parents=True)
+    save_groups(path, [group(0, lengths)])
+    (folder / "metrics.jsonl").write_text(f"{json.dumps({'step': 1, 'train/loss': loss})}\n")
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text("{}")
+    save_file({"norm": np.array([loss], dtype=np.float32)}, folder / "hf" / "model.safetensors")
+
+
+def test_differences_state_the_result_and_that_of_the_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ["rollout 0: 2 samples instead of 1", "loss of step 1: 0.5 instead of 0.25", "weight norm"]
+    write_run(tmp_path / "whole", [4], 0.25)
+    write_run(tmp_path / "run", [4, 5], 0.5)
+    faults = soak_faults.FaultSoak(tmp_path, 0, 1)
+    kills = soak_resume.ResumeSoak(tmp_path, 0, 1)
+    faults.undisturbed_dir = kills.undisturbed_dir = tmp_path / "whole"
+    assert [line for line in faults.table().splitlines() if line.startswith("- ")] == [f"- {text}" for text in expected]
+    (tmp_path / "run" / "hf" / "config.json").unlink()
+    assert [line for line in faults.table().splitlines() if line.startswith("- ")] == [f"- {expected[0]}"]
+
+    def train(*overrides: str, log: Path) -> RunResult:
+        write_run(tmp_path / "run_0", [4, 5], 0.5)
+        return RunResult(0, "")
+
+    monkeypatch.setattr(soak_resume, "train", train)
+    kills._job = ()
+    kills.one_run(0)
+    assert kills.verdicts[0].differences == expected
+    assert "0 of 1 runs ended with the samples and weights of the undisturbed run, bit for bit" in kills.table()
+
+
+@pytest.mark.parametrize("loss", [0.25, 0.25 + 9e-7, 0.25 + 2e-6])
+def test_losses_differ_beyond_the_tolerance_and_weights_in_any_bit(tmp_path: Path, loss: float) -> None:
+    write_run(tmp_path / "whole", [4], 0.25)
+    write_run(tmp_path / "run", [4], loss)
+    problems = [text.partition(" ")[0] for text in differences(tmp_path / "run", 1, reference=tmp_path / "whole")]
+    assert problems == {0.25: [], 0.25 + 9e-7: ["weight"], 0.25 + 2e-6: ["loss", "weight"]}[loss]
+
+
+def test_the_sign_of_a_zero_is_a_difference(tmp_path: Path) -> None:
+    source = group(0, [4])
+    for name, zero in {"whole": 0.0, "run": -0.0}.items():
+        sample = replace(source.samples[0], logprobs=np.full_like(source.samples[0].logprobs, zero))
+        path = rollout_path(tmp_path / name / "rollouts", 0)
+        path.parent.mkdir(parents=True)
+        save_groups(path, [replace(source, samples=(sample,))])
+    assert sample_differences(tmp_path / "run", [0], reference=tmp_path / "whole") == ["rollout 0, sample 0: logprobs"]
 
 
 def test_a_soak_outside_a_repository_has_an_unknown_commit(monkeypatch: pytest.MonkeyPatch) -> None:
