@@ -20,6 +20,7 @@ class EngineSettings:
         None  # number of buffers for whole layers; None: two, without the rank's own part (article)
     )
     remote_experts: int = 0  # routed experts of each layer in the memory of a worker
+    remote_on_host: bool = True  # their workers are started by the engine and keep the weights in host memory
     remote_copy: bool = False  # the engine has a copy of their weights in host memory
     weights: str = "bfloat16"
     kv_bytes: int = 2  # per element

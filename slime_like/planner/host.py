@@ -55,7 +55,6 @@ def host_engine(shape: ModelShape, settings: EngineSettings, pool: HostPool) -> 
     The memory of the processes alone is a measured constant; all other items follow from the model and ``pool``.
     """
     ranks, weights = settings.gpus, rank_weights(shape, settings)
-    remote = ranks * (rank_weights(shape, replace(settings, remote_experts=0)) - weights)
     states = (pool.slots + 1) * state_bytes(shape, settings) if pool.slots else 0.0
     return MemoryTable(
         (
@@ -63,12 +62,22 @@ def host_engine(shape: ModelShape, settings: EngineSettings, pool: HostPool) -> 
             *items(
                 ("weights", ranks * weights, ""),
                 ("packed weights", ranks * weights if weights <= MAX_PACKED_BYTES else 0.0, "for the C kernels"),
-                ("remote experts", remote, "in workers"),
-                ("copy of remote experts", remote * settings.remote_copy, "for workers that fail"),
+            ),
+            *remote_items(shape, settings),
+            *items(
                 ("KV cache", ranks * pool.tokens * token_bytes(shape, settings), f"{pool.tokens:,} tokens"),
                 ("recurrent states", ranks * states, f"{pool.slots:,} slots"),
             ),
         )
+    )
+
+
+def remote_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...]:
+    """Return the host memory of one engine's remote experts: their workers' weights, and the engine's copy of these."""
+    weights = rank_weights(shape, replace(settings, remote_experts=0)) - rank_weights(shape, settings)
+    return items(
+        ("remote experts", settings.gpus * weights * settings.remote_on_host, "in workers"),
+        ("copy of remote experts", settings.gpus * weights * settings.remote_copy, "for workers that fail"),
     )
 
 
