@@ -65,7 +65,7 @@ class Products:
         """Choose the library that packs: ``c`` for ``linears`` and ``head``, else oneDNN for ``linears``, else none.
 
         A library is chosen only if it can pack all of these weights and they take at most ``MAX_BYTES``. Calls of
-        ``model.load_weights`` are counted, because they may write weights.
+        the model's ``load_weights`` are counted, because they may write weights.
         """
         choices: list[tuple[Packing, list[Any]]] = [(OneDnn(), list(linears))]
         if c is not None:
