@@ -59,7 +59,7 @@ def run_reference(folder: Path, num_rollouts: int) -> tuple[tuple[str, ...], Pat
 
 
 def differences(run_dir: Path, num_rollouts: int, *, reference: Path) -> list[str]:
-    """Return a line per difference of a run from ``reference``: samples and weights in any bit, losses beyond ``LOSS_TOLERANCE``."""
+    """Return a line per difference from ``reference``: samples and weights in any bit, losses beyond ``LOSS_TOLERANCE``."""
     problems = sample_differences(run_dir, range(num_rollouts), reference=reference)
     problems += _loss_differences(run_dir, reference)
     return [*problems, *weight_differences(run_dir / "hf", reference=reference / "hf")]
