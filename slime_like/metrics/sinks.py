@@ -21,7 +21,10 @@ from slime_like.metrics.log import DAMAGED, RetainedLines, read_retained_lines
 from slime_like.metrics.types import KeepsWarnings, RunWarning, ShowsNotes, Sink, SinkContext, StepSpans
 from slime_like.metrics.user_sink import open_sink
 from slime_like.metrics.view import LiveConsole, PlainConsole
+from slime_like.util.counted import counted
 from slime_like.util.reading import reason
+
+DROPPED = "metrics_dropped.jsonl"  # file next to the log, with lines of steps that the run does again
 
 
 def open_sinks(
@@ -52,8 +55,8 @@ def open_sinks(
     by_flag = [name for name, flag in (("tensorboard", config.tensorboard), ("wandb", config.wandb)) if flag]
     sinks += [open_sink(name, config, context) for name in dict.fromkeys([*by_flag, *config.sinks])]
     group = SinkGroup(sinks)
-    if log.damage:
-        group.note(log.damage)
+    if log.message:
+        group.note(log.message)
     return group
 
 
@@ -93,24 +96,27 @@ class JsonlSink:
 
     A step with warnings also has ``"warnings": [text, ...]``. On resume, lines after ``first_step`` move to
     metrics_dropped.jsonl, since the run repeats these steps, and unreadable lines to ``metrics.damaged.jsonl``. In a new run,
-    all lines of an existing file move to metrics_dropped.jsonl.
+    all lines of an existing file move to metrics_dropped.jsonl, and ``message`` tells their number.
     """
 
     path: Path
     first_step: int
-    damage: str = field(init=False)  # message about missing and unreadable lines; empty if there are none
+    message: str = field(init=False)  # about missing, unreadable or moved lines; empty if there are none
     _file: AppendOnlyFile = field(init=False)
     _warnings: list[str] = field(default_factory=list[str], init=False)  # warnings of the step that is logged next
 
     def __post_init__(self) -> None:
         retained = read_retained_lines(self.path, self.first_step) if self.first_step else RetainedLines((), (), "")
-        self.damage = retained.note
+        self.message = retained.note
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if retained.damaged:
                 with self.path.with_name(DAMAGED).open("ab") as file:
                     file.writelines(line + b"\n" for line in retained.damaged)
-            _move_dropped_lines(self.path, {*retained.lines, *retained.damaged})
+            num_dropped = _move_dropped_lines(self.path, {*retained.lines, *retained.damaged})
+            if num_dropped and not self.first_step:
+                lines = counted(num_dropped, "line")
+                self.message = f"{self.path} had {lines} of an earlier run, moved to {self.path.with_name(DROPPED)}"
             with replacing(self.path) as scratch:  # atomic, as no other file has the earlier steps
                 scratch.write_bytes(b"".join(line + b"\n" for line in retained.lines))
             self._file = AppendOnlyFile(self.path)
@@ -141,13 +147,14 @@ class JsonlSink:
         self._file.close()
 
 
-def _move_dropped_lines(path: Path, retained: Set[bytes]) -> None:
-    """Append the lines of ``path`` that are not in ``retained`` to metrics_dropped.jsonl."""
+def _move_dropped_lines(path: Path, retained: Set[bytes]) -> int:
+    """Append the lines of ``path`` that are not in ``retained`` to metrics_dropped.jsonl, and return their number."""
     dropped_lines = (
         [line for line in path.read_bytes().split(b"\n") if line.strip() and line not in retained]
         if path.exists()
         else []
     )
     if dropped_lines:
-        with path.with_name("metrics_dropped.jsonl").open("ab") as file:
+        with path.with_name(DROPPED).open("ab") as file:
             file.writelines(line + b"\n" for line in dropped_lines)
+    return len(dropped_lines)

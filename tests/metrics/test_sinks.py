@@ -61,9 +61,12 @@ def test_resume_drops_steps_that_will_be_repeated(tmp_path: Path) -> None:
 def test_a_fresh_run_starts_a_fresh_file_and_loses_no_line(tmp_path: Path) -> None:
     original = b'{"step": 1}\n\xff\xfe torn\n{"step": 7}'
     (tmp_path / "metrics.jsonl").write_bytes(original)
-    JsonlSink(tmp_path / "metrics.jsonl", 0).close()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
-    assert (tmp_path / "metrics_dropped.jsonl").read_bytes() == original + b"\n"
+    for expected in ("had 3 lines of an earlier run, moved to", ""):  # the second run finds an empty file
+        stream = io.StringIO()
+        open_sinks(MetricsConfig(console="plain"), tmp_path, first_step=0, num_steps=9, console=stream).close()
+        assert expected in stream.getvalue() and stream.getvalue().count("\n") == bool(expected)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+        assert (tmp_path / "metrics_dropped.jsonl").read_bytes() == original + b"\n"
 
 
 def test_console_lines_and_tensorboard_events(tmp_path: Path) -> None:
