@@ -118,6 +118,22 @@ def test_the_last_reading_is_reported_if_memory_queries_hang() -> None:
     )
 
 
+def test_the_error_of_a_failed_memory_query_is_reported_with_the_last_one(tmp_path: Path) -> None:
+    def fail() -> int:
+        raise RuntimeError("CUDA error: device-side assert\nCompile with TORCH_USE_CUDA_DSA")
+
+    ring = Ring(tmp_path, "trainer_rank0", 8)
+    ring.record_held(2**30)
+    ring.record_free(3 * 2**30, 4 * 2**30)
+    source = SimpleNamespace(name="driver", total=4 * 2**30, free=fail, process_bytes=lambda: 2**30)
+    wrapper: Any = SimpleNamespace(ring=ring, guard=SimpleNamespace(source=source))
+    assert re.fullmatch(
+        r"memory: the query failed \(RuntimeError: CUDA error: device-side assert\); memory [\d.]+ s ago: "
+        r"3\.00 of 4\.00 GiB free, it held 1\.00",
+        memory_or_last(wrapper, 60.0),
+    )
+
+
 def test_a_rank_without_a_memory_query_is_reported(tmp_path: Path) -> None:
     Ring(tmp_path, "a_rank0", 8)
     assert "running, free memory never queried; oldest first" in dump(tmp_path)

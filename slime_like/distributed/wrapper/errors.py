@@ -24,7 +24,6 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
     waited_s = (time.perf_counter_ns() - w.ring.words[start + 1]) / 1e9
     info = counter.group.info
     rank = dist.get_rank() if dist.is_initialized() else "?"
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     problems = _findings(w, wait_for_peers=waited_s < ARRIVAL_WAIT_S)
     cause = f"; {problems[0].headline}" if problems else ""
     lines = [
@@ -32,7 +31,7 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
         f"in group {info.label} (ranks {list_ranks(info.ranks)}){cause}",
         *(str(finding) for finding in problems),
         memory(w),
-        f"{type(error).__name__}: {first_line}",
+        f"{type(error).__name__}: {_first_line(error)}",
     ]
     return CollectiveError("\n".join(lines))
 
@@ -51,12 +50,15 @@ def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
 
 
 def memory(w: Wrapper) -> str:
-    """Describe this rank's memory."""
+    """Describe this rank's memory, or give the error of the query and the last recorded one."""
     source = w.guard.source
-    return (
-        f"memory: {source.free() / 2**30:.2f} of {source.total / 2**30:.2f} GiB ({source.name}) free, this rank holds "
-        f"{source.process_bytes() / 2**30:.2f}"
-    )
+    try:
+        return (
+            f"memory: {source.free() / 2**30:.2f} of {source.total / 2**30:.2f} GiB ({source.name}) free, this rank holds "
+            f"{source.process_bytes() / 2**30:.2f}"
+        )
+    except Exception as error:  # noqa: BLE001 (fault boundary: after an error of CUDA, its queries raise too)
+        return f"memory: the query failed ({type(error).__name__}: {_first_line(error)}){_last_query(w)}"
 
 
 def memory_or_last(w: Wrapper, seconds: float) -> str:
@@ -67,7 +69,13 @@ def memory_or_last(w: Wrapper, seconds: float) -> str:
     query.join(seconds)
     if answers:
         return answers[0]
+    return f"memory: no answer in {seconds:g} s{_last_query(w)}"
+
+
+def _last_query(w: Wrapper) -> str:
     last = w.ring.memory_state()
-    return f"memory: no answer in {seconds:g} s" + (
-        "" if last is None else f"; {last.describe(time.perf_counter_ns())}"
-    )
+    return "" if last is None else f"; {last.describe(time.perf_counter_ns())}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
