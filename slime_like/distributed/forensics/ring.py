@@ -275,13 +275,13 @@ def sweep(shared: Path = SHARED, keep: Path | None = None) -> list[Path]:
 
     ``keep``: a folder to leave in place, because this process and others are about to use it.
     """
-    removed_files: list[Path] = []
+    removed_folders: list[Path] = []
     for folder in shared.glob(f"{PREFIX}*"):
         rings = list(folder.glob("*.ring"))
         if folder != keep and _is_own(folder) and rings and not any(_is_alive(path) for path in rings):
             shutil.rmtree(folder, ignore_errors=True)
-            removed_files.append(folder)
-    return removed_files
+            removed_folders.append(folder)
+    return removed_folders
 
 
 def _is_own(folder: Path) -> bool:
