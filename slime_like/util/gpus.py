@@ -11,7 +11,7 @@ from slime_like.util.deadline import Deadline
 
 GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader")
 GPU_QUERY_SECONDS = 20.0
-MIG = "MIG"  # a slice of a GPU, in CUDA_VISIBLE_DEVICES and as a suffix of its name
+MIG = "MIG"  # suffix of the name of a GPU's slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,13 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible(installed_gpus(), variable)
-    if MIG not in (variable or ""):
+    if variable is None:
         return gpus
-    return tuple(replace(gpu, name=f"{gpu.name} {MIG}", num_bytes=None) for gpu in gpus)
+    entries = [entry.strip() for entry in variable.split(",")]  # ``visible`` stops at the first invalid one
+    return tuple(
+        replace(gpu, name=f"{gpu.name} {MIG}", num_bytes=None) if entry.startswith("MIG-") else gpu
+        for gpu, entry in zip(gpus, entries, strict=False)
+    )
 
 
 def parse(line: str) -> Gpu:

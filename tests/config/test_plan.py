@@ -66,6 +66,13 @@ def test_transformer_engine_needs_a_gpu_and_its_package(plan, monkeypatch: pytes
         plan("model.attention=te", machine=SERVER)
 
 
+def test_another_machine_may_have_transformer_engine(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "has_transformer_engine", lambda: False)
+    load_config([*argv, "model.attention=te", "placement.ray_address=auto"])
+    cfg = load_config([*argv, "model.attention=te"], machine=False)
+    assert make_plan(cfg, replace(SERVER, is_local=False)).actor.model.attention == "te"
+
+
 def test_context_parallel_ranks_are_part_of_one_copy_of_the_model(plan) -> None:
     layout = plan("parallel.tp=2", "parallel.cp=2", "placement.actor_num_gpus_per_node=8", machine=SERVER).actor.layout
     assert (layout.tp, layout.cp, layout.dp, layout.world_size) == (2, 2, 2, 8)
@@ -240,6 +247,22 @@ def test_the_printed_plan_names_numbers_and_reasons(argv: list[str]) -> None:
 )
 def test_cuda_visible_devices(variable: str | None, num_visible: int) -> None:
     assert len(gpus.visible(("A", "B", "C"), variable)) == num_visible
+
+
+def test_only_mig_entries_are_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = gpus.Gpu("H100", (9, 0), 80 * 2**30), gpus.Gpu("L4", (8, 9), 24 * 2**30)
+    monkeypatch.setattr(gpus, "installed_gpus", lambda: (large, small))
+    slice_of_large = gpus.Gpu("H100 MIG", (9, 0), None)
+    expected = {
+        "1, MIG-8932,0": (small, slice_of_large, large),
+        "MIG-8932,7,1": (slice_of_large,),
+        "GPU-MIG1": (large,),
+    }
+    for variable, visible in expected.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert gpus.visible_gpus() == visible
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpus.visible_gpus() == (large, small)
 
 
 def test_nvidia_smi_is_read() -> None:

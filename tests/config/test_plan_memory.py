@@ -181,7 +181,8 @@ def test_a_gpu_that_only_the_driver_knows_is_predicted() -> None:
     assert "does not know the GPU 'Tesla V100'" in local_memory(here).unknown
     with pytest.raises(ConfigError, match=r"each Tesla V100 has 32\.0 GiB"):
         local_memory(replace(here, gpu_bytes=(32 * 2**30,) * 8))
-    assert "MIG slice" in local_memory(replace(here, gpu_names=("NVIDIA H100 MIG",) * 8)).unknown
+    mixed = replace(here, gpu_names=("NVIDIA H100", "NVIDIA A30 MIG"))
+    assert "the memory of a MIG slice is not known (NVIDIA A30 MIG)" in local_memory(mixed).unknown
 
 
 def test_main_memory_of_this_machine_is_checked() -> None:

@@ -52,8 +52,8 @@ def known_hardware(cfg: TrainConfig, machine: Machine, shapes: RoleShapes) -> Ha
 def _smallest_gpu(machine: Machine) -> GpuKind | str:
     """Return the GPU with the least memory, reported by the driver or listed in the planner's table, or why it is unknown."""
     names = machine.gpu_names or ("",)
-    if any(name.endswith(f" {MIG}") for name in names):
-        return f"the memory of a MIG slice is not known ({names[0]})"
+    if slices := [name for name in names if name.endswith(f" {MIG}")]:
+        return f"the memory of a MIG slice is not known ({slices[0]})"
     kinds = {name: known_gpu(name) for name in names}
     if machine.gpu_bytes:
         min_bytes = min(machine.gpu_bytes)
@@ -96,6 +96,7 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
     return EngineSettings(
         gpus=spec.tp,
         remote_experts=remote.count or len(remote.experts),
+        remote_on_host=remote.device == "cpu" and not remote.workers,
         remote_copy=remote.policy != "required",
         dcp=spec.dcp,
         dp_attention=spec.dp_attention,
