@@ -50,10 +50,10 @@ def returns_of(function: Callable[..., Any]) -> FunctionReturns | None:
     return FunctionReturns(file, tuple(statements), not raises and all(_is_none(value) for _, value in statements))
 
 
-def is_reason(value: ast.expr | None) -> bool:
-    """Return False if an expression is certainly not a valid result of a group filter, which is None or a non-empty string.
+def may_be_filter_result(value: ast.expr | None) -> bool:
+    """Return whether the value of an expression may be a valid result of a group filter: None or a non-empty string.
 
-    An expression whose value is unknown counts as valid; of a conditional expression, both branches must be valid.
+    A value that is not known may be one; of a conditional expression, both branches must be.
     """
     match value:
         case ast.Constant(value=constant):
@@ -61,9 +61,9 @@ def is_reason(value: ast.expr | None) -> bool:
         case ast.Compare() | ast.UnaryOp(op=ast.Not()):
             return False
         case ast.BoolOp(values=values):
-            return any(is_reason(item) for item in values)
+            return any(may_be_filter_result(item) for item in values)
         case ast.IfExp(body=body, orelse=other):
-            return is_reason(body) and is_reason(other)
+            return may_be_filter_result(body) and may_be_filter_result(other)
         case ast.Call(func=ast.Name(id=name)):
             return name not in PREDICATES
         case _:

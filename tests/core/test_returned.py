@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.util.returned import is_reason, returns_of
+from slime_like.util.returned import may_be_filter_result, returns_of
 from tests.core import returning
 
 
@@ -32,7 +32,7 @@ from tests.core import returning
 def test_a_filter_that_cannot_return_a_reason_is_recognised(function: Callable[..., Any], is_filter: bool) -> None:
     returns = returns_of(function)
     assert returns is not None and returns.file == returning.__file__
-    assert all(is_reason(value) for _, value in returns.statements) is is_filter
+    assert all(may_be_filter_result(value) for _, value in returns.statements) is is_filter
 
 
 def test_the_line_of_a_statement_is_that_of_the_file() -> None:

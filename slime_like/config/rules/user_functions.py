@@ -12,7 +12,7 @@ from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.errors import ConfigError
 from slime_like.registry import is_shipped, resolve
-from slime_like.util.returned import is_reason, returns_of
+from slime_like.util.returned import may_be_filter_result, returns_of
 from slime_like.util.user_code import check_signature, describe, location
 
 
@@ -136,7 +136,7 @@ def _check_returns(key: str, name: str, function: Any) -> None:
         return
     if key == "rollout.filters":
         for line, value in returns.statements:
-            if not is_reason(value):
+            if not may_be_filter_result(value):
                 raise ConfigError(
                     f"{key}={name!r} returns {ast.unparse(value) if value else None} ({returns.file}:{line}): a filter returns "
                     "None to keep a group, or a word that names the reason for dropping it"
