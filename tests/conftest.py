@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.metadata
+import os
 import re
 import signal
 import sys
@@ -104,6 +105,18 @@ def pytest_collection() -> Generator[None, object, object]:
     pickled_copies.install()
     gc.set_threshold(20_000, 20, 20)
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Restore the environment after each test: code under test changes that of its process, which later tests would inherit."""
+    before = dict(os.environ)
+    try:
+        return (yield)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @pytest.hookimpl(trylast=True)  # after the test's own teardown

@@ -71,6 +71,12 @@ HEAVY_IMPORTS = (
     "tests/scripts/test_prepare_data.py",
     "tests/train/",
 )
+# Files whose tests spend most of their time waiting: in one process if no engine is started, while the other processes compute.
+WAITING = (
+    *("tests/cluster/test_engine_restart.py", "tests/cluster/test_stacks.py", "tests/cluster/test_supervisor.py"),
+    *("tests/power/", "tests/remote_experts/", "tests/reward/test_reward_pool.py"),
+    "tests/rollout/test_event_loop_monitor.py",
+)
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
     *(*FORKED_ENGINES, *RANKS, *NODES),
@@ -84,9 +90,9 @@ LONGEST = (
 
 
 def group_of(nodeid: str, *, starts_engines: bool = True) -> str:
-    """Return the group of a test: its file, or one name for all files that share a fixture of the session or an import."""
+    """Return the group of a test: its file, or one name for all files that run in one process."""
     file = nodeid.partition("::")[0]
-    groups = GROUPS if starts_engines else (HEAVY_IMPORTS,)
+    groups = GROUPS if starts_engines else (HEAVY_IMPORTS, WAITING)
     return next((shared[0] for shared in groups if file.startswith(shared)), file)
 
 
@@ -106,7 +112,14 @@ class GroupScheduling(LoadScopeScheduling):
         return group_of(nodeid, starts_engines=self.starts_engines)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """Assign the next group. If the process has died and xdist does not know it yet, ``remove_node`` reassigns the group."""
+        """Assign the next group, to the last of several processes the last one.
+
+        Groups of several processes, which the queue begins with, slow each other down where there are more processes than cores.
+
+        If the process has died and xdist does not know it yet, ``remove_node`` reassigns the group.
+        """
+        if self.starts_engines and node is self.nodes[-1] is not self.nodes[0]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         with contextlib.suppress(OSError):
             super()._assign_work_unit(node)
 

@@ -54,10 +54,10 @@ static() {
     stage "basedpyright" "$VENV/bin/basedpyright"
 }
 
-# parallel_pytest ARG...: run pytest in two processes more than there are cores, because runs often wait for a peer or a
-# deadline. tests/groups.py decides which tests share a process. Deadlines are scaled, because a process has less than a core.
+# parallel_pytest ARG...: run pytest in one process more than there are cores, because tests often wait for a peer or a deadline.
+# tests/groups.py decides which tests share a process. Deadlines are scaled, because a process has less than a core.
 parallel_pytest() {
-    local processes=$(($(nproc) + 2))
+    local processes=$(($(nproc) + 1))
     SLIME_LIKE_DEADLINE_FACTOR=${SLIME_LIKE_DEADLINE_FACTOR:-3} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} \
         "$PYTHON" -m pytest -n "$((processes < 8 ? processes : 8))" --dist loadscope --no-loadscope-reorder "$@"
 }

@@ -51,9 +51,34 @@ class DeadNode:
 def test_a_group_for_a_process_that_has_just_died_runs_in_another() -> None:
     node: Any = DeadNode()
     scheduling = GroupScheduling.__new__(GroupScheduling)  # without the options of a session
+    scheduling.starts_engines = True
     scheduling.workqueue = OrderedDict({"test_b.py": {"test_b.py::test_one": False}})
     scheduling.assigned_work = {node: {"test_a.py": {"test_a.py::test_dies": False}}}
     scheduling.registered_collections = {node: ["test_a.py::test_dies", "test_b.py::test_one"]}
     scheduling._assign_work_unit(node)
     assert scheduling.remove_node(node) == "test_a.py::test_dies"
     assert scheduling.workqueue == {"test_b.py": {"test_b.py::test_one": False}}
+
+
+class ListeningNode:
+    """Fake process of xdist that records the tests that it receives."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.indices += indices
+
+
+def test_the_last_process_begins_with_the_last_groups() -> None:
+    """The queue begins with groups that start engines and ranks, of which few should run at the same time."""
+    nodes: list[Any] = [ListeningNode() for _ in range(3)]
+    tests = [f"test_{name}.py::test_one" for name in "abcd"]
+    scheduling = GroupScheduling.__new__(GroupScheduling)
+    scheduling.starts_engines = True
+    scheduling.workqueue = OrderedDict((test.partition("::")[0], {test: False}) for test in tests)
+    scheduling.assigned_work = {node: {} for node in nodes}
+    scheduling.registered_collections = dict.fromkeys(nodes, tests)
+    for node in (*nodes, nodes[-1]):
+        scheduling._assign_work_unit(node)
+    assert [node.indices for node in nodes] == [[0], [1], [3, 2]]

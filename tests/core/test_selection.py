@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import excluded_marks, is_excluded
-from tests.groups import GROUPS, HEAVY_IMPORTS, group_of
+from tests.groups import GROUPS, HEAVY_IMPORTS, WAITING, group_of
 
 UNIT = "not engine and not ranks and not slow"
 
@@ -34,7 +34,7 @@ def test_a_file_is_left_out_if_its_mark_excludes_every_test(marks: str, expressi
 
 def test_files_that_share_an_engine_ranks_or_an_import_are_one_group() -> None:
     assert excluded_marks(UNIT) == {"engine", "ranks", "slow"}
-    for files, starts_engines in (*((files, True) for files in GROUPS), (HEAVY_IMPORTS, False)):
+    for files, starts_engines in (*((files, True) for files in GROUPS), (HEAVY_IMPORTS, False), (WAITING, False)):
         assert all((Path(__file__).parents[2] / file).exists() for file in files)
         assert {group_of(f"{file}::test", starts_engines=starts_engines) for file in files} == {files[0]}
     assert group_of("tests/engine/test_tensor_parallel.py::test") == "tests/engine/test_tensor_parallel.py"

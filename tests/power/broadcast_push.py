@@ -93,8 +93,8 @@ class ReceivingEngine:
         dist.destroy_process_group(self._group)
 
 
-async def serve(host: str) -> None:
-    """Run the HTTP server of an engine."""
+async def serve(host: str, listening: int) -> None:
+    """Run the HTTP server of an engine. Write a byte to the file descriptor ``listening`` once it accepts connections."""
     engine, app = ReceivingEngine(), web.Application()
 
     def route(path: str, action: Any) -> None:
@@ -113,6 +113,7 @@ async def serve(host: str) -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, host, PORT).start()
+    os.write(listening, b"1")
     await asyncio.Event().wait()
 
 
@@ -154,10 +155,14 @@ def report(text: str) -> None:
 def main() -> None:
     """Fork the engines, each in its network, and push from the network of the sender."""
     sender, *engines = (argument.split("=") for argument in sys.argv[1:])
+    listening, write_end = os.pipe()
     for name, address in engines:
         if os.fork() == 0:
             enter(name)
-            asyncio.run(serve(address))
+            asyncio.run(serve(address, write_end))
+    os.close(write_end)
+    for _ in engines:
+        assert os.read(listening, 1), "an engine ended before it accepted connections"
     enter(sender[0])
     share_gloo_device()
     install.install(GuardSpec(wrap=True), torch.device("cpu"), 0)
