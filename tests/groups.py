@@ -74,8 +74,7 @@ HEAVY_IMPORTS = (
 # Files whose tests spend most of their time waiting: in one process if no engine is started, while the other processes compute.
 WAITING = (
     *("tests/cluster/test_engine_restart.py", "tests/cluster/test_stacks.py", "tests/cluster/test_supervisor.py"),
-    *("tests/power/", "tests/remote_experts/", "tests/reward/test_reward_pool.py"),
-    "tests/rollout/test_event_loop_monitor.py",
+    *("tests/power/", "tests/reward/test_reward_pool.py", "tests/rollout/test_event_loop_monitor.py"),
 )
 # Files that take minutes, longest first: a long one that starts last would leave the other processes idle.
 LONGEST = (
