@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from slime_like.cluster.plan.engine import engine_settings
+from slime_like.cluster.plan.host import check_node_memory, node_memory
+from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import Plan
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.remote_experts import check_remote_experts_model
@@ -22,6 +24,7 @@ from slime_like.planner.models import find_shape
 from slime_like.rollout.engine.environment import child_environment
 from slime_like.rollout.engine.main import EngineLaunch, server_arguments
 from slime_like_plugins.sglang_hooks import PLUGINS_VARIABLE
+from tests.config import recipe_plans
 from tests.config.bad_input import each_rule, one_message
 from tests.config.machines import SERVER
 
@@ -183,3 +186,46 @@ def test_the_plan_has_the_experts_of_workers(plan: Callable[..., Plan]) -> None:
     difference = rank_weights(shape, plain) - rank_weights(shape, remote)
     names = {item.name: item.num_bytes for item in host_engine(shape, remote, host_pool(shape, remote, 1e12)).items}
     assert difference > 0 and names["remote experts"] == names["copy of remote experts"] == pytest.approx(difference)
+
+
+ON_GPUS = (
+    "optim.cpu_offload=false",
+    "placement.mode=split",
+    "placement.offload_train=false",
+    "placement.offload_rollout=false",
+)
+COPY, ON_GPU, RUNNING = f"{KEY}.policy=fallback", f"{KEY}.device=cuda:1", f"{KEY}.workers=[a:1,a:2,a:3,a:4]"
+
+
+@pytest.mark.parametrize(
+    ("keys", "in_workers", "copies"),
+    [
+        ((), 1, 0),
+        ((COPY,), 1, 1),
+        ((COPY, ON_GPU), 0, 1),
+        ((ON_GPU,), 0, 0),
+        ((RUNNING, f"{KEY}.key_file=k", "rollout.num_engines=1"), 0, 0),
+    ],
+)
+def test_the_main_memory_of_a_node_has_the_experts_that_engines_on_gpus_lack(
+    keys: tuple[str, ...], in_workers: int, copies: int
+) -> None:
+    machine = described_machine("16xH200")
+    plain, remote = (
+        recipe_plans.plan("qwen3_30b_a3b", *ON_GPUS, *count, machine=machine).memory
+        for count in ((), (f"{KEY}.count=64", *keys))
+    )
+    assert plain.engine is not None and remote.engine is not None and remote.host is not None
+    moved = 2 * 4 * (plain.engine.table.of("experts") - remote.engine.table.of("experts"))  # 2 engines of 4 ranks
+    assert moved > 0
+    assert remote.host.of("remote experts") == pytest.approx(in_workers * moved)
+    assert remote.host.of("copy of remote experts") == pytest.approx(copies * moved)
+
+
+def test_remote_experts_that_exceed_main_memory_are_refused() -> None:
+    machine = described_machine("16xH200")
+    demand = recipe_plans.plan("qwen3_30b_a3b", *ON_GPUS, f"{KEY}.count=64", machine=machine).memory.demand
+    assert demand is not None
+    table = node_memory(demand, machine)
+    with pytest.raises(ConfigError, match=r"remote experts 54\.0 GiB.*: make fewer experts remote"):
+        check_node_memory(demand, replace(machine, memory_bytes=int(table.total) - 1), table)

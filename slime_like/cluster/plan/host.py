@@ -1,4 +1,4 @@
-"""Host memory of a run on GPUs: processes, offloaded optimizer and copies of weights, per node."""
+"""Host memory of a run on GPUs: processes, offloaded optimizer, remote experts and copies of weights, per node."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slime_like.cluster.plan.demand import Demand
+from slime_like.cluster.plan.engine import engine_settings
 from slime_like.cluster.plan.machine import Machine
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.errors import ConfigError
 from slime_like.planner import constants
+from slime_like.planner.host import remote_items
 from slime_like.planner.offload import offload_items
 from slime_like.planner.shapes import ModelShape
 from slime_like.planner.table import Item, MemoryTable, gib, items
@@ -47,6 +49,8 @@ def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
             return f"set optim.cpu_offload_fraction={percent / 100:g}" if percent else "set optim.cpu_offload=false"
     if table.of("copies of weights"):
         return "train without a reference and a swapped teacher (algo.*, teacher.placement), or use more nodes"
+    if table.of("remote experts", "copy of remote experts"):
+        return "make fewer experts remote (rollout.remote_experts), lower rollout.num_engines, or use nodes with more memory"
     return "lower rollout.num_engines, or use more nodes, or nodes with more memory"
 
 
@@ -70,10 +74,9 @@ def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
     if demand.engines:
         server = constants.HOST_SERVER.value + constants.HOST_DETOKENIZER.value
         schedulers = demand.engines[0].tp * constants.HOST_SCHEDULER.value
-        yield (
-            MemoryTable(items(("engines", server + schedulers, "servers, detokenizers and schedulers"))),
-            len(demand.engines),
-        )
+        processes = items(("engines", server + schedulers, "servers, detokenizers and schedulers"))
+        remote = remote_items(shapes.actor, engine_settings(demand.engines[0]))
+        yield MemoryTable((*processes, *remote)), len(demand.engines)
 
 
 def _rank(
