@@ -19,8 +19,8 @@ from slime_like.util.deadline import Deadline
 class TwoRanks:
     """Fake group whose ranks see the driver's folder as ``folders``."""
 
-    def __init__(self, *folders: Path) -> None:
-        self._folders = {f"trainer rank {rank}": folder for rank, folder in enumerate(folders)}
+    def __init__(self, *folders: Path, role: str = "trainer") -> None:
+        self._folders = {f"{role} rank {rank}": folder for rank, folder in enumerate(folders)}
         self._workers: dict[str, Any] = {name: object.__new__(RankWorker) for name in self._folders}
 
     def start(self, method: Any, argument: Any) -> dict[str, Any]:
@@ -66,3 +66,19 @@ def test_a_folder_that_rank_0_does_not_share_is_refused(folders: tuple[Path, Pat
     ):
         find_separate_nodes(run_dir, [ranks], Deadline("driver", "connect", 1))
     assert list(run_dir.iterdir()) == [], "the marker is removed"
+
+
+@pytest.mark.parametrize("actor_is_separate", [False, True])
+def test_the_driver_is_moved_only_to_a_node_with_every_rank_0(
+    actor_is_separate: bool, folders: tuple[Path, Path]
+) -> None:
+    """If the actor's rank 0 sees the folder, it may not see one on the node of the critic's rank 0."""
+    run_dir, rank_dir = folders
+    actor: Any = TwoRanks(rank_dir if actor_is_separate else run_dir, run_dir)
+    critic: Any = TwoRanks(rank_dir, rank_dir, role="critic")
+    with pytest.raises(ConfigError, match="is not shared with") as error_info:
+        find_separate_nodes(run_dir, [actor, critic], Deadline("driver", "connect", 1))
+    message = str(error_info.value)
+    assert ("start train.py on 10.0.0.2" in message) == actor_is_separate
+    assert ("(critic rank 0)" in message) != actor_is_separate
+    assert message.endswith("set run.dir to a folder of a file system that all nodes mount at the same path")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ def find_separate_nodes(
         with contextlib.suppress(OSError):
             marker.unlink(missing_ok=True)
     nodes = [tuple(addresses[name] for name in group_refs) for group_refs in refs]
-    for group_refs, group_nodes in zip(refs, nodes, strict=True):
-        if group_nodes[0]:
-            raise ConfigError(_unshared_message(run_dir, next(iter(group_refs)), group_nodes[0]))
+    if unshared := {
+        next(iter(group_refs)): names[0] for group_refs, names in zip(refs, nodes, strict=True) if names[0]
+    }:
+        raise ConfigError(_unshared_message(run_dir, unshared, len(groups)))
     acknowledgements: Refs[None] = {}
     for group, group_nodes in zip(groups, nodes, strict=True):
         if any(group_nodes):
@@ -55,9 +56,15 @@ def find_separate_nodes(
     return sorted({address for address in addresses.values() if address})
 
 
-def _unshared_message(run_dir: Path, rank: str, address: str) -> str:
+def _unshared_message(run_dir: Path, unshared: Mapping[str, str], num_groups: int) -> str:
+    """Return the message for ``unshared``, the first ranks of groups that do not see ``run_dir``, with their nodes' addresses.
+
+    Only if rank 0 of every group is on the same node can ``train.py`` be started there.
+    """
+    rank, address = next(iter(unshared.items()))
+    is_one_node = len(unshared) == num_groups and len(set(unshared.values())) == 1
     return (
         f"run.dir={str(run_dir)!r} is not shared with {address} ({rank}), which completes the checkpoints that the driver "
-        f"continues from: start train.py on {address}, or set run.dir to a folder of a file system that all nodes mount at the "
-        "same path"
+        f"continues from: {f'start train.py on {address}, or ' * is_one_node}set run.dir to a folder of a file system that all "
+        "nodes mount at the same path"
     )
