@@ -168,12 +168,13 @@ class FileSource:
                 f"the cursor of the checkpoint cannot be used ({error}): resume from another checkpoint"
             ) from error
         current = self.state()
-        owners = {"rows": self._key, "fingerprint": self._key, "seed": "run.seed", "shuffle": "data.shuffle"}
+        prompts = f"{self._key}, and the tokenizer and keys with which it is read"
+        owners = {"rows": prompts, "fingerprint": prompts, "seed": "run.seed", "shuffle": "data.shuffle"}
         for name, key in owners.items():
             if state[name] != current[name]:
                 raise DataError(
                     f"{self._file.path}: {name} was {state[name]} when the checkpoint was written and is {current[name]} "
-                    f"now, so the run cannot continue with its next prompts; restore {key} or choose a new run.dir"
+                    f"now, so the run cannot continue with its next prompts; restore {key}"
                 )
         if state["offset"] > len(self.prompts):
             raise DataError(

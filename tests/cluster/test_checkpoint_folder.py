@@ -34,6 +34,7 @@ from tests.cluster.run_folder import (
     group,
     used_folder,
 )
+from tests.data.sources import TEN, source, write
 
 
 def test_only_leftovers_are_removed(tmp_path: Path) -> None:
@@ -169,3 +170,23 @@ def test_lost_groups_of_a_checkpoint_are_refused_at_start(tmp_path: Path, torn: 
         check_state(tmp_path, 3)
     save_groups(folder / "leftover_3.npz", ())
     check_state(tmp_path, 3)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_cursor_that_does_not_fit_the_prompts_is_refused_with_what_is_left_to_do(
+    tmp_path: Path, critic: bool
+) -> None:
+    """Checkpoints of the same run have cursors in the same prompts, so none of them is recommended."""
+    folder = tmp_path / "checkpoints"
+    (folder / "rollout").mkdir(parents=True)
+    write_manager_states(folder, 3, [{"cursor": source(write(tmp_path / "a.jsonl", TEN)).state()}])
+    check_cursor(folder, 3, source(tmp_path / "a.jsonl"))
+    if critic:
+        (folder / "critic").mkdir()
+    end = rf" and critic\.load={folder}/critic" if critic else ""
+    with pytest.raises(
+        CheckpointError,
+        match=r"state_3\.json does not fit: .*restore data\.train.* or start a new run from the trained weights: choose "
+        rf"another run\.dir, remove run\.resume, and set model\.megatron_checkpoint={folder}{end}$",
+    ):
+        check_cursor(folder, 3, source(write(tmp_path / "b.jsonl", TEN[:9])))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.checkpoint.files import write_text
+from slime_like.checkpoint.files import new_run, write_text
 from slime_like.data.dump import load_groups
 from slime_like.data.share import ManagerShare
 from slime_like.errors import CheckpointError, DataError
@@ -147,10 +147,11 @@ def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
     for state in reversed(manager_states(read_state(folder, next_rollout))):
         try:
             source.load_state(state["cursor"])
-        except (DataError, KeyError) as error:
+        except KeyError as error:
+            raise CheckpointError(f"{state_path(folder, next_rollout)} has no cursor; {FIX}") from error
+        except DataError as error:
             path = state_path(folder, next_rollout)
-            text = "has no cursor" if isinstance(error, KeyError) else f"does not fit: {error}"
-            raise CheckpointError(f"{path} {text}; {FIX}") from error
+            raise CheckpointError(f"{path} does not fit: {error}, or {new_run(folder)}") from error
 
 
 def _check_groups(file: InputFile, state: _SavedState, base: Path) -> None:
