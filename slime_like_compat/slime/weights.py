@@ -19,11 +19,11 @@ def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     is_same_model = _model_name(item.text) == _model_name(flags.text("--hf-checkpoint"))
     if not is_same_model and not item.problem and "--hf-checkpoint" in flags:
         reference = ", and is the reference" if flags.has_kl and not flags.is_supervised else ""
-        return "mapped", f"weights that differ from --hf-checkpoint: the policy starts from them{reference}"
+        return "mapped", f"a model of another name than --hf-checkpoint: the policy starts from it{reference}"
     if flags.is_supervised or not flags.has_kl:
         return (
             "dropped",
-            "the job has no KL to a reference; the policy starts from --hf-checkpoint, which holds the same weights",
+            "the job has no KL to a reference; the policy starts from --hf-checkpoint, whose model has the same name",
         )
     return None
 

@@ -17,7 +17,7 @@ from slime_like_compat.verl.defaults import ROLLOUT as _R
 class Feature:
     """Feature of verl that this project lacks: the values that switch it off, and the alternative here."""
 
-    off: tuple[Any, ...]
+    off: tuple[Any, ...]  # (): no value does
     instead: str
     alternatives: tuple[str, ...] = ()  # our keys that may replace it, set with --with
 

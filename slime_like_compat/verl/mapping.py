@@ -165,9 +165,7 @@ def _report_other(job: Job, key: str) -> None:
     elif missing_feature is None:
         job.report(key, "unknown", "this version of verl is not known to have the key")
     elif any(same_value(setting.value, off) for off in missing_feature.off):
-        job.leave_out(
-            missing_feature.instead if missing_feature.off == () else f"off, as here ({missing_feature.instead})", key
-        )
+        job.leave_out(f"off, as here ({missing_feature.instead})", key)
     else:
         job.refuse(key, missing_feature.instead, missing_feature.alternatives)
 

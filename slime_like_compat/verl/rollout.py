@@ -55,7 +55,7 @@ def _filter_groups(job: Job) -> None:
         raise job.needs(on, metric, "acc")
     job.set("rollout.filters", ["nonzero_std"], on)
     job.set("rollout.max_refills", NO_LIMIT, on, "verl's own loop has no limit")
-    job.leave_out("verl's own loop ignores it; where it counts, N generated batches are N - 1 refills", rounds)
+    job.leave_out("verl's own loop ignores it; if yours stops after N batches: --with rollout.max_refills=N-1", rounds)
     note = "groups of equal rewards are dropped, before the penalty on long answers and the KL in the reward"
     after_penalty = name in AFTER_PENALTY and penalizes_length(job)
     after_kl = name == "seq_final_reward" and job.switch("algorithm.use_kl_in_reward")

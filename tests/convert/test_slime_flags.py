@@ -74,7 +74,11 @@ ROWS = {
     "--rollout-function-path slime.rollout.sft_rollout.generate_rollout": ("--rollout-function-path", "refused", ""),
     "--disable-compute-advantages-and-returns": ("--disable-compute-advantages-and-returns", "refused", "sft"),
     "--ref-load /a/m_torch_dist": ("--ref-load", "dropped", "no KL"),
-    "--ref-load /a/m-sft_torch_dist": ("--ref-load", "mapped", "the policy starts from them"),
+    "--ref-load /a/m-sft_torch_dist": (
+        "--ref-load",
+        "mapped",
+        "a model of another name than --hf-checkpoint: the policy starts from it",
+    ),
     "--num-layers 4": ("--num-layers", "refused", "gated"),
     "--num-layers 4 --swiglu": ("--num-layers", "dropped", "config.json"),
     "--position-embedding-type none": ("--position-embedding-type", "refused", "rotary"),

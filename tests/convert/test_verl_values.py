@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from slime_like_compat.verl_keys import VERL_KEYS
 from tests.config.bad_input import refusal
 from tests.convert.verl_lines import FILTER, METRIC, OVERLONG, REWARD, A, C, M, R, mapped, refusals, translated, value
 
@@ -215,6 +216,13 @@ def test_values_without_equivalent_are_refused_unless_dropped(line: str, key: st
     names = problem.splitlines()[-1].split("--drop=")[1:]
     if key != "data.train_files" and not rewards:
         assert refusals(translated(line, user_overrides=answers, drop=[name.strip() for name in names]).rows) == ""
+
+
+def test_the_page_names_the_number_of_refills_that_is_written() -> None:
+    key = "algorithm.filter_groups.max_num_gen_batches"
+    job = translated(f"{FILTER} {METRIC}=acc {key}=10")
+    assert VERL_KEYS[key][1].endswith(f"has no limit: {value(job, 'rollout.max_refills')} here")
+    assert next(row.note for row in job.rows if row.flag == key).endswith("--with rollout.max_refills=N-1")
 
 
 ANSWERED_REFUSALS = {
