@@ -196,7 +196,8 @@ def _time(record: RunRecord) -> Iterator[str]:
         for colour, phase in enumerate(PHASES)
         if totals[phase]
     ]
-    rate = _chart(record, "sampled tokens per second and engine rank", ("perf/tokens_per_gpu_per_sec",))
+    rate_title = "sampled tokens of the groups trained on, per second and engine rank"
+    rate = _chart(record, rate_title, ("perf/tokens_per_gpu_per_sec",))
     yield f'<div class="grid-of-charts">{chart("time of each phase", lines, unit="s")}{rate}</div>'
 
 

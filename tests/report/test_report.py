@@ -54,6 +54,7 @@ ROW = {
     "probe/logprob_abs_diff_mean/all": 4e-4,
     "perf/train_time": 3.0,
     "perf/train_wait_time": 1.0,
+    "perf/tokens_per_gpu_per_sec": 480.0,
     "memory/step": 2.0**31,
     "comm/dp/all_reduce/calls": 100,
     "comm/dp/all_reduce/bytes": 2.0**22,
@@ -180,6 +181,7 @@ CURVES = {  # title of a chart -> label of its last point
     "sums": "sums at 3: 0.5",
     "|trainer - engine|, mean": "train_rollout_logprob_abs_diff at 3: 0.001",
     "time of each phase": "train at 3: 3.0",
+    "sampled tokens of the groups trained on, per second and engine rank": "tokens_per_gpu_per_sec at 3: 480",
     "peak of the reporting trainer rank by phase": "step at 3: 2.0",
 }
 
