@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,19 +53,19 @@ def test_every_algorithm_loads(name: str, argv: list[str]) -> None:
     assert cfg.algo.name == name
 
 
-def unlisted_schemas(*modules: ModuleType) -> set[type]:
-    """Return the schemas of algorithms that ``modules`` define and table ALGORITHMS lacks."""
+def unlisted_schemas(table: Mapping[str, type], *modules: ModuleType) -> set[type]:
+    """Return the schemas of algorithms that ``modules`` define and ``table`` lacks."""
     schemas = {c for m in modules for c in vars(m).values() if isinstance(c, type) and c.__module__ == m.__name__}
-    return {schema for schema in schemas if issubclass(schema, policy.AlgoConfig)} - set(ALGORITHMS.values())
+    return {schema for schema in schemas if issubclass(schema, policy.AlgoConfig)} - set(table.values())
 
 
-def test_every_schema_belongs_to_one_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_schema_belongs_to_one_algorithm() -> None:
     """A schema may be in a file of its own."""
-    monkeypatch.setitem(ALGORITHMS, "mine", type("MineConfig", (algo.GrpoConfig,), {}))
-    assert unlisted_schemas(algo, role_algo) == set()
-    assert len(set(ALGORITHMS.values())) == len(ALGORITHMS)
-    monkeypatch.delitem(ALGORITHMS, "cispo")
-    assert unlisted_schemas(algo, role_algo) == {algo.CispoConfig}
+    table: dict[str, type] = {**ALGORITHMS, "mine": type("MineConfig", (algo.GrpoConfig,), {})}
+    assert unlisted_schemas(table, algo, role_algo) == set()
+    assert len(set(table.values())) == len(table)
+    del table["cispo"]
+    assert unlisted_schemas(table, algo, role_algo) == {algo.CispoConfig}
 
 
 def test_new_keys_are_a_decision() -> None:
