@@ -155,7 +155,7 @@ class Training:
 def unwritable_home() -> dict[str, str]:
     """Return the environment of a run whose home folder cannot be written.
 
-    Compiled kernels are copied to the cache that such a run uses: compiling them again would take 24 s of a core.
+    Compiled kernels are copied to the cache that such a run uses: compiling them again would take 24 s of CPU time.
     """
     folder = temporary_folder("cpu_kernels", FALLBACK)
     for kernels in c_build.cache_folder().glob("*.so"):
