@@ -25,6 +25,7 @@ process_reaper = reaper()
 child = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)  # orphaned immediately
 print(unrelated.pid, int(child.stdout.readline()), process_reaper is not None, flush=True)
 if sys.argv[1] == "closes":
+    sys.stdin.readline()
     process_reaper.close()
     print("closed", flush=True)
 sys.stdin.read()
@@ -53,6 +54,9 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
                 deadline.remaining("a process of user code")
                 time.sleep(0.02)
         else:
+            assert owner.stdin is not None
+            owner.stdin.write("close\n")
+            owner.stdin.flush()
             assert owner.stdout.readline() == "closed\n" and not is_alive(int(orphan))
         assert is_alive(int(unrelated)), "processes started before the reaper are not touched"
     finally:

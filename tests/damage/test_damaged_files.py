@@ -29,6 +29,7 @@ def world() -> Iterator[RunFiles]:
         yield RunFiles(Path(folder), trainer=False)
 
 
+@pytest.mark.slow
 @given(kind=st.sampled_from(sorted(FILES)), seed=st.integers(0, 2**32))
 @settings(
     max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

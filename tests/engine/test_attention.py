@@ -43,6 +43,7 @@ def reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_cac
 
 
 @settings(deadline=None, max_examples=num_examples(40))
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), min_size=1, max_size=6),
     st.booleans(),

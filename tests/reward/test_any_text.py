@@ -65,6 +65,7 @@ PIECES = [*LATEX.split(), *WORDS.split(), *CHARACTERS]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=24).map("".join) | st.text(st.characters(), max_size=40)
 
 
+@pytest.mark.slow
 @given(
     label=TEXTS,
     texts=st.lists(TEXTS | TEXTS.map(lambda text: rf"</think>Answer: \boxed{{{text}}}"), min_size=1, max_size=2),
