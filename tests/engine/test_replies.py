@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime_like.data.routing import RoutingShape
 from slime_like.errors import EngineError
-from slime_like.rollout.engine.connection import completions, error_text, scores
+from slime_like.rollout.engine.connection import (
+    any_aborted,
+    completions,
+    error_text,
+    scored_experts,
+    scores,
+    weight_version,
+)
 
 
 def answer(**changes: Any) -> dict[str, Any]:
@@ -68,6 +76,56 @@ def test_an_aborted_sample_without_tokens_has_no_span() -> None:
 def test_a_reply_that_is_not_an_answer_is_an_engine_error(reply: Any, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         completions(reply, 1)
+
+
+SHAPE = RoutingShape(num_blocks=1, experts_per_token=2, num_experts=8, sparse_blocks=(0,))
+MALFORMED = {
+    "finish_reason": (None, "length", {}),
+    "output_token_logprobs": (None, 3, [["low", 7, None]] * 3, [[], [], []], [1, 2, 3]),
+    "slime_like_logprobs": (None, 3, "no base64!", [[0.5], [0.5], [0.5]]),
+    "weight_versions": (None, [None], [{"version": "3"}], [{"version": "3", "start": None, "end": 3}]),
+    "prompt_tokens": (None, "many", []),
+    "cached_tokens": (None,),
+    "routed_experts": (None, 3, "no base64!", "AAA="),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in MALFORMED.items() for value in values], ids=repr
+)
+def test_a_malformed_field_is_an_engine_error_that_names_it(name: str, value: Any) -> None:
+    with pytest.raises(EngineError, match=rf"/generate returned {name}=.*, which cannot be read \("):
+        completions([answer(**({"routed_experts": "", "prompt_tokens": 1} | {name: value}))], 1, SHAPE)
+
+
+@pytest.mark.parametrize("item", [None, 3, {"output_ids": [7]}, {"output_ids": [7], "meta_info": None}])
+def test_a_sample_without_its_fields_is_an_engine_error(item: Any) -> None:
+    with pytest.raises(EngineError, match=r"/generate returned (no )?'?(output_ids|meta_info)"):
+        completions([item], 1)
+    with pytest.raises(EngineError, match=r"/generate returned (no )?'?meta_info"):
+        any_aborted([item])
+
+
+@pytest.mark.parametrize("ids", [None, 3, [None], [[7]]], ids=repr)
+def test_malformed_token_ids_are_an_engine_error(ids: Any) -> None:
+    with pytest.raises(EngineError, match="/generate returned output_ids="):
+        completions([answer() | {"output_ids": ids}], 1)
+
+
+@pytest.mark.parametrize("triples", [None, 2, [[None, 4, None], None], [[None, 4, None], [[], 5, None]]], ids=repr)
+def test_malformed_scores_are_an_engine_error(triples: Any) -> None:
+    with pytest.raises(EngineError, match="/generate returned input_token_logprobs="):
+        scores([{"meta_info": {"input_token_logprobs": triples}}], [2])
+    for reply in (None, []):
+        with pytest.raises(EngineError, match="instead of scores of 1 sequences"):
+            scored_experts(reply, [2], SHAPE)
+
+
+@pytest.mark.parametrize("reply", [None, {}, {"weight_version": "default"}, {"weight_version": None}], ids=repr)
+def test_a_version_that_is_not_a_number_is_an_engine_error(reply: Any) -> None:
+    with pytest.raises(EngineError, match=r"weight_version|weight version"):
+        weight_version(reply)
+    assert weight_version({"weight_version": "3"}) == 3
 
 
 def test_scores_skip_the_first_token_and_are_counted() -> None:

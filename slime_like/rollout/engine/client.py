@@ -19,6 +19,7 @@ from slime_like.rollout.engine.connection import (
     kv_usage,
     scored_experts,
     scores,
+    weight_version,
 )
 from slime_like.types import F32, I32, RoutedExperts
 
@@ -326,8 +327,7 @@ class EngineClient:
     # ---- state -------------------------------------------------------------------------------------------------------
     async def version(self) -> int:
         """Return the version of the last committed update."""
-        reply = await self._connection.request("version", "GET", "/model_info", None)
-        return int(reply["weight_version"])
+        return weight_version(await self._connection.request("version", "GET", "/model_info", None))
 
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
         """Return whether the server responds within ``seconds``. Raises ``EngineLost`` if there is no server.

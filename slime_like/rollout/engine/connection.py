@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -28,30 +28,31 @@ def completions(reply: Any, num_samples: int, routing: RoutingShape | None = Non
 
     Raises ``EngineError`` if the number of samples differs from ``num_samples`` or the reply is malformed.
     """
-    if not isinstance(reply, list) or len(reply) != num_samples:  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate returned {_short(reply)} instead of {num_samples} samples")
-    return [_completion(item, routing) for item in reply]  # pyright: ignore[reportUnknownVariableType]
+    return [_completion(item, routing) for item in _items(reply, num_samples, f"{num_samples} samples")]
 
 
 def scores(reply: Any, lengths: Sequence[int]) -> list[F32]:
     """Parse the reply to a scoring ``/generate``: per sequence the log-probabilities of tokens 1 .. L - 1.
 
-    Raises ``EngineError`` if the number of sequences or the length of one differs from ``lengths``.
+    Raises ``EngineError`` if the number of sequences or the length of one differs from ``lengths``, or the reply is malformed.
     """
-    if not isinstance(reply, list) or len(reply) != len(lengths):  # pyright: ignore[reportUnknownArgumentType]
-        raise EngineError(f"/generate returned {_short(reply)} instead of scores of {len(lengths)} sequences")
     columns: list[F32] = []
-    for item, length in zip(reply, lengths, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        triples = _meta(item, "input_token_logprobs")
-        if len(triples) != length:
-            raise EngineError(f"/generate scored {len(triples)} of {length} tokens of a sequence")
-        columns.append(_logprobs(triples[1:]))  # the first token has no predecessor, its entry is null
+    for item, length in zip(_scored_items(reply, lengths), lengths, strict=True):
+        meta = _meta(item)
+        if (num_scored := _read(meta, "input_token_logprobs", len)) != length:
+            raise EngineError(f"/generate scored {num_scored} of {length} tokens of a sequence")
+        # The first token has no predecessor, its entry is null.
+        columns.append(_read(meta, "input_token_logprobs", lambda triples: _logprobs(triples[1:])))
     return columns
 
 
 def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) -> list[RoutedExperts]:
-    """Return per sequence the experts [L - 1, layers, experts per token] of all its tokens but the last."""
-    return [_experts(item, length - 1, routing) for item, length in zip(reply, lengths, strict=True)]
+    """Return per sequence the experts [L - 1, layers, experts per token] of all its tokens but the last.
+
+    Raises ``EngineError`` if the number of sequences differs from ``lengths``, or the reply is malformed.
+    """
+    items = _scored_items(reply, lengths)
+    return [_experts(item, length - 1, routing) for item, length in zip(items, lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,13 @@ def kv_usage(reply: Any) -> KvUsage:
 
 
 def any_aborted(reply: Any) -> bool:
-    """Return whether any request of the reply was aborted."""
-    return isinstance(reply, list) and any(_meta(item, "finish_reason")["type"] == "abort" for item in reply)  # pyright: ignore[reportUnknownVariableType]
+    """Return whether any request of the reply was aborted. Raises ``EngineError`` if the reply is malformed."""
+    return isinstance(reply, list) and any(_finish(item) == "abort" for item in reply)  # pyright: ignore[reportUnknownVariableType]
+
+
+def weight_version(reply: Any) -> int:
+    """Parse the reply to ``/model_info``: the version of the last committed update. Raises ``EngineError`` if it has none."""
+    return _read(reply, "weight_version", _version, "/model_info")
 
 
 def error_text(status: int, body: bytes, reply: Any) -> str:
@@ -115,17 +121,18 @@ def error_text(status: int, body: bytes, reply: Any) -> str:
 
 
 def _completion(item: Any, routing: RoutingShape | None) -> Completion:
-    token_ids: I32 = _column(_field(item, "output_ids"), np.int32)
-    meta: Any = _field(item, "meta_info")
-    finish = str(_meta(item, "finish_reason")["type"])
+    token_ids: I32 = _read(item, "output_ids", lambda value: _column(value, np.int32))
+    meta, finish = _meta(item), _finish(item)
     if not len(token_ids) and finish == "abort":  # the request may never have been scheduled
         return Completion(token_ids, np.zeros(0, np.float32), (), finish, *_prompt(meta))
     logprobs: F32 = (
-        _column(meta[LOGPROBS], np.float32) if LOGPROBS in meta else _logprobs(_meta(item, "output_token_logprobs"))
+        _read(meta, LOGPROBS, lambda value: _column(value, np.float32))
+        if LOGPROBS in meta
+        else _read(meta, "output_token_logprobs", _logprobs)
     )
     if len(logprobs) != len(token_ids):
         raise EngineError(f"/generate returned {len(token_ids)} tokens but {len(logprobs)} log-probabilities")
-    spans = tuple((int(s["start"]), int(s["end"]), _version(s["version"])) for s in _meta(item, "weight_versions"))
+    spans = _read(meta, "weight_versions", _spans)
     if not len(token_ids):
         spans = ()  # SGLang returns one empty span
     experts = None
@@ -137,30 +144,37 @@ def _completion(item: Any, routing: RoutingShape | None) -> Completion:
 
 
 def _column(value: Any, dtype: type[np.generic]) -> Any:
-    """Return numbers that the engine sent in base64 or, if it lacks the plugin ``rollout_sampling``, as a list.
-
-    Raises ``EngineError`` if a string is not base64 of ``dtype``.
-    """
+    """Return [N] numbers that the engine sent in base64 or, if it lacks the plugin ``rollout_sampling``, as a list."""
     if not isinstance(value, str):
-        return np.array(value, dtype=dtype)
+        return np.fromiter(value, dtype=dtype, count=len(value))
     try:
         return np.frombuffer(base64.b64decode(value, validate=True), dtype=dtype)
     except ValueError as error:
-        raise EngineError(f"/generate returned a column that is not base64 of {np.dtype(dtype)}: {error}") from error
+        raise ValueError(f"not base64 of {np.dtype(dtype)}: {error}") from error
 
 
 def _experts(item: Any, num_tokens: int, routing: RoutingShape) -> RoutedExperts:
-    return routing.parse(base64.b64decode(_meta(item, ROUTED_EXPERTS)), num_tokens)
+    return _read(
+        _meta(item),
+        ROUTED_EXPERTS,
+        lambda text: routing.parse(base64.b64decode(text, validate=True), num_tokens),
+    )
 
 
 def _prompt(meta: Any) -> tuple[int, int]:
     """Return (prompt tokens, cached prompt tokens); zeros for a request aborted before it was scheduled."""
-    return int(meta.get("prompt_tokens", 0)), int(meta.get("cached_tokens", 0))
+    num_prompt, num_cached = (_read({name: 0, **meta}, name, int) for name in ("prompt_tokens", "cached_tokens"))
+    return num_prompt, num_cached
 
 
 def _logprobs(triples: Sequence[Any]) -> F32:
     """Return [N], the log-probabilities of N ``[log-probability, token, text]`` triples, without a Python loop."""
     return np.fromiter(map(itemgetter(0), triples), dtype=np.float32, count=len(triples))
+
+
+def _spans(spans: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
+    """Return (start, stop, weight version) of each span of tokens."""
+    return tuple((int(span["start"]), int(span["end"]), _version(span["version"])) for span in spans)
 
 
 def _version(text: Any) -> int:
@@ -171,14 +185,38 @@ def _version(text: Any) -> int:
     return int(text)
 
 
-def _field(item: Any, name: str) -> Any:
+def _items(reply: Any, number: int, expected: str) -> list[Any]:
+    if not isinstance(reply, list) or len(reply) != number:  # pyright: ignore[reportUnknownArgumentType]
+        raise EngineError(f"/generate returned {_short(reply)} instead of {expected}")
+    return reply  # pyright: ignore[reportUnknownVariableType]
+
+
+def _scored_items(reply: Any, lengths: Sequence[int]) -> list[Any]:
+    return _items(reply, len(lengths), f"scores of {len(lengths)} sequences")
+
+
+def _meta(item: Any) -> dict[str, Any]:
+    return _read(item, "meta_info", dict[str, Any])
+
+
+def _finish(item: Any) -> str:
+    return _read(_meta(item), "finish_reason", lambda reason: str(reason["type"]))
+
+
+def _read[T](item: Any, name: str, convert: Callable[[Any], T], path: str = "/generate") -> T:
+    """Return field ``name`` of a part of the reply to ``path``, converted by ``convert``.
+
+    Raises ``EngineError`` naming the field if it is missing or cannot be converted.
+    """
     if not isinstance(item, dict) or name not in item:
-        raise EngineError(f"/generate returned no {name!r}: {_short(item)}")
-    return item[name]  # pyright: ignore[reportUnknownVariableType]
-
-
-def _meta(item: Any, name: str) -> Any:
-    return _field(_field(item, "meta_info"), name)
+        raise EngineError(f"{path} returned no {name!r}: {_short(item)}")
+    value: Any = item[name]
+    try:
+        return convert(value)
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise EngineError(
+            f"{path} returned {name}={_short(value)}, which cannot be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _short(value: Any) -> str:
