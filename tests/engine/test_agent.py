@@ -160,7 +160,7 @@ def test_tool_calls_are_parsed_and_tool_results_are_not_trained_on(
 
 
 def test_the_example_agent_calculates(engine: RunningEngine, models: Models, tmp_path: Path) -> None:
-    """The model is random, so the tokenizer gives two consecutive sampled tokens the text of a call."""
+    """The model is random, so the tokenizer gives three consecutive sampled tokens the text of a call."""
     from examples import (
         calculator_agent,
     )  # imports openai, which takes a second in each process that collects this file
@@ -168,19 +168,19 @@ def test_the_example_agent_calculates(engine: RunningEngine, models: Models, tmp
     plain_tokenizer = write_words(tmp_path / "plain", {"</calc>": 499})
     plain_samples = AgentRuns(engine, plain_tokenizer).play(calculator_agent.agent, list(range(16)))
     start = plain_samples[0].num_prompt_tokens
-    first_tokens = [sample.token_ids[start : start + 2].tolist() for sample in plain_samples]
-    seed, (call_id, end_id) = next(
+    first_tokens = [sample.token_ids[start : start + 3].tolist() for sample in plain_samples]
+    seed, call_ids = next(
         (seed, ids)
         for seed, ids in enumerate(first_tokens)
-        if ids[0] != ids[1]
+        if len(set(ids)) == 3
         and all(plain_tokenizer.decode([i]).startswith("w") for i in ids)  # no token of the prompt changes
     )
-    names = {"7+5": call_id, "</calc>": end_id, "<result>": 497, "</result>": 498}
+    names = dict(zip(("<calc>", "7+5", "</calc>"), call_ids, strict=True)) | {"<result>": 497, "</result>": 498}
     tokenizer = write_words(tmp_path / "named", names)
     (sample,) = AgentRuns(engine, tokenizer).play(calculator_agent.agent, [seed], max_len=120)
     assert [span.source for span in sample.spans][:4] == [Source.PROMPT, Source.MODEL, Source.TOOL, Source.MODEL]
     call_span, result_span = sample.spans[1:3]
-    assert sample.token_ids[call_span.start : call_span.stop].tolist() == [call_id, end_id]
+    assert sample.token_ids[call_span.start : call_span.stop].tolist() == call_ids
     assert "tool\n<result>12</result>" in tokenizer.decode(
         sample.token_ids[result_span.start : result_span.stop].tolist()
     )
