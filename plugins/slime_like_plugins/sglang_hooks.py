@@ -93,7 +93,7 @@ def problem(hook: Hook) -> str | None:
     try:
         wrapper = pkgutil.resolve_name(hook.target)
     except (ImportError, AttributeError) as error:
-        return f"{hook.target} does not exist ({error})"
+        return _missing(hook.target, error)
     while wrapper is not None:
         cells = getattr(wrapper, "__closure__", None) or ()
         if wrapper is hook.function or any(cell.cell_contents is hook.function for cell in cells):
@@ -131,13 +131,12 @@ def _search_for_functions(owner: str) -> Generator[None]:
     """
     from sglang.srt.plugins import hook_registry
 
-    search: Callable[..., int] | None = getattr(hook_registry, SEARCH, None)
+    search: Callable[..., int] = resolve_target(owner, f"{hook_registry.__name__}.{SEARCH}")
 
     def search_for_function(original: object, wrapped: object, source: object) -> int:
-        assert search is not None
         return 0 if isinstance(source, type) else search(original, wrapped, source)
 
-    replace_attribute(owner, hook_registry, SEARCH, search_for_function)
+    setattr(hook_registry, SEARCH, search_for_function)
     try:
         yield
     finally:
@@ -163,17 +162,41 @@ def through_loaders(reason: str) -> Callable[..., Any]:
 def stop_on(owner: str, problems: Sequence[str]) -> None:
     """Raise ``SystemExit`` naming each of ``problems``, if there are any. It stops the engine."""
     if problems:
-        raise SystemExit(
-            f"slime_like plugin {owner!r} does not fit this SGLang: {'; '.join(problems)}. "
-            f"Install the SGLang version that setup.py names, or remove {owner!r} from {PLUGINS_VARIABLE}."
-        )
+        raise _misfit(owner, problems)
 
 
-def replace_attribute(owner: str, module: Any, name: str, value: Any) -> None:
-    """Set ``module.name``. Raises ``SystemExit`` if it does not exist.
+def resolve_target(owner: str, target: str) -> Any:
+    """Return the object at the dotted path ``target``. Raises ``SystemExit`` if it does not exist."""
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise _misfit(owner, [_missing(target, error)]) from error
+
+
+def replace_target(owner: str, target: str, value: Any) -> None:
+    """Set the attribute at the dotted path ``target`` in this process. Raises ``SystemExit`` if it does not exist.
 
     Setting a name that upstream renamed would have no effect.
     """
-    if not hasattr(module, name):
-        stop_on(owner, [f"{module.__name__}.{name} does not exist"])
-    setattr(module, name, value)
+    wrap_target(owner, target, lambda original: value)
+
+
+def wrap_target(owner: str, target: str, wrap: Callable[[Any], Any]) -> None:
+    """Set the attribute at the dotted path ``target`` in this process to ``wrap`` of the original.
+
+    Raises ``SystemExit`` if it does not exist.
+    """
+    original = resolve_target(owner, target)
+    parent, _, name = target.rpartition(".")
+    setattr(resolve_target(owner, parent), name, wrap(original))
+
+
+def _missing(target: str, error: Exception) -> str:
+    return f"{target} does not exist ({error})"
+
+
+def _misfit(owner: str, problems: Sequence[str]) -> SystemExit:
+    return SystemExit(
+        f"slime_like plugin {owner!r} does not fit this SGLang: {'; '.join(problems)}. "
+        f"Install the SGLang version that setup.py names, or remove {owner!r} from {PLUGINS_VARIABLE}."
+    )

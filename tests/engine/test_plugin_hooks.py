@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine.plugins import ENTRY_POINTS, OPTIONAL_ENTRY_POINTS
 from slime_like_plugins import dcp, sglang_hooks
-from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_attribute
+from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_target, wrap_target
 
 SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10)
 
@@ -102,9 +104,35 @@ def test_a_hooked_function_is_replaced_in_the_modules_that_imported_it(monkeypat
         hook_registry.HookRegistry.reset()
 
 
-def test_replacing_a_missing_attribute_stops_the_engine() -> None:
-    with pytest.raises(SystemExit, match=r"thing\.old does not exist"):
-        replace_attribute("cpu", SimpleNamespace(__name__="thing"), "old", 1)
+def test_an_attribute_is_replaced_or_wrapped_if_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    thing: Any = ModuleType("thing")
+    thing.name, thing.Owner = "a", SimpleNamespace(name="b")
+    monkeypatch.setitem(sys.modules, "thing", thing)
+    wrap_target("cpu", "thing.name", lambda original: f"{original}!")
+    replace_target("cpu", "thing.Owner.name", "c")
+    assert (thing.name, thing.Owner.name) == ("a!", "c")
+    for target in ("thing.old", "thing.Owner.old", "thing.Old.name", "no_such_module.name"):
+        problem = rf"plugin 'cpu' does not fit.*{re.escape(target)} does not exist \("
+        with pytest.raises(SystemExit, match=problem):
+            replace_target("cpu", target, 1)
+        with pytest.raises(SystemExit, match=problem):
+            wrap_target("cpu", target, lambda original: 1)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "target"),
+    [
+        ("rotary.install", "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu"),
+        ("expert_parallel.replace", "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"),
+        ("data_parallel.replace", "sglang.srt.distributed.parallel_state.reg_all_gather_into_tensor"),
+    ],
+)
+def test_a_renamed_function_stops_the_engine(plugin: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_plugin = pkgutil.resolve_name(f"slime_like_plugins.sglang_cpu.{plugin}")  # imports SGLang
+    pkgutil.resolve_name(target)
+    monkeypatch.delattr(target)
+    with pytest.raises(SystemExit, match=rf"plugin 'cpu' does not fit.*{re.escape(target)} does not exist \("):
+        install_plugin()
 
 
 def test_entry_points_import_nothing_heavy_unless_enabled() -> None:

@@ -19,7 +19,7 @@ from slime_like.config.schema.dcp import (
 from slime_like_plugins.dcp import exchange_time
 from slime_like_plugins.plugin_names import CPU, DCP
 from slime_like_plugins.sglang_cpu import sharded
-from slime_like_plugins.sglang_hooks import Hook, enabled, fix_of, stop_on
+from slime_like_plugins.sglang_hooks import Hook, enabled, fix_of, resolve_target
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 OFF = "set rollout.dcp=1 (--dcp-size)"
@@ -35,9 +35,8 @@ def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     from sglang.srt.distributed import parallel_state
 
     module: Any = parallel_state
-    if not hasattr(module, "is_cuda"):
-        stop_on(DCP, [f"{module.__name__}.is_cuda does not exist"])
-    is_cuda, module.is_cuda = module.is_cuda, lambda: True
+    is_cuda = resolve_target(DCP, f"{module.__name__}.is_cuda")
+    module.is_cuda = lambda: True
     try:
         result = original(*args, **kwargs)
     finally:

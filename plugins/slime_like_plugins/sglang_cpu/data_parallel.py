@@ -7,7 +7,6 @@ that are registered for another device. Remove when SGLang lets a platform selec
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,12 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from slime_like_plugins.plugin_names import CPU
-from slime_like_plugins.sglang_hooks import replace_attribute, stop_on
+from slime_like_plugins.sglang_hooks import replace_target, resolve_target, stop_on, wrap_target
 
+SRT = "sglang.srt"
+PARALLEL = f"{SRT}.distributed.parallel_state"
+ATTENTION = f"{SRT}.layers.attention"
+BACKENDS = ("base_attn_backend.AttentionBackend", "hybrid_linear_attn_backend.HybridLinearAttnBackend")
 COLLECTIVES = ("inplace_all_reduce", "reg_all_gather_into_tensor", "reg_reduce_scatter_tensor")
 ORDERED_SCATTER = "_deterministic_reduce_scatterv"
 WAKE_MS = 50
@@ -35,25 +38,19 @@ def replace() -> None:
 
     Raises ``SystemExit`` if one of the replaced names does not exist.
     """
-    exchange: Any = importlib.import_module("sglang.srt.layers.dp_attention")
-    batches: Any = importlib.import_module("sglang.srt.model_executor.forward_batch_info")
-    collectives: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
-    sleeper: Any = importlib.import_module("sglang.srt.managers.scheduler_components.idle_sleeper")
-    attention: Any = importlib.import_module("sglang.srt.layers.attention.base_attn_backend").AttentionBackend
-    hybrid: Any = importlib.import_module("sglang.srt.layers.attention.hybrid_linear_attn_backend")
-    missing = [name for name in COLLECTIVES if not hasattr(getattr(collectives, name, None), "__wrapped__")]
-    stop_on(CPU, [f"{collectives.__name__}.{name} is not a custom op" for name in missing])
-    groups: Any = collectives.GroupCoordinator
-    if not hasattr(groups, ORDERED_SCATTER):
-        stop_on(CPU, [f"{collectives.__name__}.GroupCoordinator.{ORDERED_SCATTER} does not exist"])
-    replace_attribute(CPU, groups, "reduce_scatterv", reduce_scatterv)
-    replace_attribute(CPU, exchange, "memcpy_func", exchange.memcpy_cpu)
-    replace_attribute(CPU, batches, "_is_cpu", True)
-    replace_attribute(CPU, sleeper.IdleSleeper, "maybe_sleep", sleep)
-    for backend in (attention, hybrid.HybridLinearAttnBackend):
-        replace_attribute(CPU, backend, "forward", zero_when_idle(backend.forward))
-    for name in COLLECTIVES:
-        replace_attribute(CPU, collectives, name, getattr(collectives, name).__wrapped__)
+    collectives = {name: resolve_target(CPU, f"{PARALLEL}.{name}") for name in COLLECTIVES}
+    missing = [name for name, function in collectives.items() if not hasattr(function, "__wrapped__")]
+    stop_on(CPU, [f"{PARALLEL}.{name} is not a custom op" for name in missing])
+    resolve_target(CPU, f"{PARALLEL}.GroupCoordinator.{ORDERED_SCATTER}")  # called by reduce_scatterv
+    replace_target(CPU, f"{PARALLEL}.GroupCoordinator.reduce_scatterv", reduce_scatterv)
+    exchange = f"{SRT}.layers.dp_attention"
+    replace_target(CPU, f"{exchange}.memcpy_func", resolve_target(CPU, f"{exchange}.memcpy_cpu"))
+    replace_target(CPU, f"{SRT}.model_executor.forward_batch_info._is_cpu", True)
+    replace_target(CPU, f"{SRT}.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep", sleep)
+    for backend in BACKENDS:
+        wrap_target(CPU, f"{ATTENTION}.{backend}.forward", zero_when_idle)
+    for name, operation in collectives.items():
+        replace_target(CPU, f"{PARALLEL}.{name}", operation.__wrapped__)
 
 
 def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -6,7 +6,6 @@ SGLang replaces the ids of other ranks' experts by -1, which its CPU path uses a
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from slime_like_plugins.plugin_names import CPU
-from slime_like_plugins.sglang_hooks import replace_attribute
+from slime_like_plugins.sglang_hooks import wrap_target
 
 
 def install() -> None:
@@ -26,9 +25,7 @@ def install() -> None:
 
 def replace() -> None:
     """Replace the experts' forward. Raises ``SystemExit`` if it does not exist."""
-    experts: Any = importlib.import_module("sglang.srt.layers.moe.fused_moe_native")
-    forward: Any = getattr(experts, "moe_forward_native", None)
-    replace_attribute(CPU, experts, "moe_forward_native", local_choices(forward))
+    wrap_target(CPU, "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", local_choices)
 
 
 def local_choices(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -12,11 +11,11 @@ from typing import Any
 from slime_like.distributed.gloo_device import share_gloo_device
 from slime_like_plugins.plugin_names import CPU
 from slime_like_plugins.sglang_cpu import results
-from slime_like_plugins.sglang_hooks import Hook, replace_attribute
+from slime_like_plugins.sglang_hooks import Hook, wrap_target
 from slime_like_plugins.sglang_hooks import install as install_hooks
 
 ATTENTION = "slime_like_cpu"
-CONTROLLER = "sglang.srt.managers.data_parallel_controller"
+RECEIVE = "sglang.srt.managers.data_parallel_controller.sock_recv"
 WAIT_MS = 1_000  # maximum wait for a message, after which the controller feeds its watchdog
 
 
@@ -78,11 +77,13 @@ HOOKS = (
 
 
 def install() -> None:
-    """Register the attention backend's name, install the hooks and ``receive``, and share a gloo device between groups."""
+    """Register the attention backend's name, install the hooks and ``receive``, and share a gloo device between groups.
+
+    Raises ``SystemExit`` if a hooked or replaced function does not exist.
+    """
     from sglang.srt.arg_groups import choices
 
     choices.add_attention_backend_choices([ATTENTION])
     install_hooks(CPU, HOOKS)
-    controller: Any = importlib.import_module(CONTROLLER)
-    replace_attribute(CPU, controller, "sock_recv", functools.partial(receive, controller.sock_recv))
+    wrap_target(CPU, RECEIVE, lambda original: functools.partial(receive, original))
     share_gloo_device()

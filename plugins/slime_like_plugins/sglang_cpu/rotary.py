@@ -8,15 +8,15 @@ from typing import Any
 from sglang.srt.layers.rotary_embedding import factory
 
 from slime_like_plugins.plugin_names import CPU
-from slime_like_plugins.sglang_hooks import replace_attribute
+from slime_like_plugins.sglang_hooks import wrap_target
 
 
 def install() -> None:
-    """Replace SGLang's ``get_rope_cpu`` in this process. Raises ``AttributeError`` if it does not exist.
+    """Replace SGLang's ``get_rope_cpu`` in this process. Raises ``SystemExit`` if it does not exist.
 
     Remove when ``get_rope_cpu`` accepts models without ``rope_scaling``.
     """
-    replace_attribute(CPU, factory, "get_rope_cpu", with_unscaled(factory.get_rope_cpu))
+    wrap_target(CPU, f"{factory.__name__}.get_rope_cpu", with_unscaled)
 
 
 def with_unscaled(scaled: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,17 +7,14 @@ linear-attention backend cannot be registered for Gated DeltaNet: ``GDNKernelDis
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from slime_like_plugins.plugin_names import CPU
 from slime_like_plugins.sglang_cpu import projection_norm
 from slime_like_plugins.sglang_cpu.hybrid import checkpoints, conv, delta_rule, layers
-from slime_like_plugins.sglang_hooks import replace_attribute
+from slime_like_plugins.sglang_hooks import replace_target
 
 ATTENTION = "sglang.srt.layers.attention.linear"
 MODELS = "sglang.srt.models"
@@ -54,20 +51,18 @@ def bind(model: Any) -> str | None:
     """
     for module, name, function in OF_MODELS:
         if module in sys.modules:
-            replace_attribute(CPU, sys.modules[module], name, function)
+            replace_target(CPU, f"{module}.{name}", function)
     if not is_hybrid(model):
         return None
     for module, name, function in REPLACED:
-        replace_attribute(CPU, importlib.import_module(module), name, function)
-    replace_attribute(CPU, Tensor, "pin_memory", checkpoints.unpinned)
-    kernel: Any = importlib.import_module(f"{ATTENTION}.kernels.gdn_triton").TritonGDNKernel
-    replace_attribute(CPU, kernel, "extend", delta_rule.extend)
-    replace_attribute(CPU, kernel, "supports_track_state_snapshot", True)  # extend returns states for the prefix cache
-    replace_attribute(
-        CPU, kernel, "supports_packed_decode", False
-    )  # it fuses several functions replaced here into one Triton kernel
-    norm: Any = importlib.import_module(f"{FLA}.fused_norm_gate").FusedRMSNormGated
-    replace_attribute(CPU, norm, "forward", layers.fused_norm_forward)
+        replace_target(CPU, f"{module}.{name}", function)
+    replace_target(CPU, "torch.Tensor.pin_memory", checkpoints.unpinned)
+    kernel = f"{ATTENTION}.kernels.gdn_triton.TritonGDNKernel"
+    replace_target(CPU, f"{kernel}.extend", delta_rule.extend)
+    replace_target(CPU, f"{kernel}.supports_track_state_snapshot", True)  # extend returns states for the prefix cache
+    # A packed decode fuses several functions replaced here into one Triton kernel.
+    replace_target(CPU, f"{kernel}.supports_packed_decode", False)
+    replace_target(CPU, f"{FLA}.fused_norm_gate.FusedRMSNormGated.forward", layers.fused_norm_forward)
     return "gated delta rule in torch"
 
 
