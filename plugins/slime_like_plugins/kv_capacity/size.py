@@ -1,7 +1,8 @@
 """Hook that keeps an engine's KV cache at the size of its first start when the engine restarts next to a trainer.
 
 SGLang leaves to others ``(1 - mem_fraction_static)`` of the memory that is free before it loads, and fills the rest. Here,
-memory that a trainer has taken since the first start is deducted from the others' share, not from the KV cache.
+memory that a trainer has taken since the first start is deducted from the others' share, not from the KV cache. Memory that
+another process has released since is added to it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def baseline_of_first_start(free: float, first_free: float, static: float) -> fl
     """Return the free GiB to report to SGLang, so that it fills as much memory as at the first start.
 
     SGLang leaves ``1 - static`` of the result to others. ``first_free`` GiB were free at the first start, and ``free`` are now.
-    The others' share is at least ``MIN_SHARE``, and at most as large as at the first start.
+    The others' share is at least ``MIN_SHARE``, which can leave less memory to fill.
     """
-    others = (1 - static) * first_free - max(0.0, first_free - free)
+    others = free - static * first_free
     return max(others, MIN_SHARE * first_free) / (1 - static)
 
 
