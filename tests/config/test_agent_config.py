@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from slime_like.config.load.loader import load_config
+from slime_like.errors import ConfigError
 from tests.config.bad_input import message
 
 AGENT = "tests.engine.agents:three_turns"
@@ -26,3 +28,11 @@ AGENT = "tests.engine.agents:three_turns"
 )
 def test_an_unusable_agent_is_refused_at_load(overrides: list[str], words: str) -> None:
     assert re.search(words, message(["+recipe=quickstart", *overrides], "", files=False))
+
+
+def test_an_agent_is_imported_only_with_code() -> None:
+    argv = ["+recipe=quickstart", "rollout.generate=openai_agent"]
+    cfg = load_config([*argv, "rollout.agent=no.such:agent"], files=False, code=False)
+    assert cfg.rollout.agent == "no.such:agent"
+    with pytest.raises(ConfigError, match=r"rollout\.agent='nothing' is not a path"):
+        load_config([*argv, "rollout.agent=nothing"], files=False, code=False)

@@ -153,12 +153,23 @@ def test_options_of_the_exchange(keys: str, gpus: bool, plan: Callable[..., Plan
         assert arguments.get("dcp_replicate_q_proj", False) == ("replicate" in keys)
 
 
-def test_query_projections_with_output_gates_are_not_replicated(argv: list[str], tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", **(HYBRID | {"num_key_value_heads": 1}))
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (HYBRID, "output gates; set rollout.dcp_replicate_q=false"),
+        (
+            {"model_type": "minimax_m2"},
+            "heads of all ranks of an engine, not over each head; set rollout.dcp_replicate_q",
+        ),
+    ],
+)
+def test_query_projections_that_a_rank_cannot_compute_alone_are_not_replicated(
+    fields: dict[str, object], words: str, argv: list[str], tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model", **(fields | {"num_key_value_heads": 1}))
     for size in ("2", "auto"):
         keys = f"rollout.tp=2 rollout.dcp={size} rollout.dcp_replicate_q=true"
-        text = message([*argv, f"model.hf_checkpoint={folder}"], keys, files=True)
-        assert "output gates; set rollout.dcp_replicate_q=false" in text
+        assert words in message([*argv, f"model.hf_checkpoint={folder}"], keys, files=True)
 
 
 def test_an_option_of_a_group_is_dropped_where_auto_forms_none(plan: Callable[..., Plan]) -> None:
@@ -200,6 +211,7 @@ def test_flashinfer_from_pages_is_refused(plan: Callable[..., Plan], monkeypatch
     plan(*keys, machine=SERVER)
     with pytest.raises(ConfigError, match=r"variable SGLANG_FLASHINFER_USE_PAGED=1 with rollout\.dcp=2.*unset SGLANG"):
         plan(*keys, "rollout.sglang.attention_backend=flashinfer", machine=SERVER)
+    plan(*keys, "rollout.sglang.attention_backend=flashinfer", machine=replace(SERVER, is_local=False))
 
 
 def test_one_exchange_on_a_gpu(plan: Callable[..., Plan]) -> None:

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.cluster.jobs.layout import node_layout
+from slime_like.cluster.jobs.planning import plan_job
+from slime_like.cluster.plan.ray_cluster import ClusterNode
+from slime_like.cluster.plan.view import show_plan
+from slime_like.cluster.start.prepared import load_prepared
 from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, DataError
 
@@ -30,6 +35,33 @@ def test_rules_use_the_counted_rollouts(argv: list[str], tmp_path: Path) -> None
     assert load_config(line, files=False).loop.num_epoch == 3, (
         "not counted without files, and not checked against the default"
     )
+
+
+def test_a_critics_warmup_is_compared_with_the_counted_rollouts(argv: list[str], tmp_path: Path) -> None:
+    line = [
+        *argv_with_rows(argv, 400, tmp_path),
+        "algo=ppo",
+        "critic.warmup_rollouts=150",
+        "critic.lr_warmup_steps=160",
+    ]
+    assert load_config(line, files=False).loop.num_rollout == 100
+    assert load_prepared(line).loop.num_rollout == 300
+    with pytest.raises(ConfigError, match=r"critic\.warmup_rollouts=150 must be below loop\.num_rollout=75"):
+        load_config([*argv_with_rows(argv, 100, tmp_path), *line[-3:]])
+
+
+def test_plans_use_the_counted_rollouts_or_none(argv: list[str], tmp_path: Path) -> None:
+    line = [
+        *argv_with_rows(argv, 400, tmp_path),
+        "optim.schedule=linear",
+        "optim.decay_steps=300",
+        "optim.warmup_steps=200",
+    ]
+    assert "300 rollouts (3 epochs), 300 optimizer steps" in show_plan(line)
+    text = show_plan([*line, "algo=ppo", "critic.warmup_rollouts=150", "critic.lr_warmup_steps=160"], "8xH200")
+    assert "3 epochs of data.train, whose rows are not counted" in text and "optimizer step" not in text
+    assert plan_job(line, [ClusterNode("10.0.0.1", 0, 8, 32 * 2**30)]).lines[1].startswith("starting 1 trainer rank")
+    assert node_layout(line, 8).num_nodes == 1
 
 
 def test_uncountable_epochs_are_refused(argv: list[str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from slime_like.config.schema.flow_mla import (
     VARIABLE,
     FlowOptions,
     from_json,
-    required_fields,
+    required_values,
 )
 from slime_like.errors import ConfigError
 from slime_like.rollout.engine.environment import child_environment
@@ -114,6 +114,7 @@ def test_ranks_that_skip_forwards_are_refused(value: str, argv: list[str], monke
     with refusal([f"{SKIP_VARIABLE}={value}", f"unset {SKIP_VARIABLE}, or set rollout.flow_mla.enabled=false"]):
         load_config([*argv, *ON.split()])
     load_config(argv)
+    load_config([*argv, *ON.split()], machine=False)
 
 
 @pytest.mark.parametrize("latent", [False, True])
@@ -246,7 +247,7 @@ def test_weights_are_not_read_from_slots() -> None:
 def test_the_engine_checks_the_fields_that_sglang_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime_like_plugins.flow_mla import hooks
 
-    values = {field: required for field, (required, _) in required_fields("p2p").items()} | {"attn_dp_size": 2}
+    values = {field: required for field, (required, _) in required_values("p2p").items()} | {"attn_dp_size": 2}
     assert hooks.obstacle(SimpleNamespace(**values)) is None
     cases = (
         ("pp_size", 2, "set {} to 1"),

@@ -61,7 +61,7 @@ def test_every_run_has_a_plan_that_fits_its_machine(part: Any, tmp_path: Path) -
         words = gpu_evidence.arguments_of(command, tmp_path, "auto" if part.num_nodes > 1 else "")
         if command[0] == "-c":
             exec(words[1], {})  # writes a model that the other commands use
-        elif command[0] == gpu_evidence.TRAIN and "model.attention=te" not in words:  # needs TransformerEngine
+        elif command[0] == gpu_evidence.TRAIN:
             plan = make_plan(load_config(words[1:], files=False, machine=False, code=False), machine)
             assert plan.device == "cuda", command
 

@@ -172,7 +172,7 @@ def kv_capacity() -> None:
 
 def flow_mla() -> None:
     """Install the hooks and flags of FlowMLA, and check the fields, values and functions that they use."""
-    from slime_like.config.schema.flow_mla import SKIP_VARIABLE, TRUE_VALUES, required_fields
+    from slime_like.config.schema.flow_mla import SKIP_VARIABLE, TRUE_VALUES, required_values
     from slime_like_plugins.flow_mla import flags, hooks
 
     flags.install("flow_mla")
@@ -180,7 +180,7 @@ def flow_mla() -> None:
     make_layers = pkgutil.resolve_name("sglang.srt.utils.common:make_layers")
     assert list(inspect.signature(make_layers).parameters)[:2] == ["num_hidden_layers", "layer_fn"]
     fields = pkgutil.resolve_name("sglang.srt.server_args:ServerArgs").__struct_fields__
-    missing = sorted({*required_fields("p2p")} - {*fields})
+    missing = sorted({*required_values("p2p")} - {*fields})
     assert not missing, f"ServerArgs has no {', '.join(missing)}"
     variable = getattr(pkgutil.resolve_name("sglang.srt.environ:envs"), SKIP_VARIABLE)
     assert all(variable.parse(value) is True for value in TRUE_VALUES) and variable.parse("no") is False

@@ -16,7 +16,7 @@ from slime_like.config.schema.flow_mla import (
     field_obstacle,
     from_json,
     missing_weights,
-    required_fields,
+    required_values,
     skips_forwards,
 )
 from slime_like_plugins.flow_mla import absorbed
@@ -66,13 +66,13 @@ def obstacle(view: Any) -> str | None:
             "attn_dp_size=1: only ranks of data-parallel attention hold the same weights; set rollout.dp_attention "
             "(--attention-data-parallel-size) to 2 or more"
         )
-    if skips_forwards():
+    if skips_forwards(os.environ):
         return (
             f"the environment variable {SKIP_VARIABLE}={os.environ[SKIP_VARIABLE]}: ranks without tokens would skip forwards, and a "
             f"gather needs all ranks; unset {SKIP_VARIABLE}"
         )
     transport = options().transport
-    for field, (required, _) in required_fields(transport).items():
+    for field, (required, _) in required_values(transport).items():
         value = getattr(view, field)
         if (field, value) == ("quantization", "fp8"):
             continue  # the checkpoint's type; sharding checks each of its weights

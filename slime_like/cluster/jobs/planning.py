@@ -14,6 +14,7 @@ from slime_like.cluster.plan.ray_cluster import ClusterNode, plan_on_nodes
 from slime_like.cluster.plan.shapes import model_config
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
+from slime_like.config.rules.schedule import without_open_schedule
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, MissingResources
 from slime_like.hardware import known_gpu
@@ -58,7 +59,7 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
         return JobPlan(cfg, (cluster,), (f"not planned: {error}",))
     if model is not None:
         check_model(cfg, model)
-    plan = make_plan(cfg, _enough_gpus(cfg, machine))
+    plan = make_plan(without_open_schedule(cfg), _enough_gpus(cfg, machine))
     try:
         assignment = assign(cfg, plan, nodes)
     except MissingResources as error:

@@ -45,7 +45,7 @@ def plan_dcp(
 
     Before a Ray cluster is joined, ``auto`` is taken as 1; ``plan_on_nodes`` decides it later.
     """
-    largest, obstacle = _largest(cfg, model, shapes, engine)
+    largest, obstacle = _largest(cfg, machine, model, shapes, engine)
     predicted = predict_engine(cfg, machine, shapes, engine)
     wider = predict_engine(cfg, machine, shapes, replace(engine, dcp=largest))
     size = cfg.rollout.dcp
@@ -75,7 +75,9 @@ def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> I
         yield f"  rollout.dcp={plan.largest} would hold {plan.largest_tokens:,} tokens per engine (docs/dcp.md)"
 
 
-def _largest(cfg: TrainConfig, model: HfConfig | None, shapes: RoleShapes, engine: EngineSpec) -> tuple[int, str]:
+def _largest(
+    cfg: TrainConfig, machine: Machine, model: HfConfig | None, shapes: RoleShapes, engine: EngineSpec
+) -> tuple[int, str]:
     """Return the largest size that adds KV capacity and that settings, device and model allow, and the reason if it is 1."""
     if shapes.actor is None:
         return 1, f"the KV heads of the model are not known: {shapes.unknown}"
@@ -86,7 +88,7 @@ def _largest(cfg: TrainConfig, model: HfConfig | None, shapes: RoleShapes, engin
         return 1, f"KV heads are not replicated: the model has {heads}, and an engine {ranks} attention ranks"
     obstacles = (
         *setting_obstacles(cfg),
-        *device_obstacles(cfg, engine.device, model),
+        *device_obstacles(cfg, engine.device, model, machine.environment),
         *state_obstacles(cfg, engine.device, model),
     )
     for obstacle in obstacles:

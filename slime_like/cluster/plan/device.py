@@ -32,7 +32,7 @@ def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, d
     if device == "cuda" and (cfg.placement.ray_address is None or not machine.is_local):
         kernels = machine.kernels
         check_float8_gpus(cfg, machine.gpu_names, None if kernels is None else kernels.capability)
-    check_dcp_device(cfg, device, model)
+    check_dcp_device(cfg, device, model, machine.environment)
     check_flashinfer(cfg, device, machine.kernels if cfg.placement.ray_address is None else None, model)
     check_dcp_states(cfg, device, model)
     return device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,11 @@ class Machine:
     nodes: int = 1
     gpu_bytes: tuple[int, ...] = ()  # memory of each GPU as the driver reports it; (): not reported
     numa_nodes: int = 1  # NUMA nodes with cores that the run may use, on one of its nodes
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Environment variables of this process; empty for another machine, whose variables are unknown."""
+        return os.environ if self.is_local else {}
 
 
 def probe_machine() -> Machine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from slime_like.cluster.plan.machine import Machine
@@ -25,7 +24,7 @@ def plan_transport(
     rule out CUDA IPC.
     """
     kind = cfg.weights.transport
-    setting = unshareable_memory(os.environ) if machine.is_local else ""
+    setting = unshareable_memory(machine.environment)
     if kind == "auto":
         kind, reason = _default(cfg, device, setting, engine_num_nodes)
         decisions.add("weights.transport", kind, reason)

@@ -16,6 +16,7 @@ from slime_like.cluster.plan.user_code import code_rows, unread_keys
 from slime_like.config.load.help import render_help
 from slime_like.config.load.loader import load_config, show
 from slime_like.config.rules.files import check_files, check_model
+from slime_like.config.rules.schedule import without_open_schedule
 from slime_like.config.schema.resolved import Layout
 from slime_like.config.schema.root import TrainConfig
 from slime_like.quickstart.prepare import check_folders
@@ -43,6 +44,7 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
     tokenizer and data may be missing. With ``trace``, run a step of the trainer on a phantom GPU and append its memory.
     """
     cfg = load_config(argv, files=False, machine=description is None)
+    num_rollout_known = cfg.loop.num_epoch is None
     if cfg.run.replay_from is None:
         check_reward(cfg.reward)
     machine = probe_machine() if description is None else described_machine(description)
@@ -50,19 +52,24 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
         check_folders(cfg)
     if description is None and (cfg.run.prepare is None or Path(cfg.model.hf_checkpoint).exists()):
         check_files(cfg)
+        if not num_rollout_known:
+            cfg, num_rollout_known = load_config(argv), True  # counts the rows
     elif (model := model_config(cfg, machine)) is not None:
         check_model(cfg, model)
-    plan = make_plan(cfg, machine)
-    text = render_plan(cfg, plan, machine)
+    plan = make_plan(cfg if num_rollout_known else without_open_schedule(cfg), machine)
+    text = render_plan(cfg, plan, machine, num_rollout_known=num_rollout_known)
     return text + "".join(f"{line}\n" for line in trace_lines(plan, argv, description)) if trace else text
 
 
-def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine) -> str:
-    """Render the plan: placement, memory, batch, guard, the user's functions, each resolved value with its reason, advice."""
-    return "\n".join(_lines(cfg, plan, machine)) + "\n"
+def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine, *, num_rollout_known: bool = True) -> str:
+    """Render the plan: placement, memory, batch, guard, the user's functions, each resolved value with its reason, advice.
+
+    With ``num_rollout_known=False``, loop.num_epoch is set and the rows are not counted.
+    """
+    return "\n".join(_lines(cfg, plan, machine, num_rollout_known)) + "\n"
 
 
-def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
+def _lines(cfg: TrainConfig, plan: Plan, machine: Machine, num_rollout_known: bool) -> Iterator[str]:
     loop, rollout = cfg.loop, cfg.rollout
     gpus = ", ".join(sorted(set(machine.gpu_names))) or "no GPU"
     yield f"run        {cfg.run.name} -> {plan.run_dir} (run.mode={cfg.run.mode}, algo={cfg.algo.name})"
@@ -93,11 +100,7 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         f"{plan.samples_per_rollout} = global_batch_size {plan.samples_per_step} * "
         f"steps_per_rollout {loop.steps_per_rollout}"
     )
-    epochs = f" ({counted(loop.num_epoch, 'epoch')})" if loop.num_epoch is not None else ""
-    yield (
-        f"           {counted(loop.num_rollout, 'rollout')}{epochs}, {counted(plan.actor.num_steps, 'optimizer step')}, "
-        f"max_staleness {loop.max_staleness}"
-    )
+    yield f"           {_run_length(cfg, plan, num_rollout_known)}, max_staleness {loop.max_staleness}"
     scores = ["rollout", *(["old"] if plan.actor.needs_old_logprobs else [])]
     scores += ["reference"] if plan.actor.needs_reference else []
     scores += ["teacher"] if plan.actor.swaps_teacher or plan.teacher is not None else []
@@ -116,6 +119,16 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine) -> Iterator[str]:
         yield ""
         yield "advice"
         yield from (f"  {line}" for line in advice)
+
+
+def _run_length(cfg: TrainConfig, plan: Plan, num_rollout_known: bool) -> str:
+    """Return the numbers of rollouts and optimizer steps, or of epochs while the rows are not counted."""
+    loop = cfg.loop
+    epochs = "" if loop.num_epoch is None else counted(loop.num_epoch, "epoch")
+    if not num_rollout_known:
+        return f"{epochs} of data.train, whose rows are not counted here"
+    rollouts = f"{counted(loop.num_rollout, 'rollout')}{f' ({epochs})' * bool(epochs)}"
+    return f"{rollouts}, {counted(plan.actor.num_steps, 'optimizer step')}"
 
 
 def _virtual(layout: Layout) -> str:

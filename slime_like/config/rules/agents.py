@@ -20,7 +20,10 @@ AGENT_SIGNATURE = "async def agent(base_url, api_key, prompt, metadata) -> float
 
 
 def check_agent(config: RolloutConfig) -> None:
-    """Raise ``ConfigError`` if an agent is needed and cannot be run, or if keys of agents are set and none is run."""
+    """Raise ``ConfigError`` if an agent is needed and not given, or if keys of agents are set and none is run.
+
+    The agent is not imported: ``agent_function`` does that.
+    """
     if config.generate != OPENAI_AGENT:
         setting, fix = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
         refuse_unread("rollout.", config, KEYS, setting, fix)
@@ -29,7 +32,7 @@ def check_agent(config: RolloutConfig) -> None:
         raise ConfigError(
             f"rollout.generate={OPENAI_AGENT} runs an agent: set rollout.agent=my_package.my_module:function, {AGENT_SIGNATURE}"
         )
-    agent_function(config.agent)
+    check_path("rollout.agent", config.agent)
 
 
 def agent_function(path: str) -> Any:

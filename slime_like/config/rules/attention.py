@@ -7,6 +7,7 @@ import importlib.util
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
+FIX = "set model.attention=auto, which uses slime_like's torch attention"
 INSTALL = "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]'"
 
 
@@ -18,23 +19,21 @@ def has_transformer_engine() -> bool:
 def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
     """Check a config with ``model.attention=te``; other values are not checked. ``device`` and ``dtype`` may be auto.
 
-    Raises ``ConfigError`` if TransformerEngine is not installed here, or if its attention is not supported with other
-    keys.
+    Raises ``ConfigError`` if TransformerEngine's attention is not supported with other keys.
     """
     if cfg.model.attention != "te":
         return
-    fix = "set model.attention=auto, which uses slime_like's torch attention"
     if device == "cpu":
-        raise ConfigError(f"model.attention=te on a CPU: TransformerEngine has kernels for NVIDIA GPUs only; {fix}")
+        raise ConfigError(f"model.attention=te on a CPU: TransformerEngine has kernels for NVIDIA GPUs only; {FIX}")
     if cfg.run.deterministic:
         raise ConfigError(
-            f"model.attention=te with run.deterministic=true: TransformerEngine picks kernels by shape and machine; {fix}, "
+            f"model.attention=te with run.deterministic=true: TransformerEngine picks kernels by shape and machine; {FIX}, "
             "or run.deterministic=false"
         )
     if dtype == "float32":
         raise ConfigError(
             "model.attention=te with model.dtype=float32: TransformerEngine's flash and fused kernels support 16-bit dtypes only; "
-            f"set model.dtype=bfloat16, or {fix.removeprefix('set ')}"
+            f"set model.dtype=bfloat16, or {FIX.removeprefix('set ')}"
         )
     exchange = cfg.model.megatron.get("cp_comm_type")
     if exchange not in (None, "p2p"):
@@ -42,8 +41,14 @@ def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
             f"model.megatron.cp_comm_type={exchange!r} with model.attention=te: packed sequences are exchanged between "
             "context parallel ranks by p2p; remove cp_comm_type"
         )
+
+
+def check_transformer_engine(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if a run with ``model.attention=te`` on this machine lacks TransformerEngine."""
+    if cfg.model.attention != "te" or cfg.placement.ray_address is not None:  # each rank checks its own node
+        return
     if not has_transformer_engine():
         raise ConfigError(
             f"model.attention=te, but transformer_engine is not installed here: {INSTALL} (needs an NVIDIA GPU and CUDA), "
-            f"or {fix}"
+            f"or {FIX}"
         )

@@ -8,8 +8,7 @@ load, and again in the engine, after SGLang has resolved the settings (``slime_l
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from slime_like.config.rules.gdn_runtime import FLASHINFER, Runtime
@@ -27,6 +26,7 @@ from slime_like.config.schema.dcp import (
     replicated_q_obstacle,
     sharded_backend,
 )
+from slime_like.config.schema.family_entry import FamilyEntry
 from slime_like.config.schema.names import FAMILIES
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -58,10 +58,11 @@ def check_dcp(cfg: TrainConfig) -> None:
         _refuse(size, setting_obstacles(cfg))
 
 
-def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None) -> None:
+def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None, environment: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` if engines on ``device`` cannot serve ``model`` with ``rollout.dcp`` and its options.
 
-    ``rollout.symmetric_memory`` is checked even without DCP. ``model`` is None while it is unknown.
+    ``rollout.symmetric_memory`` is checked even without DCP. ``model`` is None while it is unknown. ``environment`` is
+    that of the engines; empty if it is unknown.
     """
     if cfg.rollout.symmetric_memory and device == "cpu":
         raise ConfigError(
@@ -72,7 +73,7 @@ def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None) -> N
         return
     size = _configured_size(cfg)
     if size > 1:
-        _refuse(size, device_obstacles(cfg, device, model))
+        _refuse(size, device_obstacles(cfg, device, model, environment))
     backends = [decode_backend(cfg, device, latent=latent) for latent in _attention_kinds(model)]
     if cfg.rollout.dcp_comm == "a2a" and not {*backends} & {*ALL_TO_ALL_BACKENDS}:
         raise ConfigError(
@@ -123,8 +124,14 @@ def decode_backend(cfg: TrainConfig, device: str, *, latent: bool) -> str:
 
 def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``ConfigError`` if the attention of ``model`` does not fit ``rollout.dcp`` or ``rollout.dcp_replicate_q``."""
-    gates = model.model_type in FAMILIES and FAMILIES[model.model_type].output_gate
-    reason = replicated_q_obstacle("cpu", "a2a", output_gates=gates, latent=model.latent)
+    family = FAMILIES.get(model.model_type, FamilyEntry(""))
+    reason = replicated_q_obstacle(
+        "cpu",
+        "a2a",
+        output_gates=family.output_gate,
+        projection_norms=family.projection_norms,
+        latent=model.latent,
+    )
     if cfg.rollout.dcp_replicate_q and reason:
         raise ConfigError(
             f"rollout.dcp_replicate_q=true for the model in {model.folder}: {reason}; set rollout.dcp_replicate_q=false"
@@ -153,8 +160,10 @@ def setting_obstacles(cfg: TrainConfig) -> Iterator[DcpObstacle]:
             yield DcpObstacle(f"rollout.sglang.{field}={value!r}", reason, f"remove rollout.sglang.{field}")
 
 
-def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the settings that prevent engines on ``device`` from serving ``model`` with DCP.
+def device_obstacles(
+    cfg: TrainConfig, device: str, model: HfConfig | None, environment: Mapping[str, str]
+) -> Iterator[DcpObstacle]:
+    """Yield the settings and variables that prevent engines on ``device`` from serving ``model`` with DCP.
 
     If ``model`` is None, only settings that do so for every model are yielded.
     """
@@ -167,7 +176,7 @@ def device_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> I
         if reasons[0] is not None and all(reasons):
             fix = f"remove rollout.sglang.{field}, which selects {default_backend(device, latent=kinds[0])}"
             yield DcpObstacle(f"rollout.sglang.{field}={value}", reasons[0], fix)
-        paged = os.environ.get(PAGED_VARIABLE, "")
+        paged = environment.get(PAGED_VARIABLE, "")
         if names == [SHARDED_FLASHINFER] and paged.lower() in ("1", "true", "yes", "y"):
             reason = (
                 f"{SHARDED_FLASHINFER} would read new tokens from the cache, where each rank has only a part of them"

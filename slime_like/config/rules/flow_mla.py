@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.flow_mla import (
@@ -10,7 +10,7 @@ from slime_like.config.schema.flow_mla import (
     SKIP_VARIABLE,
     field_obstacle,
     missing_weights,
-    required_fields,
+    required_values,
     skips_forwards,
 )
 from slime_like.config.schema.rollout import RolloutConfig
@@ -19,8 +19,8 @@ from slime_like.errors import ConfigError
 OFF = "set rollout.flow_mla.enabled=false"
 
 
-def check_flow_mla(rollout: RolloutConfig) -> None:
-    """Raise ``ConfigError`` if ``rollout.flow_mla`` conflicts with other keys or the environment."""
+def check_flow_mla(rollout: RolloutConfig, environment: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` if ``rollout.flow_mla`` conflicts with other keys or the ``environment`` of the engines."""
     if not rollout.flow_mla.enabled:
         return
     if rollout.dp_attention == 1:
@@ -29,16 +29,16 @@ def check_flow_mla(rollout: RolloutConfig) -> None:
             f"weights; set rollout.dp_attention to a divisor of rollout.tp={rollout.tp} above 1, or {OFF}"
         )
     transport = rollout.flow_mla.transport
-    for field in required_fields(transport):
+    for field in required_values(transport):
         value = rollout.sglang.get(field)
         if reason := field_obstacle(field, value, transport):
             keys = "rollout.flow_mla.enabled=true" + " and rollout.flow_mla.transport=p2p" * (field in P2P_FIELDS)
             raise ConfigError(
                 f"rollout.sglang.{field}={value!r} with {keys}: {reason}; remove rollout.sglang.{field}, or {OFF}"
             )
-    if skips_forwards():
+    if skips_forwards(environment):
         raise ConfigError(
-            f"the environment variable {SKIP_VARIABLE}={os.environ[SKIP_VARIABLE]} with rollout.flow_mla.enabled=true: ranks without "
+            f"the environment variable {SKIP_VARIABLE}={environment[SKIP_VARIABLE]} with rollout.flow_mla.enabled=true: ranks without "
             f"requests would skip forwards, and a gather needs all ranks; unset {SKIP_VARIABLE}, or {OFF}"
         )
 

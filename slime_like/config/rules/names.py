@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slime_like.config.rules.agents import agent_function
 from slime_like.config.rules.user_functions import check_bound, check_function
 from slime_like.config.schema import names
 from slime_like.config.schema.policy import PolicyConfig
@@ -31,7 +32,7 @@ def check_names(cfg: TrainConfig) -> None:
 
 
 def check_functions(cfg: TrainConfig) -> None:
-    """Import the user's functions that ``cfg`` names, except ``rollout.agent`` and ``run.prepare``.
+    """Import the user's functions that ``cfg`` names, except ``run.prepare``.
 
     Raises ``ConfigError`` if one of them cannot be imported or called.
     """
@@ -41,6 +42,8 @@ def check_functions(cfg: TrainConfig) -> None:
         check_bound(key, name, table, cfg.algo)
     for key, name, table in _estimator_names(cfg):
         check_function(key, name, table)
+    if cfg.rollout.agent is not None:
+        agent_function(cfg.rollout.agent)
 
 
 def user_functions(cfg: TrainConfig) -> Iterator[NameEntry]:

@@ -76,6 +76,19 @@ def check_roles(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if a role's key is unused or missing, or contradicts another key."""
     _check_unused("critic", cfg.critic, "ppo", is_used=isinstance(cfg.algo, PpoConfig))
     _check_unused("teacher", cfg.teacher, "distill", is_used=isinstance(cfg.algo, DistillConfig))
+    if isinstance(cfg.algo, DistillConfig) and cfg.teacher.hf_checkpoint is None:
+        raise ConfigError("algo=distill learns from a teacher: set teacher.hf_checkpoint=<HF folder>")
+    if cfg.teacher.placement == "swap":
+        for name in ("tp", "pp", "cp", "dp"):
+            if getattr(cfg.teacher, name) is not None:
+                raise ConfigError(
+                    f"teacher.{name}={getattr(cfg.teacher, name)} with teacher.placement=swap: the teacher then runs on "
+                    f"the actor's ranks; remove teacher.{name}, or set teacher.placement=colocated"
+                )
+
+
+def check_warmup(cfg: TrainConfig) -> None:
+    """Raise ``ConfigError`` if the critic's warm-up is not shorter than the run."""
     warmup, total = cfg.critic.warmup_rollouts, cfg.loop.num_rollout
     if warmup >= total:
         raise ConfigError(
@@ -88,15 +101,6 @@ def check_roles(cfg: TrainConfig) -> None:
             f"critic.lr_warmup_steps={cfg.critic.lr_warmup_steps} must be below the critic's {steps} optimizer steps: "
             "lower critic.lr_warmup_steps"
         )
-    if isinstance(cfg.algo, DistillConfig) and cfg.teacher.hf_checkpoint is None:
-        raise ConfigError("algo=distill learns from a teacher: set teacher.hf_checkpoint=<HF folder>")
-    if cfg.teacher.placement == "swap":
-        for name in ("tp", "pp", "cp", "dp"):
-            if getattr(cfg.teacher, name) is not None:
-                raise ConfigError(
-                    f"teacher.{name}={getattr(cfg.teacher, name)} with teacher.placement=swap: the teacher then runs on "
-                    f"the actor's ranks; remove teacher.{name}, or set teacher.placement=colocated"
-                )
 
 
 def _check_unused(group: str, config: CriticConfig | TeacherConfig, algo: str, *, is_used: bool) -> None:

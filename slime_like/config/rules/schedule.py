@@ -17,6 +17,19 @@ def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
     return (cfg.loop.num_rollout - warmup) * cfg.loop.steps_per_rollout, formula
 
 
+def without_open_schedule(cfg: TrainConfig) -> TrainConfig:
+    """Return ``cfg`` without settings that have to fit loop.num_rollout, if loop.num_epoch is set.
+
+    This is for plans that are made before the rows are counted. No process gets the constant schedule.
+    """
+    if cfg.loop.num_epoch is None:
+        return cfg
+    optim = replace(
+        cfg.optim, schedule="constant", warmup_steps=0, warmup_fraction=None, decay_steps=None, wsd_decay_steps=None
+    )
+    return replace(cfg, optim=optim, critic=replace(cfg.critic, warmup_rollouts=0, lr_warmup_steps=0))
+
+
 def resolve_schedule(
     optim: OptimConfig, num_steps: int, formula: str = "", warmup_key: str = "optim.warmup_steps"
 ) -> OptimConfig:

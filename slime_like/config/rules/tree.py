@@ -6,7 +6,7 @@ import os
 
 from slime_like.config.rules import foreign
 from slime_like.config.rules.agents import check_agent
-from slime_like.config.rules.attention import check_attention
+from slime_like.config.rules.attention import check_attention, check_transformer_engine
 from slime_like.config.rules.dcp import check_dcp
 from slime_like.config.rules.deterministic import check_seeds
 from slime_like.config.rules.engine_nodes import check_engine_nodes
@@ -23,7 +23,7 @@ from slime_like.config.rules.offload import check_offload
 from slime_like.config.rules.over_sampling import check_over_sampling
 from slime_like.config.rules.pipeline import check_pipeline
 from slime_like.config.rules.remote_experts import check_remote_experts
-from slime_like.config.rules.roles import check_roles
+from slime_like.config.rules.roles import check_roles, check_warmup
 from slime_like.config.rules.routing_replay import check_routing_replay
 from slime_like.config.rules.schedule import actor_steps, resolve_schedule
 from slime_like.config.rules.trained_sampling import check_trained_sampling
@@ -53,6 +53,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     With ``machine=False``, only rules that hold on every machine are checked. With ``code=False``, no function
     is imported. With ``num_rollout_known=False``, rules that read loop.num_rollout are skipped.
     """
+    environment = os.environ if machine else {}
     _check_ranges(cfg)
     check_names(cfg)
     check_agent(cfg.rollout)
@@ -63,7 +64,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     _check_mode(cfg)
     samples_per_step(cfg)
     _check_lengths(cfg)
-    check_trained_sampling(cfg, os.environ if machine else {})
+    check_trained_sampling(cfg, environment)
     check_over_sampling(cfg)
     check_managers(cfg.rollout)
     stage_ranks(cfg, trainer_ranks(cfg))
@@ -73,17 +74,20 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     check_roles(cfg)
     cfg.chaos.check_reward_server(cfg.reward.remote_url)
     if num_rollout_known:
+        check_warmup(cfg)
         cfg.chaos.check_rollout_ids(cfg.loop.num_rollout)
         _check_schedule(cfg)
     _check_memory_and_overlap(cfg)
     check_attention(cfg, cfg.placement.device, cfg.model.dtype)
+    if machine:
+        check_transformer_engine(cfg)
     check_gdn(cfg, machine=machine)
     foreign.check_foreign("rollout.sglang", cfg.rollout.sglang)
     foreign.check_foreign("model.megatron", cfg.model.megatron)
     check_engine_sizes(cfg.rollout)
     check_engine_nodes(cfg, cfg.rollout.engine_num_nodes or 1)
     check_dcp(cfg)
-    check_flow_mla(cfg.rollout)
+    check_flow_mla(cfg.rollout, environment)
     check_float8_engines(cfg)
     check_remote_experts(cfg)
     check_routing_replay(cfg)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
@@ -164,12 +163,12 @@ def missing_weights(weights: Iterable[str], *, latent: bool) -> str | None:
     return None
 
 
-def skips_forwards() -> bool:
-    """Return True if ``SKIP_VARIABLE`` is set in this process."""
-    return os.environ.get(SKIP_VARIABLE, "").lower() in TRUE_VALUES
+def skips_forwards(environment: Mapping[str, str]) -> bool:
+    """Return True if SGLang reads ``SKIP_VARIABLE`` in ``environment`` as true."""
+    return environment.get(SKIP_VARIABLE, "").lower() in TRUE_VALUES
 
 
-def required_fields(transport: str) -> Mapping[str, tuple[object, str]]:
+def required_values(transport: str) -> Mapping[str, tuple[object, str]]:
     """Return the value that FlowMLA requires for each field of ServerArgs that it restricts, and the reason."""
     return {**UNSUPPORTED_FIELDS, **(P2P_FIELDS if transport == "p2p" else {})}
 
@@ -179,7 +178,7 @@ def field_obstacle(field: str, value: object, transport: str = TRANSPORTS[0]) ->
 
     A ``value`` of None means SGLang's default.
     """
-    requirements = required_fields(transport)
+    requirements = required_values(transport)
     if field not in requirements:
         return None
     required, reason = requirements[field]
