@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from slime_like.config.load.loader import load_config
 from tests.config.bad_input import each_rule, message, one_message
 
@@ -36,6 +38,15 @@ KEYS = {
         "remove '~rollout.batch_size', or set rollout.batch_size",
     ),
     "removal of a value": ("~rollout.batch_size=3", "write '~rollout.batch_size',"),
+    "unknown recipe of a list": ("+recipe=[quickstart,mine]", "recipe/mine is unknown", "there is no recipe/mine.yaml"),
+    "several recipes": (
+        "+recipe=quickstart,mine",
+        "+recipe=quickstart,mine",
+        "write +recipe=NAME, or +recipe=[NAME,NAME]",
+    ),
+    "incomplete list": ("+recipe=[quickstart", "+recipe=[quickstart is not a name"),
+    "number as a recipe": ("+recipe=[1]", "+recipe=[1] is not a name"),
+    "several algorithms": ("algo=[grpo,ppo]", "algo=[grpo,ppo] is not a name: write algo=NAME"),
     "removal of a group": ("+recipe=quickstart ~guard", "~guard: guard cannot be removed", "guard=NAME"),
     "removal from an unknown recipe": ("+recipe=quickstrat ~algo.eps_clip", "+recipe=quickstrat", "'quickstart'"),
     "hydra's own": ("hydra.run.dir=x", "hydra.run.dir=x", "--config-dir"),
@@ -86,3 +97,29 @@ def test_a_recipe_with_a_mistake_is_named(tmp_path: Path, argv: list[str]) -> No
         (tmp_path / "recipe" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
         error = message(argv, f"--config-dir={tmp_path} +recipe={name}", files=False)
         assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize("chosen", ["bad", "[good,bad]", "includes", "[good,includes]"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a: \xff", "cannot be read as UTF-8"),
+        (b"rollout: [", "cannot be read as YAML"),
+        (b"text", "is not a mapping of keys to settings"),
+        (b"- 1", "is not a mapping of keys to settings"),
+        (None, "is missing"),  # a link to nothing
+    ],
+)
+def test_an_unreadable_recipe_is_named(
+    content: bytes | None, words: str, chosen: str, tmp_path: Path, argv: list[str]
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "good.yaml").write_text("# @package _global_\noptim: {lr: 0.25}\n")
+    (tmp_path / "recipe" / "includes.yaml").write_text("# @package _global_\ndefaults: [bad, _self_]\n")
+    bad = tmp_path / "recipe" / "bad.yaml"
+    if content is None:
+        bad.symlink_to("nowhere")
+    else:
+        bad.write_bytes(content)
+    error = message(argv, f"--config-dir={tmp_path} +recipe={chosen}", files=False)
+    assert error.startswith(f"{bad} {words}") and "; correct it" in error

@@ -22,6 +22,10 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: 
     if missing_file := re.search(r"Could not find '([\w-]+)/([^']+)'", text):
         return _unknown_option(missing_file[1], missing_file[2], text)
     location = _source_note(text)
+    if missing_file := re.search(r"Could not load '([\w-]+/[^']+)'", text):
+        return ConfigError(
+            f"{missing_file[1]}{location} is unknown: there is no {missing_file[1]}.yaml in configs or the folder of --config-dir"
+        )
     if mark := next((m for e in chain if (m := getattr(e, "problem_mark", None)) is not None), None):
         problem = getattr(error, "problem", "")
         return ConfigError(f"{mark.name}:{mark.line + 1}: not valid YAML: {problem}; check indentation and brackets")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from slime_like.config.load.explain import explain
 from slime_like.config.load.paths import config_folder
-from slime_like.config.load.recipe_edits import configs_without
+from slime_like.config.load.recipe_edits import RECIPE, config_files, configs_without
 from slime_like.config.rules.epochs import resolve_epochs
 from slime_like.config.rules.files import check_files
 from slime_like.config.rules.path_values import resolve_paths
@@ -34,8 +33,7 @@ from slime_like.util.reading import InputFile, reason
 from slime_like.util.user_module import check_exists
 from slime_like_compat.flags.translate import flag_of, translate
 
-GROUPS = ("algo", "guard", "recipe")
-QUOTES = "'\""
+GROUPS = ("algo", "guard", RECIPE)
 # Raised by OmegaConf on malformed trees.
 UNREADABLE = (
     ValueError,
@@ -61,8 +59,8 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
     """Return the checked and sealed config of ``argv`` (``key=value`` overrides, slime and Megatron flags).
 
     With ``files=False``, the files that the config names are not read, except user code, so loop.num_epoch does not set
-    loop.num_rollout; call ``check_files`` once the files exist. With ``machine=False``, the packages installed on this
-    machine are not checked, because the run is for another machine.
+    loop.num_rollout; call ``check_files`` once the files exist. With ``machine=False``, packages and environment
+    variables of this machine are not checked, because the run is for another machine.
     With ``code=False``, functions named by an import path are not imported, and the file of ``run.prepare`` may be missing.
     Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the key, the value and a fix if the
     config is invalid.
@@ -198,7 +196,7 @@ def _algo(tree: DictConfig) -> str | None:
 
 
 def _compose(overrides: _Overrides) -> DictConfig:
-    _check_recipes(overrides)
+    _check_groups(overrides)
     try:
         tree = _compose_groups(overrides)
     except ConfigError:
@@ -226,17 +224,35 @@ def _compose_groups(overrides: _Overrides) -> DictConfig:
             )
         folders.append(folder)
     if overrides.removed:
-        texts = [text.removeprefix("+recipe=") for text in overrides.groups if text.startswith("+recipe=")]
-        defaults = [item for text in texts for item in _chosen_recipes(text)]
-        with configs_without(configs, folders, defaults, overrides.removed) as edited:
+        with configs_without(configs, folders, _chosen(overrides), overrides.removed) as edited:
             return _hydra(edited, groups, [configs, *folders])
     return _hydra(configs, groups, folders) if folders else _copy(_compose_shipped(configs, groups))
 
 
-def _chosen_recipes(text: str) -> list[dict[str, Any]]:
-    """Return Hydra's defaults list for ``text``, the value of ``+recipe=``: a name, or a list of names."""
-    names = re.findall(r"[^\[\],'\"\s]+", text)
-    return [{"recipe": names}] if text.startswith("[") else [{"recipe": name} for name in names]
+def _chosen(overrides: _Overrides) -> list[dict[str, str | list[str]]]:
+    """Return Hydra's defaults list for the configs that the command line chooses.
+
+    Raises ``ConfigError`` on a value that is neither a name nor, for recipes, a list of names.
+    """
+    return [
+        {key.lstrip("+"): _names(key, value)} for key, _, value in (text.partition("=") for text in overrides.groups)
+    ]
+
+
+def _names(key: str, text: str) -> str | list[str]:
+    """Return the name or the list of names in ``text``, the value of ``key``, a config group."""
+    try:
+        override = _parser().parse_override(f"{key}={text}")
+        value: Any = None if override.is_sweep_override() else override.value()
+    except HydraException:
+        value = None
+    if isinstance(value, str):
+        return value
+    is_recipe = key.endswith(RECIPE)
+    if is_recipe and isinstance(value, list) and all(isinstance(name, str) for name in cast("list[Any]", value)):
+        return cast("list[str]", value)
+    names = f", or {key}=[NAME,NAME] for several recipes" * is_recipe
+    raise ConfigError(f"{key}={text} is not a name: write {key}=NAME{names}")
 
 
 def _copy(tree: DictConfig) -> DictConfig:
@@ -259,15 +275,10 @@ def _hydra(folder: Path, overrides: Sequence[str], searchpath: Sequence[Path] = 
         return compose("train", overrides=list(overrides))
 
 
-def _check_recipes(overrides: _Overrides) -> None:
-    """Raise ``ConfigError`` on an unreadable recipe, because Hydra's error would not name the file."""
-    folders = [config_folder(), *([Path(overrides.config_dir)] if overrides.config_dir else [])]
-    for text in overrides.groups:
-        group, _, name = text.lstrip("+").partition("=")
-        for folder in folders:
-            file = InputFile(folder.resolve() / group / f"{name.strip(QUOTES)}.yaml", ConfigError, "correct it")
-            if os.path.lexists(file.path) and not isinstance(file.yaml() or {}, dict):
-                raise file.refused("is not a mapping of keys to settings")
+def _check_groups(overrides: _Overrides) -> None:
+    """Raise ``ConfigError`` on an unreadable recipe or other config, because Hydra's error would not name the file."""
+    folders = [config_folder(), *([Path(overrides.config_dir).resolve()] if overrides.config_dir else [])]
+    config_files(folders, _chosen(overrides))
 
 
 @functools.cache
@@ -298,7 +309,7 @@ def _sort(argv: Sequence[str]) -> _Overrides:
                 f"{text}: Hydra's own settings have no effect here; --config-dir adds a folder of recipes"
             )
         if key in GROUPS:
-            result.groups.append(f"{'+' if key == 'recipe' else ''}{key}={value}")
+            result.groups.append(f"{'+' if key == RECIPE else ''}{key}={value}")
         else:
             result.parsed.append((key, _parse(key, value)))
     return result

@@ -1,4 +1,4 @@
-"""Removal of settings from recipes, for ``~key`` on a command line."""
+"""Recipes and the recipes that they include: their files, and copies without some settings, for ``~key`` on a command line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def configs_without(
     recipe that sets none of ``keys``. Raises ``ConfigError`` naming a key that no recipe sets, or a file or folder that
     cannot be read or written.
     """
-    files = _with_included([configs, *folders], defaults)
+    included = config_files([configs, *folders], defaults)
+    files = {name: path for name, path in included.items() if name.startswith(f"{RECIPE}/")}
     copies = {PRIMARY: InputFile(configs / PRIMARY, ConfigError, FIX).text()}
     set_keys: set[str] = set()
     for name, path in files.items():
@@ -78,22 +79,22 @@ def configs_without(
         yield scratch
 
 
-def _with_included(folders: Sequence[Path], defaults: Sequence[Any]) -> dict[str, Path | None]:
-    """Return the files of the recipes in ``defaults``, and of the recipes that these include, by path.
+def config_files(folders: Sequence[Path], defaults: Sequence[Any]) -> dict[str, Path | None]:
+    """Return the files of the configs in ``defaults``, and of those that these include, by path.
 
     A path is relative to the folder of configs, such as ``recipe/quickstart``. The file is None if it is missing; a
-    missing optional recipe is left out.
+    missing optional config is left out. Raises ``ConfigError`` naming a file that cannot be read.
     """
     files: dict[str, Path | None] = {}
     visits: set[_Included] = set()
     remaining = list(_included(defaults, ""))
     while remaining:
         item = remaining.pop()
-        if item in visits or not item.path.startswith(f"{RECIPE}/"):
+        if item in visits:
             continue
         visits.add(item)
         candidates = (folder / f"{item.path}.yaml" for folder in folders)
-        path = next((file for file in candidates if os.path.isfile(file)), None)  # False without permission
+        path = next((file for file in candidates if os.path.lexists(file)), None)
         if path is not None:
             remaining += _included(_read(path).get("defaults"), item.base)
         if path is not None or not item.optional:
@@ -132,14 +133,18 @@ def _config(base: str, name: str, optional: bool = False) -> _Included:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the tree of a recipe, read as Hydra reads it, with interpolations as text; empty if it is not a mapping."""
+    """Return the tree of a config, read as Hydra reads it, with interpolations as text.
+
+    Raises ``ConfigError`` naming the file if it cannot be read or is not a mapping.
+    """
     file = InputFile(path, ConfigError, FIX)
     text = file.text()
+    if not isinstance(file.yaml(), dict | None):  # OmegaConf reads a word as the mapping {word: null}
+        raise file.refused("is not a mapping of keys to settings")
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-    except (OSError, OmegaConfBaseException, *YAML_ERRORS) as error:  # OSError: the text is a number
+        return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False))
+    except (OmegaConfBaseException, *YAML_ERRORS) as error:
         raise file.refused(f"cannot be read as YAML ({reason(error)})") from error
-    return cast("dict[str, Any]", tree) if isinstance(tree, dict) else {}
 
 
 def _remove(tree: Mapping[str, Any], key: str) -> bool:
