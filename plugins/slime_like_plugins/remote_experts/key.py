@@ -9,7 +9,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from slime_like.config.schema.remote_experts import MIN_KEY
+from slime_like.config.schema.remote_experts import MIN_KEY_LENGTH
 from slime_like.errors import ConfigError
 from slime_like.util.deadline import Deadline
 from slime_like_plugins.remote_experts.connection import Connection
@@ -28,9 +28,9 @@ def read_key(path: Path) -> bytes:
         raise ConfigError(f"key file {path}: {error.strerror}: create it with e.g. `openssl rand -hex 32`") from error
     if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or state.st_uid != os.getuid():
         raise ConfigError(f"key file {path} can be read by other users: run `chmod 600 {path}` as its owner")
-    if len(text) < MIN_KEY:
+    if len(text) < MIN_KEY_LENGTH:
         raise ConfigError(
-            f"key file {path} has {len(text)} characters: use at least {MIN_KEY}, e.g. `openssl rand -hex 32`"
+            f"key file {path} has {len(text)} characters: use at least {MIN_KEY_LENGTH}, e.g. `openssl rand -hex 32`"
         )
     return text
 

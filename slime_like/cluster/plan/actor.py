@@ -9,7 +9,7 @@ from slime_like.cluster.plan.roles import teacher_swap
 from slime_like.cluster.plan.types import PlanDecisions
 from slime_like.cluster.plan.verify import on_ranks
 from slime_like.config.rules.attention import check_attention
-from slime_like.config.rules.deterministic import check_bits
+from slime_like.config.rules.deterministic import check_bitwise
 from slime_like.config.rules.experts import stage_ranks
 from slime_like.config.rules.files import family_of
 from slime_like.config.rules.hf import HfConfig
@@ -72,7 +72,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
     )
     check_attention(cfg, device, dtype)
     if cfg.run.deterministic and device == "cpu":
-        check_bits(cfg, model_config.family, dtype)
+        check_bitwise(cfg, model_config.family, dtype)
     if spec.routing_replay != getattr(cfg.algo, "routing_replay", "off"):
         reason = "loop.steps_per_rollout is 1: the training pass is the pass for old log-probabilities"
         decisions.add("algo.routing_replay", "no effect", reason)

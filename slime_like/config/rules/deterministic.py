@@ -17,7 +17,7 @@ def check_seeds(cfg: TrainConfig) -> None:
         )
 
 
-def check_bits(cfg: TrainConfig, family: str, dtype: str) -> None:
+def check_bitwise(cfg: TrainConfig, family: str, dtype: str) -> None:
     """Raise ``ConfigError`` if a setting would keep engine and trainer from agreeing bitwise on a CPU."""
     split_sums = "a sum over a sharded tensor adds in a different order than one over the full tensor"
     for key, value, required, reason in (

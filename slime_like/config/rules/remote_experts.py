@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.schema.expert_load import FIX, read_load
-from slime_like.config.schema.remote_experts import MIN_KEY, UNSUPPORTED_FIELDS, field_obstacle
+from slime_like.config.schema.remote_experts import MIN_KEY_LENGTH, UNSUPPORTED_FIELDS, field_obstacle
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.util.counted import counted
@@ -78,8 +78,8 @@ def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
 
 def _check_key(path: Path) -> None:
     file = InputFile(path, ConfigError, "create it with e.g. `openssl rand -hex 32`", key=f"{KEY}.key_file")
-    if (length := len(file.data().strip())) < MIN_KEY:
-        raise file.refused(f"has {length} characters, but a key needs at least {MIN_KEY}")
+    if (length := len(file.data().strip())) < MIN_KEY_LENGTH:
+        raise file.refused(f"has {length} characters, but a key needs at least {MIN_KEY_LENGTH}")
     state = path.stat()
     if state.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or state.st_uid != os.getuid():
         raise ConfigError(f"{KEY}.key_file={path} can be read by other users: run `chmod 600 {path}` as its owner")

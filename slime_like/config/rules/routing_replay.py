@@ -9,13 +9,13 @@ from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
-_REQUIRED_FIELDS: Mapping[str, tuple[object, str]] = {
+_REQUIRED_VALUES: Mapping[str, tuple[object, str]] = {
     "pp_size": (1, "SGLang returns the experts of the last pipeline stage only"),
     "speculative_algorithm": (None, "SGLang's buffer of experts has no room for drafts"),
     "enable_hierarchical_cache": (False, "keys and values that return from the host's cache lose their experts"),
     "disaggregation_mode": ("null", "the engine that decodes does not know the experts of the prompt"),
 }
-"""Field of SGLang's ``ServerArgs`` -> its default, and the reason why replies would lack experts with another value."""
+"""Field of SGLang's ``ServerArgs`` -> the required value, its default, and why replies would lack experts with another."""
 
 
 def check_routing_replay(cfg: TrainConfig) -> None:
@@ -48,9 +48,9 @@ def check_routing_replay(cfg: TrainConfig) -> None:
             f"rollout.sglang.enable_return_routed_experts=false with {key}, which replays these experts: remove "
             "rollout.sglang.enable_return_routed_experts"
         )
-    for field, (default, reason) in _REQUIRED_FIELDS.items():
-        value = cfg.rollout.sglang.get(field, default)
-        if value != default:
+    for field, (required, reason) in _REQUIRED_VALUES.items():
+        value = cfg.rollout.sglang.get(field, required)
+        if value != required:
             raise ConfigError(
                 f"rollout.sglang.{field}={value!r} with {key}: {reason}; remove rollout.sglang.{field}, or set algo.routing_replay "
                 "to old or off"

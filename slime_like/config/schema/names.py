@@ -62,7 +62,10 @@ REWARDS = {
     "math": "slime_like.reward.math:math",
     "remote_rm": "slime_like.reward.remote:RemoteReward",
 }
-"""Reward name -> function. With the prefix ``boxed_``, a reward scores the content of the response's last box."""
+"""Reward name -> function; remote_rm -> class of a client.
+
+With the prefix ``boxed_``, a reward scores the content of the response's last box.
+"""
 GENERATE = {
     "openai_agent": "slime_like.rollout.agent.generate:OpenAIAgent",
     "single_turn": "slime_like.rollout.generate.single_turn:single_turn",
@@ -105,6 +108,7 @@ FAMILIES = {
     ),
     "minimax_m2": FamilyEntry(
         "slime_like.train.megatron.families.minimax:MinimaxM2",
+        projection_norms=True,
         engine_ties=False,
         engine_rotary_dim=True,
         engine_fields={

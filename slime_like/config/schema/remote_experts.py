@@ -21,7 +21,7 @@ POLICIES = ("required", "fallback", "respawn")
 PAYLOAD_DTYPES = ("float32", "float16", "bfloat16")
 CAPACITY, MAX_CAPACITY = 1024, 4096
 DEADLINE_S = 30.0
-MIN_KEY = 16  # minimum number of characters of the key of running workers
+MIN_KEY_LENGTH = 16  # characters of the key of running workers
 
 
 @dataclass(kw_only=True)
