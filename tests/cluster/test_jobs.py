@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import test_utils, web
 
 from scripts import submit  # pyright: ignore[reportAttributeAccessIssue]  scripts is not a package
 from slime_like.cluster.jobs import follow as following
@@ -114,6 +115,35 @@ def test_a_wrong_token_and_a_missing_server_are_explained() -> None:
         asyncio.run(wrong_token())
     with pytest.raises(ConfigError, match=r"no job server answers .*: start the cluster's head with a dashboard"):
         asyncio.run(no_server())
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        (None, r" \(http://\S+ answered 404: 404: Not Found\)"),
+        (web.Response(status=502, text="no upstream"), r" \(http://\S+ answered 502: no upstream\)"),
+        (web.Response(text="<html>"), ""),
+        (web.json_response({"version": 1}), ""),
+        (web.json_response(3), ""),
+    ],
+)
+def test_a_server_that_is_no_job_server_is_named(reply: web.Response | None, answer: str) -> None:
+    async def version(_: web.Request) -> web.Response:
+        assert reply is not None
+        return reply
+
+    async def ask() -> None:
+        app = web.Application()
+        if reply is not None:
+            app.add_routes([web.get("/api/version", version)])
+        async with (
+            test_utils.TestServer(app) as server,
+            JobServer(ServerAddress(f"http://{server.host}:{server.port}")) as client,
+        ):
+            await client.check()
+
+    with pytest.raises(ConfigError, match=rf"is not a Ray cluster's job server{answer}: correct --address or "):
+        asyncio.run(ask())
 
 
 @pytest.mark.parametrize("job_id", ["missing", "../packages", "a b", ""])

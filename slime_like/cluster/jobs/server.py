@@ -59,7 +59,7 @@ class JobServer:
             await self._session.close()
 
     async def check(self) -> None:
-        """Raise ``ConfigError`` unless a job server answers and accepts the token."""
+        """Raise ``ConfigError`` unless a Ray cluster's job server answers."""
         try:
             reply = await self._request("GET", "/api/version")
         except ProcessLost as error:
@@ -67,10 +67,10 @@ class JobServer:
                 f"no job server answers ({error}): start the cluster's head with a dashboard "
                 f"(`ray start --head --dashboard-host=...`), forward its port, or correct --address or {ADDRESS_VARIABLE}"
             ) from error
-        if "ray_version" not in reply:
-            raise ConfigError(
-                f"{self.address.url} is not a Ray cluster's job server: correct --address or {ADDRESS_VARIABLE}"
-            )
+        except WorkerError as error:  # an error status, such as 404
+            raise self._no_job_server(f" ({error})") from error
+        if not isinstance(reply, dict) or "ray_version" not in reply:
+            raise self._no_job_server()
 
     async def requires_token(self) -> bool:
         """Return whether the cluster requires a token."""
@@ -120,29 +120,29 @@ class JobServer:
 
         Raises ``DataError`` if the server has no such job, or if ``job_id`` is a driver that was not submitted as a job.
         """
-        job = read_job(await self._request("GET", f"/api/jobs/{_quote(job_id)}"))
+        job = read_job(await self._request("GET", f"/api/jobs/{_valid_id(job_id)}"))
         if job is None:
             raise DataError(f"{job_id} at {self.address.url} is a driver that was not submitted as a job")
         return job
 
     async def stop(self, job_id: str) -> None:
         """Ask Ray to end the job by SIGTERM and, ``RAY_JOB_STOP_WAIT_TIME_S`` later (set by ``job_request``), by SIGKILL."""
-        await self._request("POST", f"/api/jobs/{_quote(job_id)}/stop")
+        await self._request("POST", f"/api/jobs/{_valid_id(job_id)}/stop")
 
     async def remove(self, job_id: str) -> None:
         """Remove an ended job from the server's list."""
-        await self._request("DELETE", f"/api/jobs/{_quote(job_id)}")
+        await self._request("DELETE", f"/api/jobs/{_valid_id(job_id)}")
 
     async def output(self, job_id: str) -> str:
         """Return the output that a job has written so far."""
-        return str((await self._request("GET", f"/api/jobs/{_quote(job_id)}/logs")).get("logs", ""))
+        return str((await self._request("GET", f"/api/jobs/{_valid_id(job_id)}/logs")).get("logs", ""))
 
     async def log(self, job_id: str) -> AsyncGenerator[str]:
         """Yield the job's output from its beginning, as it appears.
 
         Raises ``ProcessLost`` if the connection breaks before the job ends.
         """
-        path = f"/api/jobs/{_quote(job_id)}/logs/tail"
+        path = f"/api/jobs/{_valid_id(job_id)}/logs/tail"
         try:
             async with self._http().ws_connect(self.address.url + path, heartbeat=HEARTBEAT_S) as socket:
                 async for message in socket:
@@ -152,6 +152,11 @@ class JobServer:
                     raise ProcessLost(f"the log of {job_id} ended early (close code {socket.close_code})")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ProcessLost(f"the log of {job_id} cannot be read ({error or type(error).__name__})") from error
+
+    def _no_job_server(self, answer: str = "") -> ConfigError:
+        return ConfigError(
+            f"{self.address.url} is not a Ray cluster's job server{answer}: correct --address or {ADDRESS_VARIABLE}"
+        )
 
     async def _request(self, method: str, path: str, **body: Any) -> Any:
         status, text, reply = await self._exchange(method, path, **body)
@@ -193,8 +198,8 @@ class JobServer:
         return self._session
 
 
-def _quote(job_id: str) -> str:
-    """Return ``job_id`` unchanged if it is safe in a URL. Raises ``DataError`` if it has characters that no Ray job id has."""
+def _valid_id(job_id: str) -> str:
+    """Return ``job_id``, which is safe in a URL. Raises ``DataError`` if it has characters that no Ray job id has."""
     if not job_id or not all(char.isalnum() or char in "-_." for char in job_id):
         raise DataError(f"{job_id!r} is not the id of a job: `scripts/submit.py list` lists them")
     return job_id
