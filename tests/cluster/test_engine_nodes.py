@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorUnschedulableError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from slime_like.cluster.workers import engine_actor, engine_parts, engine_starter, engine_supervisor
 from slime_like.cluster.workers.engine_actor import EngineActor
@@ -109,6 +109,7 @@ class FakeRay:
     def __init__(self) -> None:
         self.ends: list[Future[str]] = []
         self.ready_error: Exception | None = None  # raised by ``EnginePart.ready``
+        self.stopped: dict[str, Any] = {}  # actor -> result or error of ``EnginePart.stopped_pids``
         self.killed = 0
         self.started: list[tuple[Mapping[str, Any], tuple[Any, ...]]] = []
 
@@ -121,8 +122,10 @@ class FakeRay:
             self.ends.append(future)
         elif method is EnginePart.ready and self.ready_error is not None:
             future.set_exception(self.ready_error)
+        elif isinstance(error := self.stopped.get(actor), Exception):
+            future.set_exception(error)
         else:
-            future.set_result(())
+            future.set_result(self.stopped.get(actor, ()))
         return future
 
     def wait(self, refs: Sequence[Future[Any]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
@@ -189,6 +192,11 @@ def test_a_lost_actor_ends_the_engine_which_needs_another_node(
     assert end_event.wait(10)
     with pytest.raises(EngineNodeLost, match=r"10\.0\.0\.2 was lost: .*the node is dead"):
         parts.raise_loss(KILLED)
+
+
+def test_stopped_processes_are_listed_although_another_part_is_lost(parts: EngineParts, fake: FakeRay) -> None:
+    fake.stopped = {"actor 1": RayActorError(), "actor 2": (7, 9)}
+    assert parts.stopped_pids() == (7, 9)
 
 
 def test_a_part_that_is_lost_during_the_start_needs_another_node_unless_the_engine_is_stopped(

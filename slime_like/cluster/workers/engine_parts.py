@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,16 +93,14 @@ class EngineParts:
             raise (EngineNodeLost if self._node_lost else EngineError)(text) from error
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the suspended (SIGSTOP) processes of all parts that answer within ``ANSWER_S`` (scaled).
-
-        The result is empty if a part is lost.
-        """
+        """Return the pids of the suspended (SIGSTOP) processes of all parts that answer within ``ANSWER_S`` (scaled)."""
         refs = [call(actor, EnginePart.stopped_pids) for actor in self._actors.values()]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S * scale()) if refs else ([], [])
-        try:
-            return tuple(pid for pids in ray.get(ready) for pid in pids)
-        except RayError:  # lost: the watching thread ends the engine
-            return ()
+        pids: list[int] = []
+        for ref in ready:
+            with contextlib.suppress(RayError):  # lost: the watching thread ends the engine
+                pids += ray.get(ref)
+        return tuple(pids)
 
     def stop(self, stop_first: Callable[[], None]) -> None:
         """Stop the servers of all parts and, at the same time, the first node's server with ``stop_first``.
