@@ -39,14 +39,14 @@ class Checkpoints:
 
         The rollout files are written first, the file that names the latest checkpoint last. If ``wait`` or ``final``,
         or with ``run.async_save=false``, wait for completion. Return True if the checkpoint is complete. Raises
-        ``CheckpointError`` if this or the previous save failed, unless ``run.on_failed_save=continue`` is set and this
-        is not the ``final`` save.
+        ``CheckpointError`` if this or the previous save failed. With ``run.on_failed_save=continue``, only a failure of
+        this save raises it, and only if this save is ``final``; other failures cause a warning.
         """
         if not self.enabled:
             return False
         try:
             self._finish()
-        except CheckpointError as error:  # the previous save failed: still write this one
+        except CheckpointError as error:  # of the previous save, which is not the last one, as this one follows
             self._report_failure(error, final=False)
         try:
             if num_trained != self.last:
@@ -91,7 +91,7 @@ class Checkpoints:
         self.last = NONE  # so that the next save is not skipped
         if final or self.config.on_failed_save == "stop":
             raise error
-        sys.stderr.write(visible(f"warning: {error}; training continues (run.on_failed_save=continue)\n"))
+        sys.stderr.write(visible(f"warning: {error}; the run continues (run.on_failed_save=continue)\n"))
 
 
 def name_latest_checked(folder: Path, iteration: int, run: Mapping[str, Any]) -> None:
