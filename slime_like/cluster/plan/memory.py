@@ -8,7 +8,7 @@ from slime_like.cluster.plan.demand import Demand, MemoryPlan
 from slime_like.cluster.plan.engine import known_hardware
 from slime_like.cluster.plan.host import check_node_memory, node_memory
 from slime_like.cluster.plan.machine import Machine
-from slime_like.cluster.plan.remedies import engine_refusal, host_engine_refusal, refusal, serves
+from slime_like.cluster.plan.remedies import engine_is_too_small, engine_refusal, host_engine_refusal, refusal
 from slime_like.cluster.plan.types import Role, RoleShapes
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
@@ -46,7 +46,7 @@ def plan_memory(
     plan = replace(demand.plan(), demand=demand, source=_source(machine))
     if plan.min_bytes > plan.available:
         raise ConfigError(refusal(demand, plan))
-    if not serves(demand, plan):
+    if engine_is_too_small(demand, plan):
         raise ConfigError(engine_refusal(demand, plan))
     host = node_memory(demand, machine)
     check_node_memory(demand, machine, host)

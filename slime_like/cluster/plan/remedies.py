@@ -35,26 +35,25 @@ def refusal(demand: Demand, plan: MemoryPlan) -> str:
 
 def _fits(demand: Demand) -> bool:
     plan = demand.plan()
-    return plan.needed_bytes <= plan.available and serves(demand, plan)
+    return plan.needed_bytes <= plan.available and not engine_is_too_small(demand, plan)
 
 
-def serves(demand: Demand, plan: MemoryPlan) -> bool:
-    """Return True if the engine starts and its KV cache holds one sequence of the context length, or if there is no engine."""
-    if plan.engine is None:
-        return True
-    return plan.engine.pool > 0 and plan.engine.requests(demand.engines[0].context_length) >= 1
+def engine_is_too_small(demand: Demand, plan: MemoryPlan) -> bool:
+    """Return True if the run has an engine that does not start or whose KV cache holds no sequence of the context length."""
+    engine = plan.engine
+    return engine is not None and (engine.pool <= 0 or engine.requests(demand.engines[0].context_length) < 1)
 
 
 def _starts(demand: Demand) -> bool:
     plan = demand.plan()
-    return plan.min_bytes <= plan.available and serves(demand, plan)
+    return plan.min_bytes <= plan.available and not engine_is_too_small(demand, plan)
 
 
 def engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
     """Return the error message for an engine that cannot hold one sequence, with the changes that make it fit."""
-    assert plan.engine is not None, "serves accepts a plan without engines"
+    assert plan.engine is not None, "an engine is too small"
     spec = demand.engines[0]
-    if serves(without_limit := _without_limit(demand), without_limit.plan()):
+    if not engine_is_too_small(without_limit := _without_limit(demand), without_limit.plan()):
         return _limit_refusal(spec)
     weights, pool = plan.engine.table.of(*WEIGHT_ITEMS), plan.engine.pool
     fixes = [key for key, _ in _engine_remedies(demand)]
@@ -94,7 +93,7 @@ def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
     """
     larger_plan = replace(demand, static=LARGEST_STATIC).plan()
     if (
-        serves(demand, plan)
+        not engine_is_too_small(demand, plan)
         or plan.engine is None
         or larger_plan.engine is None
         or larger_plan.engine.tokens <= plan.engine.tokens
@@ -102,7 +101,9 @@ def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
         return ""
     spec = demand.engines[0]
     statics = (percent / 100 for percent in range(10, 100, 5))
-    static = next((share for share in statics if serves(demand, replace(demand, static=share).plan())), None)
+    static = next(
+        (share for share in statics if not engine_is_too_small(demand, replace(demand, static=share).plan())), None
+    )
     advice = "use a smaller model or a machine with more memory"
     if static is not None:
         advice = f"set rollout.sglang.mem_fraction_static={static:g}"
