@@ -13,7 +13,7 @@ from slime_like.checkpoint.files import (
     latest_iteration,
 )
 from slime_like.cluster.start.launch import launch
-from slime_like.cluster.start.resume import first_rollout
+from slime_like.cluster.start.resume import FIXED_KEYS, FREE_KEYS, NUM_MANAGERS, first_rollout
 from slime_like.config.load.loader import to_yaml
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from tests.cluster.run_folder import config, used_folder
@@ -51,6 +51,10 @@ def test_another_number_of_managers_is_refused_with_the_value_to_restore(tmp_pat
     words = r"saved with rollout\.num_managers=1, .*: set rollout\.num_managers=1$"
     with pytest.raises(CheckpointError, match=words), launch(cfg):
         pass
+
+
+def test_keys_that_a_check_refuses_are_not_listed_as_changeable() -> None:
+    assert "parallel.distributed_optimizer" in FIXED_KEYS and NUM_MANAGERS not in FREE_KEYS
 
 
 def test_auto_resumes_with_other_guard_settings(tmp_path: Path) -> None:

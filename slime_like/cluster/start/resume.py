@@ -23,16 +23,17 @@ from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from slime_like.printable import visible
 from slime_like.util.counted import counted
 
-# Keys that may change on resume without making the run a different experiment.
+# Keys that may change on resume: those of FREE_GROUPS without FIXED_KEYS, and FREE_KEYS.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
-FIXED_KEYS = ("run.seed", "run.deterministic")
+FIXED_KEYS = ("parallel.distributed_optimizer", "run.seed", "run.deterministic")
+NUM_MANAGERS = "rollout.num_managers"
+"""May not change either. ``check_num_managers`` refuses a change: ``run.resume=PATH`` could not continue with it."""
 REMOTE_EXPERTS = tuple(item.name for item in fields(RemoteOptions))
 FREE_KEYS = (
     "loop.num_rollout",
     "loop.num_epoch",
     "loop.step_deadline_s",
     "rollout.num_engines",
-    "rollout.num_managers",  # ``check_num_managers`` refuses a change and names the fix
     "rollout.tp",
     "rollout.dp_attention",
     "rollout.flow_mla.enabled",
@@ -166,8 +167,8 @@ def _check_same_run(
 
 def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, Any]) -> None:
     old, new = flatten(saved_settings(saved)), flatten(asdict(cfg))
-    changed_keys = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not _may_change(key)]
-    if changed_keys:
+    changed_keys = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
+    if changed_keys := [key for key in changed_keys if key != NUM_MANAGERS and not _may_change(key)]:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r} holds a run with other settings "
             f"({_join_names([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed_keys])}): choose another run.dir for a "
