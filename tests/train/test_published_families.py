@@ -42,6 +42,7 @@ def test_an_entry_has_the_norms_and_biases_of_its_class(name: str) -> None:
     entry, family = FAMILIES[name], family_class(name)
     assert getattr(family, "qk_norm", entry.head_norms) == entry.head_norms
     assert getattr(family, "qkv_bias", entry.qkv_bias) == entry.qkv_bias
+    assert family.projection_norms == entry.projection_norms
 
 
 def _large(sizes: Counter[int] | Counter[float]) -> dict[float, float]:
