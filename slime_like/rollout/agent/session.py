@@ -36,7 +36,7 @@ class Turn:
     length: int  # number of tokens of the episode up to the end of the answer
 
     @property
-    def is_last(self) -> bool:
+    def ends_episode(self) -> bool:
         """Return True if the episode ends with this call's answer, so that a call that continues it extends the episode."""
         return len(self.episode) == self.length
 
@@ -117,12 +117,12 @@ class Session:
         def begins(turn: Turn) -> bool:
             return turn.tools == tools and turn.messages == messages[: len(turn.messages)]
 
-        return max(filter(begins, self._turns), key=lambda turn: (len(turn.messages), turn.is_last), default=None)
+        return max(filter(begins, self._turns), key=lambda turn: (len(turn.messages), turn.ends_episode), default=None)
 
     def _prompt(self, request: ChatRequest, turn: Turn | None) -> tuple[I32, I32]:
-        """Return the prompt in two parts: the tokens up to the answer of ``turn``, as sampled, and the new tokens after it.
+        """Return the prompt in two parts: the tokens up to and including the answer of ``turn``, and the new tokens after it.
 
-        Without ``turn``, the first part is the entire conversation, and the second part is empty.
+        The tokens of the first part are as sampled. Without ``turn``, the first part is the entire conversation, and the second part is empty.
         """
         if turn is None:
             return self._renderer.conversation(request), np.zeros(0, dtype=np.int32)
@@ -136,12 +136,13 @@ class Session:
     def _max_tokens(self, turn: Turn | None, prompt_ids: I32, between: I32) -> int:
         sampling, context = self._context.sampling, self._context.max_context_len - len(prompt_ids) - len(between)
         return min(
-            turn.episode.remaining_tokens if turn is not None and turn.is_last else sampling.max_new_tokens, context
+            turn.episode.remaining_tokens if turn is not None and turn.ends_episode else sampling.max_new_tokens,
+            context,
         )
 
     def _refuse(self, turn: Turn | None, num_tokens: int) -> None:
         self.end_status = Status.TRUNCATED
-        if turn is not None and turn.is_last:
+        if turn is not None and turn.ends_episode:
             turn.episode.status = Status.TRUNCATED
         raise ApiError(
             f"the conversation has {num_tokens} tokens, and nothing can be sampled after them: "
@@ -167,7 +168,7 @@ class Session:
 
         Raises ``ApiError`` if the run would have more than ``MAX_SAMPLES`` samples.
         """
-        if turn is not None and turn.is_last:
+        if turn is not None and turn.ends_episode:
             episode = turn.episode
         else:
             if len(self._episodes) == MAX_SAMPLES:
