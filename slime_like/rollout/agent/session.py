@@ -122,7 +122,8 @@ class Session:
     def _prompt(self, request: ChatRequest, turn: Turn | None) -> tuple[I32, I32]:
         """Return the prompt in two parts: the tokens up to and including the answer of ``turn``, and the new tokens after it.
 
-        The tokens of the first part are as sampled. Without ``turn``, the first part is the entire conversation, and the second part is empty.
+        The tokens of the first part are as sampled. Without ``turn``, the first part is the entire conversation, and the second
+        part is empty.
         """
         if turn is None:
             return self._renderer.conversation(request), np.zeros(0, dtype=np.int32)
