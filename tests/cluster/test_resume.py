@@ -12,6 +12,7 @@ from slime_like.checkpoint.files import (
     iteration_folder,
     latest_iteration,
 )
+from slime_like.cluster.plan.verify import verify_initial_checkpoints
 from slime_like.cluster.start.launch import launch
 from slime_like.cluster.start.resume import FIXED_KEYS, FREE_KEYS, NUM_MANAGERS, first_rollout
 from slime_like.config.load.loader import to_yaml
@@ -51,6 +52,44 @@ def test_another_number_of_managers_is_refused_with_the_value_to_restore(tmp_pat
     words = r"saved with rollout\.num_managers=1, .*: set rollout\.num_managers=1$"
     with pytest.raises(CheckpointError, match=words), launch(cfg):
         pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_path", "condition"),
+    [
+        ({"run": {"seed": 7}}, False, False),
+        ({"data": {"shuffle": False}}, False, False),
+        ({"data": {"label_key": "answer"}}, True, True),
+        ({"rollout": {"max_context_len": 77}}, True, True),
+        ({"optim": {"lr": 0.5}}, True, False),
+    ],
+)
+def test_a_resume_by_path_is_recommended_only_if_it_may_continue(
+    tmp_path: Path, changes: dict[str, dict[str, object]], by_path: bool, condition: bool
+) -> None:
+    """A checkpoint has a position in its prompts, which fits neither other prompts nor another order."""
+    run_dir = used_folder(tmp_path / "run")
+    cfg = config(run_dir)
+    for group, values in changes.items():
+        cfg = replace(cfg, **{group: replace(getattr(cfg, group), **values)})
+    with pytest.raises(ConfigError, match=rf"model\.megatron_checkpoint={run_dir}/checkpoints to start") as error_info:
+        first_rollout(cfg, run_dir)
+    message = str(error_info.value)
+    assert (f"set run.resume={run_dir}/checkpoints to continue with the new settings" in message) == by_path
+    assert ("refused if they give other prompts or labels" in message) == condition
+
+
+def test_changed_data_is_refused_and_its_weights_may_start_a_new_run(tmp_path: Path) -> None:
+    run_dir, other_dir = used_folder(tmp_path / "run"), tmp_path / "other"
+    (run_dir / "train.jsonl").write_text('{"input": "2 + 2", "label": "4"}\n')
+    checkpoints = run_dir / "checkpoints"
+    words = "to continue with the current files, which is refused if they give other prompts or labels$"
+    with pytest.raises(ConfigError, match=rf"data\.train changed .*megatron_checkpoint={checkpoints} .*{words}"):
+        first_rollout(config(run_dir), run_dir)
+    cfg = config(run_dir)
+    cfg = replace(cfg, model=replace(cfg.model, megatron_checkpoint=str(checkpoints)))
+    assert first_rollout(replace(cfg, run=replace(cfg.run, dir=str(other_dir))), other_dir) == 0
+    verify_initial_checkpoints(cfg)
 
 
 def test_keys_that_a_check_refuses_are_not_listed_as_changeable() -> None:

@@ -12,7 +12,7 @@ from slime_like.checkpoint.files import CRITIC, LATEST, iteration_folder, iterat
 from slime_like.checkpoint.record import CheckpointRecord, Manifest, read_record
 from slime_like.cluster.plan.verify import verify
 from slime_like.cluster.run.rollout_state import check_state
-from slime_like.cluster.start.identity import DATA, changed_inputs, flatten, run_record
+from slime_like.cluster.start.identity import DATA, MODEL, changed_inputs, flatten, run_record
 from slime_like.config.load.loader import read_config, saved_settings
 from slime_like.config.rules.roles import check_critic
 from slime_like.config.rules.saved_model import check_saved_model
@@ -56,6 +56,10 @@ FREE_KEYS = (
     "reward.remote_concurrency",
     *(f"{role}.{name}" for role in ("critic", "teacher") for name in ("tp", "pp", "cp", "dp", "placement")),
 )
+ORDER_KEYS = ("run.seed", "data.shuffle")
+"""Keys of the order of prompts."""
+PROMPT_KEYS = ("data.", f"{MODEL}/", "rollout.max_context_len")
+"""Beginnings of the names of settings and files that may change token ids or labels of prompts."""
 MAX_NAMES = 4
 
 
@@ -155,7 +159,7 @@ def _check_same_run(
     if auto and changed_names:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r}: {_join_names(changed_names)} changed since {source.name} was written: restore the old version, "
-            f"choose another run.dir for a new run, or run.resume={run_dir / 'checkpoints'} to continue with the current files"
+            f"or {_alternatives(run_dir / 'checkpoints', changed_names, 'current files')}"
         )
     if changed_keys := [name for name in changed_names if name != DATA]:
         sys.stderr.write(
@@ -171,9 +175,22 @@ def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, An
     if changed_keys := [key for key in changed_keys if key != NUM_MANAGERS and not _may_change(key)]:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r} holds a run with other settings "
-            f"({_join_names([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed_keys])}): choose another run.dir for a "
-            f"new run, or run.resume={run_dir / 'checkpoints'} to continue with the new settings"
+            f"({_join_names([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed_keys])}): "
+            f"{_alternatives(run_dir / 'checkpoints', changed_keys, 'new settings')}"
         )
+
+
+def _alternatives(checkpoints: Path, changed: Sequence[str], new: str) -> str:
+    """Return the alternatives to restoring the settings or files ``changed``; ``new`` describes their present state.
+
+    ``check_cursor`` refuses to continue if the prompts or their order differ, even with a path in ``run.resume``.
+    """
+    new_run = f"choose another run.dir for a new run, with model.megatron_checkpoint={checkpoints} to start from the trained weights"
+    if not {*changed}.isdisjoint(ORDER_KEYS):
+        return new_run
+    prompts_may_differ = any(name.startswith(PROMPT_KEYS) for name in changed)
+    condition = ", which is refused if they give other prompts or labels" * prompts_may_differ
+    return f"{new_run}, or set run.resume={checkpoints} to continue with the {new}{condition}"
 
 
 def _settings_of(path: Path) -> dict[str, Any] | None:
