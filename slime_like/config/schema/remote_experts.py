@@ -70,7 +70,9 @@ class RemoteExpertsConfig(Config):
     workers: list[str] = key(
         [], "Addresses HOST:PORT of running workers, one per rank of every engine; empty: each rank starts one."
     )
-    key_file: str | None = key(None, "File with the key of the running workers; no other user may be able to read it.")
+    key_file: str | None = key(
+        None, "File with the key of the running workers; only the file's owner may have permission to read it."
+    )
     threads: int = key(1, "Threads of a worker that a rank starts.")
     device: str = key("cpu", "Device of a worker that a rank starts, such as cpu or cuda:1.")
     shared_bytes: int = key(0, "Size of the memory shared with each worker in bytes; 0: enough for 4 requests.")
