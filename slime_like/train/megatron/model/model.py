@@ -176,12 +176,12 @@ class ModelSegments(torch.nn.ModuleList):
     def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return megatron's sharded state. Names count layers from 0 in each segment; keys on disk ignore segments."""
         parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
-        return parts[0] if len(parts) == 1 else {f"chunk{i}": part for i, part in enumerate(parts)}
+        return parts[0] if len(parts) == 1 else {f"segment{i}": part for i, part in enumerate(parts)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict with the structure of the result of ``sharded_state_dict``."""
         policies = self.policies
-        parts = [state_dict] if len(policies) == 1 else [state_dict[f"chunk{i}"] for i in range(len(policies))]
+        parts = [state_dict] if len(policies) == 1 else [state_dict[f"segment{i}"] for i in range(len(policies))]
         for policy, part in zip(policies, parts, strict=True):
             policy.load_state_dict(part, strict, assign)
 

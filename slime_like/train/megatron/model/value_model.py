@@ -41,9 +41,9 @@ class ValueModel(PolicyModel):
     head = "value"
 
     def __init__(
-        self, config: TransformerConfig, family: Family, rank_info: RankInfo, chunk: int, parts: LayerParts
+        self, config: TransformerConfig, family: Family, rank_info: RankInfo, segment: int, parts: LayerParts
     ) -> None:
-        super().__init__(config, family, rank_info, chunk, parts)
+        super().__init__(config, family, rank_info, segment, parts)
         if self.post_process:
             del self.output_layer
             self.value_head = ValueHead(config)

@@ -72,7 +72,7 @@ def load_megatron(model: ModelSegments, source: Path, key: str, family: Family, 
         if not (source / MANIFEST).is_file() and GPT_SYMBOLS.issuperset("".join(family.blocks())):
             for state in states:
                 _use_gpt_keys(state, metadata, family)
-        requested_tensors = {f"chunk{i}": _tensors_of(state) for i, state in enumerate(states)}
+        requested_tensors = {f"segment{i}": _tensors_of(state) for i, state in enumerate(states)}
         entries = [entry for state in requested_tensors.values() for entry in state.values()]
         _check_stored(entries, metadata, source, key)
         _check_unread(entries, metadata, source, key)

@@ -34,14 +34,14 @@ def wrap(spec: RankSpec, model: ModelSegments) -> ModelSegments:
     transformer_config.finalize_model_grads_func = finalize_model_grads
     mark_experts(model)
     # Later virtual stages have one bucket, as in megatron's trainer: the reduction overlaps with computation of other segments.
-    wrapped_chunks = [
+    wrapped_segments = [
         DistributedDataParallel(transformer_config, config, policy, disable_bucketing=i > 0)
         for i, policy in enumerate(model.policies)
     ]
     if layout.overlap_grad_reduce:  # reduce only in the last micro-batch
-        functions: Any = [segment.no_sync for segment in wrapped_chunks]
+        functions: Any = [segment.no_sync for segment in wrapped_segments]
         transformer_config.no_sync_func = functions if len(functions) > 1 else functions[0]
-    return ModelSegments(wrapped_chunks)
+    return ModelSegments(wrapped_segments)
 
 
 def mark_experts(model: ModelSegments) -> None:
