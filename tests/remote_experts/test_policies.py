@@ -20,7 +20,8 @@ import torch
 from slime_like.util.deadline import Deadline, scale
 from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.connection import PeerLost
-from slime_like_plugins.remote_experts.experts import RemoteExperts, RemoteExpertsLost, WorkerFault
+from slime_like_plugins.remote_experts.experts import RemoteExperts, RemoteExpertsLost, WorkerState
+from slime_like_plugins.remote_experts.link import WorkerLink
 from slime_like_plugins.remote_experts.memory import ExpertMemory
 from slime_like_plugins.remote_experts.mode import STREAM_ROWS
 from slime_like_plugins.remote_experts.process import ExpertProcess, WorkerOrigin
@@ -122,7 +123,7 @@ def test_a_slow_worker_within_the_deadline_is_kept(policy: str, monkeypatch: pyt
         monkeypatch.setattr(ForkedProcess, "settings", WorkerSettings(slowdown=slowdown))
         with experts_of(replace(PATIENT, policy=policy)) as experts:
             results.append(assert_sums(experts))
-            assert experts.state == WorkerFault(0, False)
+            assert experts.state == WorkerState(0, False)
     assert torch.equal(*results)
 
 
@@ -148,6 +149,15 @@ def test_a_worker_that_ends_or_stalls(policy: str, fault: Callable[[psutil.Proce
         if policy != "required":
             assert update(experts, 2.0) == ""
             assert_sums(experts, 2.0, seed=2)
+
+
+def test_a_link_without_a_worker_states_the_reason() -> None:
+    link = WorkerLink(OPTIONS, 0)
+    changes = [(link.start, "has not been connected"), (link.abandon, "has failed before"), (link.close, "closed")]
+    for change, reason in changes:
+        change()
+        with pytest.raises(PeerLost, match=rf"of rank 0 .*{reason}"):
+            _ = link.client
 
 
 def test_a_worker_that_ends_during_an_update(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ class RemoteExpertsLost(SlimeLikeError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFault:
+class WorkerState:
     """State of the worker for reports."""
 
     num_restarts: int
@@ -91,9 +91,9 @@ class RemoteExperts:
         return total.plus(self._link.client.traffic) if self._link.is_open else total
 
     @property
-    def state(self) -> WorkerFault:
+    def state(self) -> WorkerState:
         """State of the worker: number of restarts, and whether the engine computes its experts."""
-        return WorkerFault(self._restarts, self._is_replaced)
+        return WorkerState(self._restarts, self._is_replaced)
 
     def close(self) -> None:
         """Close the connection, and end the worker if this rank started it. The call always returns."""

@@ -28,6 +28,7 @@ class WorkerLink:
         self._options, self._rank = options, rank
         self._process: ExpertProcess | None = None
         self._client: WorkerClient | None = None
+        self._absence = "has not been connected"  # why there is no client
 
     @property
     def name(self) -> str:
@@ -38,9 +39,9 @@ class WorkerLink:
 
     @property
     def client(self) -> WorkerClient:
-        """Client of the open worker. Raises ``PeerLost`` if none is open, as after a failure."""
+        """Client of the open worker. Raises ``PeerLost`` with the reason if none is open."""
         if self._client is None:
-            raise PeerLost(f"{self.name} has failed before")
+            raise PeerLost(f"{self.name} {self._absence}")
         return self._client
 
     @property
@@ -86,6 +87,7 @@ class WorkerLink:
 
     def close(self) -> None:
         """Close the connection, and end the process if this rank started it. The call always returns. Idempotent."""
+        self._absence = "has been closed"
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -95,6 +97,7 @@ class WorkerLink:
 
     def abandon(self) -> None:
         """Drop the connection to a failed worker, and kill its process if this rank started it."""
+        self._absence = "has failed before"
         if self._process is not None:
             self._process.kill()
         if self._client is not None:
