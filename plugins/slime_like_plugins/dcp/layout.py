@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slime_like_plugins.sglang_cpu.attention import MASK_ELEMENTS, LengthBucket, padded_slots, power_of_two
+from slime_like_plugins.sglang_cpu.attention import MASK_ELEMENTS, LengthBucket, length_class, padded_slots
 
 
 def local_lens(lens_B: Tensor, size: int, rank: int) -> Tensor:
@@ -33,7 +33,7 @@ def prefix_buckets(table: Tensor, new: Sequence[int], kv_lens: Sequence[int]) ->
     groups: dict[tuple[int, int], list[int]] = {}
     for row, (count, length) in enumerate(zip(new, kv_lens, strict=True)):
         if count and length:
-            groups.setdefault((power_of_two(count), power_of_two(length)), []).append(row)
+            groups.setdefault((length_class(count), length_class(length)), []).append(row)
     buckets: list[LengthBucket] = []
     for members in groups.values():
         area = max(new[row] for row in members) * max(kv_lens[row] for row in members)

@@ -56,8 +56,8 @@ class LengthBucket:
         return self.masks[key]
 
 
-def power_of_two(n: int) -> int:
-    """Return the bucket of a length: the exponent of the smallest power of two >= n, at least 5."""
+def length_class(n: int) -> int:
+    """Return the class of lengths that may share a bucket: the exponent of the smallest power of two >= n, at least 5."""
     return max(5, (n - 1).bit_length())
 
 
@@ -80,7 +80,7 @@ def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[LengthBucket]:
     """
     groups: dict[int, list[int]] = {}
     for row, length in enumerate(kv_lens):
-        groups.setdefault(power_of_two(length), []).append(row)
+        groups.setdefault(length_class(length), []).append(row)
     merge = len(kv_lens) * max(kv_lens) <= MERGE_FACTOR * sum(kv_lens) + MERGE_TOKENS
     if len(groups) == 1 or merge:
         slots_bL, exists_bL = padded_slots(table, kv_lens)
@@ -119,7 +119,7 @@ def extend_buckets(table: Tensor, new: Sequence[int], prefix: Sequence[int]) -> 
     groups: dict[tuple[int, int], list[int]] = {}
     for row, count in enumerate(new):
         if count > 0:
-            groups.setdefault((power_of_two(count), power_of_two(count + prefix[row])), []).append(row)
+            groups.setdefault((length_class(count), length_class(count + prefix[row])), []).append(row)
     buckets: list[LengthBucket] = []
     for members in groups.values():
         area = max(new[row] for row in members) * max(new[row] + prefix[row] for row in members)

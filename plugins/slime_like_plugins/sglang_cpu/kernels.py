@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# BLOCK, COLUMNS and DEPTH are also in csrc/kernels.c, GROUP is a number in csrc/typed.h.
 LANES = 16  # widest vector of a C build
 BLOCK = 256  # entries of the vocabulary per block, in sampling
 GROUP = 4  # query heads that C processes together
