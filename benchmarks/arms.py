@@ -63,7 +63,7 @@ class ArmRecord:
 def run_tree(
     command: Sequence[str], environment: dict[str, str], log: Path, *, limit_s: float = RUN_S, stop_s: float = STOP_S
 ) -> float:
-    """Run a command and return the peak proportional memory of its process tree in MiB.
+    """Run a command and return the peak proportional set size (PSS) of its process tree in MiB.
 
     Raises ``SystemExit`` if it fails, or does not end within ``limit_s``.
     """

@@ -49,7 +49,7 @@ def truncated_importance(
 ) -> ImportanceWeight:
     """Return ``pi_old / pi_rollout`` per token, clamped to ``[low, clip]``.
 
-    Truncation bounds the variance. It leaves a bias at tokens that the engine samples too rarely.
+    Truncation bounds the variance. It leaves a bias at tokens whose ratio is outside ``[low, clip]``.
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
     """
     raw_T = _ratio(old_logprobs_T, rollout_logprobs_T)

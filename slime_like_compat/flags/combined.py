@@ -130,7 +130,7 @@ def _batches(flags: FlagValues) -> Iterator[str]:
 
 
 def _dp_attention(flags: FlagValues) -> Iterator[str]:
-    """Yield the override of SGLang's data parallel attention within an engine.
+    """Yield the override for SGLang's data-parallel attention within an engine.
 
     Raises ``ConfigError`` if --sglang-dp-size is above 1 and --sglang-enable-dp-attention is missing.
     """

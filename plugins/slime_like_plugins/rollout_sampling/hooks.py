@@ -221,8 +221,8 @@ def choose(scores_BV: Tensor, get_probs: Callable[[], Tensor], info: Any, positi
 def score(original: Callable[..., tuple[Any, Tensor]], processor: Any, **call: Any) -> tuple[Any, Tensor]:
     """Hook around ``InputLogprobProcessor.forward``: score input tokens at the request's temperature.
 
-    Scores are computed from the logits that SGLang computes anyway, chunk by chunk. With data-parallel attention, a second
-    projection would be a collective in which ranks without scored tokens take no part.
+    Log-probabilities are computed from the logits that SGLang computes anyway, chunk by chunk. Computing logits a second
+    time would hang with data-parallel attention: it is a collective, which ranks without scored tokens would not join.
     """
     metadata, rows_R = call["logits_metadata"], call["input_logprob_indices"]
     temperatures = metadata.temperature

@@ -40,7 +40,10 @@ class RoutingReplay:
         ]
 
     def attach(self, micro: MicroBatch) -> MicroBatch:
-        """Return ``micro`` with the engine's experts for this rank's routers, if they are replayed and its batch has them."""
+        """Set ``micro.experts`` to the experts that the engine chose, for this rank's tokens and routers; return ``micro``.
+
+        Leave it unchanged unless the engine's choices are replayed and the batch contains them.
+        """
         experts_TBK = micro.batch.extras.get(ROUTED_EXPERTS)
         if self._mode == "rollout" and experts_TBK is not None:
             experts_LBK = micro.layout.take(experts_TBK, 0)
