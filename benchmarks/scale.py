@@ -57,7 +57,9 @@ def main(argv: list[str]) -> int:
 
 
 def _print_engines(rows: list[scale_engines.EngineTimes]) -> None:
-    print("| engines | pause, open (s) | commit, flush (s) | resume (s) | health of all (s) | CPU of all (s) |")
+    print(
+        "| engines | pause, open (s) | commit, flush (s) | resume (s) | health of all (s) | CPU of push and health (s) |"
+    )
     print("|---|---|---|---|---|---|")
     for row in rows:
         cells = (row.begin, row.commit, row.resume, row.health, row.cpu)

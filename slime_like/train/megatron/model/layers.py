@@ -79,7 +79,8 @@ class PackedRows(PackedSeqParams):
     def on_device(self) -> PackedSeqParams:
         """Return TransformerEngine's parameters, with bounds on the device that cover the tokens of all cp ranks.
 
-        Padding counts as part of its sequence, because a causal query never sees later tokens.
+        The bounds of a sequence include its padding. This changes no output: padding follows the tokens, and a causal
+        query never sees later ones.
         """
         bounds = self.sequence_cu
         padded = None if self.key_index is None else bounds  # TransformerEngine reads these under context parallelism
