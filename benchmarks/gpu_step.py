@@ -81,7 +81,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Figures of an arm: parameters, tokens and seconds of a step, GiB after the start and at the peak, host waits."""
+    """Figures of an arm: parameters, tokens and seconds of a step, GiB after the start and at the peak, synchronisations."""
 
     parameters: int
     tokens: int

@@ -80,7 +80,7 @@ def size_of(latex: str) -> Size:
 
 
 class _FormulaReader:
-    """Reader of tokens from left to right."""
+    """Parser that computes the ``Size`` of a formula from its tokens."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._at = tokens, 0

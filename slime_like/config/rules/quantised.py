@@ -70,7 +70,7 @@ class Float8:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales of the weights of the checkpoint in ``folder``, the value of the config key ``key``."""
+    """Scales of the weights of a checkpoint. ``folder`` is the checkpoint's folder, the value of the config key ``key``."""
 
     key: str
     folder: Path
