@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from slime_like.config.load.loader import read_config
+from slime_like.config.load.loader import saved_settings
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError, WorkerError
@@ -25,6 +25,7 @@ from slime_like.quickstart.tool import ToolSpec
 from slime_like.util.counted import counted
 from slime_like.util.deadline import Deadline
 from slime_like.util.private import exclusive
+from slime_like.util.reading import InputFile, typed
 
 WARM_START_DEADLINE_S = 1800.0
 EXPORT = "hf"  # folder in which run.save_hf writes weights
@@ -89,7 +90,7 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
 
 
 def check_folders(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if a folder of inputs has an unexpected name, or files that may be the user's own."""
+    """Raise ``ConfigError`` if a folder of inputs has an unexpected name, an unfinished run, or files of the user."""
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):
         return
@@ -111,15 +112,27 @@ def _check_owned(key: str, folder: Path) -> None:
 def _is_users_warm_start(cfg: TrainConfig, folder: Path) -> bool:
     """Return whether the user has run the warm start of ``cfg`` in ``folder``, as by ``+recipe=quickstart_sft``.
 
-    The quickstart starts from this export, and neither repeats the run nor writes into its folder.
+    The quickstart starts from the export of this run, and neither repeats the run nor writes into its folder. Raises
+    ``ConfigError`` if the run has no export yet, or if the config.yaml in ``folder`` is not that of a run.
     """
-    if (folder / STAMP).exists() or not (folder / EXPORT).is_dir():
+    path = folder / "config.yaml"
+    if (folder / STAMP).exists() or not path.exists():
         return False
+    fix = "move the folder away, or set run.prepare=null to train on your own model and data"
+    file = InputFile(path, ConfigError, fix, "model.hf_checkpoint")
+    tree = file.yaml()
     try:
-        run = read_config(folder / "config.yaml")
-    except ConfigError:
-        return False
-    return isinstance(run.algo, SftConfig) and run.run.prepare == cfg.run.prepare
+        settings = saved_settings(tree)  # imports no functions of the user, unlike read_config
+    except ConfigError as error:
+        raise file.refused(f"cannot be used: {error}") from error
+    is_warm_start = settings["algo"]["name"] == SftConfig().name and settings["run"]["prepare"] == cfg.run.prepare
+    if is_warm_start and not (folder / EXPORT).is_dir():
+        suffix = str(cfg.run.prepare).partition(":prepare")[2]  # "_gdn" of prepare_gdn and quickstart_gdn_sft
+        raise ConfigError(
+            f"model.hf_checkpoint: the run in {folder} has not written {folder / EXPORT} yet: finish it with the "
+            f"command that started it (such as +recipe=quickstart{suffix}_sft), or move the folder away for a new warm start"
+        )
+    return is_warm_start
 
 
 @contextmanager
@@ -150,11 +163,11 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
         return
     recipes = REPOSITORY / "configs" / "recipe"
     stamp = _stamp(job) | {"recipe": [_digest(recipes / f"{name}.yaml") for name in ("quickstart_sft", job.warm_start)]}
-    found = _read_stamp(run_dir)
-    if {name: value for name, value in found.items() if name != FILES} == stamp:
+    old_stamp = _read_stamp(run_dir)
+    if {name: value for name, value in old_stamp.items() if name != FILES} == stamp:
         return
     start = time.monotonic()
-    _check_unchanged(run_dir, found)
+    _check_no_other_files(run_dir, old_stamp)
     _say(f"warm start: supervised fine-tuning on demonstrations, once; its files go to {run_dir}")
     _empty(run_dir)
     command = [
@@ -175,18 +188,29 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
     _say(f"warm start done in {time.monotonic() - start:.0f} s")
 
 
-def _check_unchanged(folder: Path, stamp: Mapping[str, object]) -> None:
-    """Raise ``ConfigError`` if ``folder`` has a file that the warm start of ``stamp`` did not write.
+def _check_no_other_files(folder: Path, old_stamp: Mapping[str, object]) -> None:
+    """Raise ``ConfigError`` if ``folder`` may have files that the warm start of ``old_stamp`` did not write.
 
-    Without a list of files in the stamp, the warm start has not ended, and every file of the folder is its own.
+    An empty ``old_stamp`` means that the warm start has not ended; every file of the folder is then its own.
     """
-    files = stamp.get(FILES)
-    if isinstance(files, list) and (others := sorted(_files(folder).difference(cast("list[str]", files)))):
-        raise ConfigError(
-            f"model.hf_checkpoint: the warm start in {folder} is out of date and would be removed, but the folder has "
-            f"{counted(len(others), 'file')} that the quickstart did not write, such as {others[0]}; move them or the folder away, or "
-            "set run.prepare=null to train on the model as it is"
-        )
+    if not old_stamp:
+        return
+    try:
+        own_files = set(typed(old_stamp.get(FILES), list[str]))
+    except ValueError:  # the stamp is damaged or of an earlier version
+        own_files = None
+    if own_files is None:
+        problem, movable = f"{STAMP} does not list its files, so some may be yours", "the folder"
+    elif others := sorted(_files(folder) - own_files):
+        number = counted(len(others), "file")
+        problem = f"the folder has {number} that the quickstart did not write, such as {others[0]}"
+        movable = "them or the folder"
+    else:
+        return
+    raise ConfigError(
+        f"model.hf_checkpoint: the warm start in {folder} is out of date and would be removed, but {problem}; move {movable} "
+        "away, or set run.prepare=null to train on the model as it is"
+    )
 
 
 def _files(folder: Path) -> set[str]:
@@ -198,7 +222,7 @@ def _files(folder: Path) -> set[str]:
 def _empty(folder: Path) -> None:
     """Remove everything in the folder except the stamp, or create the folder.
 
-    ``_check_owned`` and ``_check_unchanged`` have accepted the folder as the quickstart's own. The stamp is written
+    ``_check_owned`` and ``_check_no_other_files`` have accepted the folder as the quickstart's own. The stamp is written
     first, so that an interrupted removal leaves a folder marked as the quickstart's and unfinished.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """Preparation of the quickstart: files it creates, keeps, and refuses to overwrite."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,15 @@ from slime_like.config.schema.algo import GrpoConfig, SftConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.quickstart import prepare as prepare_module
-from slime_like.quickstart.prepare import prepare, prepare_gdn, prepare_latent, prepare_moe, prepare_next
+from slime_like.quickstart.prepare import (
+    check_folders,
+    prepare,
+    prepare_gdn,
+    prepare_latent,
+    prepare_moe,
+    prepare_next,
+)
+from tests.unchanged import unchanged
 
 
 def config(data: Path, model: Path, *, sft: bool = True) -> TrainConfig:
@@ -102,6 +112,47 @@ def test_another_run_is_not_taken_for_the_warm_start(recipe: str, tmp_path: Path
     with pytest.raises(ConfigError, match=r"model\.hf_checkpoint: .*did not write.*run\.prepare=null"):
         prepare(recipe_config(tmp_path, "quickstart"))
     assert weights.read_text() == "trained"
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_gdn"])
+def test_a_warm_start_of_the_user_is_to_be_finished(recipe: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "warm", recipe_config(tmp_path, f"{recipe}_sft"))
+    shutil.rmtree(tmp_path / "warm" / "hf")
+    words = rf"model\.hf_checkpoint: the run in {tmp_path}/warm has not written .* yet: finish it.*\(such as \+recipe={recipe}_sft\)"
+    with unchanged(tmp_path), pytest.raises(ConfigError, match=words):
+        check_folders(recipe_config(tmp_path, recipe))
+
+
+def test_the_warm_start_of_the_user_is_recognized_without_importing_its_functions(tmp_path: Path) -> None:
+    cfg = recipe_config(tmp_path, "quickstart_sft")
+    text = to_yaml(cfg).replace("loss: sft", "loss: missing.py:Loss")
+    assert "missing.py:Loss" in text
+    write_run(tmp_path / "warm", cfg)
+    (tmp_path / "warm" / "config.yaml").write_text(text)
+    check_folders(recipe_config(tmp_path, "quickstart"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("{", "cannot be read as YAML"), ("run: {}", "cannot be used: .* has no algo.name")]
+)
+def test_an_unreadable_config_of_a_warm_start_is_named(text: str, problem: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "warm", recipe_config(tmp_path, "quickstart_sft"))
+    (tmp_path / "warm" / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"model\.hf_checkpoint: .*config\.yaml {problem}.*move the folder away"):
+        check_folders(recipe_config(tmp_path, "quickstart"))
+
+
+@pytest.mark.usefixtures("no_assets")
+@pytest.mark.parametrize("files", [None, [["hf"]], "hf"])
+def test_an_outdated_warm_start_without_a_list_of_files_is_not_removed(files: object, tmp_path: Path) -> None:
+    """Stamps of earlier versions do not list the files of the warm start."""
+    stamp = {"model": "another model"} | ({} if files is None else {prepare_module.FILES: files})
+    (tmp_path / "warm").mkdir()
+    (tmp_path / "warm" / prepare_module.STAMP).write_text(json.dumps(stamp))
+    (tmp_path / "warm" / "mine").write_text("mine")
+    words = rf"model\.hf_checkpoint: the warm start in {tmp_path}/warm is out of date.* does not list .*move the folder away"
+    with unchanged(tmp_path / "warm"), pytest.raises(ConfigError, match=words):
+        prepare(recipe_config(tmp_path, "quickstart"))
 
 
 @pytest.mark.usefixtures("no_assets")
