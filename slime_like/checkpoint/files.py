@@ -114,7 +114,7 @@ def other_iterations(folder: Path) -> str:
     return f"write an earlier iteration ({', '.join(map(str, alternatives[-3:]))}) into {folder.parent / LATEST}"
 
 
-def new_run(folder: Path) -> str:
+def new_run_hint(folder: Path) -> str:
     """Return a hint for error messages about a run that cannot continue from the checkpoints in ``folder``."""
     critic = f" and critic.load={folder / CRITIC}" if (folder / CRITIC).is_dir() else ""
     return (

@@ -14,11 +14,17 @@ from slime_like.checkpoint.files import (
 )
 from slime_like.cluster.plan.verify import verify_initial_checkpoints
 from slime_like.cluster.start.launch import launch
-from slime_like.cluster.start.resume import FIXED_KEYS, FREE_KEYS, NUM_MANAGERS, first_rollout
+from slime_like.cluster.start.resume import first_rollout
 from slime_like.config.load.loader import to_yaml
+from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from tests.cluster.run_folder import config, used_folder
 from tests.unchanged import unchanged
+
+
+def with_changes(cfg: TrainConfig, changes: dict[str, dict[str, object]]) -> TrainConfig:
+    """Return ``cfg`` with other values: group -> key -> value."""
+    return replace(cfg, **{group: replace(getattr(cfg, group), **values) for group, values in changes.items()})
 
 
 def test_an_empty_folder_starts_at_rollout_0(tmp_path: Path) -> None:
@@ -33,14 +39,27 @@ def test_auto_resumes_with_a_larger_num_rollout(tmp_path: Path) -> None:
 def test_auto_refuses_changed_settings_and_names_the_fix(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run")
     with pytest.raises(
-        ConfigError, match=r"optim\.lr 0\.001 -> 0\.0\): choose another run\.dir .*run\.resume=.*checkpoints"
+        ConfigError,
+        match=r"optim\.lr 0\.001 -> 0\.0\): start a new run .*: choose another run\.dir, .*run\.resume=.*checkpoints",
     ):
         first_rollout(config(run_dir, lr=0.0), run_dir)
     assert first_rollout(config(run_dir, lr=0.0, resume=str(run_dir / "checkpoints")), run_dir) == 4
 
 
 @pytest.mark.parametrize("by_path", [False, True])
-def test_another_number_of_managers_is_refused_with_the_value_to_restore(tmp_path: Path, by_path: bool) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout": {"num_managers": 2, "num_engines": 2}}, r"num_managers=1, .*: set rollout\.num_managers=1$"),
+        (
+            {"parallel": {"distributed_optimizer": False}},
+            r"parallel\.distributed_optimizer=True, which cannot be loaded with False: restore the saved value$",
+        ),
+    ],
+)
+def test_a_key_with_a_check_of_its_own_is_refused_with_the_value_to_restore(
+    tmp_path: Path, changes: dict[str, dict[str, object]], words: str, by_path: bool
+) -> None:
     """A resume by path could not continue either, so ``auto`` must not recommend it."""
     run_dir = used_folder(tmp_path / "run")
     other_dir = tmp_path / "other"
@@ -48,9 +67,7 @@ def test_another_number_of_managers_is_refused_with_the_value_to_restore(tmp_pat
         shutil.copytree(run_dir / "model", other_dir / "model")
         shutil.copy(run_dir / "train.jsonl", other_dir)
     cfg = config(other_dir, resume=str(run_dir / "checkpoints")) if by_path else config(run_dir)
-    cfg = replace(cfg, rollout=replace(cfg.rollout, num_managers=2, num_engines=2))
-    words = r"saved with rollout\.num_managers=1, .*: set rollout\.num_managers=1$"
-    with pytest.raises(CheckpointError, match=words), launch(cfg):
+    with pytest.raises(CheckpointError, match=f"saved with .*{words}"), launch(with_changes(cfg, changes)):
         pass
 
 
@@ -61,22 +78,36 @@ def test_another_number_of_managers_is_refused_with_the_value_to_restore(tmp_pat
         ({"data": {"shuffle": False}}, False, False),
         ({"data": {"label_key": "answer"}}, True, True),
         ({"rollout": {"max_context_len": 77}}, True, True),
+        ({"model": {"hf_checkpoint": "other_model"}}, True, True),
         ({"optim": {"lr": 0.5}}, True, False),
     ],
 )
 def test_a_resume_by_path_is_recommended_only_if_it_may_continue(
-    tmp_path: Path, changes: dict[str, dict[str, object]], by_path: bool, condition: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, dict[str, object]],
+    by_path: bool,
+    condition: bool,
 ) -> None:
     """A checkpoint has a position in its prompts, which fits neither other prompts nor another order."""
     run_dir = used_folder(tmp_path / "run")
-    cfg = config(run_dir)
-    for group, values in changes.items():
-        cfg = replace(cfg, **{group: replace(getattr(cfg, group), **values)})
-    with pytest.raises(ConfigError, match=rf"model\.megatron_checkpoint={run_dir}/checkpoints to start") as error_info:
-        first_rollout(cfg, run_dir)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run_dir / "model", "other_model")
+    words = rf"start a new run .* model\.megatron_checkpoint={run_dir}/checkpoints(, or|$)"
+    with pytest.raises(ConfigError, match=words) as error_info:
+        first_rollout(with_changes(config(run_dir), changes), run_dir)
     message = str(error_info.value)
     assert (f"set run.resume={run_dir}/checkpoints to continue with the new settings" in message) == by_path
     assert ("refused if they give other prompts or labels" in message) == condition
+
+
+def test_the_new_run_of_a_ppo_user_starts_from_the_critic_too(tmp_path: Path) -> None:
+    run_dir = used_folder(tmp_path / "run")
+    folder = run_dir / "checkpoints"
+    (folder / "critic").mkdir()
+    words = rf"model\.megatron_checkpoint={folder} and critic\.load={folder}/critic, or set run\.resume={folder} to"
+    with pytest.raises(ConfigError, match=words):
+        first_rollout(config(run_dir, lr=0.0), run_dir)
 
 
 def test_changed_data_is_refused_and_its_weights_may_start_a_new_run(tmp_path: Path) -> None:
@@ -84,16 +115,12 @@ def test_changed_data_is_refused_and_its_weights_may_start_a_new_run(tmp_path: P
     (run_dir / "train.jsonl").write_text('{"input": "2 + 2", "label": "4"}\n')
     checkpoints = run_dir / "checkpoints"
     words = "to continue with the current files, which is refused if they give other prompts or labels$"
-    with pytest.raises(ConfigError, match=rf"data\.train changed .*megatron_checkpoint={checkpoints} .*{words}"):
+    with pytest.raises(ConfigError, match=rf"data\.train changed .*megatron_checkpoint={checkpoints}, .*{words}"):
         first_rollout(config(run_dir), run_dir)
     cfg = config(run_dir)
     cfg = replace(cfg, model=replace(cfg.model, megatron_checkpoint=str(checkpoints)))
     assert first_rollout(replace(cfg, run=replace(cfg.run, dir=str(other_dir))), other_dir) == 0
     verify_initial_checkpoints(cfg)
-
-
-def test_keys_that_a_check_refuses_are_not_listed_as_changeable() -> None:
-    assert "parallel.distributed_optimizer" in FIXED_KEYS and NUM_MANAGERS not in FREE_KEYS
 
 
 def test_auto_resumes_with_other_guard_settings(tmp_path: Path) -> None:

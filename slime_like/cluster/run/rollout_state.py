@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.checkpoint.files import new_run, write_text
+from slime_like.checkpoint.files import new_run_hint, write_text
 from slime_like.data.dump import load_groups
 from slime_like.data.share import ManagerShare
 from slime_like.errors import CheckpointError, DataError
@@ -151,7 +151,7 @@ def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
             raise CheckpointError(f"{state_path(folder, next_rollout)} has no cursor; {FIX}") from error
         except DataError as error:
             path = state_path(folder, next_rollout)
-            raise CheckpointError(f"{path} does not fit: {error}, or {new_run(folder)}") from error
+            raise CheckpointError(f"{path} does not fit: {error}, or {new_run_hint(folder)}") from error
 
 
 def _check_groups(file: InputFile, state: _SavedState, base: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from slime_like.checkpoint.files import CRITIC, LATEST, iteration_folder, iterations, resumable_iteration
+from slime_like.checkpoint.files import CRITIC, LATEST, iteration_folder, iterations, new_run_hint, resumable_iteration
 from slime_like.checkpoint.record import CheckpointRecord, Manifest, read_record
 from slime_like.cluster.plan.verify import verify
 from slime_like.cluster.run.rollout_state import check_state
@@ -23,11 +23,11 @@ from slime_like.errors import CheckpointError, ConfigError, RunComplete
 from slime_like.printable import visible
 from slime_like.util.counted import counted
 
-# Keys that may change on resume: those of FREE_GROUPS without FIXED_KEYS, and FREE_KEYS.
+# Keys that may change on resume: those of FREE_GROUPS without FIXED_KEYS and CHECKED_KEYS, and FREE_KEYS.
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
-FIXED_KEYS = ("parallel.distributed_optimizer", "run.seed", "run.deterministic")
-NUM_MANAGERS = "rollout.num_managers"
-"""May not change either. ``check_num_managers`` refuses a change: ``run.resume=PATH`` could not continue with it."""
+FIXED_KEYS = ("run.seed", "run.deterministic")
+CHECKED_KEYS = ("parallel.distributed_optimizer", "rollout.num_managers")
+"""Keys whose changes are refused by their own checks, because ``run.resume=PATH`` could not continue with them either."""
 REMOTE_EXPERTS = tuple(item.name for item in fields(RemoteOptions))
 FREE_KEYS = (
     "loop.num_rollout",
@@ -58,7 +58,7 @@ FREE_KEYS = (
 )
 ORDER_KEYS = ("run.seed", "data.shuffle")
 """Keys of the order of prompts."""
-PROMPT_KEYS = ("data.", f"{MODEL}/", "rollout.max_context_len")
+PROMPT_KEYS = ("data.", MODEL, "rollout.max_context_len")
 """Beginnings of the names of settings and files that may change token ids or labels of prompts."""
 MAX_NAMES = 4
 
@@ -171,8 +171,7 @@ def _check_same_run(
 
 def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, Any]) -> None:
     old, new = flatten(saved_settings(saved)), flatten(asdict(cfg))
-    changed_keys = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
-    if changed_keys := [key for key in changed_keys if key != NUM_MANAGERS and not _may_change(key)]:
+    if changed_keys := [key for key in sorted(old | new) if old.get(key) != new.get(key) and _is_fixed(key)]:
         raise ConfigError(
             f"run.dir={cfg.run.dir!r} holds a run with other settings "
             f"({_join_names([f'{key} {old.get(key)!r} -> {new.get(key)!r}' for key in changed_keys])}): "
@@ -180,17 +179,18 @@ def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, An
         )
 
 
-def _alternatives(checkpoints: Path, changed: Sequence[str], new: str) -> str:
-    """Return the alternatives to restoring the settings or files ``changed``; ``new`` describes their present state.
+def _alternatives(checkpoints: Path, changed_names: Sequence[str], present_state: str) -> str:
+    """Return the alternatives to restoring the settings or files ``changed_names``.
 
-    ``check_cursor`` refuses to continue if the prompts or their order differ, even with a path in ``run.resume``.
+    ``present_state`` describes the changed settings or files: "new settings". ``check_cursor`` refuses to continue if the
+    prompts or their order differ, even with a path in ``run.resume``.
     """
-    new_run = f"choose another run.dir for a new run, with model.megatron_checkpoint={checkpoints} to start from the trained weights"
-    if not {*changed}.isdisjoint(ORDER_KEYS):
-        return new_run
-    prompts_may_differ = any(name.startswith(PROMPT_KEYS) for name in changed)
+    hint = new_run_hint(checkpoints)
+    if not {*changed_names}.isdisjoint(ORDER_KEYS):
+        return hint
+    prompts_may_differ = any(name.startswith(PROMPT_KEYS) for name in changed_names)
     condition = ", which is refused if they give other prompts or labels" * prompts_may_differ
-    return f"{new_run}, or set run.resume={checkpoints} to continue with the {new}{condition}"
+    return f"{hint}, or set run.resume={checkpoints} to continue with the {present_state}{condition}"
 
 
 def _settings_of(path: Path) -> dict[str, Any] | None:
@@ -202,5 +202,7 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + suffix
 
 
-def _may_change(key: str) -> bool:
-    return key in FREE_KEYS or (key.split(".")[0] in FREE_GROUPS and key not in FIXED_KEYS)
+def _is_fixed(key: str) -> bool:
+    """Return whether ``_check_same_settings`` refuses a change of ``key``."""
+    is_in_free_group = key.split(".")[0] in FREE_GROUPS and key not in FIXED_KEYS
+    return not is_in_free_group and key not in (*FREE_KEYS, *CHECKED_KEYS)
