@@ -93,8 +93,8 @@ class ReceivingEngine:
         dist.destroy_process_group(self._group)
 
 
-async def serve(host: str, listening: int) -> None:
-    """Run the HTTP server of an engine. Write a byte to the file descriptor ``listening`` once it accepts connections."""
+async def serve(host: str, ready_fd: int) -> None:
+    """Run the HTTP server of an engine. Write a byte to ``ready_fd``, and close it, once the server accepts connections."""
     engine, app = ReceivingEngine(), web.Application()
 
     def route(path: str, action: Any) -> None:
@@ -113,7 +113,8 @@ async def serve(host: str, listening: int) -> None:
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, host, PORT).start()
-    os.write(listening, b"1")
+    os.write(ready_fd, b"1")
+    os.close(ready_fd)  # so that the sender reads the end of the pipe, if the other engine ends before it writes
     await asyncio.Event().wait()
 
 
@@ -155,14 +156,17 @@ def report(text: str) -> None:
 def main() -> None:
     """Fork the engines, each in its network, and push from the network of the sender."""
     sender, *engines = (argument.split("=") for argument in sys.argv[1:])
-    listening, write_end = os.pipe()
+    read_end, ready_fd = os.pipe()
     for name, address in engines:
         if os.fork() == 0:
+            os.close(read_end)
+            os.dup2(2, 1)  # the test reads the output of the sender, up to its end
             enter(name)
-            asyncio.run(serve(address, write_end))
-    os.close(write_end)
+            asyncio.run(serve(address, ready_fd))
+    os.close(ready_fd)
     for _ in engines:
-        assert os.read(listening, 1), "an engine ended before it accepted connections"
+        assert os.read(read_end, 1), "an engine ended before it accepted connections"
+    os.close(read_end)
     enter(sender[0])
     share_gloo_device()
     install.install(GuardSpec(wrap=True), torch.device("cpu"), 0)
