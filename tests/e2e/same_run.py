@@ -92,7 +92,10 @@ def _samples(run_dir: Path, rollout_id: int) -> Iterator[dict[str, Any]]:
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    return a.tobytes() == b.tobytes() if isinstance(a, np.ndarray) else a == b
+    """Return whether the values are equal; arrays in dtype, shape and every bit."""
+    if not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray):
+        return a == b
+    return type(a) is type(b) and (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 def _loss_differences(run_dir: Path, reference: Path) -> list[str]:
@@ -110,7 +113,7 @@ def _loss_differences(run_dir: Path, reference: Path) -> list[str]:
 
 
 def weight_differences(folder: Path, *, reference: Path) -> list[str]:
-    """Return a line per tensor that differs in any bit between two HF folders."""
+    """Return a line per tensor that differs in dtype, shape or any bit between two HF folders."""
     tensors, expected = (safe_open(f / "model.safetensors", framework="np") for f in (folder, reference))
     names = sorted({*tensors.keys(), *expected.keys()})
     return [
@@ -118,5 +121,5 @@ def weight_differences(folder: Path, *, reference: Path) -> list[str]:
         for name in names
         if name not in tensors.keys()  # noqa: SIM118 (a file, not a dict)
         or name not in expected.keys()  # noqa: SIM118
-        or tensors.get_tensor(name).tobytes() != expected.get_tensor(name).tobytes()
+        or not equal_values(tensors.get_tensor(name), expected.get_tensor(name))
     ]

@@ -19,7 +19,7 @@ from slime_like.config.schema.faults import FATAL, RECOVERED, WORKERS
 from slime_like.data.dump import rollout_path, save_groups
 from tests.data.test_dump import group
 from tests.e2e.runs import RunResult
-from tests.e2e.same_run import differences, sample_differences
+from tests.e2e.same_run import differences, equal_values, sample_differences, weight_differences
 
 soak_faults: Any = importlib.import_module("scripts.soak_faults")
 soak_resume: Any = importlib.import_module("scripts.soak_resume")
@@ -161,6 +161,21 @@ def test_the_sign_of_a_zero_is_a_difference(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         save_groups(path, [replace(source, samples=(sample,))])
     assert sample_differences(tmp_path / "run", [0], reference=tmp_path / "whole") == ["rollout 0, sample 0: logprobs"]
+
+
+ZEROS = np.zeros(4, np.float32)
+
+
+@pytest.mark.parametrize("other", [ZEROS.view(np.int32), ZEROS.reshape(2, 2), [0.0] * 4, None], ids=repr)
+def test_an_array_differs_from_one_of_the_same_bytes_and_from_other_values(other: Any, tmp_path: Path) -> None:
+    assert equal_values(ZEROS, ZEROS.copy())
+    assert not equal_values(ZEROS, other)
+    assert not equal_values(other, ZEROS)
+    if isinstance(other, np.ndarray):
+        for name, array in {"whole": ZEROS, "run": other}.items():
+            (tmp_path / name).mkdir()
+            save_file({"norm": array}, tmp_path / name / "model.safetensors")
+        assert weight_differences(tmp_path / "run", reference=tmp_path / "whole") == ["weight norm"]
 
 
 def test_a_soak_outside_a_repository_has_an_unknown_commit(monkeypatch: pytest.MonkeyPatch) -> None:
