@@ -109,7 +109,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Restore the environment after each test: code under test changes that of its process, which later tests would inherit."""
+    """Restore the environment after each test: code under test changes that of its process, which later tests would inherit.
+
+    Variables that a fixture of a module or session sets are removed too: such a fixture sets them for each start of a process.
+    """
     before = dict(os.environ)
     try:
         return (yield)

@@ -111,13 +111,14 @@ class GroupScheduling(LoadScopeScheduling):
         return group_of(nodeid, starts_engines=self.starts_engines)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """Assign the next group, to the last of several processes the last one.
+        """Assign the next group.
 
-        Groups of several processes, which the queue begins with, slow each other down where there are more processes than cores.
+        The last process takes groups from the end of the queue, where the short ones are: groups that start engines or ranks
+        slow each other down.
 
         If the process has died and xdist does not know it yet, ``remove_node`` reassigns the group.
         """
-        if self.starts_engines and node is self.nodes[-1] is not self.nodes[0]:
+        if self.starts_engines and len(self.nodes) > 1 and node is self.nodes[-1]:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         with contextlib.suppress(OSError):
             super()._assign_work_unit(node)

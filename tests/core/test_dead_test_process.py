@@ -70,9 +70,10 @@ class ListeningNode:
         self.indices += indices
 
 
-def test_the_last_process_begins_with_the_last_groups() -> None:
+@pytest.mark.parametrize(("num_nodes", "expected"), [(3, [[0], [1], [3, 2]]), (1, [[0, 1]])])
+def test_the_last_of_several_processes_begins_with_the_last_groups(num_nodes: int, expected: list[list[int]]) -> None:
     """The queue begins with groups that start engines and ranks, of which few should run at the same time."""
-    nodes: list[Any] = [ListeningNode() for _ in range(3)]
+    nodes: list[Any] = [ListeningNode() for _ in range(num_nodes)]
     tests = [f"test_{name}.py::test_one" for name in "abcd"]
     scheduling = GroupScheduling.__new__(GroupScheduling)
     scheduling.starts_engines = True
@@ -81,4 +82,4 @@ def test_the_last_process_begins_with_the_last_groups() -> None:
     scheduling.registered_collections = dict.fromkeys(nodes, tests)
     for node in (*nodes, nodes[-1]):
         scheduling._assign_work_unit(node)
-    assert [node.indices for node in nodes] == [[0], [1], [3, 2]]
+    assert [node.indices for node in nodes] == expected
