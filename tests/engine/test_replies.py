@@ -98,11 +98,23 @@ def test_a_malformed_field_is_an_engine_error_that_names_it(name: str, value: An
         completions([answer(**({"routed_experts": "", "prompt_tokens": 1} | {name: value}))], 1, SHAPE)
 
 
-@pytest.mark.parametrize("item", [None, 3, {"output_ids": [7]}, {"output_ids": [7], "meta_info": None}])
-def test_a_sample_without_its_fields_is_an_engine_error(item: Any) -> None:
-    with pytest.raises(EngineError, match=r"/generate returned (no )?'?(output_ids|meta_info)"):
+NO_META = "/generate returned no 'meta_info'"
+UNREADABLE_META = r"/generate returned meta_info=None, which cannot be read \("
+
+
+@pytest.mark.parametrize(
+    ("item", "message", "meta_message"),
+    [
+        (None, "/generate returned no 'output_ids': None", NO_META),
+        (3, "/generate returned no 'output_ids': 3", NO_META),
+        ({"output_ids": [7]}, NO_META, NO_META),
+        ({"output_ids": [7], "meta_info": None}, UNREADABLE_META, UNREADABLE_META),
+    ],
+)
+def test_a_sample_without_its_fields_is_an_engine_error(item: Any, message: str, meta_message: str) -> None:
+    with pytest.raises(EngineError, match=message):
         completions([item], 1)
-    with pytest.raises(EngineError, match=r"/generate returned (no )?'?meta_info"):
+    with pytest.raises(EngineError, match=meta_message):
         any_aborted([item])
 
 
@@ -121,9 +133,17 @@ def test_malformed_scores_are_an_engine_error(triples: Any) -> None:
             scored_experts(reply, [2], SHAPE)
 
 
-@pytest.mark.parametrize("reply", [None, {}, {"weight_version": "default"}, {"weight_version": None}], ids=repr)
-def test_a_version_that_is_not_a_number_is_an_engine_error(reply: Any) -> None:
-    with pytest.raises(EngineError, match=r"weight_version|weight version"):
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (None, "/model_info returned no 'weight_version': None"),
+        ({}, "/model_info returned no 'weight_version': {}"),
+        ({"weight_version": "default"}, "engine serves weight version 'default', which is not a number"),
+        ({"weight_version": None}, "engine serves weight version None, which is not a number"),
+    ],
+)
+def test_a_version_that_is_not_a_number_is_an_engine_error(reply: Any, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
         weight_version(reply)
     assert weight_version({"weight_version": "3"}) == 3
 

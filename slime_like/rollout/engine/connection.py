@@ -161,9 +161,11 @@ def _experts(item: Any, num_tokens: int, routing: RoutingShape) -> RoutedExperts
     )
 
 
-def _prompt(meta: Any) -> tuple[int, int]:
+def _prompt(meta: dict[str, Any]) -> tuple[int, int]:
     """Return (prompt tokens, cached prompt tokens); zeros for a request aborted before it was scheduled."""
-    num_prompt, num_cached = (_read({name: 0, **meta}, name, int) for name in ("prompt_tokens", "cached_tokens"))
+    num_prompt, num_cached = (
+        _read(meta, name, int) if name in meta else 0 for name in ("prompt_tokens", "cached_tokens")
+    )
     return num_prompt, num_cached
 
 
