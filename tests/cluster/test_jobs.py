@@ -120,30 +120,36 @@ def test_a_wrong_token_and_a_missing_server_are_explained() -> None:
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        (None, r" \(http://\S+ answered 404: 404: Not Found\)"),
-        (web.Response(status=502, text="no upstream"), r" \(http://\S+ answered 502: no upstream\)"),
+        (web.Response(status=404, text="no path"), r" \(http://\S+ answered 404: no path\)"),
         (web.Response(text="<html>"), ""),
         (web.json_response({"version": 1}), ""),
         (web.json_response(3), ""),
     ],
 )
-def test_a_server_that_is_no_job_server_is_named(reply: web.Response | None, answer: str) -> None:
+def test_a_server_that_is_no_job_server_is_named(reply: web.Response, answer: str) -> None:
+    with pytest.raises(ConfigError, match=rf"is not a Ray cluster's job server{answer}: correct --address or "):
+        asyncio.run(check_version(reply))
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+def test_a_job_server_that_fails_is_not_called_another_server(status: int) -> None:
+    with pytest.raises(WorkerError, match=rf"^http://\S+/api/version answered {status}: starting$"):
+        asyncio.run(check_version(web.Response(status=status, text="starting")))
+
+
+async def check_version(reply: web.Response) -> None:
+    """Check a server that answers the request for its version with ``reply``."""
+
     async def version(_: web.Request) -> web.Response:
-        assert reply is not None
         return reply
 
-    async def ask() -> None:
-        app = web.Application()
-        if reply is not None:
-            app.add_routes([web.get("/api/version", version)])
-        async with (
-            test_utils.TestServer(app) as server,
-            JobServer(ServerAddress(f"http://{server.host}:{server.port}")) as client,
-        ):
-            await client.check()
-
-    with pytest.raises(ConfigError, match=rf"is not a Ray cluster's job server{answer}: correct --address or "):
-        asyncio.run(ask())
+    app = web.Application()
+    app.add_routes([web.get("/api/version", version)])
+    async with (
+        test_utils.TestServer(app) as server,
+        JobServer(ServerAddress(f"http://{server.host}:{server.port}")) as client,
+    ):
+        await client.check()
 
 
 @pytest.mark.parametrize("job_id", ["missing", "../packages", "a b", ""])

@@ -22,6 +22,7 @@ from slime_like.util.deadline import Deadline
 REQUEST_S = 60.0
 HEARTBEAT_S = 20.0  # between pings on the connection that streams a log
 TOKEN_MODE = "token"
+VERSION = "/api/version"
 MAX_REPLY_CHARS = 400
 
 
@@ -59,16 +60,14 @@ class JobServer:
             await self._session.close()
 
     async def check(self) -> None:
-        """Raise ``ConfigError`` unless a Ray cluster's job server answers."""
+        """Raise ``ConfigError`` unless a Ray cluster's job server answers, and ``WorkerError`` if it fails (5xx)."""
         try:
-            reply = await self._request("GET", "/api/version")
+            reply = await self._request("GET", VERSION)
         except ProcessLost as error:
             raise ConfigError(
                 f"no job server answers ({error}): start the cluster's head with a dashboard "
                 f"(`ray start --head --dashboard-host=...`), forward its port, or correct --address or {ADDRESS_VARIABLE}"
             ) from error
-        except WorkerError as error:  # an error status, such as 404
-            raise self._no_job_server(f" ({error})") from error
         if not isinstance(reply, dict) or "ray_version" not in reply:
             raise self._no_job_server()
 
@@ -168,7 +167,10 @@ class JobServer:
         if status == 404 and path.startswith("/api/jobs/"):
             raise DataError(f"{self.address.url}{path}: no such job: `scripts/submit.py list` lists them")
         if status != 200:
-            raise WorkerError(f"{self.address.url}{path} answered {status}: {text.strip()[-MAX_REPLY_CHARS:]}")
+            answer = f"{self.address.url}{path} answered {status}: {text.strip()[-MAX_REPLY_CHARS:]}"
+            if path == VERSION and status < 500:  # a job server has this path, but may fail with 5xx
+                raise self._no_job_server(f" ({answer})")
+            raise WorkerError(answer)
         return reply
 
     async def _status(self, method: str, path: str, data: bytes | None) -> int:
