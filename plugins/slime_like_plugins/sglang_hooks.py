@@ -6,8 +6,9 @@ nothing. ``install`` registers hooks, applies them and then checks the targets.
 
 from __future__ import annotations
 
+import importlib
+import operator
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ class Hook:
 def problem(hook: Hook) -> str | None:
     """Return the reason why ``hook`` is not in place; None if it is."""
     try:
-        wrapper = pkgutil.resolve_name(hook.target)
+        wrapper = _resolve(hook.target)
     except (ImportError, AttributeError) as error:
         return _missing(hook.target, error)
     while wrapper is not None:
@@ -166,9 +167,12 @@ def stop_on(owner: str, problems: Sequence[str]) -> None:
 
 
 def resolve_target(owner: str, target: str) -> Any:
-    """Return the object at the dotted path ``target``. Raises ``SystemExit`` if it does not exist."""
+    """Return the object at the dotted path ``target``.
+
+    Raises ``SystemExit`` if it does not exist or its module cannot be imported.
+    """
     try:
-        return pkgutil.resolve_name(target)
+        return _resolve(target)
     except (ImportError, AttributeError) as error:
         raise _misfit(owner, [_missing(target, error)]) from error
 
@@ -191,8 +195,30 @@ def wrap_target(owner: str, target: str, wrap: Callable[[Any], Any]) -> None:
     setattr(resolve_target(owner, parent), name, wrap(original))
 
 
-def _missing(target: str, error: Exception) -> str:
-    return f"{target} does not exist ({error})"
+def _resolve(target: str) -> Any:
+    """Return the object at the dotted path ``target``.
+
+    Raises ``AttributeError`` or ``ModuleNotFoundError`` if it does not exist, ``ImportError`` if its module cannot be
+    imported. ``pkgutil.resolve_name`` would report the second case as the first.
+    """
+    module, _, remaining = target.partition(".")
+    value = importlib.import_module(module)
+    while remaining:
+        name, _, rest = remaining.partition(".")
+        try:
+            value = importlib.import_module(f"{module}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{module}.{name}":  # a dependency of the module is missing
+                raise
+            return operator.attrgetter(remaining)(value)
+        module, remaining = f"{module}.{name}", rest
+    return value
+
+
+def _missing(target: str, error: ImportError | AttributeError) -> str:
+    no_package = isinstance(error, ModuleNotFoundError) and target.startswith(f"{error.name}.")
+    reason = "does not exist" if no_package or isinstance(error, AttributeError) else "cannot be imported"
+    return f"{target} {reason} ({error})"
 
 
 def _misfit(owner: str, problems: Sequence[str]) -> SystemExit:

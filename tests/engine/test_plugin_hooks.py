@@ -19,7 +19,7 @@ from slime_like.config.schema.resolved import EngineSpec
 from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine.plugins import ENTRY_POINTS, OPTIONAL_ENTRY_POINTS
 from slime_like_plugins import dcp, sglang_hooks
-from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_target, wrap_target
+from slime_like_plugins.sglang_hooks import Hook, install, problem, replace_target, resolve_target, wrap_target
 
 SPEC = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10)
 
@@ -117,6 +117,22 @@ def test_an_attribute_is_replaced_or_wrapped_if_it_exists(monkeypatch: pytest.Mo
             replace_target("cpu", target, 1)
         with pytest.raises(SystemExit, match=problem):
             wrap_target("cpu", target, lambda original: 1)
+
+
+@pytest.mark.parametrize("line", ["import no_such_dependency", "from os import no_such_name"])
+@pytest.mark.parametrize("attribute", ["", ".name"])
+def test_the_import_error_of_a_module_that_exists_is_shown(
+    line: str, attribute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").touch()
+    (tmp_path / "broken_package" / "broken.py").write_text(f"{line}\nname = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    target = f"broken_package.broken{attribute}"
+    shown = rf"{re.escape(target)} cannot be imported \(.*no_such_"
+    with pytest.raises(SystemExit, match=shown):
+        resolve_target("cpu", target)
+    assert re.match(shown, str(problem(Hook(target, "after", print))))
 
 
 @pytest.mark.parametrize(
