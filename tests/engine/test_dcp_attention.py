@@ -179,7 +179,8 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
         attention: Any = torch.nn.Module()
         attention.qkv_proj = torch.nn.Linear(hidden, (heads + 2) * DIM, bias)
         attention.q_norm, attention.rotary_emb = norm, Rope()
-        attention.attn, attention.head_dim, attention.q_size = SimpleNamespace(layer_id=4), DIM, heads * DIM
+        attention.attn, attention.head_dim = SimpleNamespace(layer_id=4), DIM
+        attention.q_size, attention.kv_size = heads * DIM, DIM
         models.append(attention)
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
@@ -213,3 +214,31 @@ def test_a_rank_computes_the_queries_of_its_group(bias: bool, normed: bool) -> N
     for gathered_queries, computed_queries in results:
         torch.testing.assert_close(computed_queries, gathered_queries, atol=2e-6, rtol=1e-5)
     assert sorted(measured_ranks) == sorted([*range(size)] * 3), "gathered projections are not an exchange of attention"
+
+
+@pytest.mark.parametrize(
+    ("gated", "norm_size", "reason"),
+    [
+        (False, DIM, None),
+        (True, DIM, "also computes output gates"),
+        (False, 2 * DIM, "the query norm of this model is over the heads of all ranks"),
+    ],
+)
+def test_projections_that_a_rank_cannot_replicate_stop_the_engine(
+    gated: bool, norm_size: int, reason: str | None
+) -> None:
+    """An engine started by hand has no config that rejects them."""
+    from slime_like_plugins.dcp.group_queries import group_queries
+
+    attention: Any = torch.nn.Module()
+    attention.attn, attention.head_dim = SimpleNamespace(layer_id=0), DIM
+    attention.q_size, attention.kv_size = 2 * DIM, DIM
+    attention.qkv_proj = torch.nn.Linear(8, (4 + 2 * gated) * DIM)
+    attention.q_norm = torch.nn.RMSNorm(norm_size)
+    if reason is None:
+        assert list(group_queries(attention, None)) == [0]
+        return
+    with pytest.raises(
+        SystemExit, match=rf"^slime_like plugin 'dcp': .*{reason}.*; set rollout\.dcp_replicate_q=false"
+    ):
+        group_queries(attention, None)

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime_like.config.schema.dcp import replicated_q_obstacle
 from slime_like_plugins.dcp.exchange_time import unmeasured
+from slime_like_plugins.plugin_names import DCP
 
 
 class GroupQueries:
@@ -69,7 +71,26 @@ class GroupQueries:
 def group_queries(model: Any, group: Any) -> dict[int, GroupQueries]:
     """Return the query projections of each attention layer of ``model``, by layer id.
 
-    Each registers a hook on its layer's ``qkv_proj`` that keeps the last input.
+    Each registers a hook on its layer's ``qkv_proj`` that keeps the last input. Raises ``SystemExit`` if a layer has output
+    gates in this projection, or a norm over the queries of several heads.
     """
     modules = [module for module in model.modules() if hasattr(module, "qkv_proj") and hasattr(module, "attn")]
+    for module in modules:
+        if reason := _obstacle(module):
+            raise SystemExit(
+                f"slime_like plugin {DCP!r}: rollout.dcp_replicate_q: {reason}; set rollout.dcp_replicate_q=false "
+                "(remove --dcp-replicate-q-proj)"
+            )
     return {module.attn.layer_id: GroupQueries(module, group) for module in modules}
+
+
+def _obstacle(attention: Any) -> str | None:
+    """Return why ``GroupQueries`` would compute wrong queries for a module; None if it would not."""
+    norm_weight = getattr(getattr(attention, "q_norm", None), "weight", None)
+    num_rows = attention.q_size + 2 * attention.kv_size  # of a projection without gates
+    return replicated_q_obstacle(
+        "cpu",
+        "a2a",
+        output_gates=len(attention.qkv_proj.weight) > num_rows,
+        projection_norms=norm_weight is not None and norm_weight.numel() != attention.head_dim,
+    )

@@ -30,7 +30,7 @@ def merge(outs_RTHD: Tensor, lses_RTH: Tensor, *, base: float = math.e) -> tuple
     return torch.einsum("rth,rthd->thd", weights_RTH, outs_RTHD.to(lses_RTH.dtype)), lse_TH
 
 
-def all_reduced(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+def all_reduce(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     """Merge over the ranks of a DCP group (``ag_rs``): all-gather log-sum-exps, then all-reduce scaled outputs.
 
     Return this rank's heads: [T, H, D] and [T, H]. ``out_TAD`` is overwritten. Collective. Despite the name of the option
@@ -57,7 +57,7 @@ def all_to_all(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Ten
 
 
 EXCHANGES: dict[str, Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]] = {
-    "ag_rs": all_reduced,
+    "ag_rs": all_reduce,
     "a2a": all_to_all,
 }
 """``rollout.dcp_comm`` -> merge over the ranks of a DCP group."""
