@@ -229,3 +229,16 @@ def test_remote_experts_that_exceed_main_memory_are_refused() -> None:
     table = node_memory(demand, machine)
     with pytest.raises(ConfigError, match=r"remote experts 54\.0 GiB.*: make fewer experts remote"):
         check_node_memory(demand, replace(machine, memory_bytes=int(table.total) - 1), table)
+
+
+@pytest.mark.parametrize(("count", "remedy"), [(96, "make fewer experts remote"), (8, "train without a reference")])
+def test_the_remedy_reduces_the_larger_of_reference_and_remote_experts(count: int, remedy: str) -> None:
+    machine = described_machine("16xH200")
+    keys = (*ON_GPUS, f"{KEY}.count={count}", COPY, "algo.kl_loss_coef=0.001")
+    demand = recipe_plans.plan("qwen3_30b_a3b", *keys, machine=machine).memory.demand
+    assert demand is not None
+    table = node_memory(demand, machine)
+    copies, remote = table.of("copies of weights"), table.of("remote experts", "copy of remote experts")
+    assert copies and remote and (remote > copies) == (count == 96)
+    with pytest.raises(ConfigError, match=remedy):
+        check_node_memory(demand, replace(machine, memory_bytes=int(table.total) - 1), table)

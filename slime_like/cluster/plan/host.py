@@ -47,9 +47,10 @@ def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
         plan = changed_demand.plan()
         if node_memory(changed_demand, machine).total <= machine.memory_bytes and plan.needed_bytes <= plan.available:
             return f"set optim.cpu_offload_fraction={percent / 100:g}" if percent else "set optim.cpu_offload=false"
-    if table.of("copies of weights"):
+    copies, remote = table.of("copies of weights"), table.of("remote experts", "copy of remote experts")
+    if copies > remote:
         return "train without a reference and a swapped teacher (algo.*, teacher.placement), or use more nodes"
-    if table.of("remote experts", "copy of remote experts"):
+    if remote:
         return "make fewer experts remote (rollout.remote_experts), lower rollout.num_engines, or use nodes with more memory"
     return "lower rollout.num_engines, or use more nodes, or nodes with more memory"
 
