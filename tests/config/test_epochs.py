@@ -8,6 +8,8 @@ import pytest
 
 from slime_like.cluster.jobs.layout import node_layout
 from slime_like.cluster.jobs.planning import plan_job
+from slime_like.cluster.plan import traced_rank
+from slime_like.cluster.plan.compiled_kernels import CompileJob, engine_shape
 from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.cluster.plan.view import show_plan
 from slime_like.cluster.start.prepared import load_prepared
@@ -62,6 +64,15 @@ def test_plans_use_the_counted_rollouts_or_none(argv: list[str], tmp_path: Path)
     assert "3 epochs of data.train, whose rows are not counted" in text and "optimizer step" not in text
     assert plan_job(line, [ClusterNode("10.0.0.1", 0, 8, 32 * 2**30)]).lines[1].startswith("starting 1 trainer rank")
     assert node_layout(line, 8).num_nodes == 1
+
+
+def test_kernels_and_traces_are_planned_without_counting_rows(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = [*argv_with_rows(argv, 400, tmp_path), "optim.schedule=linear", "optim.decay_steps=300"]
+    assert engine_shape(CompileJob(tuple(line), "8xH100", (9, 0), tmp_path)).num_kv_heads == 4
+    monkeypatch.setattr(traced_rank, "traced", lambda plan, spec, stage: {"stage": stage})
+    assert traced_rank.traces(line, "8xH100") == [{"stage": 0, "note": ""}]
 
 
 def test_uncountable_epochs_are_refused(argv: list[str], tmp_path: Path) -> None:

@@ -133,6 +133,18 @@ def test_the_size_of_dcp_groups_is_decided_on_the_nodes(
     assert on_nodes.decisions[0].value == str(size) and reason in on_nodes.decisions[0].reason
 
 
+@pytest.mark.parametrize(("is_driver", "size"), [(True, 1), (False, 2)])
+def test_a_variable_of_the_driver_counts_for_the_nodes(
+    is_driver: bool, size: int, argv: list[str], plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_FLASHINFER_USE_PAGED", "1")
+    keys = ("rollout.tp=8", "placement.actor_num_gpus_per_node=8", "rollout.sglang.max_total_tokens=2048")
+    overrides = (*JOINED, *keys, "rollout.dcp=auto", "rollout.sglang.attention_backend=flashinfer")
+    on_nodes = plan_on_nodes(load_config([*argv, *overrides]), plan(*overrides), [H100], is_driver=is_driver)
+    assert {engine.dcp for engine in on_nodes.plan.engines} == {on_nodes.plan.dcp.size} == {size}
+    assert ("variable SGLANG_FLASHINFER_USE_PAGED=1" in on_nodes.decisions[0].reason) == is_driver
+
+
 def test_a_configured_size_is_not_decided_again(argv: list[str], plan: Callable[..., Plan]) -> None:
     overrides = (*JOINED, "rollout.tp=8", "placement.actor_num_gpus_per_node=8", "rollout.dcp=2")
     on_nodes = plan_on_nodes(load_config([*argv, *overrides]), plan(*overrides), [H100])

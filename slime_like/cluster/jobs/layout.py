@@ -10,7 +10,7 @@ from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.shapes import model_config
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
-from slime_like.config.rules.schedule import without_open_schedule
+from slime_like.config.rules.schedule import without_schedule
 from slime_like.errors import ConfigError
 from slime_like_compat.flags.translate import translate
 
@@ -41,7 +41,7 @@ def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = 
         raise ConfigError(
             f"--{command.action} does not start a run: give the arguments of a run, without --{command.action}"
         )
-    cfg = without_open_schedule(load_config([*arguments, JOINED], files=False, machine=False, code=False))
+    cfg = without_schedule(load_config([*arguments, JOINED], files=False, machine=False, code=False))
     if cfg.placement.device == "cpu":
         raise ConfigError(
             "placement.device=cpu: job files are written only for runs on nodes with GPUs; set placement.device=cuda or auto"

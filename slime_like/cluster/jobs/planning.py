@@ -14,7 +14,7 @@ from slime_like.cluster.plan.ray_cluster import ClusterNode, plan_on_nodes
 from slime_like.cluster.plan.shapes import model_config
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
-from slime_like.config.rules.schedule import without_open_schedule
+from slime_like.config.rules.schedule import without_schedule
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, MissingResources
 from slime_like.hardware import known_gpu
@@ -59,7 +59,7 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
         return JobPlan(cfg, (cluster,), (f"not planned: {error}",))
     if model is not None:
         check_model(cfg, model)
-    plan = make_plan(without_open_schedule(cfg), _enough_gpus(cfg, machine))
+    plan = make_plan(without_schedule(cfg), _enough_gpus(cfg, machine))
     try:
         assignment = assign(cfg, plan, nodes)
     except MissingResources as error:
@@ -69,7 +69,7 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
         waits = f"not planned, since the run waits for nodes, at most {limit}: {error}"
         return JobPlan(cfg, (cluster,), (waits, *_device_warning(cfg, machine, grows)))
     plan = replace(plan, engines=on_nodes(plan.engines, assignment.nodes_per_engine))
-    planned = plan_on_nodes(cfg, plan, assignment.used(nodes))
+    planned = plan_on_nodes(cfg, plan, assignment.used(nodes), is_driver=False)
     warnings = (*planned.plan.advice, *planned.warnings, *_device_warning(cfg, machine, grows))
     return JobPlan(cfg, (cluster, planned.plan.summary), warnings)
 

@@ -20,7 +20,7 @@ from slime_like.cluster.plan.shapes import config_values
 from slime_like.cluster.plan.trace import TRACED_GPU, TRACED_RANK, check_traceable, run_on_phantom
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.hf import HfConfig, hf_config
-from slime_like.config.rules.schedule import without_open_schedule
+from slime_like.config.rules.schedule import without_schedule
 from slime_like.config.schema.resolved import EngineSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -121,7 +121,7 @@ def _plan(job: CompileJob) -> tuple[TrainConfig, Plan]:
     """Return the run's config and plan."""
     cfg = load_config(job.argv, files=False, machine=job.description is None)
     machine = probe_machine() if job.description is None else described_machine(job.description)
-    return cfg, make_plan(without_open_schedule(cfg), machine)
+    return cfg, make_plan(without_schedule(cfg), machine)
 
 
 def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> EngineShape:

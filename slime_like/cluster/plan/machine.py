@@ -26,14 +26,18 @@ class Machine:
     gpu_names: tuple[str, ...]  # name of each GPU, or one name for GPUs of the same kind
     kernels: Runtime | None = None  # runtime of optional kernels; None: not probed
     is_local: bool = True  # False: nodes of a cluster, or a machine that is only described
+    is_joined: bool = False  # nodes of a Ray cluster that this process, the driver of the run, has joined
     nodes: int = 1
     gpu_bytes: tuple[int, ...] = ()  # memory of each GPU as the driver reports it; (): not reported
     numa_nodes: int = 1  # NUMA nodes with cores that the run may use, on one of its nodes
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables of this process; empty for another machine, whose variables are unknown."""
-        return os.environ if self.is_local else {}
+        """Environment variables of this process, which nodes that it has joined usually have too.
+
+        Empty for another machine, whose variables are unknown.
+        """
+        return os.environ if self.is_local or self.is_joined else {}
 
 
 def probe_machine() -> Machine:

@@ -73,10 +73,11 @@ class ClusterPlan:
     warnings: tuple[str, ...] = ()
 
 
-def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> ClusterPlan:
+def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], *, is_driver: bool = True) -> ClusterPlan:
     """Check that ``plan`` fits the GPUs, CPUs and memory of its ``nodes``; return it with ``rollout.dcp=auto`` decided.
 
-    Raises ``ConfigError`` naming the key to change if it does not fit.
+    With ``is_driver=False``, this process is not the driver of the run, and its environment variables are not checked.
+    Raises ``ConfigError`` naming the key to change if the plan does not fit.
     """
     cluster = f"the Ray cluster at placement.ray_address={cfg.placement.ray_address!r}"
     gpus = sum(node.num_gpus for node in nodes)
@@ -87,7 +88,7 @@ def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) ->
         )
     if plan.device == "cuda":
         _check_gpus(plan, nodes, cluster)
-    machine = _machine(plan, nodes)
+    machine = replace(_machine(plan, nodes), is_joined=is_driver)
     model, extra = model_config(cfg, machine), role_bytes(plan.critic, plan.teacher, PROCESS_BYTES)
     check_fits(cfg, machine, model, plan.roles, device=plan.device, role_bytes=extra)
     shapes = role_shapes(cfg, plan.critic, plan.teacher)

@@ -17,7 +17,7 @@ from slime_like.cluster.plan.machine import described_machine, probe_machine
 from slime_like.cluster.plan.planner import Plan, make_plan
 from slime_like.cluster.plan.shapes import config_values
 from slime_like.config.load.loader import load_config
-from slime_like.config.rules.schedule import without_open_schedule
+from slime_like.config.rules.schedule import without_schedule
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.phantom.autotuning import use_first_configs
@@ -47,7 +47,7 @@ def traces(argv: list[str], description: str | None, *, own_kernels: bool = Fals
     """
     cfg = load_config(argv, files=False, machine=description is None)
     machine = probe_machine() if description is None else described_machine(description)
-    plan = make_plan(without_open_schedule(cfg), machine)
+    plan = make_plan(without_schedule(cfg), machine)
     values = config_values(cfg)
     if values is None:
         raise ConfigError(

@@ -16,7 +16,7 @@ from slime_like.cluster.plan.user_code import code_rows, unread_keys
 from slime_like.config.load.help import render_help
 from slime_like.config.load.loader import load_config, show
 from slime_like.config.rules.files import check_files, check_model
-from slime_like.config.rules.schedule import without_open_schedule
+from slime_like.config.rules.schedule import without_schedule
 from slime_like.config.schema.resolved import Layout
 from slime_like.config.schema.root import TrainConfig
 from slime_like.quickstart.prepare import check_folders
@@ -56,7 +56,7 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
             cfg, num_rollout_known = load_config(argv), True  # counts the rows
     elif (model := model_config(cfg, machine)) is not None:
         check_model(cfg, model)
-    plan = make_plan(cfg if num_rollout_known else without_open_schedule(cfg), machine)
+    plan = make_plan(cfg if num_rollout_known else without_schedule(cfg), machine)
     text = render_plan(cfg, plan, machine, num_rollout_known=num_rollout_known)
     return text + "".join(f"{line}\n" for line in trace_lines(plan, argv, description)) if trace else text
 

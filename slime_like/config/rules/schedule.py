@@ -17,7 +17,7 @@ def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
     return (cfg.loop.num_rollout - warmup) * cfg.loop.steps_per_rollout, formula
 
 
-def without_open_schedule(cfg: TrainConfig) -> TrainConfig:
+def without_schedule(cfg: TrainConfig) -> TrainConfig:
     """Return ``cfg`` without settings that have to fit loop.num_rollout, if loop.num_epoch is set.
 
     This is for plans that are made before the rows are counted. No process gets the constant schedule.
