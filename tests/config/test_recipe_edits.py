@@ -141,7 +141,8 @@ def test_only_edited_recipes_are_copied_and_without_modes(tmp_path: Path) -> Non
     _write(tmp_path, {"mine": "# @package _global_\noptim: {lr: 0.25}\n"})
     (tmp_path / "recipe" / "mine.yaml").chmod(0o444)
     defaults = [{"recipe": ["mine", "quickstart_sft"]}]
-    with recipe_edits.configs_without(config_folder(), [tmp_path], defaults, ["optim.lr"]) as folder:
+    files = recipe_edits.config_files([config_folder(), tmp_path], defaults)
+    with recipe_edits.configs_without(config_folder(), files, ["optim.lr"]) as folder:
         paths = {path.relative_to(folder).as_posix(): path.stat().st_mode & 0o200 for path in folder.rglob("*")}
     assert set(paths) == {"train.yaml", "recipe", "recipe/mine.yaml", "recipe/quickstart_sft.yaml"}
     assert all(paths.values())

@@ -196,9 +196,9 @@ def _algo(tree: DictConfig) -> str | None:
 
 
 def _compose(overrides: _Overrides) -> DictConfig:
-    _check_groups(overrides)
+    files = _config_files(overrides)
     try:
-        tree = _compose_groups(overrides)
+        tree = _compose_groups(overrides, files)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, *UNREADABLE) as error:
@@ -213,7 +213,7 @@ def _compose(overrides: _Overrides) -> DictConfig:
     return tree
 
 
-def _compose_groups(overrides: _Overrides) -> DictConfig:
+def _compose_groups(overrides: _Overrides, files: Mapping[str, Path | None]) -> DictConfig:
     groups, configs = tuple(overrides.groups), config_folder()
     folders: list[Path] = []
     if overrides.config_dir is not None:
@@ -224,7 +224,7 @@ def _compose_groups(overrides: _Overrides) -> DictConfig:
             )
         folders.append(folder)
     if overrides.removed:
-        with configs_without(configs, folders, _chosen(overrides), overrides.removed) as edited:
+        with configs_without(configs, files, overrides.removed) as edited:
             return _hydra(edited, groups, [configs, *folders])
     return _hydra(configs, groups, folders) if folders else _copy(_compose_shipped(configs, groups))
 
@@ -248,7 +248,7 @@ def _names(key: str, text: str) -> str | list[str]:
         value = None
     if isinstance(value, str):
         return value
-    is_recipe = key.endswith(RECIPE)
+    is_recipe = key.lstrip("+") == RECIPE
     if is_recipe and isinstance(value, list) and all(isinstance(name, str) for name in cast("list[Any]", value)):
         return cast("list[str]", value)
     names = f", or {key}=[NAME,NAME] for several recipes" * is_recipe
@@ -275,10 +275,13 @@ def _hydra(folder: Path, overrides: Sequence[str], searchpath: Sequence[Path] = 
         return compose("train", overrides=list(overrides))
 
 
-def _check_groups(overrides: _Overrides) -> None:
-    """Raise ``ConfigError`` on an unreadable recipe or other config, because Hydra's error would not name the file."""
+def _config_files(overrides: _Overrides) -> dict[str, Path | None]:
+    """Return the files of the chosen configs and of those that they include.
+
+    Raises ``ConfigError`` on an unreadable recipe or other config, because Hydra's error would not name the file.
+    """
     folders = [config_folder(), *([Path(overrides.config_dir).resolve()] if overrides.config_dir else [])]
-    config_files(folders, _chosen(overrides))
+    return config_files(folders, _chosen(overrides))
 
 
 @functools.cache

@@ -35,18 +35,14 @@ class _Included(NamedTuple):
 
 
 @contextmanager
-def configs_without(
-    configs: Path, folders: Sequence[Path], defaults: Sequence[Any], keys: Sequence[str]
-) -> Generator[Path]:
-    """Yield a temporary folder with copies, without ``keys``, of the recipes in ``defaults`` and of those that they include.
+def configs_without(configs: Path, files: Mapping[str, Path | None], keys: Sequence[str]) -> Generator[Path]:
+    """Yield a temporary folder with copies, without ``keys``, of the recipes in ``files``, a result of ``config_files``.
 
-    ``defaults`` is a defaults list of Hydra, such as ``[{"recipe": "quickstart"}]``. Recipes are read from ``configs`` and
-    then from ``folders``; Hydra reports a recipe that none of them has. The folder also has the primary config, but no
-    recipe that sets none of ``keys``. Raises ``ConfigError`` naming a key that no recipe sets, or a file or folder that
-    cannot be read or written.
+    The folder also has the primary config of ``configs``, but no recipe that sets none of ``keys``. Hydra reports a
+    missing recipe. Raises ``ConfigError`` naming a key that no recipe sets, or a file or folder that cannot be read or
+    written.
     """
-    included = config_files([configs, *folders], defaults)
-    files = {name: path for name, path in included.items() if name.startswith(f"{RECIPE}/")}
+    files = {name: path for name, path in files.items() if name.startswith(f"{RECIPE}/")}
     copies = {PRIMARY: InputFile(configs / PRIMARY, ConfigError, FIX).text()}
     set_keys: set[str] = set()
     for name, path in files.items():
@@ -82,8 +78,9 @@ def configs_without(
 def config_files(folders: Sequence[Path], defaults: Sequence[Any]) -> dict[str, Path | None]:
     """Return the files of the configs in ``defaults``, and of those that these include, by path.
 
-    A path is relative to the folder of configs, such as ``recipe/quickstart``. The file is None if it is missing; a
-    missing optional config is left out. Raises ``ConfigError`` naming a file that cannot be read.
+    ``defaults`` is a defaults list of Hydra, such as ``[{"recipe": "quickstart"}]``. A config is read from the first of
+    ``folders`` that has it. A path is relative to the folder of configs, such as ``recipe/quickstart``. The file is None if
+    it is missing; a missing optional config is left out. Raises ``ConfigError`` naming a file that cannot be read.
     """
     files: dict[str, Path | None] = {}
     visits: set[_Included] = set()

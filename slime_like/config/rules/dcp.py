@@ -26,7 +26,6 @@ from slime_like.config.schema.dcp import (
     replicated_q_obstacle,
     sharded_backend,
 )
-from slime_like.config.schema.family_entry import FamilyEntry
 from slime_like.config.schema.names import FAMILIES
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
@@ -124,12 +123,12 @@ def decode_backend(cfg: TrainConfig, device: str, *, latent: bool) -> str:
 
 def check_dcp_model(cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``ConfigError`` if the attention of ``model`` does not fit ``rollout.dcp`` or ``rollout.dcp_replicate_q``."""
-    family = FAMILIES.get(model.model_type, FamilyEntry(""))
+    family = FAMILIES.get(model.model_type)
     reason = replicated_q_obstacle(
         "cpu",
         "a2a",
-        output_gates=family.output_gate,
-        projection_norms=family.projection_norms,
+        output_gates=family is not None and family.output_gate,
+        projection_norms=family is not None and family.projection_norms,
         latent=model.latent,
     )
     if cfg.rollout.dcp_replicate_q and reason:
