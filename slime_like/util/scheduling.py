@@ -9,8 +9,8 @@ import os
 def use_batch_scheduling() -> None:
     """Schedule this thread, and threads and processes it starts later, so that their wakeups preempt no running thread.
 
-    Between ranks that share cores, a message would otherwise often preempt its sender while the sender holds the lock of
-    the connection. The I/O thread of gloo then spins until the sender runs again. Does nothing if the policy is not the
+    Between ranks that share cores, the process that a message wakes would otherwise often preempt the sender while it holds the
+    lock of the connection. The I/O thread of gloo then spins until the sender runs again. Does nothing if the policy is not the
     default one, if the system does not permit or support the change, or on systems other than Linux.
     """
     if not hasattr(os, "SCHED_BATCH"):

@@ -26,7 +26,7 @@ from slime_like.util.deadline import scale
 from tests.train.ranks import RankWorld, fork_ranks
 
 SECONDS = 3.0
-# Time beyond the deadline until the rank at fault is named: errors.PATIENCE_S, in which late peers may still arrive,
+# Time beyond the deadline until the rank at fault is named: errors.ARRIVAL_WAIT_S, in which late peers may still arrive,
 # and as much again for the backend to notice and the rings to be read on a busy machine.
 GRACE_S = 4.0
 

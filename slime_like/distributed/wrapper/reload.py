@@ -103,7 +103,7 @@ def rebuild(w: Wrapper) -> None:
 
 
 def _delete_address_keys(store: Any) -> None:
-    """Delete the addresses of the current communicators, which all ranks have read, from the store."""
+    """Delete the addresses of rebuilt communicators, which all ranks have read, from the store. Others stay."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):

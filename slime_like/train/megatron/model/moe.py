@@ -74,7 +74,8 @@ class ExpertRouter(TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Add ``routing_map`` to the optimizer step's count of tokens per expert, from which megatron updates the expert bias.
 
-        megatron would broadcast a padding mask [L] along the experts, so this method passes [L, 1].
+        megatron combines the padding mask with ``routing_map`` [L, E]. A mask [L] would be aligned with the experts instead of
+        the tokens, so this method passes [L, 1].
         """
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
