@@ -198,7 +198,13 @@ def _scored_items(reply: Any, lengths: Sequence[int]) -> list[Any]:
 
 
 def _meta(item: Any) -> dict[str, Any]:
-    return _read(item, "meta_info", dict[str, Any])
+    return _read(item, "meta_info", _mapping)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("not a mapping")
+    return value  # pyright: ignore[reportUnknownVariableType]
 
 
 def _finish(item: Any) -> str:
