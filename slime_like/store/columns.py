@@ -89,7 +89,7 @@ def span_versions(spans: Iterable[Span]) -> I32:
 
 
 def join(parts: Iterable[TokenColumns]) -> TokenColumns:
-    """Concatenate the columns of several sequences. Experts are dropped unless there is only one sequence."""
+    """Concatenate the columns of sequences, without their experts. A single sequence is returned itself, with its experts."""
     items = list(parts)
     if len(items) == 1:
         return items[0]
@@ -125,7 +125,7 @@ class ExpertEntry:
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """Memory of one allocation."""
+    """Columns allocated at once, in which one or more extents (``ExtentTable``) lie."""
 
     columns: TokenColumns  # [size], writable
     num_extents: int  # number of extents of this slab that rows still use
@@ -164,7 +164,7 @@ def _booleans() -> Bools:
 
 @dataclass(slots=True)
 class ExtentTable:
-    """Extents: ranges of a slab, at whose start one or more rows begin. The first ``used`` entries of an extent never change."""
+    """Extents, which are ranges of slabs. All rows of an extent begin at its start; its first ``used`` entries never change."""
 
     size: int = 0
     slab: I64 = field(default_factory=_integers)  # key of the slab

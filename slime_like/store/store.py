@@ -1,9 +1,9 @@
-"""Store of a group's samples while they are sampled. They share one set of columns, to which tokens are appended in batches.
+"""Store of a group's samples while they are sampled, as rows of tokens. Tokens are appended to many rows in one batch.
 
 A row is a sequence of tokens that is always contiguous in memory, so that a sample is a view of its row. A fork of a row
 shares the row's tokens. Among rows that share tokens, the first to append writes directly after the shared tokens if there
-is free space; each of the others copies them first (copy on write), so k sharing rows make k - 1 copies. Entries that a row
-contains never change, so views stay valid.
+is free space; the others copy them first (copy on write). So k sharing rows make k - 1 copies, or k if there is no free
+space. Entries that a row contains never change, so views stay valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Batch:
     """Tokens to append: ``columns`` contains ``counts[i]`` tokens for each ``rows[i]``, in order."""
 
     rows: I64  # [N], without repetitions
-    columns: TokenColumns  # [sum(counts)], its experts are not used
+    columns: TokenColumns  # [sum(counts)], without experts
     counts: I64 | None = None  # [N]; None: one token per row
     experts: Sequence[
         RoutedExperts | None
@@ -39,7 +39,7 @@ class SampleStore:
     """Rows of tokens with their log-probabilities, versions and experts."""
 
     def __init__(self, capacity: int = GROUP_CAPACITY) -> None:
-        """``capacity`` is the maximum number of tokens, including the free space after rows."""
+        """``capacity`` is the maximum number of tokens for which memory is allocated (see ``nbytes``)."""
         self._capacity = capacity
         self._rows, self._extents = RowTable(), ExtentTable()
         self._slabs: dict[int, Slab] = {}
@@ -51,7 +51,11 @@ class SampleStore:
 
     # ---- rows --------------------------------------------------------------------------------------------------------
     def add(self, columns: TokenColumns) -> int:
-        """Add a row with these tokens and return its index. Raises ``StoreFull`` if the store or the memory is full."""
+        """Add a row with these tokens and return its index.
+
+        Raises ``StoreFull`` if the store or the memory is full, or ``ValueError`` if the experts differ in shape or dtype
+        from earlier ones.
+        """
         count = len(columns)
         slab = self._allocate(count, self._expert_entry([columns.experts]), num_extents=1)
         (extent,) = self._extents.add(slab, np.zeros(1, np.int64), np.array([count])).tolist()
@@ -76,7 +80,10 @@ class SampleStore:
         )
 
     def release(self, rows: Sequence[int]) -> None:
-        """Remove rows. Views of their tokens stay valid."""
+        """Remove rows. Views of their tokens stay valid.
+
+        Raises ``ValueError`` at a row that does not exist or was released; the rows before it are removed nevertheless.
+        """
         for row in rows:
             extent, _ = self._location(row)
             self._rows.extent[row], self._rows.limit[row] = -1, 0
@@ -117,15 +124,16 @@ class SampleStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the columns of all rows, including the free space after them."""
+        """Bytes of all slabs, including the free space after rows, and released rows until all rows of a slab are released."""
         return sum(slab.columns.nbytes for slab in self._slabs.values())
 
     # ---- append ------------------------------------------------------------------------------------------------------
     def append_batch(self, batch: Batch) -> None:
         """Append tokens to rows.
 
-        Raises ``StoreFull`` if the store or the memory is full, or ``ValueError`` if a row is finished, released or
-        repeated or the batch is inconsistent. No row is changed in these cases.
+        Raises ``StoreFull`` if the store or the memory is full, or ``ValueError`` if a row does not exist or is released,
+        finished or repeated, if the batch is inconsistent, or if its experts differ in shape or dtype from earlier ones. No
+        row is changed in these cases.
         """
         if not self._append_token_per_row(batch):
             self._append_any(batch)
@@ -133,8 +141,8 @@ class SampleStore:
     def _append_token_per_row(self, batch: Batch) -> bool:
         """Append one token to each row with one indexed write per column. If that is not possible, return False.
 
-        It is not possible if the batch has fields other than rows and columns, or if a row is invalid, may have to be
-        moved or is not in the slab of the first row. Nothing is changed in these cases.
+        It is not possible if the batch is empty or inconsistent or has fields other than rows and columns, or if a row is
+        invalid, may have to be moved or is not in the slab of the first row. Nothing is changed in these cases.
         """
         table, rows, columns = self._rows, batch.rows, batch.columns
         n = len(rows)
@@ -236,7 +244,7 @@ class SampleStore:
                 copy_tokens(self._slabs[source].columns, first, target, start, length)
 
     def _set_experts(self, row: int, key: int, start: int, experts: RoutedExperts | None, num_tokens: int) -> None:
-        """Set the experts of a row's first ``len(experts)`` tokens, and zeros for the others."""
+        """Set the experts of a row's first ``len(experts)`` tokens, and zeros for the others up to ``num_tokens``."""
         target = self._slabs[key].columns.experts
         assert experts is not None and target is not None
         self._rows.has_experts[row] = True
@@ -246,7 +254,7 @@ class SampleStore:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
     def _expert_entry(self, experts: Iterable[RoutedExperts | None]) -> ExpertEntry | None:
-        """Return the shape and dtype common to ``experts`` and all earlier experts; None if the store has none yet.
+        """Return the shape and dtype common to ``experts`` and all earlier experts; None if there are no experts at all.
 
         Raises ``ValueError`` if they differ.
         """
@@ -326,10 +334,13 @@ class StoreRow:
         return StoreRow(self.store, self.store.fork(self.index, length)[0])
 
     def append(self, columns: TokenColumns, experts: RoutedExperts | None = None) -> None:
-        """Append tokens. ``experts`` contains the experts of all tokens of the row, including the earlier ones."""
+        """Append tokens. ``experts`` replaces the experts of the row, from its first token on; None keeps them.
+
+        Tokens after the last entry of ``experts`` get zeros.
+        """
         counts = np.array([len(columns)])
         self.store.append_batch(Batch(np.array([self.index]), columns, counts, (experts,)))
 
     def release(self) -> None:
-        """Remove the row from its store."""
+        """Remove the row from its store. Raises ``ValueError`` if it was already removed."""
         self.store.release([self.index])
