@@ -39,9 +39,9 @@ def server_address(address: str | None, environment: Mapping[str, str]) -> Serve
     """Return the URL of the job server and the token of its cluster.
 
     The URL is ``address``, else ``RAY_API_SERVER_ADDRESS`` if set, else ``DEFAULT_ADDRESS``. The token comes from the first
-    source that Ray would use: ``RAY_AUTH_TOKEN``, the file named by ``RAY_AUTH_TOKEN_PATH``, ``~/.ray/auth_token``.
-    Raises ``ConfigError`` naming the option or variable if the address is invalid or the file named by
-    ``RAY_AUTH_TOKEN_PATH`` cannot be read.
+    of Ray's sources that is set: ``RAY_AUTH_TOKEN``, the file named by ``RAY_AUTH_TOKEN_PATH``, ``~/.ray/auth_token``.
+    Raises ``ConfigError`` naming the option or variable if the address is invalid or contains a user or password, or if
+    the file named by ``RAY_AUTH_TOKEN_PATH`` cannot be read.
     """
     source = "--address" if address is not None else ADDRESS_VARIABLE
     text = address if address is not None else environment.get(ADDRESS_VARIABLE, DEFAULT_ADDRESS)

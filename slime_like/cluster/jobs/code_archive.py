@@ -30,7 +30,8 @@ class Package:
 def make_package(repository: Path) -> Package:
     """Return a package of the files under ``PARTS`` as they are on disk, without symbolic links and ignored untracked files.
 
-    Raises ``ConfigError`` if the folder is not a git checkout or the package is too large.
+    Raises ``ConfigError`` if git cannot list the files, for example outside a checkout, or if the package is larger than
+    ``MAX_BYTES``.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:

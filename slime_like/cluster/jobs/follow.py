@@ -21,8 +21,9 @@ LOST_S = 180.0  # without an answer from the job server, before giving up
 async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -> ClusterJob:
     """Write the job's log from its beginning until the job ends; return the ended job.
 
-    After a lost connection, read the log again and skip the part that was already written. Raises ``DeadlineExceeded`` if
-    the server does not answer for ``LOST_S``; the job itself is not affected.
+    After a lost connection, read the log again and skip the part that was already written. If the job has ended by then,
+    the rest of its log is not written. Raises ``DeadlineExceeded`` if the server does not answer for ``LOST_S``; the job
+    itself is not affected.
     """
     num_written = 0
     while True:
@@ -56,9 +57,10 @@ async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> Cl
 
 
 async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> tuple[ClusterNode, ...]:
-    """Wait for at least ``num_nodes`` live nodes and return all live nodes.
+    """Wait for at least ``num_nodes`` live nodes, or for one if it is 0, and return all live nodes.
 
-    Raises ``DeadlineExceeded`` after ``seconds``, with the number of nodes that have joined.
+    Raises ``DeadlineExceeded`` after ``seconds``, with the number of nodes that have joined, or if the server accepts a
+    request and does not answer it in time.
     """
     deadline, nodes = Deadline("scripts/submit.py", "nodes", seconds), ()
     while True:

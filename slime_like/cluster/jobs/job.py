@@ -24,7 +24,7 @@ class ClusterJob:
     id: str
     state: str  # PENDING | RUNNING | SUCCEEDED | FAILED | STOPPED
     message: str
-    exit_code: int | None  # exit code of train.py; None if the job has not ended, or if its process died with its node
+    exit_code: int | None  # of the job's command; None before it ends, if Ray stopped it, or if it died with its node
     started_at: float | None  # s since the epoch
     ended_at: float | None
     metadata: Mapping[str, str]
@@ -43,8 +43,8 @@ class ClusterJob:
     def code(self) -> int:
         """Exit code for a command that waited for the job.
 
-        It is the exit code of train.py if that is known and 0 or more. Otherwise the job's state decides: 0 if it
-        succeeded, 130 if it was stopped, else 1.
+        It is ``exit_code`` if that is known and 0 or more. Otherwise the job's state decides: 0 if the job succeeded, 130
+        if it was stopped, else 1.
         """
         if self.exit_code is not None and self.exit_code >= 0:
             return self.exit_code
@@ -57,7 +57,7 @@ class ClusterJob:
 
     @property
     def reason(self) -> str:
-        """First line of the server's message."""
+        """First line of the server's message, without the words that announce the log lines below it."""
         return self.message.partition("\n")[0].removesuffix(", last available logs (truncated to 20,000 chars):")
 
 

@@ -33,8 +33,9 @@ def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = 
     """Return the layout of the run that ``arguments`` start, on nodes with ``gpus_per_node`` GPUs each.
 
     With ``gpu``, the name of a GPU in the planner's table, also check the memory of the GPUs. Raises ``ConfigError`` if
-    ``arguments`` start no run, ``gpus_per_node`` is below 1, or the run does not fit, uses no GPU, or needs more than
-    ``gpus_per_node`` trainer GPUs on a node.
+    ``arguments`` are invalid or start no run, ``gpus_per_node`` is below 1, or the run does not fit, uses no GPU, or needs
+    more than ``gpus_per_node`` trainer GPUs on a node, and ``CheckpointError`` if the model is neither in its folder nor in
+    the planner's table, or cannot run with the config.
     """
     command = translate(arguments)
     if command.action != "train":

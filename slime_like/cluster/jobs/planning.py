@@ -37,10 +37,11 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
     """Load the config of ``arguments`` and plan it on ``nodes``.
 
     Weights, tokenizer and data are not checked: they are on the cluster, and the run checks them when it starts. If
-    there is no config.json here and the planner's table does not contain the model, only the config is checked. Raises
-    ``ConfigError`` if ``arguments`` start no run, ``nodes`` is empty or the run does not fit, and ``MissingResources`` if
-    the cluster lacks nodes or GPUs. With ``grows``, missing resources are only a warning: nodes will join, and the run
-    waits for them. GPUs used by other jobs count as free.
+    the model's config.json cannot be read on this machine and is not in the planner's table, only the run's config is
+    checked. Raises ``ConfigError`` if ``arguments`` are invalid or start no run, ``nodes`` is empty or the run does not fit,
+    ``CheckpointError`` if the model cannot run with the config, and ``MissingResources`` if the cluster lacks nodes or GPUs.
+    With ``grows``, missing resources are only a warning: nodes will join, and the run waits for them. GPUs used by other
+    jobs count as free.
     """
     command = translate(arguments)
     if command.action != "train":
@@ -84,10 +85,11 @@ def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[st
 
 
 def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
-    """Return ``machine`` with more GPUs than any run needs, so that planning succeeds and ``assign`` names the missing GPUs.
+    """Return ``machine`` as one node with more GPUs and main memory than any run needs.
 
-    Its GPUs are all of the kind that has the most memory in the cluster; ``plan_on_nodes`` checks the memory of the nodes
-    that the run uses. For a run on CPUs, return ``machine`` unchanged.
+    Planning then succeeds, and ``assign`` names the missing GPUs. The GPUs are all of the kind that has the most memory in
+    the cluster; ``plan_on_nodes`` checks the memory of the nodes that the run uses. For a run on CPUs, return ``machine``
+    unchanged.
     """
     if cfg.placement.device == "cpu" or (cfg.placement.device == "auto" and not machine.num_gpus):
         return machine
@@ -98,7 +100,10 @@ def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
 
 
 def _machine(nodes: Sequence[ClusterNode]) -> Machine:
-    """Return one machine that describes all nodes, with the CPUs of the smallest node on which a rank or engine may run."""
+    """Return one machine that describes all nodes with GPUs, with the CPUs and memory of the smallest of them.
+
+    If no node has a GPU, it describes all nodes, with the CPUs of the smallest one and the memory of all.
+    """
     with_gpus = [node for node in nodes if node.num_gpus]
     used_nodes = with_gpus or list(nodes)
     return Machine(

@@ -37,11 +37,11 @@ class JobRequest:
 
 
 class JobServer:
-    """Async client of one job server.
+    """Async client of one job server, to be used as an async context manager.
 
     Its methods except ``log`` raise ``ConfigError`` if the server rejects the token, ``DataError`` if the job is
-    unknown, ``ProcessLost`` if the connection fails, ``WorkerError`` if the server returns another error status, and
-    ``DeadlineExceeded`` after ``REQUEST_S``.
+    unknown, ``ProcessLost`` if the connection fails or the reply is not valid JSON, ``WorkerError`` if the server returns
+    another error status, and ``DeadlineExceeded`` after ``REQUEST_S``.
     """
 
     def __init__(self, address: ServerAddress) -> None:
@@ -139,7 +139,8 @@ class JobServer:
     async def log(self, job_id: str) -> AsyncGenerator[str]:
         """Yield the job's output from its beginning, as it appears.
 
-        Raises ``ProcessLost`` if the connection breaks before the job ends.
+        Raises ``ProcessLost`` if the server refuses the request, for example for an unknown job, or if the connection
+        breaks before the job ends, and ``DataError`` if ``job_id`` cannot be the id of a job.
         """
         path = f"/api/jobs/{_valid_id(job_id)}/logs/tail"
         try:

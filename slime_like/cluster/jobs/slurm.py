@@ -14,7 +14,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,/-]*")
 GCS_PORT = 6379
 MAX_SAVE_S = 65535  # the maximum of sbatch's --signal
 NODES_S = 600  # for all nodes to join
-# Command that prints the first IPv4 address of a node other than loopback: some systems map their own name to loopback.
+# Command that prints a node's first IPv4 address other than loopback: some systems map their own host name to loopback.
 # It calls hostname twice, because some versions do not list all addresses.
 ADDRESS = (
     "{ hostname --ip-address; hostname --all-ip-addresses; true; } 2>/dev/null"

@@ -19,8 +19,9 @@ async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bo
 
     A helper job on the head node, where the run's driver is, sends the request; the run then finishes its current
     rollout, saves a checkpoint and ends. With ``at_once``, Ray sends SIGTERM instead, which also works if the run has
-    not begun or its files are gone. Raises ``DataError`` if another program submitted the job, ``WorkerError`` if the
-    run does not accept the request, and ``DeadlineExceeded`` if the job has not ended ``HELPER_S`` after ``wait_s``.
+    not begun or its files are gone. Raises ``DataError`` if the job is unknown, was submitted by another program or,
+    without ``at_once``, is not a run; ``WorkerError`` if the run does not accept the request; and ``DeadlineExceeded`` if
+    the job has not ended after ``wait_s + HELPER_S`` seconds.
     """
     job = await server.job(job_id)
     if not job.is_ours:
@@ -40,7 +41,7 @@ async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bo
 async def _request_stop(server: JobServer, job: ClusterJob, wait_s: float) -> None:
     """Run a helper job that requests the stop, then remove the helper.
 
-    Raises ``WorkerError`` with the end of the helper's output if the helper fails while ``job`` still runs.
+    Raises ``WorkerError`` with the last line of the helper's output if the helper fails while ``job`` still runs.
     """
     request = control_request(job.id, job.metadata, "stop", wait_s)
     await server.submit(request)

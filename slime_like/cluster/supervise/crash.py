@@ -1,4 +1,4 @@
-"""Crash bundles: one folder with the evidence of a failed run, cause first."""
+"""Write a crash bundle, a folder with the evidence of a failed run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ STACKS_WAIT_S = 2.0
 def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (), ray_logs: Path | None = None) -> Path:
     """Write a crash bundle to ``run_dir/crash-<time>`` and return its path.
 
-    It contains the cause and the lines of ``extra``, the traceback, stacks, the last collectives of each rank, the ends
-    of logs, the config and versions of libraries. ``ray_logs`` is Ray's log folder; None if Ray was not started.
+    It contains the cause and the lines of ``extra``, the traceback, the stacks and last collectives of the processes on
+    this node, the ends of logs, the config and versions of libraries. ``ray_logs`` is Ray's log folder on this node; None
+    if there is none.
     """
     bundle = run_dir / f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
     bundle.mkdir(parents=True, exist_ok=True)

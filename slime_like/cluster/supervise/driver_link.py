@@ -60,9 +60,10 @@ def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
 
 
 def connect(line: socket.socket) -> None:
-    """Use ``line`` as the connection to the supervisor, and mark this process and its later descendants.
+    """Use ``line`` as the connection to the supervisor.
 
-    Start a thread that kills this process and its descendants when the supervisor dies.
+    Set ``process_tree.MARK`` in the environment of this process, by which its later descendants are found. Start a thread
+    that, when the supervisor dies, kills this process and its descendants and removes the reported folders.
     """
     global _line
     _line = line
@@ -78,7 +79,10 @@ def _send(**message: Any) -> None:
 
 
 def report_run_dir(run_dir: Path, rings: Path) -> None:
-    """Report the folder for crash bundles, and ``rings``, a folder in shared memory to remove at the end of the run."""
+    """Report the folder for crash bundles, and ``rings``, the folder in shared memory with the ranks' records of collectives.
+
+    ``rings`` is removed at the end of the run.
+    """
     _send(kind="run_dir", run_dir=str(run_dir))
     report_folder(rings)
 
@@ -107,7 +111,7 @@ def confirm_ray() -> None:
 
 
 def report_teardown(code: int) -> None:
-    """Report the start of the teardown, which ends with ``code``: deaths of processes are no longer faults."""
+    """Report the start of the teardown and the exit code of the run. From then on, the death of a process is not a fault."""
     _send(kind="teardown", code=code)
 
 
@@ -115,7 +119,8 @@ def report_teardown(code: int) -> None:
 def bounded_call(deadline: Deadline, waits_for: str, *, at_once: bool = False) -> Generator[None]:
     """Bound a library call that has no timeout of its own: the supervisor ends the run when ``deadline`` passes.
 
-    With ``at_once``, a signal during the call ends the run immediately, because there is nothing to save yet.
+    With ``at_once``, SIGINT, SIGTERM or SIGHUP ends the run immediately during the call, because there is nothing to save
+    yet.
     """
     number = next(_numbers)
     _send(

@@ -17,7 +17,7 @@ class BoundedCall:
 
     deadline: Deadline
     waits_for: str
-    at_once: bool  # a signal during the call ends the run immediately
+    at_once: bool  # SIGINT, SIGTERM or SIGHUP ends the run immediately during the call
 
 
 @dataclass(slots=True)

@@ -25,10 +25,11 @@ EXIT_S = 5.0
 
 
 class Reaper:
-    """Handle of a reaper process.
+    """Handle of a reaper process, which the constructor starts.
 
-    Once this process has ended, the reaper kills the descendants that this process has started since it created the handle.
-    ``close`` kills them earlier.
+    Once the process that created the handle has ended, the reaper kills the descendants which that process started after
+    it created the handle. ``close`` kills them earlier. The constructor raises ``SlimeLikeError`` if the reaper does not
+    start.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ def dump_stacks_on_signal(folder: Path, name: str) -> None:
 
 
 def live_processes(folder: Path) -> dict[str, int]:
-    """Return a dict from name to pid of every live process on this node that is registered in ``folder``.
+    """Return a dict from name to pid of every live process on this node that called ``dump_stacks_on_signal(folder, name)``.
 
     Start times guard against reused pids.
     """
@@ -34,7 +34,7 @@ def live_processes(folder: Path) -> dict[str, int]:
 
 
 def request_stacks(folder: Path) -> None:
-    """Ask every live process on this node that is registered in ``folder`` to write its stacks."""
+    """Ask every process of ``live_processes(folder)`` to write its stacks."""
     for pid in live_processes(folder).values():
         with suppress(ProcessLookupError):  # it has ended in the meantime
             os.kill(pid, signal.SIGUSR1)

@@ -15,7 +15,7 @@ FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def tolerate_write_errors() -> None:
-    """Make stdout and stderr tolerate write errors unless the program has replaced them. Open /dev/null for closed streams."""
+    """Wrap stdout and stderr in a ``_TolerantFile`` unless the program has replaced them. Open /dev/null for closed streams."""
     _open_closed_streams()
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _tolerant(sys.stdout)

@@ -1,4 +1,4 @@
-"""The process started by the user: supervises its only child, the driver, and outlives it.
+"""The process that the user starts: it forks the driver, supervises it and outlives it.
 
 Ray kills its driver when a Ray process dies, and ``ray.init`` and ``ray.shutdown`` never return while one is suspended;
 the kernel may kill a driver that uses too much memory. Error message, crash bundle and cleanup must not depend on the
@@ -44,7 +44,7 @@ STOPPED_CODE = 130
 
 
 def supervise(run: Callable[[], int]) -> int:
-    """Run the driver ``run`` in a child process and return its exit code.
+    """Run the driver ``run`` in a forked child process and return its exit code. Call it from the main thread.
 
     If the driver ends abnormally or is killed, return the code that it reported at the start of its teardown. Without such
     a code, return 130 if the run was stopped, otherwise 1.
@@ -137,10 +137,11 @@ class Supervisor:
         return None
 
     def _check_faults(self) -> int | None:
-        """End the run on a signal that the driver does not handle in time, a fault of a Ray process or an expired deadline.
+        """End the run on an unhandled stop signal, a fault of a Ray process or an expired deadline.
 
-        Otherwise answer a pending question of the driver about Ray. Return the exit code of the run; None if the run
-        continues.
+        A stop signal counts as unhandled at once during a call with ``at_once``, otherwise ``UNWIND_S`` after a second one.
+        If nothing ends the run, answer a pending question of the driver about Ray. Return the exit code of the run; None if
+        the run continues.
         """
         if self._signals and any(call.at_once for call in self._state.calls.values()):
             _say(f"stopped while it waited for {next(iter(self._state.calls.values())).waits_for}")
