@@ -59,8 +59,8 @@ def load_reward(key: str, name: str) -> AnyReward:
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
     """Return ``SourceContext.needs_label``: a function that returns whether rows of an rm_type (or None) need a label.
 
-    The function raises ``ConfigError`` if the rm_type is unknown or an import path: a data file must not choose the
-    code that runs.
+    The function raises ``ConfigError`` if the rm_type is unknown or an import path (a data file must not choose the code
+    that runs), or if the rm_type needs ``reward.remote_url`` and that is null.
     """
 
     @cache
@@ -73,7 +73,8 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 def row_rule(config: RewardConfig) -> RowRule:
     """Return ``SourceContext.row_problem``: a function that returns why a reward rejects a row; empty if none does.
 
-    It runs the checks attached by ``checks_rows`` and returns the first reason. ``label_rule`` covers missing labels.
+    It runs the checks attached by ``checks_rows`` and returns the first reason; ``label_rule`` covers missing labels. It
+    raises ``ConfigError`` in the cases listed in ``label_rule``.
     """
 
     @cache
@@ -87,7 +88,7 @@ def row_rule(config: RewardConfig) -> RowRule:
 
 
 def _functions(config: RewardConfig, rm_type: str | None) -> list[AnyReward]:
-    """Return the reward functions of rows with this rm_type. Raises ``ConfigError`` if one is unknown."""
+    """Return the reward functions of rows with this rm_type. Raises ``ConfigError`` if one is unknown or cannot be used."""
     functions: list[AnyReward] = []
     for name in config.components(rm_type):
         key = "reward.name" if name == config.name else "reward.weights" if name in config.weights else "rm_type"

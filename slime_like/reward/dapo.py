@@ -1,4 +1,4 @@
-"""Reward ``dapo``: the answer follows ``Answer:`` in the last lines of a response; correct is +1, wrong is -1.
+"""Reward ``dapo``: the answer follows ``Answer:`` in the last ``TAIL`` characters of a response; correct is +1, wrong is -1.
 
 Source of the rule: DAPO, Yu et al. 2025, arXiv:2503.14476, as implemented by slime's rm_type ``dapo``: the score is slime's
 ``--reward-key score``, the accuracy its ``--eval-reward-key acc``.

@@ -1,9 +1,9 @@
 """Reward ``gpqa``: 1 if a response chooses the correct option of a multiple-choice question.
 
 The row gives the correct option: its label is a letter, an index from 0, or the text of a choice. The metadata may
-contain ``choices`` (texts of the options, as a list or a mapping by letter, sorted here), ``valid_letters`` (letters of
-the options), ``correct_letter``, and ``correct_answer`` or ``answer_text`` (text of the correct option), as in data for
-slime's rm_type ``gpqa``.
+contain ``choices`` (texts of the options, as a list or as a mapping by letter, which is sorted by letter),
+``valid_letters`` (letters of the options), ``correct_letter`` (takes precedence over the label), and ``correct_answer`` or
+``answer_text`` (text of the correct option), as in data for slime's rm_type ``gpqa``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Question:
 def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
     """Parse the options and the correct one from a row's label and metadata.
 
-    Raises ``ValueError`` if the keys of ``choices`` are not letters.
+    Raises ``ValueError`` if ``choices`` is a mapping whose keys are not distinct letters.
     """
     letters = tuple(text.upper() for text in _texts(metadata.get("valid_letters")))
     if isinstance(metadata.get("choices"), Mapping):
@@ -95,8 +95,8 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
 def gpqa(prompt: Prompt, sample: Sample) -> Reward:
     """Return score and accuracy 1 if the response chooses the correct option, else 0.
 
-    If the response states no letter, or the row's correct letter is unknown, a response with the text of the correct option
-    is correct.
+    Only the text after the last ``</think>`` counts, if there is one. If it states no letter, or the row's correct letter is
+    unknown, it is correct if it contains the text of the correct option.
     """
     parsed = question(prompt.label, prompt.metadata)
     text = sample.text.rpartition(THOUGHT)[2]

@@ -49,7 +49,7 @@ def row_check(function: object) -> RowCheck | None:
 def label_of(prompt: Prompt) -> str:
     """Return the prompt's label.
 
-    Raises ``ValueError`` if it has none, although such rows are rejected as data is read.
+    Raises ``ValueError`` if it has none. This is a safeguard: a reward marked by ``needs_label`` gets no such prompt.
     """
     if prompt.label is None:
         raise ValueError(f"prompt {prompt.prompt_id} of {prompt.dataset} has no label")

@@ -6,7 +6,7 @@ where evaluation terminates and runs no code. Excluded are:
 - its parser for plain expressions, which uses sympy's ``parse_expr`` and so Python's ``eval`` on text that a model
   wrote: math-verify gets only LaTeX;
 - its own time limits, which are signal handlers: the reward pool enforces the deadline by ending the process;
-- expressions that take sympy minutes or gigabytes, such as ``9^{9^{9}}`` and integrals: these are compared as text.
+- expressions that may take sympy minutes or gigabytes, such as ``9^{9^{9}}`` and most integrals: these are compared as text.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def only_boxed(sample: Sample) -> Sample:
-    """Return the sample with the content of its last box as text; the text is empty if there is no box."""
+    """Return the sample with the content of its last box as text; the text is empty if ``last_boxed`` returns None."""
     return replace(sample, text=last_boxed(sample.text) or "")
 
 
@@ -107,13 +107,13 @@ def is_safe(latex: str) -> bool:
 
 
 def plain(latex: str) -> str:
-    """Return LaTeX without commands that only change its appearance, for comparison as text."""
+    """Return LaTeX for comparison as text: in lower case, without most spaces and commands that only change its appearance."""
     text = latex.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",")
     return SPACE.sub("", " ".join(APPEARANCE.sub("", WRAPPED.sub(r"\1", text)).split())).lower()
 
 
 def label_latex(label: str) -> str:
-    """Return the LaTeX of a label without an enclosing box or dollar signs."""
+    """Return the content of a label's last box or, if it has none, the label without enclosing math delimiters (``$`` etc.)."""
     boxed = last_boxed(label)
     if boxed is not None:
         return boxed

@@ -26,7 +26,7 @@ COUNTS = ("calls", "timeouts", "killed", "remote_failures", "remote_retries", "f
 
 
 class RewardPool:
-    """``reward.workers`` processes and a client of the reward server. Bound to the event loop of the first call.
+    """Up to ``reward.workers`` processes and a client of the reward server. Bound to the event loop of the first call.
 
     If a call takes longer than ``reward.timeout_s``, its process is killed. A process killed for this reason, from outside,
     or for exceeding ``reward.memory_gb`` is replaced. The samples of such calls, and samples that the reward server did not
@@ -51,9 +51,9 @@ class RewardPool:
     async def score(self, groups: Sequence[SampleGroup], *, unshaped: bool = False) -> list[SampleGroup]:
         """Return new groups in which every sample has a reward.
 
-        ``unshaped`` uses only a row's own reward and ignores the other components of ``reward.weights``. Samples scored
-        by a generate function keep their reward. Failed and aborted samples get 0; no reward function is called for
-        them.
+        With ``unshaped``, only a row's own reward is used if ``reward.weights`` contains ``rm_type``. Samples scored by a
+        generate function keep their reward. Other samples that failed or were aborted get 0; no reward function is called
+        for them. Raises ``RewardError`` if a reward function fails or a sample's reward is invalid.
         """
         return await gather_or_cancel([self._group(group, unshaped) for group in groups])
 
@@ -108,7 +108,7 @@ class RewardPool:
         )
 
     def _with_reward(self, sample: Sample, reward: Reward | None) -> Sample:
-        """Return the sample with its reward or, if it has none, with ``reward.fallback``."""
+        """Return the sample with ``reward`` or, if that is None, with ``reward.fallback``; if both are None, it failed."""
         if reward is not None:
             return replace(sample, reward=reward)
         self._counts["fallbacks"] += 1
@@ -194,7 +194,7 @@ class RewardPool:
         return reward
 
     def _warn_late(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        """Warn once per reward, quoting its first late sample; ``reward/timeouts`` counts all."""
+        """Warn once per reward, naming the samples of its first late call; ``reward/timeouts`` counts all late calls."""
         if (name, "late") not in self._warned_causes:
             self._warned_causes.add((name, "late"))
             self._warnings.append(
@@ -204,7 +204,7 @@ class RewardPool:
             )
 
     def _warn_killed(self, error: WorkerDied, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
-        """Warn once per reward and cause; ``reward/killed`` counts all."""
+        """Warn once per reward and cause; ``reward/killed`` counts all such calls."""
         if (name, str(error)) not in self._warned_causes:
             self._warned_causes.add((name, str(error)))
             self._warnings.append(
@@ -235,7 +235,7 @@ class RewardPool:
 
 
 def _compose(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
-    """Return a reward with the weighted sum of the scores of ``parts`` and their first accuracy.
+    """Return a reward with the weighted sum of the scores of ``parts``, and the first accuracy that is not None.
 
     A single part of weight 1 is returned unchanged.
     """

@@ -78,9 +78,9 @@ class WorkerProcess:
     async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
         """Send a request and return the reply.
 
-        Raises ``DeadlineExceeded`` if there is no reply in time, or ``WorkerDied`` with the cause if the process
-        ended. Threads write and read, because a suspended (SIGSTOP) process can block both for ``PIPE_S``, and the
-        event loop must not wait.
+        Raises ``DeadlineExceeded`` if there is no reply in time, and ``WorkerDied`` with the cause if the process ended.
+        After an error or a cancellation the process cannot be used again: call ``kill``. Threads write and read, because a
+        suspended (SIGSTOP) process can block both for ``PIPE_S``, and the event loop must not wait.
         """
         subject = f"reward {request.name!r} (process {self.pid})"
         try:
@@ -123,7 +123,7 @@ class WorkerProcess:
         return WorkerDied(f"its process ended with exit code {code}", killed=False)
 
     def kill(self) -> None:
-        """Kill the process and all processes it started, and wait up to ``EXIT_S`` until it has ended."""
+        """Kill the process group, block up to ``EXIT_S`` until the process has ended, and close the pipe. Idempotent."""
         if (
             self._process.returncode is None
         ):  # until it is reaped, even a process that has ended keeps its id, which is that of its group
@@ -135,7 +135,7 @@ class WorkerProcess:
             self._pipe.close()
 
     def close(self) -> None:
-        """Close the pipe, so that an idle process exits; kill the process if it does not."""
+        """Close the pipe, so that an idle process exits; kill the process if it does not exit within ``EXIT_S``."""
         with self._pipe_lock:
             self._pipe.close()
         try:

@@ -55,8 +55,8 @@ class RemoteReward:
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
         """Return the server's score.
 
-        Raises ``ServerFailed`` if there is no score after the retries, ``TimeoutError`` after ``reward.timeout_s``, and
-        ``RewardError`` if the address is wrong or the response is not a score.
+        Raises ``ServerFailed`` if the server refuses the sample or all attempts fail, ``DeadlineExceeded`` after
+        ``reward.timeout_s``, and ``RewardError`` if the address is wrong or the response is not a score.
         """
         body = {"prompt": prompt.text, "response": sample.text, "label": prompt.label}
         async with self._semaphore:
@@ -150,7 +150,7 @@ class RemoteReward:
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:
-    """Return a response body, cut after the piece that exceeds ``MAX_ANSWER_BYTES``."""
+    """Return a response body. Stop reading once it has more than ``MAX_ANSWER_BYTES``."""
     content = bytearray()
     async for piece in stream.iter_any():
         content += piece

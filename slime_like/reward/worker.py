@@ -34,7 +34,8 @@ MAX_SCORE = 1e9
 def validated_reward(score: object, accuracy: object = None) -> Reward:
     """Return the values as a reward.
 
-    Raises ``ValueError`` if the score is not a number up to ``MAX_SCORE`` in size, or the accuracy is outside [0, 1].
+    Raises ``ValueError`` if the score is not a number from -``MAX_SCORE`` to ``MAX_SCORE``, or the accuracy is neither None
+    nor a number from 0 to 1.
     """
     checked_accuracy = None if accuracy is None else _number(accuracy)
     if checked_accuracy is not None and not 0.0 <= checked_accuracy <= 1.0:
@@ -101,7 +102,10 @@ def to_reward(value: object) -> Reward:
 
 
 def to_rewards(value: object, num_samples: int) -> tuple[Reward, ...]:
-    """Convert the return value of a group reward. Raises ``ValueError`` unless it is one finite number per sample."""
+    """Convert the return value of a group reward.
+
+    Raises ``ValueError`` unless it is a sequence with one element per sample, each of which ``to_reward`` accepts.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"returned {value!r:.80} ({type(value).__name__}), not a list of {num_samples} rewards")
     values = cast("Sequence[object]", value)
@@ -113,7 +117,7 @@ def to_rewards(value: object, num_samples: int) -> tuple[Reward, ...]:
 def answer(request: Load | ScoreRequest) -> ScoreReply:
     """Load or call the reward; return an error as a fault with the source line and the end of the reward's output.
 
-    A process that runs out of memory exits: memory held by the reward cannot be reclaimed.
+    If the process runs out of memory, it exits with code ``OUT_OF_MEMORY``: memory held by the reward cannot be reclaimed.
     """
     with record_output() as output:
         reply = _answer(request)
@@ -155,7 +159,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def serve(pipe: Connection, seconds: float) -> None:
-    """Answer requests until the parent closes the pipe."""
+    """Answer requests until the parent closes the pipe. A call that exceeds its limit by ``GRACE_S`` ends the process."""
     record_streams()
     while True:
         try:
