@@ -108,7 +108,7 @@ class RewardPool:
         )
 
     def _with_reward(self, sample: Sample, reward: Reward | None) -> Sample:
-        """Return the sample with ``reward`` or, if that is None, with ``reward.fallback``; if both are None, it failed."""
+        """Return the sample with ``reward``, else with ``reward.fallback``, else (both are None) marked as failed."""
         if reward is not None:
             return replace(sample, reward=reward)
         self._counts["fallbacks"] += 1

@@ -129,7 +129,10 @@ class RolloutManager:
 
     # ---- collect -----------------------------------------------------------------------------------------------------
     async def collect(self, rollout_id: int) -> ManagerRollout:
-        """Return this manager's groups of one rollout, with metrics and messages."""
+        """Return this manager's groups of one rollout once it is complete, with metrics and messages.
+
+        Call it once per rollout, in order: the manager then forgets the rollout.
+        """
         self._monitor.start()
         generated = await self._producer.get(rollout_id)
         self._producer.forget(rollout_id)
@@ -208,7 +211,7 @@ class RolloutManager:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_push(self) -> tuple[EngineAddress, ...]:
-        """Pause every engine without ending its requests, open its weight update, and return the participants' addresses.
+        """Pause every reachable engine without ending its requests, and open its weight update; return the engines' addresses.
 
         A deterministic run first waits until no request is in flight, because timing would otherwise decide which tokens are
         sampled before the push. It does not wait if no engine serves: the groups in flight then wait for an engine, and the
@@ -220,10 +223,10 @@ class RolloutManager:
         return await self._update.begin()
 
     async def commit_push(self, version: int) -> int:
-        """Close the update on every engine, flush its KV cache and resume decoding.
+        """Close the update on every engine that takes part, flush its KV cache and resume decoding.
 
-        Return the number of added engines that wait for the probe and then for ``admit_proven``. Raises ``EngineError``
-        if an engine did not receive all its parameters.
+        Return the number of added engines that wait for the probe and then for ``admit_proven``. Raises ``EngineError`` if
+        an engine did not receive all its parameters or no engine remains, ``WeightSyncError`` if one reports another version.
         """
         await self._update.commit(version)
         self._version = version
@@ -236,9 +239,9 @@ class RolloutManager:
             self._resizer.admit_proven(self._version)
 
     async def resize_engines(self, num_engines: int) -> str:
-        """Add or remove engines until this manager has its share of ``num_engines``; return a description of the change.
+        """Change the number of engines to this manager's share of ``num_engines``; return a description of the change.
 
-        Raises ``ConfigError`` if the number cannot be changed.
+        Added engines start in the background. Raises ``ConfigError`` if the number cannot be changed.
         """
         share_size = self._spec.share.size(num_engines)
         if self._resizer is None:
@@ -268,11 +271,14 @@ class RolloutManager:
         await self._update.abort()
 
     async def wait_until_push_needed(self) -> None:
-        """Wait until no engine serves and a restarted engine waits for a push of weights."""
+        """Wait until no engine serves and a restarted engine waits for a push of weights, or until an error ends the run."""
         await self._pool.wait_until_push_needed()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the recoveries of engines and of the reward server that are new or changed since they were last returned."""
+        """Return recoveries of engines that are new or changed since the last call (``collect`` calls this function too).
+
+        Records of injected outages of the reward server are added, until they are complete; they may be unchanged.
+        """
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 
     def block_reward_server(self, seconds: float) -> None:
@@ -280,20 +286,20 @@ class RolloutManager:
         self._rewards.block_server(seconds)
 
     async def probe(self) -> tuple[ProbeScores, ...]:
-        """Return every engine's scores and continuations of the probe sequences. Raises ``EngineLost`` if no engine remains."""
+        """Return every engine's scores and continuations of the probe sequences; see ``EngineProbe.scores``."""
         return await self._probe.scores(self._version)
 
     # ---- state -------------------------------------------------------------------------------------------------------
     async def save_state(self, next_rollout: int, base: Path) -> dict[str, Any]:
-        """Return the state from which ``next_rollout`` is reproduced: the cursor before it, and a description of saved groups.
+        """Return the state from which ``next_rollout`` is reproduced: a data cursor, and a description of saved groups.
 
         The saved groups have not been trained on. They are written to files in the folder of ``base``, and the names of these
         files begin with the stem of ``base``. Raises ``CheckpointError`` if a file cannot be written.
 
         A resumed run generates rollouts in flight again, with the same prompts and seeds, and continues groups that an earlier
-        rollout left unfinished. In a deterministic run, rollouts in flight are complete at this point, or have failed.
-        Complete ones are saved too, because the weights that generated them will not be available; a failed one is
-        generated again, with the checkpoint's weights.
+        rollout left unfinished: the cursor is the one before ``next_rollout``. In a deterministic run, rollouts in flight are
+        complete at this point, or have failed. Complete ones are saved too, because the weights that generated them will not
+        be available, and the cursor is the one after them; a failed one is generated again, with the checkpoint's weights.
         """
         completed = self._producer.completed_rollouts() if self._spec.deterministic else []
         state = self._collector.state_before(completed[-1].rollout_id + 1 if completed else next_rollout)
@@ -310,7 +316,7 @@ class RolloutManager:
         }
 
     async def load_state(self, state: Mapping[str, Any], base: Path) -> None:
-        """Continue from a ``state`` that ``save_state`` returned."""
+        """Continue from a ``state`` that ``save_state`` returned for the same ``base``. Call it before the first ``collect``."""
         self._source.load_state(state["cursor"])
         self._producer = self._new_producer(int(state["next_rollout"]))
         self._producer.restore(

@@ -63,7 +63,7 @@ class ManagerRollout:
     version: int  # weight version of the last push
     metrics: tuple[Metric, ...] = ()
     messages: tuple[str, ...] = ()  # warnings for the user
-    recoveries: tuple[Recovery, ...] = ()  # new or changed since the last rollout
+    recoveries: tuple[Recovery, ...] = ()  # as returned by ``RolloutManager.last_recoveries``
     drop_summary: str = ""  # clause about generated and dropped groups
     example: SampleGroup | None = None  # first generated group, quoted in a warning if none passed the filters
 
@@ -77,9 +77,7 @@ class CollectedRollout:
     stopped: float
     metrics: tuple[Metric, ...]
     warnings: tuple[RunWarning, ...] = ()
-    recoveries: tuple[
-        Recovery, ...
-    ] = ()  # new or changed since the last rollout; a later entry replaces an earlier one
+    recoveries: tuple[Recovery, ...] = ()  # of all managers; an entry replaces an earlier one of the same loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +99,10 @@ class GroupSelection:
         self._leftover: tuple[SampleGroup, ...] = ()
 
     def select(self, rollout_id: int, parts: Sequence[ManagerRollout]) -> CollectedRollout:
-        """Return the whole groups to train on in this rollout, carried-over groups first, with metrics and warnings.
+        """Return the groups to train on in this rollout, carried-over groups first, with metrics and warnings.
 
-        Carried-over groups that lag by more than ``max_staleness`` versions are dropped. Other groups that do not fit
-        are carried over or dropped, depending on ``leftover``.
+        Carried-over groups that lag by more than ``max_staleness`` versions are dropped. Other groups that do not fit are
+        carried over or dropped, as in ``split_leftover``. With ``shuffle``, the rewards of the selected groups are permuted.
         """
         spec = self._spec
         generated_groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.group_id)
@@ -152,6 +150,8 @@ class GroupSelection:
 class LearningSignal:
     """Counter of consecutive rollouts that have no groups, or in which rewards do not differ. It warns about both.
 
+    A rollout without groups counts only if no more groups than before are carried to a later rollout. It does not end a
+    streak of rollouts in which rewards do not differ.
     ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
     samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.
     """
@@ -171,8 +171,8 @@ class LearningSignal:
     ) -> list[RunWarning]:
         """Count one rollout and return the warnings for the user.
 
-        ``groups`` go to the trainer. ``num_waiting`` is the increase in groups that wait for a later rollout. ``drop_summary``
-        describes the groups that the filters dropped, and ``example`` is a group to quote if ``groups`` is empty.
+        ``groups`` go to the trainer. ``num_waiting`` is the increase in the number of groups carried to a later rollout.
+        ``drop_summary`` describes the groups that the filters dropped. ``example`` is a group to quote if ``groups`` is empty.
         """
         shaped = groups if self.overlong is None else self.overlong.penalise(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1

@@ -1,7 +1,8 @@
 """Collect a rollout's groups: take prompts in order and sample them in rounds until enough groups pass the filters.
 
 Because of the rounds, the choice of prompts does not depend on which responses finish first: a resumed run takes the same
-prompts. Dropped groups are replaced by groups of further prompts (dynamic sampling).
+prompts. In up to ``rollout.max_refills`` further rounds, dropped groups are replaced by groups of further prompts (dynamic
+sampling).
 Source: DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2.
 """
 
@@ -24,7 +25,7 @@ from slime_like.util.concurrency import is_task_cancelled
 
 
 class PromptQueue:
-    """Queue of prompts: returned prompts first, then new ones from the data source."""
+    """Queue of prompts: prompts that were given back first, then new ones from the data source."""
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
@@ -166,7 +167,8 @@ class RolloutProducer:
     async def get(self, rollout_id: int) -> GeneratedRollout:
         """Return rollout ``rollout_id`` once it is complete.
 
-        Raises the error that ended the generation of this or an earlier rollout.
+        Raises the error that ended the generation of this or an earlier rollout. Waits forever for a rollout that was
+        forgotten (``forget``).
         """
         if self._failure is not None and rollout_id not in self._ready:
             raise self._failure
@@ -201,7 +203,7 @@ class RolloutProducer:
         self._ready.pop(rollout_id, None)
 
     async def stop(self) -> None:
-        """Cancel the rollout in progress."""
+        """Cancel the rollout in progress, and wait until its task has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -73,7 +73,7 @@ class GroupFilters:
         self._stats = _GroupStats()
 
     def keep(self, group: SampleGroup) -> bool:
-        """Return whether the group passes every filter.
+        """Count the group, and return whether it passes every filter.
 
         Raises ``UserCodeError`` if a filter raises, or returns something other than None or a reason.
         """

@@ -66,10 +66,10 @@ class EngineCall:
         return self._store.length(self._rows[index]) - self.num_prompt_tokens
 
     def append(self, indices: Sequence[int], parts: Sequence[Completion]) -> None:
-        """Append a continuation to each completion of ``indices``, with the log-probability and version of each token.
+        """Append ``parts[i]`` to completion ``indices[i]``, with the log-probability and version of each token.
 
-        With ``algo.routing_replay=rollout``, a continuation has the routed experts of the entire sequence except the last
-        token, the prompt included. They replace the row's experts, because the engine reports the experts of cached tokens too.
+        With ``algo.routing_replay=rollout``, a part has the routed experts of the prompt and of all sampled tokens but the
+        last. They replace the row's experts, because the engine reports the experts of cached tokens too.
         """
         self._store.append_batch(
             Batch(
@@ -128,7 +128,10 @@ class CallJournal:
         self._unclaimed = list(self._calls)
 
     def call(self, token_ids: I32, seeds: Sequence[int]) -> EngineCall:
-        """Return the call with these arguments that an earlier run of the function made, or else a new one."""
+        """Return the call with these arguments that an earlier run of the generate function made, or else a new one.
+
+        An earlier call is returned only once.
+        """
         for call in self._unclaimed:
             if call.repeats(token_ids, seeds):
                 self._unclaimed.remove(call)
@@ -174,13 +177,13 @@ class CallJournal:
 
 
 def drop_last_token(part: Completion) -> Completion:
-    """Remove the last token of an interrupted completion, so that it is sampled again.
+    """Return an interrupted completion without its last token, so that this token is sampled again.
 
     A finished completion is returned unchanged.
 
     SGLang reports a request as aborted even if the abort arrives in the step that samples its end-of-sequence token (or
-    its last allowed token). A request continued after that token would never end. Under the same weights, the same seed
-    draws the same token at the same position.
+    its last allowed token). A request continued after that token would not end there. Under the same weights, the same
+    seed draws the same token at the same position.
     """
     if part.finish != ABORT or not len(part.token_ids):
         return part

@@ -88,10 +88,10 @@ class OverSamplingCollector(GroupCollector):
         self._counts: Counter[str] = Counter()
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
-        """Return the first ``batch_size`` groups that pass, ordered by id, and the numbers of requested groups and of refills.
+        """Return the first ``batch_size`` groups that pass, ordered by id, the number of started groups, and that of refills.
 
         Required groups (``_is_required``) take precedence. Raises ``DataError`` if ``max_refills`` is above 0 and too few
-        groups pass the filters. Any error cancels all groups.
+        groups pass the filters. Any error, or a cancellation, cancels all groups.
         """
         try:
             return await self._collect_first(rollout_id)
@@ -174,7 +174,10 @@ class OverSamplingCollector(GroupCollector):
 
     # ---- phases of a rollout -----------------------------------------------------------------------------------------
     def _start_groups(self, rollout_id: int, num_requested: int, num_groups: int) -> int:
-        """Start ``num_groups`` groups, after ``num_requested`` earlier ones of this rollout. Return their number."""
+        """Start ``num_groups`` groups, or none if it is negative, after ``num_requested`` earlier ones of this rollout.
+
+        Return the number of started groups.
+        """
         prompts = self._take(rollout_id, num_requested, max(0, num_groups))
         group_tasks = [GroupTask(group_id, queued.prompt, queued.num_aborts) for group_id, queued in prompts]
         self._in_flight += group_tasks
@@ -230,7 +233,7 @@ class OverSamplingCollector(GroupCollector):
         return selected
 
     def _keep_or_abort_interrupted(self) -> None:
-        """Keep the interrupted groups, or abort them if partial rollouts are off."""
+        """Keep the groups that were not selected, or abort them if partial rollouts are off."""
         self._counts["stopped_groups"] += len(self._in_flight)
         if not self._cfg.partial_rollout:
             self._abort(self._in_flight)

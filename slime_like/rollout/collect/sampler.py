@@ -92,7 +92,7 @@ class GroupSampler:
         """Sample and score a group, and return it.
 
         ``journal`` contains the group's earlier partial completions. Requests wait while ``gate`` is closed. ``on_generated``
-        is called once only the rewards are missing.
+        is called before the samples are scored.
         """
         n, first = request.num_samples, request.group_id * request.num_samples
         seeds = sample_seeds(self.seed, request.stream, first, n)
@@ -195,7 +195,7 @@ class PauseGate:
     async def shut(self, abort_all: Callable[[], Awaitable[None]], deadline: Deadline) -> None:
         """Close the gate: hold new requests back and abort those in flight, which keep their sampled tokens.
 
-        ``abort_all`` aborts the requests of all engines and is repeated until none is in flight. Raises
+        ``abort_all`` aborts the requests of all engines; it is called repeatedly until no request is in flight. Raises
         ``DeadlineExceeded`` if requests are still in flight at the deadline.
         """
         self._open.clear()
@@ -240,7 +240,7 @@ class ResumableEngine:
 
     @property
     def paused_s(self) -> float:
-        """Total seconds for which requests were held back by the gate or no engine was available."""
+        """Total seconds for which the gate was closed, plus those for which no engine served."""
         return self._gate.shut_s + self._pool.router.no_engine_s
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:

@@ -72,7 +72,10 @@ class Episode:
         )
 
     def append(self, completion: Completion) -> None:
-        """Append tokens that the model sampled after all tokens so far. They are trained on, in one span per weight version."""
+        """Append tokens that the model sampled after all tokens so far. They are trained on, in one span per weight version.
+
+        This also sets ``status``, according to ``completion.finish``.
+        """
         self._num_sampled += len(completion.token_ids)
         self.status = STATUS.get(completion.finish, Status.FAILED)
         sampled = sampled_columns(completion.token_ids, completion.logprobs, completion.versions)
