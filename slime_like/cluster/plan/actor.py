@@ -106,7 +106,7 @@ def _add_expert_decision(cfg: TrainConfig, world: int, model: HfConfig | None, d
 
 
 def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, decisions: PlanDecisions) -> OptimConfig:
-    """Return the optimizer config with its schedule in optimizer steps.
+    """Return the optimizer config with its schedule in optimizer steps; unchanged with ``run.mode=rollout_only``.
 
     Options that have no effect in this run are recorded. Raises ``ConfigError`` if ``optim.cpu_offload`` is set for
     float32 weights on GPUs.

@@ -13,7 +13,7 @@ from slime_like.data.heldout import eval_sets
 
 
 def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: str) -> tuple[str, ...]:
-    """Return one sentence per problem, with the key to change. The GPUs of a joined Ray cluster are unknown and not checked."""
+    """Return one sentence per problem, with the key to change. Idle GPUs are not reported if the run joins a Ray cluster."""
     check_gpus = device == "cuda" and cfg.placement.ray_address is None
     return (*_nodes(cfg, machine), *(_idle_gpus(cfg, machine, roles) if check_gpus else ()), *_evaluation(cfg))
 

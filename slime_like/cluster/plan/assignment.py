@@ -1,7 +1,7 @@
 """Assignment of a run's processes to the nodes of a joined Ray cluster.
 
 Trainer ranks fill ``placement.actor_num_nodes`` nodes in order of address, with the same number of ranks on each. An engine is
-on one node if it fits, otherwise in equal parts on several.
+in equal parts on ``rollout.engine_num_nodes`` nodes; if that is not set, on one node if it fits, otherwise on several.
 
 With ``placement.mode=colocated``, engines are on the trainer's GPUs. Otherwise, an engine is on the node with the fewest free
 GPUs that suffice, and the parts of an engine are on the nodes with the most free GPUs. On CPUs, engines are assigned
@@ -43,9 +43,9 @@ class Assignment:
 
     @property
     def summary(self) -> str:
-        """Number of GPUs on each node or, on CPUs, of processes of each role on each node, in one line.
+        """One line with the number of GPUs on each node or, on CPUs, the number of processes by role and node.
 
-        The text is empty in a run on one machine.
+        It is empty in a run on one machine.
         """
         if self.processes is None:
             counts = Counter(node.address for node in self.gpus)
@@ -71,7 +71,7 @@ def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assign
     """Return the node of each process.
 
     Raises ``MissingResources`` if the cluster lacks nodes or GPUs, and ``ConfigError`` if engines cannot be split into
-    equal parts or do not support the kind of GPU.
+    equal parts, do not support the kind of GPU, or would span nodes although other keys rule that out.
     """
     ordered = sorted(nodes, key=_order)
     if plan.device == "cpu":
@@ -171,8 +171,8 @@ def _with_engine_parts(
 def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode]) -> int:
     """Return the number of nodes of each engine, the same for all engines.
 
-    Raises ``ConfigError`` if engines would have unequal parts, or if engines that share the trainer's GPUs do not have
-    ``rollout.engine_num_nodes`` nodes.
+    Raises ``ConfigError`` if engines would have unequal parts, if engines that share the trainer's GPUs do not have
+    ``rollout.engine_num_nodes`` nodes, or if other keys rule out engines on several nodes.
     """
     engines = [devices for role in plan.roles if role.name == ENGINE for devices in role.devices]
     parts = [[len(list(part)) for _, part in groupby(gpus[i].node_id for i in devices)] for devices in engines]

@@ -86,7 +86,10 @@ def run_capabilities(description: str | None) -> list[tuple[int, int]]:
 
 
 def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
-    """Compile the kernels of trainer ranks; return their traces. Raises ``ConfigError`` with the reason if a step fails."""
+    """Compile the kernels of trainer ranks; return their traces.
+
+    Raises ``ConfigError`` with the reason if a step fails or the run has no trainer on GPUs.
+    """
     check_traceable(_plan(job)[1], "the compilation for the trainer")
     request = {"argv": list(job.argv), "machine": job.description}
     choice = {"own_kernels": True, "first_configs": job.first_configs}
@@ -94,7 +97,10 @@ def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
 
 
 def compile_engine(job: CompileJob) -> list[dict[str, Any]]:
-    """Compile the kernels of an engine rank; return one result per called function, with its error if it failed."""
+    """Compile the kernels of an engine rank; return one result per called function, with its error if it failed.
+
+    Raises ``ConfigError`` as ``engine_shape`` does, or if the child process itself fails.
+    """
     request = {"shape": asdict(engine_shape(job)), "first_configs": job.first_configs}
     return run_on_phantom("compilation for the engines", ENGINE, request, _environment(job), SECONDS)
 
@@ -125,7 +131,7 @@ def _plan(job: CompileJob) -> tuple[TrainConfig, Plan]:
 
 
 def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> EngineShape:
-    """Return the shape of an engine's rank, with heads split over the tensor parallel ranks."""
+    """Return the shape of an engine's rank, with heads split over the ranks of an attention group."""
     text = values.get("text_config") or values
     tp = max(1, engine.tp // engine.dp_attention)
     gdn = model.gdn

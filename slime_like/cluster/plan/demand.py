@@ -73,9 +73,9 @@ class Demand:
     role_specs: tuple[CriticSpec | None, TeacherSpec | None]
     machine: Machine
     hardware: Hardware | None = None  # None: on a CPU
-    trainer: TrainerSettings | None = None
-    static: float | None = None
-    offloads: Offloads | None = None
+    trainer: TrainerSettings | None = None  # changed settings of the actor's ranks
+    static: float | None = None  # changed mem_fraction_static of the engines
+    offloads: Offloads | None = None  # changed release of memory
 
     def plan(self) -> MemoryPlan:
         """Return the predicted memory; on GPUs, with the roles and phases of the busiest one."""
@@ -142,9 +142,9 @@ class Demand:
             yield "teacher", rank_memory(self.shapes.teacher, self.role_settings(teacher.rank, SCORING))
 
     def _scoring(self) -> MemoryTable | None:
-        """Return the memory of a trainer rank with only its weights that computes log-probabilities.
+        """Return the memory of a trainer rank that has only its weights and computes log-probabilities.
 
-        The result is None if ``placement.offload_train`` is false or the model is unknown.
+        The result is None if the trainer is not offloaded (``placement.offload_train``) or the model is unknown.
         """
         if self.shapes.actor is None or not self.offload_settings.train:
             return None

@@ -27,7 +27,7 @@ CAPTURING_BACKENDS = ("none", "deepep", "megamoe", "flashinfer")
 
 
 def predict_engine(cfg: TrainConfig, machine: Machine, shapes: RoleShapes, engine: EngineSpec) -> EngineMemory | str:
-    """Return the memory of one engine, or the reason why it cannot be predicted."""
+    """Return the memory of an engine rank on a GPU or of an engine on a CPU, or the reason why it cannot be predicted."""
     if engine.device != "cuda" and shapes.actor is not None:
         return host_engine_memory(machine, shapes.actor, engine)
     hardware = known_hardware(cfg, machine, shapes)
@@ -50,7 +50,7 @@ def known_hardware(cfg: TrainConfig, machine: Machine, shapes: RoleShapes) -> Ha
 
 
 def _smallest_gpu(machine: Machine) -> GpuKind | str:
-    """Return the GPU with the least memory, reported by the driver or listed in the planner's table, or why it is unknown."""
+    """Return the GPU with the least memory, as the driver or the planner's table has it, or the reason why it is unknown."""
     names = machine.gpu_names or ("",)
     if slices := [name for name in names if name.endswith(f" {MIG}")]:
         return f"the memory of a MIG slice is not known ({slices[0]})"

@@ -86,7 +86,10 @@ def check_fits(
     device: str,
     role_bytes: int,
 ) -> None:
-    """Raise ``ConfigError`` if the machine is too small. A joined Ray cluster is only checked in ``plan_on_nodes``."""
+    """Raise ``ConfigError`` if the machine is too small.
+
+    For a run that joins a Ray cluster, this machine is not checked; ``plan_on_nodes`` checks the cluster's nodes later.
+    """
     if cfg.placement.ray_address is not None and machine.is_local:
         return
     if device == "cuda":

@@ -18,7 +18,8 @@ def resolve_gdn(
 ) -> RankSpec:
     """Return ``actor`` with ``model.gdn.backend`` and ``model.gdn.auto_cp`` resolved; record all decisions.
 
-    Raises ``ConfigError`` if the kernels cannot run on this machine or do not work with the optimizer.
+    Raises ``ConfigError`` if the layers do not work with the optimizer, or if the kernels cannot run on this machine. The
+    kernels are checked only if the run trains on this machine.
     """
     config = cfg.model.gdn
     backend = gdn_backend(config.backend, actor.device)
@@ -46,9 +47,9 @@ def resolve_gdn(
 
 
 def _auto_cp(setting: bool | None, backend: str, actor: RankSpec) -> tuple[bool, str]:
-    """Return whether FlashQLA may split sequences automatically, and why.
+    """Return True if FlashQLA may split sequences automatically, and the reason for the decision.
 
-    If it does, a no-grad pass differs bitwise from the update.
+    With the split, a no-grad pass differs bitwise from the update.
     """
     if setting is not None or backend != "flashqla":
         return bool(setting), ""

@@ -61,7 +61,7 @@ def actor_host_memory(demand: Demand, shape: ModelShape, stage: int | None = Non
 
 
 def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
-    """Yield the host memory of one process of each kind and the number of these processes in the run."""
+    """Yield the host memory of one rank of each role and the number of these ranks; an engine, with all its processes, last."""
     counts = {role.name: len(role.devices) for role in demand.roles}
     shapes, (critic, teacher) = demand.shapes, demand.role_specs
     assert shapes.actor is not None, "the memory of an unknown model is not predicted"

@@ -1,4 +1,7 @@
-"""Resources of this machine, without torch: GPUs from the driver, memory and cores from Linux and its cgroups."""
+"""Resources of a described machine, or of this one: GPUs from the driver, memory and cores from Linux and its cgroups.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Machine:
     num_gpus: int  # GPUs of all nodes
     cpu_count: int  # CPUs of one node
     memory_bytes: int  # memory of one node
-    gpu_names: tuple[str, ...]  # name of each GPU, or one name for GPUs of the same kind
+    gpu_names: tuple[str, ...]  # names of the GPUs: one per GPU, one per node with GPUs, or one for all
     kernels: Runtime | None = None  # runtime of optional kernels; None: not probed
     is_local: bool = True  # False: nodes of a cluster, or a machine that is only described
     is_joined: bool = False  # nodes of a Ray cluster that this process, the driver of the run, has joined
@@ -57,7 +60,7 @@ def probe_machine() -> Machine:
 
 
 def described_machine(text: str) -> Machine:
-    """Return the machine described by ``GPUS``, ``GPUSxNAME`` or ``NODESxGPUSxNAME``.
+    """Return the machine described by ``GPUS``, ``GPUSxNAME``, ``NODESxGPUS`` or ``NODESxGPUSxNAME``.
 
     Each node has 8 cores per GPU and unlimited main memory. Raises ``ConfigError`` if the text is malformed.
     """

@@ -27,7 +27,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the memory of a run.
 
-    Raises ``ConfigError`` naming the keys to change if a GPU, a node or an engine's KV cache is too small.
+    If the model or the GPUs are not known, the result contains only the reason. Raises ``ConfigError`` naming the keys to
+    change if a GPU, a node or an engine's KV cache is too small.
     """
     if shapes.actor is None:
         return MemoryPlan(unknown=shapes.unknown)

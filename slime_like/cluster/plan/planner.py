@@ -86,10 +86,11 @@ class Plan:
 
 
 def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
-    """Resolve ``cfg`` for ``machine``. Raises ``ConfigError`` if the run does not fit.
+    """Resolve ``cfg`` for ``machine``.
 
-    This reads config.json and weight headers of ``model.hf_checkpoint``. They may be missing if ``run.prepare`` creates
-    them, or if the machine is described and the planner's table contains the model.
+    This reads config.json and weight headers of the run's models. Those of ``model.hf_checkpoint`` may be missing if
+    ``run.prepare`` creates them, or if ``machine`` is not this one and the planner's table contains the model. Raises
+    ``ConfigError`` if settings conflict or the run does not fit, and ``CheckpointError`` if a model cannot be read.
     """
     decisions = PlanDecisions([])
     model = model_config(cfg, machine)

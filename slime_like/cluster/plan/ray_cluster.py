@@ -47,7 +47,7 @@ def cluster_nodes(
 ) -> tuple[ClusterNode, ...]:
     """Return the live nodes in ``entries``, which have the form of ``ray.nodes()``.
 
-    ``available`` contains the free resources by Ray's node id; of a node that is not in it, all resources count as free.
+    ``available`` contains the free resources by Ray's node id. If it lacks a node, all GPUs of the node count as free.
     """
     nodes: list[ClusterNode] = []
     for entry in entries:

@@ -115,7 +115,7 @@ def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
 
 
 def _engine_remedies(demand: Demand) -> Iterator[tuple[str, Demand]]:
-    """Yield changes that give an engine enough memory: the smallest sufficient static fraction and tensor parallel size."""
+    """Yield changes that each give an engine enough memory: the smallest static fraction and tensor parallel size that do."""
     statics = (percent / 100 for percent in range(10, 95, 5))
     changes = ((f"rollout.sglang.mem_fraction_static={share:g}", replace(demand, static=share)) for share in statics)
     yield from next(([change] for change in changes if _starts(change[1])), [])
@@ -131,7 +131,7 @@ def _engine_remedies(demand: Demand) -> Iterator[tuple[str, Demand]]:
 
 
 def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
-    """Yield changes of one setting, named by key, least costly first."""
+    """Yield changes, as on the command line, that may make the run fit, least costly first."""
     settings = demand.settings
     shared = "engine" in plan.busiest and "trainer" in plan.busiest
     if "engine" in plan.busiest and plan.engine is not None:

@@ -136,7 +136,7 @@ def role_devices(
 
 
 def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
-    """Return a lower bound on the memory of critic and teacher on a CPU in bytes: their processes and their parameters."""
+    """Return a lower bound on the bytes of critic and teacher on a CPU: processes, weights and the critic's training state."""
     total = 0
     for spec, per_parameter in ((critic, 16), (teacher, 4)):
         if spec is not None:

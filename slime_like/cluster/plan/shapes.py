@@ -34,8 +34,8 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
     """Return config.json of ``model.hf_checkpoint``.
 
     If the folder is missing, return the config that ``run.prepare`` of a default job will write (None for another function) or,
-    for a described machine, the config in the planner's table of public models. Raises ``CheckpointError`` if none of these
-    exists, and ``ConfigError`` if a public model of this name is not supported.
+    for another machine than this one, the config in the planner's table of public models. Raises ``CheckpointError`` if none
+    of these exists or the one found cannot be used, and ``ConfigError`` if a public model of this name is not supported.
     """
     folder = cfg.model.hf_checkpoint
     if Path(folder).exists():
@@ -56,7 +56,11 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
 
 
 def config_values(cfg: TrainConfig) -> dict[str, Any] | None:
-    """Return the values of the config.json that ``model_config`` returns; None if there are none."""
+    """Return the values of config.json of ``model.hf_checkpoint``.
+
+    If the folder is missing, they are those that a default job will write or those in the planner's table; None if neither
+    has the model. Raises ``CheckpointError`` if the folder has no valid config.json.
+    """
     folder = Path(cfg.model.hf_checkpoint)
     if folder.exists():
         return read_json(KEY, folder / "config.json")

@@ -39,7 +39,10 @@ RESIDENT = ("weights", "gradients", "optimizer")
 
 
 def trace_lines(plan: Plan, argv: Sequence[str], description: str | None) -> Iterator[str]:
-    """Trace the run's trainer and describe its memory. Raises ``ConfigError`` if there is nothing to trace."""
+    """Trace the run's trainer and yield lines that describe its memory.
+
+    Raises ``ConfigError`` if there is nothing to trace or the trace fails.
+    """
     check_traceable(plan, "--trace")
     for trace in run_trace(argv, description):
         yield from _lines(plan, trace)

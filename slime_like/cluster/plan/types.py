@@ -10,7 +10,7 @@ from slime_like.planner.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The resolved value of a config key that the user left open, with the reason."""
+    """The value of a config key that the user left open, or of another quantity, as the plan resolves it, with the reason."""
 
     key: str
     value: str

@@ -19,8 +19,8 @@ def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
     """Compare the files of a checkpoint with their recorded hashes, or warn if none are recorded.
 
     Do nothing unless ``run.verify_checkpoint=full``. With several trainer nodes, the ranks hash the large files in
-    parallel, each file once; this process hashes the rest. Raises ``CheckpointError`` if a file has changed. The error names
-    up to four changed files.
+    parallel, each file once; this process hashes the rest. Raises ``CheckpointError`` if files have changed (it names at most
+    four), or if one is missing or cannot be read.
     """
     if cfg.run.verify_checkpoint != "full":
         return

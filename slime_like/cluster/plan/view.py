@@ -141,7 +141,7 @@ def _experts(layout: Layout) -> str:
 
 
 def _sharded_cache(plan: Plan) -> str:
-    """Return a note on the ranks that share the KV cache of a sequence; empty if a sequence has the cache of one rank."""
+    """Return a note on the number of ranks that share the KV cache of a sequence; empty without such sharing."""
     return f" (KV cache of a sequence over {plan.dcp.size} ranks)" if plan.dcp.size > 1 else ""
 
 
