@@ -152,6 +152,7 @@ class LearningSignal:
 
     A rollout without groups counts only if no more groups than before are carried to a later rollout. It does not end a
     streak of rollouts in which rewards do not differ.
+
     ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
     samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.
     """

@@ -145,7 +145,7 @@ def _invalid_key() -> ApiError:
 
 @web.middleware
 async def _in_openai_format(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Middleware that returns every error in OpenAI's format, with a header that tells clients not to retry."""
+    """Middleware that returns HTTP errors and ``ApiError`` in OpenAI's format, with a header that tells clients not to retry."""
     try:
         return await handler(request)
     except web.HTTPNotFound:

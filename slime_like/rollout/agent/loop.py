@@ -44,7 +44,10 @@ class AgentLoop:
         return future.result()
 
     def close(self) -> None:
-        """Stop the loop. A thread blocked by an agent remains until the process ends."""
+        """Stop the loop, cancel its tasks, and block up to ``JOIN_S`` until its thread has ended.
+
+        If an agent blocks the thread for longer, the thread remains until the process ends.
+        """
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(JOIN_S)

@@ -27,14 +27,17 @@ class Renderer:
         self._kwargs = dict(kwargs)
 
     def conversation(self, request: ChatRequest) -> I32:
-        """Return the tokens of a conversation up to the start of the next answer."""
+        """Return the tokens of a conversation up to the start of the next answer.
+
+        Raises ``ApiError`` if the chat template refuses the messages.
+        """
         return self._ids(self._text(request, request.messages))
 
     def after_answer(self, request: ChatRequest, answer: int) -> I32:
         """Return the tokens from the end of the answer ``request.messages[answer]`` to the start of the next one.
 
         They start with the template's end-of-answer token, if it has one. Raises ``ConfigError`` if the template alters
-        the content of answers.
+        the content of answers, ``ApiError`` if it refuses the messages.
         """
         marked = Message(role="assistant", content=MARK)
         text = self._text(request, [*request.messages[:answer], marked, *request.messages[answer + 1 :]])

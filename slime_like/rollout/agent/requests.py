@@ -1,8 +1,9 @@
 """Parse chat completion requests, and refuse invalid ones in OpenAI's error format.
 
 Settings that change the sampling distribution (penalties, several choices, grammars) are refused, because the trainer
-computes log-probabilities under the unchanged distribution. Settings unrelated to sampling are ignored. Unknown fields are
-refused, as by OpenAI. Source of names and error codes: OpenAI's API reference, chat completions.
+computes log-probabilities under the unchanged distribution. ``temperature`` and ``top_p`` are read, but the session samples
+with the run's values and reports a warning. The settings in ``IGNORED`` are dropped. Unknown fields are refused, as by OpenAI.
+Source of names and error codes: OpenAI's API reference, chat completions.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Message(_Model):
         return {**fields, "role": "system" if self.role == "developer" else self.role}
 
     def identity(self) -> str:
-        """Return a key that is equal for equal messages. Outer whitespace is ignored, since clients strip it."""
+        """Return a key that is equal for equal messages. Outer whitespace of the content is ignored, since clients strip it."""
         return json.dumps({**self.for_template(), "content": self.content.strip()}, sort_keys=True)
 
 

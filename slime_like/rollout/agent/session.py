@@ -1,8 +1,9 @@
 """Record one run of an agent: join its calls into conversations, each of which becomes a sample with the sampled tokens.
 
-A call whose messages begin with the messages and the answer of an earlier call continues from that call's tokens. Any
-other call (a new conversation, or a history that the agent rewrote) starts a new sample. A second continuation of the same
-answer starts a new sample too: the shared tokens become the new sample's prompt, so that no token is trained on twice.
+A call whose messages begin with the messages and the answer of an earlier call, and which has the same tools, continues from
+that call's tokens. Any other call (a new conversation, or a history that the agent rewrote) starts a new sample. A second
+continuation of the same answer starts a new sample too: the shared tokens become the new sample's prompt, so that no token is
+trained on twice.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Turn:
 
 
 class Session:
-    """Converter of one agent run's calls into samples. Bound to one sample of a group and to the group's engine."""
+    """Converter of one agent run's calls into samples. Bound to one episode of a group and to the group's engine."""
 
     def __init__(self, engine: Engine, context: GenerateContext, renderer: Renderer, *, index: int, seed: int) -> None:
         self._engine, self._context, self._renderer = engine, context, renderer
@@ -62,11 +63,15 @@ class Session:
 
     @property
     def max_body_bytes(self) -> int:
-        """Size limit of a request body: a larger one exceeds ``rollout.max_context_len`` tokens."""
+        """Size limit of a request body: a larger one is assumed to exceed ``rollout.max_context_len`` tokens."""
         return max(BODY_FLOOR, BYTES_PER_TOKEN * self._context.max_context_len)
 
     async def answer(self, request: ChatRequest) -> AgentReply:
-        """Sample an answer and record it. Raises ``ApiError`` if the request is refused, ``EngineError`` if sampling fails."""
+        """Sample an answer and record it.
+
+        Raises ``ApiError`` if the request is refused or the engine aborted it, ``ConfigError`` if the chat template cannot
+        continue a conversation, and the engine's error if sampling fails.
+        """
         self._refuse_aborted()
         self.end_status = None  # an earlier conversation was full; this call may belong to another one
         self._note_overrides(request)
@@ -91,8 +96,8 @@ class Session:
     def samples(self, prompt: Prompt, reward: Reward | None, status: Status | None) -> list[Sample]:
         """Return the recorded samples, one per conversation, all in one episode.
 
-        ``status``, if not None, overrides the status of each sample. If the agent made no calls, return one sample, so
-        that groups keep their size; its status is failed unless ``status`` is given.
+        Each has the ``reward``. ``status``, if not None, overrides the status of each sample. If no answer was recorded,
+        return one sample, so that groups keep their size; its status is failed unless ``status`` is given.
         """
         text = self._text
         if not self._episodes:
