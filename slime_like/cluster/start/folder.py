@@ -17,7 +17,10 @@ from slime_like.util.reading import reason
 
 
 def check_folder(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if ``run.dir`` cannot be created and written; leave no folder behind."""
+    """Raise ``ConfigError`` if ``run.dir`` cannot be created and written, or if another user could have planted it.
+
+    Folders that the check creates are removed.
+    """
     run_dir = Path(cfg.run.dir).resolve()
     _check_owner(cfg, run_dir)
     missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
@@ -35,9 +38,9 @@ def check_folder(cfg: TrainConfig) -> None:
 
 @contextmanager
 def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
-    """Lock ``run_dir`` for this run and write ``config.yaml``; the kernel releases the lock when the process ends.
+    """Lock ``run_dir`` for this run and write ``config.yaml``. The lock is released when the block or the process ends.
 
-    Raises ``ConfigError`` if the folder cannot be written or is locked by a live run.
+    Raises ``ConfigError`` if the folder cannot be written, is locked by a live run, or could have been planted by another user.
     """
     _check_owner(cfg, run_dir)
     try:

@@ -55,7 +55,8 @@ class RunInputs:
 def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
     """Read tokenizer and datasets.
 
-    Raises ``ConfigError`` if a setting or the tokenizer cannot be used, ``DataError`` if a dataset cannot be used.
+    Raises ``ConfigError`` if a setting or the tokenizer cannot be used, ``CheckpointError`` if config.json cannot be used,
+    and ``DataError`` if a dataset, a dumped rollout or an EOS token cannot be used.
     """
     tokenizer = open_tokenizer(cfg.model.hf_checkpoint)
     model = read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint)

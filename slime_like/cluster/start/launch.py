@@ -49,7 +49,7 @@ def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> Run
     """Load the inputs, and check files of an earlier part of the run.
 
     Without this check, these files would be read only after processes have started. Raises ``CheckpointError`` or
-    ``DataError`` naming the file if one cannot be used.
+    ``DataError`` naming the file if one cannot be used, and the errors of ``load_inputs``.
     """
     if first and plan.needs_engines:
         check_num_managers(checkpoint_folder(cfg, run_dir), first, cfg.rollout.num_managers)
@@ -65,8 +65,9 @@ def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> Run
 def launch(cfg: TrainConfig) -> Generator[Run]:
     """Check all inputs, start the processes of ``cfg``, yield the run, tear everything down.
 
-    After an error in the block, write a crash bundle to ``run.dir`` and raise the error with the bundle's path in its
-    message.
+    Call it from the main thread, because it installs signal handlers. After an error in the block or while processes
+    start, print it, write a crash bundle to ``run.dir`` and raise a ``SlimeLikeError`` with the error's message and the
+    bundle's path. An error of the checks before that is raised unchanged.
     """
     plan = _plan_run(cfg)
     run_dir = Path(cfg.run.dir).resolve()

@@ -19,7 +19,7 @@ MIN_SHARED = 16 * 2**20
 
 
 def check_limits(device: str) -> None:
-    """Raise the limit of open files if possible. Raises ``ConfigError`` naming every limit that is too low."""
+    """Increase this process's limit of open files if possible, then raise ``ConfigError`` naming every limit that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _finite(soft) < WANTED_FILES and soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(_finite(hard), WANTED_FILES)), hard))

@@ -86,7 +86,10 @@ class Placement:
         self._cfg = cfg
 
     def open(self) -> ClusterPlan:
-        """Start Ray, or join the cluster that ``placement.ray_address`` names; plan on its nodes, and reserve GPUs."""
+        """Start Ray, or join the cluster that ``placement.ray_address`` names and plan on its nodes; reserve GPUs.
+
+        Return the plan. Raises ``MissingResources`` or ``ConfigError`` if the run's nodes or GPUs are not free in time.
+        """
         cfg = self._cfg
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address, planned = cfg.placement.ray_address, ClusterPlan(self._plan)
@@ -273,9 +276,10 @@ class Placement:
         return options
 
     def _shared_options(self, bundles: tuple[int, ...], role: str, index: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return Ray options and environment of an actor on reserved GPUs that it may share, so that it requests none from Ray.
+        """Return Ray options and environment of an actor that runs on GPUs that the run has reserved.
 
-        Raises ``ConfigError`` if the GPUs are on several nodes.
+        The actor requests no GPUs from Ray, because it may share them with another actor. Raises ``ConfigError`` if the GPUs
+        are on several nodes.
         """
         env: dict[str, str] = {}
         options = self._on_node(role, index)

@@ -22,7 +22,8 @@ from slime_like.util.user_code import name_user_errors
 def load_prepared(argv: Sequence[str]) -> TrainConfig:
     """Load a config and check ``run.dir``, call ``run.prepare``, then check the files; return the config.
 
-    Raises ``UserCodeError`` if ``run.prepare`` raises.
+    Raises ``ConfigError``, ``CheckpointError`` or ``DataError`` if a check fails, and ``UserCodeError`` if ``run.prepare``
+    raises anything but a ``SlimeLikeError``.
     """
     cfg = load_config(argv, files=False)
     check_folder(cfg)
@@ -41,7 +42,9 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
 
 
 def _check_unwritten(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if the model that ``run.prepare`` will write, or the device of the run, does not fit the config.
+    """Check that the model that ``run.prepare`` will write, and the device of the run, fit the config.
+
+    Raises ``ConfigError`` or ``CheckpointError`` if they do not.
 
     An existing folder is not read: ``run.prepare`` may write it again, and otherwise returns quickly.
     """

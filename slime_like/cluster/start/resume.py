@@ -27,7 +27,7 @@ from slime_like.util.counted import counted
 FREE_GROUPS = ("run", "metrics", "evaluation", "placement", "parallel", "weights", "guard", "health", "chaos")
 FIXED_KEYS = ("run.seed", "run.deterministic")
 CHECKED_KEYS = ("parallel.distributed_optimizer", "rollout.num_managers")
-"""Keys whose changes are refused by their own checks, because ``run.resume=PATH`` could not continue with them either."""
+"""Keys whose changes are refused by their own checks, because ``run.resume=PATH`` could not continue after a change either."""
 REMOTE_EXPERTS = tuple(item.name for item in fields(RemoteOptions))
 FREE_KEYS = (
     "loop.num_rollout",
@@ -57,7 +57,7 @@ FREE_KEYS = (
     *(f"{role}.{name}" for role in ("critic", "teacher") for name in ("tp", "pp", "cp", "dp", "placement")),
 )
 ORDER_KEYS = ("run.seed", "data.shuffle")
-"""Keys of the order of prompts."""
+"""Keys that determine the order of prompts."""
 PROMPT_KEYS = ("data.", MODEL, "rollout.max_context_len")
 """Beginnings of the names of settings and files that may change token ids or labels of prompts."""
 MAX_NAMES = 4
@@ -72,9 +72,10 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
     """Return the number of trained rollouts in the checkpoint to resume from; 0 for a fresh run.
 
     ``run`` is the ``run_record`` of ``cfg``, computed if None. Raises ``CheckpointError`` if the checkpoint is missing,
-    its files were changed, or ``run.resume=never`` finds checkpoints in run.dir. Raises ``ConfigError`` if
-    ``run.resume=auto`` would continue a different experiment, or if ``run.resume`` names other checkpoints although
-    run.dir has its own. Raises ``RunComplete`` if all rollouts are trained and, with ``run.save_hf``, exported.
+    its files are damaged or were changed, its model or optimizer layout is not that of the run, or ``run.resume=never``
+    finds checkpoints in run.dir. Raises ``ConfigError`` if ``run.resume=auto`` would continue a different experiment, or
+    if ``run.resume`` names other checkpoints although run.dir has its own. Raises ``RunComplete`` if all rollouts are
+    trained and, with ``run.save_hf``, exported.
     """
     folder, run_checkpoints = checkpoint_folder(cfg, run_dir), run_dir / "checkpoints"
     if cfg.run.resume == "never" and (iterations(run_checkpoints) or resumable_iteration(run_checkpoints) is not None):
@@ -203,6 +204,6 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _is_fixed(key: str) -> bool:
-    """Return whether ``_check_same_settings`` refuses a change of ``key``."""
+    """Return True if ``_check_same_settings`` refuses a change of ``key``."""
     is_in_free_group = key.split(".")[0] in FREE_GROUPS and key not in FIXED_KEYS
     return not is_in_free_group and key not in (*FREE_KEYS, *CHECKED_KEYS)
