@@ -103,7 +103,7 @@ class EnginePool:
                 )
 
     async def abort_all(self) -> None:
-        """Abort the requests on every running engine; each keeps its sampled tokens."""
+        """Abort the requests on every running engine. The requests return the tokens sampled so far."""
         await asyncio.gather(
             *(self.call(slot, slot.client, slot.client.abort_all()) for slot in self.slots if not slot.is_restarting)
         )
@@ -131,7 +131,10 @@ class EnginePool:
         self.mark_lost(slot, kind, error)
 
     def take_restart_counts(self) -> tuple[int, int]:
-        """Return (restarts, groups moved to other engines) since the last call, and reset the restart limit of each engine."""
+        """Return (restarts, groups moved to other engines) since the last call.
+
+        This also resets the counts that ``health.max_restarts`` limits, except those of engines that are restarting.
+        """
         counts, self._num_restarts, self._num_moved_groups = (self._num_restarts, self._num_moved_groups), 0, 0
         for slot in self.slots:
             if not slot.is_restarting:

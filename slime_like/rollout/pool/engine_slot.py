@@ -34,7 +34,7 @@ class EngineSupervisor(Protocol):
         ...
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the engine's suspended processes (SIGSTOP)."""
+        """Return the pids of the engine's suspended processes (SIGSTOP). Raises the errors of ``stop_server``."""
         ...
 
 

@@ -12,7 +12,10 @@ MIN_BLOCKED_S = 0.5  # shorter delays lose no response
 
 
 class EventLoopMonitor:
-    """Context manager that measures delays of a periodic callback in the running loop."""
+    """Context manager that measures delays of a periodic callback in the running loop.
+
+    Read the properties before the next ``await`` after the block, as they include the time since it ended.
+    """
 
     def __init__(self) -> None:
         self._began = self._last = 0.0

@@ -25,10 +25,11 @@ class PoolMemory:
     async def enter(self, phase: str) -> None:
         """Release the parts that ``phase`` does not need; in phase collect, restore all parts and resume decoding.
 
-        A push restores the parts that it needs. An engine that was lost earlier restarts before the release, because its start
-        needs memory. An engine that is lost during the release is stopped, because a hung engine would keep its memory; it
-        restarts in the next push or in phase collect, as does an engine that is lost afterwards. If an error has ended the
-        run, all engines are stopped, since the last checkpoint may still be written.
+        A push restores the parts that it needs; an engine whose weights were released stays paused until then, even in phase
+        collect. An engine that was lost earlier restarts before the release, because its start needs memory. An engine that
+        is lost during the release is stopped, because a hung engine would keep its memory; it restarts in the next push or in
+        phase collect, as does an engine that is lost afterwards. If an error has ended the run, all engines are stopped,
+        since the last checkpoint may still be written.
         """
         if phase == COLLECT:
             self._pool.allow_restarts()

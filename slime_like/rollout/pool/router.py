@@ -106,7 +106,7 @@ class EngineRouter:
         return engine
 
     def serving_engine(self, assignment: EngineAssignment) -> EngineClient | None:
-        """Return the assigned engine; None if it no longer serves, so that the group needs another."""
+        """Return the assigned engine; None if it does not serve or none is assigned, so that the group needs another."""
         return assignment.engine if assignment.engine in self._engines else None
 
     def _choose_engine(self, assignment: EngineAssignment) -> EngineClient:
@@ -156,7 +156,7 @@ class RequestCounts:
 
 
 def copy_error(error: Exception) -> Exception:
-    """Return a copy of ``error`` to be raised in another task."""
+    """Return a copy of ``error`` to be raised in another task; an ``EngineError`` if ``error`` is not a ``SlimeLikeError``."""
     copy = (
         type(error)(str(error))
         if isinstance(error, SlimeLikeError)
