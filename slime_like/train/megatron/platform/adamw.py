@@ -11,9 +11,9 @@ from torch import Tensor
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW with torch's fused kernel and one step count per parameter group, as in apex's FusedAdam.
 
-    megatron's DistributedOptimizer restores torch's AdamW with one step tensor shared by all parameters, so the first
-    update after a resume advances the count once per parameter. A count per group is restored correctly.
-    Update rule: Loshchilov and Hutter 2019 (https://arxiv.org/abs/1711.05101).
+    megatron's DistributedOptimizer restores torch's AdamW with one step tensor shared by all parameters, so each update
+    after a resume advances the count once per parameter. A count per group is restored correctly.
+    Update rule: Loshchilov and Hutter 2019 (https://arxiv.org/abs/1711.05101); Adam with ``adam_w_mode=False``.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient. ``closure`` is ignored."""
         for group in self.param_groups:
             params: list[Tensor] = [p for p in group["params"] if p.grad is not None and p.numel()]
             if not params:

@@ -47,7 +47,7 @@ def make_empty(folder: Path) -> None:
 
 
 class GroupSum:
-    """``Reduce`` over a process group."""
+    """``algo_interfaces.Reduce`` over a process group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -60,7 +60,7 @@ class GroupSum:
 
 
 class DifferentiableSum:
-    """``Reduce`` over ``group`` whose backward pass sums the gradient over the same ranks.
+    """``algo_interfaces.Reduce`` over ``group`` whose backward pass sums the gradient over the same ranks.
 
     Each rank's loss depends on every rank's summand, so a summand's gradient is the sum of all ranks' gradients of the
     total. In a group of one rank there is no collective.
@@ -93,9 +93,10 @@ class _AllReduce(torch.autograd.Function):
 
 
 def wait_for_weights(part: torch.nn.Module) -> None:
-    """Wait until overlap_param_gather has gathered the weights of ``part``.
+    """Wait until overlap_param_gather has gathered the weights that ``part`` itself holds, without those of its submodules.
 
-    Required before a read of the weights outside the forward of ``part``.
+    Required before a read of these weights outside the forward of ``part``. Collective over the data parallel ranks, because
+    megatron may start a gather here.
     """
     for hook in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]  no public function lists hooks
         hook(part, ())

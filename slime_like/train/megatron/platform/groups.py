@@ -69,7 +69,7 @@ class RankInfo:
 
 
 def check_layout(layout: Layout, world_size: int) -> None:
-    """Raise ``ConfigError`` if the world size does not fit the layout, or the trainer does not support the layout."""
+    """Raise ``ConfigError`` if the layout needs another world size, or if ep * etp does not divide the ranks of a stage."""
     if layout.world_size != world_size:
         sizes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} dp={layout.dp}"
         raise ConfigError(
@@ -91,9 +91,8 @@ def join_and_make_groups(
 ) -> RankInfo:
     """Join the world (unless already joined) and create megatron's groups. Collective.
 
-    ``host.install`` must run before any import of megatron: here, or earlier.
-
-    Raises ``ConfigError`` on a layout that the trainer does not support or that does not fit the world size.
+    This function runs ``host.install``, so megatron must not have been imported before, unless ``host.install`` ran first.
+    Raises ``ConfigError`` as ``check_layout`` does.
     """
     check_layout(spec.layout, world_size)
     if spec.device == "cuda":

@@ -36,7 +36,7 @@ class _Finder:
         self.patched: set[str] = set()  # names of modules
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        """Return a megatron module's spec whose loader adapts it; None for others (protocol of ``sys.meta_path``)."""
+        """Return a spec whose loader adapts the module; None for a module outside megatron.core (see ``sys.meta_path``)."""
         if not _is_core(name):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -123,7 +123,10 @@ _installed: _Finder | None = None
 
 
 def install(device: str) -> None:
-    """Adapt megatron-core to ``device`` (cpu or cuda). Must run before the first megatron import of the process."""
+    """Adapt megatron-core to ``device`` (cpu or cuda). The first call must precede the first import of megatron-core.
+
+    Later calls with the same ``device`` do nothing. Raises ``AssertionError`` if called too late or for another device.
+    """
     global _installed
     if _installed is not None:
         assert _installed.device == device, f"megatron-core was adapted to {_installed.device}, not {device}"

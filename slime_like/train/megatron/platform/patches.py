@@ -1,4 +1,4 @@
-"""Patches that megatron-core 0.19.2 needs on CPU and GPU, some of them only if TransformerEngine is missing.
+"""Patches that megatron-core 0.19.2 needs on CPU and GPU, some of them only without TransformerEngine (and apex).
 
 ``host`` runs each patch right after its module's body, before another module can bind the old name. Remove a patch when
 upstream has fixed the fault that its docstring describes.
@@ -62,7 +62,7 @@ def _distributed_optimizer(module: ModuleType) -> None:
 def _order_group_by_dtype(module: ModuleType) -> None:
     """Number the parameters of a group in storage order, with 32-bit parameters before 16-bit parameters.
 
-    Upstream stores them in this order but numbers them in another, so a checkpoint swaps the states of two parameters.
+    Upstream stores them in this order but numbers them in another, so a resumed run gives a parameter the state of another.
     Remove when upstream numbers parameters in storage order.
     """
     optimizer = module.DistributedOptimizer
@@ -79,7 +79,7 @@ def _order_group_by_dtype(module: ModuleType) -> None:
 
 
 def _detach_float32_shards(module: ModuleType) -> None:
-    """Detach the shards of float32 parameters, as upstream does for 16-bit ones: an offloaded optimizer refuses other tensors.
+    """Detach the shards of float32 parameters, as upstream does for 16-bit ones: an offloaded optimizer requires leaf tensors.
 
     Remove when upstream detaches them.
     """
@@ -111,7 +111,7 @@ def _share_storage(target: Tensor, source: Tensor) -> None:
 
 
 def _recompute(module: ModuleType) -> None:
-    """Keep selective recompute from reading TransformerEngine's fp8 state without fp8, and from compiling a C++ extension."""
+    """Keep selective recompute from compiling a C++ extension and, if fp8 is off, from reading TransformerEngine's fp8 state."""
     stock = module.CheckpointWithoutOutput.__init__
 
     def init(self: Any, fp8: Any = None) -> None:
@@ -174,10 +174,7 @@ def save_errors() -> Generator[list[Exception]]:
 
 
 def _collect_errors(write: Callable[..., None]) -> Callable[..., None]:
-    """Wrap rank 0's ``write`` to add an ``OSError`` to the list of ``save_errors``.
-
-    If there is no list, the error is raised.
-    """
+    """Wrap rank 0's ``write``: an ``OSError`` is added to the list of ``save_errors`` or, if there is no list, raised."""
 
     def write_collecting_errors(*args: Any, **kwargs: Any) -> None:
         try:

@@ -1,8 +1,9 @@
 """Unpickling of a checkpoint folder's objects with an allow list, so that loading a folder cannot run code.
 
-A ``torch_dist`` folder holds pickles in three places, which torch and megatron-core read with a plain ``pickle.load``:
-``.metadata``, the objects in ``.distcp`` files (RNG states, ``common_state``), and ``common.pt`` of earlier versions.
-``patches`` replaces their readers with ``CheckedReader`` and ``load_common``.
+A ``torch_dist`` folder holds pickles in three places: ``.metadata``, the objects in ``.distcp`` files (RNG states,
+``common_state``), and ``common.pt`` of earlier versions. torch and megatron-core unpickle the first two without restriction,
+and ``common.pt`` with torch's default, which an environment variable can change. ``patches`` replaces the readers with
+``CheckedReader`` and ``load_common``.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class _CheckedObjects:
 def load_metadata(path: Path) -> Metadata:
     """Return the metadata in ``path``, the ``.metadata`` of a folder.
 
-    Raises ``CheckpointError`` if the file needs a class that is not in ``ALLOWED``, is not a ``Metadata``, or refers to data
-    outside its folder. A missing or damaged file raises the errors of ``open`` and ``pickle``.
+    Raises ``CheckpointError`` if the file needs a class or function that is not in ``ALLOWED``, holds no ``Metadata``, or
+    refers to data outside its folder. A missing or damaged file raises the errors of ``open`` and ``pickle``.
     """
     metadata = _MetadataUnpickler(path).load()
     if not isinstance(metadata, Metadata):

@@ -1,1 +1,4 @@
-"""Trace of one trainer rank on a phantom GPU: its calls, memory and host synchronisations. Tensor values are meaningless."""
+"""Trace of one trainer rank on a phantom GPU (``slime_like.phantom``): its calls, memory and host synchronisations.
+
+Kernels compute nothing on a phantom GPU, so tensor values are meaningless.
+"""

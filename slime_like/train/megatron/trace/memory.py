@@ -67,7 +67,7 @@ class RankTrace:
 
     @property
     def peak(self) -> PhasePeak:
-        """The phase with the highest peak."""
+        """The phase with the highest peak of allocated memory."""
         return max(self.phases, key=lambda phase: phase.allocated)
 
 
@@ -75,7 +75,8 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
     """Trace rank ``rank`` of the policy with uninitialised weights; only config.json of the model is read.
 
     With ``offload``, the rank's state leaves the device as with ``placement.offload_train``. The process must run on a phantom
-    GPU. Raises ``torch.OutOfMemoryError`` if the rank does not fit on it.
+    GPU, and its first call must precede the first import of megatron. Raises ``torch.OutOfMemoryError`` if the rank does not
+    fit on the GPU, and ``ConfigError`` as ``solo.join`` does.
     """
     spec = replace(spec, guard=NO_GUARD, sample_tolerance=None, drift_by_layer=False)
     info = solo.join(spec, rank)

@@ -33,7 +33,8 @@ _hidden_shape = [0, 1, 0]  # shape of the hidden states that this rank's pipelin
 def join(spec: RankSpec, rank: int = 0) -> RankInfo:
     """Make this process rank ``rank`` of the world of ``spec.layout``; an earlier world is replaced.
 
-    The first call must precede the first import of megatron. Raises ``ConfigError`` if the process does not run on a phantom GPU.
+    The first call must precede the first import of megatron. Raises ``ConfigError`` if the process does not run on a phantom
+    GPU, if ``spec.device`` is not cuda, or if ``groups.check_layout`` does.
     """
     if not is_phantom() or spec.device != "cuda":
         raise ConfigError(
@@ -70,7 +71,10 @@ def leave() -> None:
 
 
 def keep_objects() -> None:
-    """Make exchanges of Python objects, which would read from the device, yield this rank's own objects."""
+    """Make exchanges of Python objects, which would read from the device, return this rank's own objects.
+
+    Must run before the collectives are wrapped. Idempotent.
+    """
     global _keeps_objects
     if _keeps_objects:
         return
@@ -81,9 +85,10 @@ def keep_objects() -> None:
 
 
 def adapt() -> None:
-    """Patch the trainer, so that host code reads no numbers from the device and skips work on tensors without values.
+    """Patch torch, megatron and the trainer for tensors without meaningful values. Idempotent. This function imports megatron.
 
-    This function imports megatron.
+    No shape depends on a value read from the device, an optimizer step does no arithmetic on the host, and metrics whose
+    checks fail are left out.
     """
     global _is_adapted
     if _is_adapted:
