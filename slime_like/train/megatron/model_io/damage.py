@@ -65,7 +65,7 @@ def read_verified_manifest(source: Path, *, verify: bool) -> Manifest:
     """Return the ``Manifest`` of an iteration's folder. With ``verify``, first compare its files with their hashes.
 
     Collective: each file is hashed by one rank. Raises ``CheckpointError`` on all ranks if any rank finds a file
-    changed or unreadable.
+    missing, changed or unreadable.
     """
     record: CheckpointRecord | None = None
     error: str | None = None

@@ -30,7 +30,7 @@ def copy_from_host(weights: Iterable[tuple[str, Tensor]], copies: dict[str, Tens
 
 
 def host_buffers(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return an uninitialised host tensor for each weight. For GPU weights, these share pinned blocks of ``CHUNK_BYTES``."""
+    """Return an uninitialised host tensor for each weight, by key. Those of GPU weights share pinned blocks (``_groups``)."""
     pairs = list(weights)
     if not any(weight.is_cuda for _, weight in pairs):
         return {key: torch.empty_like(weight, device="cpu", requires_grad=False) for key, weight in pairs}

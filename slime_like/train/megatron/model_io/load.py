@@ -48,7 +48,7 @@ def load_checkpoint(state: RankState, folder: Path, iteration: int) -> int:
 
 
 def load_weights(state: RankState, source: Path) -> None:
-    """Load only the weights of an iteration's folder. Collective.
+    """Load only the weights of an iteration's folder, which must be readable on every node. Collective.
 
     Raises ``CheckpointError`` as ``load_checkpoint`` does, but accepts another ``parallel.distributed_optimizer``.
     """

@@ -36,7 +36,7 @@ def sharded_weights(state: RankState) -> dict[str, Any]:
 
 
 def sharded_state(state: RankState, *, loading: bool) -> dict[str, Any]:
-    """Return the sharded state of model and optimizer.
+    """Return the sharded state of model and optimizer. Collective: the distributed optimizer gathers its shards for a save.
 
     With ``loading=False``, create the optimizer state if it is missing.
     """

@@ -100,7 +100,7 @@ class PendingSave:
             self._error = summarize_error(errors[0] if errors else error)
 
     def is_written(self) -> bool:
-        """Return True if the threads of all ranks have ended, so that ``finish`` does not wait for a disk."""
+        """Return True if the threads of all ranks have ended, so that ``finish`` does not wait for them."""
         return self._latest_state(WRITING if self._is_writing() else ENDED) == ENDED
 
     def _is_writing(self) -> bool:
@@ -116,9 +116,9 @@ class PendingSave:
         """Wait for the files of every rank and rename the folder.
 
         Raises ``CheckpointError`` on every rank if one rank failed or has not written its files after ``LIMIT_SHARE`` of
-        ``deadline_s``. The error names that rank and the reason. The written files are removed, unless a thread still writes:
-        removing could block too. Such a thread is left alone, a later save of this process waits until it ends, and the
-        next save of the iteration removes its files.
+        ``deadline_s``, with the rank and the reason, or if the folder cannot be completed. The written files are removed,
+        unless a thread still writes: removing could block too. Such a thread is left alone, a later save of this process
+        waits until it ends, and the next save of the iteration removes its files.
         """
         try:
             self._gather(self._join(deadline_s))

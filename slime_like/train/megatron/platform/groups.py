@@ -69,7 +69,7 @@ class RankInfo:
 
 
 def check_layout(layout: Layout, world_size: int) -> None:
-    """Raise ``ConfigError`` if the layout needs another world size, or if ep * etp does not divide the ranks of a stage."""
+    """Raise ``ConfigError`` if ``layout`` needs another world size, or if ep * etp does not divide tp * cp * dp."""
     if layout.world_size != world_size:
         sizes = f"tp={layout.tp} pp={layout.pp} cp={layout.cp} dp={layout.dp}"
         raise ConfigError(

@@ -75,8 +75,8 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
     """Trace rank ``rank`` of the policy with uninitialised weights; only config.json of the model is read.
 
     With ``offload``, the rank's state leaves the device as with ``placement.offload_train``. The process must run on a phantom
-    GPU, and its first call must precede the first import of megatron. Raises ``torch.OutOfMemoryError`` if the rank does not
-    fit on the GPU, and ``ConfigError`` as ``solo.join`` does.
+    GPU, and the first call in a process must precede the first import of megatron. Raises ``torch.OutOfMemoryError`` if the
+    rank does not fit on the GPU, and ``ConfigError`` as ``solo.join`` does.
     """
     spec = replace(spec, guard=NO_GUARD, sample_tolerance=None, drift_by_layer=False)
     info = solo.join(spec, rank)
