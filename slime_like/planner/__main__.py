@@ -43,7 +43,10 @@ EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Return the exit code: 0; 1 if the plan cannot be printed; 2 if the input cannot be planned."""
+    """Print the plan. Return the exit code: 0; 1 if the plan cannot be printed; 2 if the input cannot be planned.
+
+    Raises argparse's ``SystemExit`` on ``--help`` and on flags that argparse rejects.
+    """
     try:
         return print_output("\n".join(_lines(_arguments(argv))) + "\n")
     except SlimeLikeError as error:
@@ -123,7 +126,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
 
 
 def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> None:
-    """Raise ``ConfigError`` if ``--static`` gives too little memory to weights that fit the GPU, or to the rest of the engine."""
+    """Raise ``ConfigError`` if ``--static`` is too low for weights that fit a GPU, or too high for the engine's other memory."""
     if settings.static is None:
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))

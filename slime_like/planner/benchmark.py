@@ -1,4 +1,4 @@
-"""Step-by-step simulation of SGLang's ``bench_serving --max-concurrency``: a fixed number of clients of one engine."""
+"""Simulation of SGLang's ``bench_serving --max-concurrency``: a fixed number of clients send requests to one engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ class _SimulatedEngine:
         return sum(request.context for request in self.running)
 
     def admit(self) -> list[_SimulatedRequest]:
-        """Start the clients' next requests as long as prompt and full response of each fit; return the started requests."""
+        """Start the next waiting requests and return them.
+
+        A request starts if fewer than ``clients`` requests run, and its prompt and full response fit the free cache.
+        """
         reserve = constants.NEW_TOKENS.value * sum(request.remaining for request in self.running)
         free_tokens, new_requests = self.capacity - self.num_tokens - reserve, list[_SimulatedRequest]()
         while self.waiting and len(self.running) < self.clients:
@@ -101,9 +104,10 @@ def simulate(
     lengths: Sequence[tuple[int, int]],
     clients: int,
 ) -> BenchmarkResult:
-    """Return the result of a benchmark with requests of ``lengths``, at most ``clients`` of them at a time.
+    """Return the result of a benchmark with requests of (prompt, response) ``lengths``, at most ``clients`` at a time.
 
-    As in SGLang, prefill comes before decoding, and requests are admitted in order. Each has to fit the KV cache.
+    As in SGLang, prefill comes before decoding, and requests are admitted in order. Each request alone has to fit the KV
+    cache; an assertion fails otherwise.
     """
     engine = _SimulatedEngine(
         engine_memory(shape, settings, hardware).tokens, [_SimulatedRequest(*length) for length in lengths], clients

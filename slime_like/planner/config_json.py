@@ -40,7 +40,7 @@ def read_shape(flag: str, folder: str, family: str = "auto") -> ModelShape:
 def shape_of(values: Mapping[str, Any], name: str, file: InputFile | None = None, family: str = "auto") -> ModelShape:
     """Return the shape that the fields of a config.json describe.
 
-    ``family``, a value of ``model.family``, replaces model_type unless it is auto or a path of the user's own family.
+    ``family``, a value of ``model.family``, replaces model_type unless it is auto or the import path of a user's family.
     Raises ``CheckpointError`` if a field is missing or unusable; the error names ``file`` or, without a file, ``name``.
     """
     file = file or InputFile(Path(name), CheckpointError, "give the config.json of a causal language model")
@@ -79,7 +79,7 @@ class _Fields:
     def count(self, *names: str) -> int:
         """Return the value of the first of ``names`` that is set.
 
-        Raises ``CheckpointError`` unless it is a positive integer.
+        Raises ``CheckpointError`` if none is set, or the value is not an integer from 1 to 2**31 - 1.
         """
         number = self.optional(*names)
         if number == 0:
@@ -91,7 +91,7 @@ class _Fields:
     def optional(self, *names: str) -> int:
         """Return the value of the first of ``names`` that is set; 0 if none is set.
 
-        Raises ``CheckpointError`` unless it is an integer of 0 or more.
+        Raises ``CheckpointError`` if a value is set that is not an integer from 0 to 2**31 - 1.
         """
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
@@ -152,7 +152,8 @@ def _attention(fields: _Fields, family: str) -> Attention:
 def _head_dim(fields: _Fields, heads: int) -> int:
     """Return ``head_dim``, by default ``hidden_size / num_attention_heads``.
 
-    Raises ``CheckpointError`` if hidden_size is below num_attention_heads and there is no head_dim.
+    Raises ``CheckpointError`` if the field is unusable, or if there is no head_dim and hidden_size is below
+    num_attention_heads.
     """
     if fields.values.get("head_dim") is not None:
         return fields.count("head_dim")

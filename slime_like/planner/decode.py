@@ -96,7 +96,10 @@ def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, r
 def _attention_seconds(
     shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, context: float, rows: float
 ) -> float:
-    """Return the seconds to read the cache of a rank's ``requests`` or, if slower, to compute the attention scores."""
+    """Return the seconds to read the cache of a rank's ``requests`` or, if slower, to compute attention.
+
+    ``rows`` is the number of these requests with padding (``_group_rows``).
+    """
     tile = constants.LATENT_TILE.value
     peak = gpu.bf16 * constants.COMPUTE_SHARE.value
     if shape.latent is not None:

@@ -22,9 +22,9 @@ STATE_BYTES = 4  # SGLang keeps recurrent states in float32
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory of one engine rank on a GPU."""
+    """Memory of one engine rank on a GPU. For an engine on a CPU, ``table`` is that of all its processes."""
 
-    table: MemoryTable  # with the pool
+    table: MemoryTable  # including the caches
     pool: float  # bytes for keys and values; negative if the engine does not start
     token_bytes: float  # bytes for one token of a sequence, on one rank
     slot_bytes: float  # recurrent state of one request, on one rank
@@ -80,7 +80,11 @@ def state_bytes(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
-    """Return the number of states of ``slot`` bytes in an attention group's ``pool``, without the one for padding requests."""
+    """Return the number of recurrent states of an attention group, without the one for padding requests.
+
+    It is the group's part of max_mamba_cache_size or, without radix cache, of max_running_requests. If neither applies, it is
+    the number of states of ``slot`` bytes that fit SGLang's share of the group's ``pool``.
+    """
     s = settings
     if s.state_slots is not None:
         return s.state_slots // s.dp_attention

@@ -15,9 +15,9 @@ class EngineSettings:
     gpus: int = 1
     dp_attention: int = 1  # groups of gpus / dp_attention tensor parallel ranks, each with its own sequences
     dcp: int = 1  # ranks that share the tokens of a sequence
-    flow_mla: tuple[str, ...] = ()  # projections that FlowMLA shards, keys of rollout.flow_mla.weights
+    flow_mla: tuple[str, ...] = ()  # projections that FlowMLA shards, names as in rollout.flow_mla.weights
     flow_slots: int | None = (
-        None  # number of buffers for whole layers; None: two, without the rank's own part (article)
+        None  # number of buffers for whole layers; None: two without the rank's own part, as in FlowMLA's article
     )
     remote_experts: int = 0  # routed experts of each layer in the memory of a worker
     remote_on_host: bool = True  # their workers are started by the engine and keep the weights in host memory

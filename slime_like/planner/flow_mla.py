@@ -14,7 +14,7 @@ ARTICLE_SLOTS = 2
 
 
 def flow_projections(shape: ModelShape, choice: str) -> tuple[str, ...]:
-    """Return the projections that ``--flow-mla choice`` selects, as keys of ``rollout.flow_mla.weights``."""
+    """Return the projections that ``--flow-mla choice`` selects, by their names in ``rollout.flow_mla.weights``."""
     if choice == "output":
         return ("o_proj",)
     return tuple(_layer_weights(shape, EngineSettings())) if choice == "all" else ()
@@ -66,7 +66,10 @@ def _num_layers(shape: ModelShape) -> int:
 
 
 def _layer_weights(shape: ModelShape, settings: EngineSettings) -> dict[str, float]:
-    """Return the numbers of weights of one attention layer on one rank, by key of ``rollout.flow_mla.weights``."""
+    """Return the number of weights of each attention projection of one layer on one rank, without FlowMLA.
+
+    The keys are the projections' names in ``rollout.flow_mla.weights``.
+    """
     tp = settings.attention_tp
     if (m := shape.latent) is not None:
         parts = latent_parts(shape.hidden, m)

@@ -28,7 +28,7 @@ class HostPool:
 
 
 def host_pool(shape: ModelShape, settings: EngineSettings, available: float, numa_nodes: int = 1) -> HostPool:
-    """Return the caches of an engine on a CPU that begins to load its weights with ``available`` bytes of free memory.
+    """Return the sizes of the caches of an engine on a CPU. ``available``: bytes of free memory before it loads its weights.
 
     SGLang gives a rank the static fraction of one NUMA node's share of the free memory. The weights of all ranks reduce
     that share, because they reduce the free memory of the machine. With ``settings.rank_memory``, each rank has its own memory.

@@ -1,4 +1,4 @@
-"""Number of kernels that SGLang launches per layer of a decode step."""
+"""Number of kernels that SGLang launches in the layers of a decode step."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from slime_like.planner import constants
 
 
 def all_reduce_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float:
-    """Return the seconds of an all-reduce of ``num_bytes`` over ``gpus`` beyond the fixed time of its kernel."""
+    """Return the seconds of an all-reduce of ``num_bytes`` over ``gpus`` GPUs, without the fixed time of its kernel."""
     if gpus == 1:
         return 0.0
     nodes, inside = _nodes(hardware, gpus)
@@ -20,9 +20,10 @@ def all_reduce_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float
 
 
 def all_gather_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float:
-    """Return the seconds of an all-gather of ``num_bytes`` over a ring of ``gpus``, each of which has a shard.
+    """Return the seconds of an all-gather over a ring of ``gpus`` GPUs, without the fixed time of its kernel.
 
-    A GPU receives the other shards over its links, and a node receives the shards of other nodes over its network.
+    ``num_bytes`` is the size of all shards together. A GPU receives the other shards over its links, and a node receives the
+    shards of other nodes over its network.
     """
     nodes, inside = _nodes(hardware, gpus)
     links = num_bytes * (gpus - 1) / gpus / hardware.gpu.link

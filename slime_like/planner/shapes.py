@@ -110,12 +110,12 @@ class ModelShape:
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads of the layers with a KV cache; 1 for latent attention."""
+        """Key/value heads of the layers with a KV cache; 1 for latent attention or without such layers."""
         return 1 if self.attention is None else self.attention.kv_heads
 
     @property
     def heads(self) -> int:
-        """Query heads of the layers with a KV cache."""
+        """Query heads of the layers with a KV cache; 1 without such layers."""
         return self.attention.heads if self.attention is not None else self.latent.heads if self.latent else 1
 
     @property
@@ -193,7 +193,7 @@ class ModelShape:
 
 
 def latent_parts(hidden: int, latent: LatentAttention) -> dict[str, int]:
-    """Return the numbers of parameters of one latent attention layer, by projection."""
+    """Return a dict from each projection of a latent attention layer to its number of parameters; down includes norms."""
     heads, query_width = latent.heads, latent.heads * (latent.nope_dim + latent.rope_dim)
     down = hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
     if latent.query_rank:

@@ -18,7 +18,7 @@ class StageSegment:
 def stage_segments(
     stage: int, pp: int, sizes: Sequence[int], num_micro_batches: int | None = None
 ) -> tuple[StageSegment, ...]:
-    """Return the segments of a stage. ``sizes`` are the numbers of layers of all pp * vpp segments.
+    """Return the segments of a stage. ``sizes``: number of layers of each of the pp * vpp segments.
 
     Under 1F1B a stage keeps ``pp - stage`` micro-batches, at most the ``num_micro_batches`` of an optimizer step (None:
     enough to fill the pipeline). The interleaved schedule first runs ``2 * (pp - stage - 1) + (vpp - 1) * pp + 1`` forward

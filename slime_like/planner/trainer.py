@@ -34,8 +34,8 @@ class TrainerSettings:
     tokens: int = 8_192  # packed tokens of a micro-batch on one rank
     dtype: str = "bfloat16"
     recompute: str = "none"  # none | selective | full
-    recompute_method: str = "uniform"  # for full: uniform pieces of all layers | block: first layers of each segment
-    recompute_layers: int = 1  # layers per recomputed piece; with block, recomputed layers per segment
+    recompute_method: str = "uniform"  # for full: uniform (all layers) | block (first layers of each segment)
+    recompute_layers: int = 1  # uniform: layers that are recomputed together; block: recomputed layers per segment
     logits_chunk: int = 4_096
     offload: float = 0.0  # share of the optimizer that is in host memory
     distributed_optimizer: bool = True
@@ -94,7 +94,7 @@ def num_parameters(tensors: tuple[TensorGroup, ...]) -> float:
 
 
 def num_shards(settings: TrainerSettings) -> tuple[int, int]:
-    """Return the numbers of ranks over which the optimizer states of dense parameters and of experts are divided."""
+    """Return the number of ranks over which the optimizer state of dense parameters is divided, and the number for experts."""
     return num_replicas(settings) if settings.distributed_optimizer else (1, 1)
 
 
@@ -139,7 +139,7 @@ def _divided_tensors(part: ModelShape) -> Iterator[tuple[int, int]]:
 
 
 def _mlp_tensors(hidden: int, width: int) -> tuple[int, int]:
-    """Return the numbers of elements of an MLP's weights: gate and up projection in one, and the down projection."""
+    """Return the number of elements of each weight of an MLP: the fused gate and up projection, and the down projection."""
     return 2 * hidden * width, hidden * width
 
 
