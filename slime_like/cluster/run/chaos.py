@@ -84,7 +84,10 @@ class Chaos:
 
     @contextmanager
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
-        """Inject the faults of a phase of the loop while it runs: each after its delay, or at the phase's end if earlier."""
+        """Inject the faults of a phase of the loop while it runs: each after its delay, or at the phase's end if earlier.
+
+        If the phase raises an error, its faults that are still pending are not injected.
+        """
         phase_faults = [fault for fault in self.pending if (fault.phase, fault.rollout_id) == (phase, rollout_id)]
         timers = [threading.Timer(fault.seconds, self._inject, (fault,)) for fault in phase_faults]
         for timer in timers:
@@ -99,7 +102,7 @@ class Chaos:
             self._inject(fault)
 
     def record_recoveries(self, recoveries: Sequence[Recovery]) -> None:
-        """Record lost engines and their recovery."""
+        """Record losses and recoveries of engines and of the reward server. If the file cannot be written, warn."""
         self.recoveries = faults.newest([*self.recoveries, *recoveries])
         try:
             faults.append(self.run_dir, *recoveries)

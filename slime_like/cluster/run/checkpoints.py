@@ -35,12 +35,13 @@ class Checkpoints:
     _pending: int | None = field(default=None)
 
     def save(self, num_trained: int, *, final: bool = False, wait: bool = False) -> bool:
-        """Save a checkpoint after ``num_trained`` rollouts.
+        """Save a checkpoint after ``num_trained`` rollouts, unless that iteration is already saved or being saved.
 
-        The rollout files are written first, the file that names the latest checkpoint last. If ``wait`` or ``final``,
-        or with ``run.async_save=false``, wait for completion. Return True if the checkpoint is complete. Raises
-        ``CheckpointError`` if this or the previous save failed. With ``run.on_failed_save=continue``, only a failure of
-        this save raises it, and only if this save is ``final``; other failures cause a warning.
+        The rollout files are written first, the file that names the latest checkpoint last. The call waits for the
+        previous save to complete; if ``wait`` or ``final``, or with ``run.async_save=false``, it waits for this one too.
+        Return True if the checkpoint is complete. Raises ``CheckpointError`` if this or the previous save failed. With
+        ``run.on_failed_save=continue``, only a failure of this save raises it, and only if this save is ``final``; other
+        failures cause a warning.
         """
         if not self.enabled:
             return False

@@ -106,7 +106,8 @@ class EngineRollout:
     def resize(self, num_engines: int) -> str:
         """Add or remove engines; return a description of the change.
 
-        Raises ``ConfigError`` unless ``num_engines`` is a multiple of the number of managers.
+        Raises ``ConfigError`` if ``num_engines`` is not a multiple of the number of managers, or as
+        ``RolloutManager.resize_engines`` does.
         """
         count = len(self.managers.actors)
         if num_engines % count:

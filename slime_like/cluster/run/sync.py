@@ -61,8 +61,9 @@ class EngineSync:
     def push(self, version: int) -> tuple[Metric, ...]:
         """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
 
-        Raises ``EngineLost`` if more engines are lost than ``max_losses`` allows. Before any error is raised, the
-        managers close the updates of all engines. Engines with incomplete weights stay paused.
+        Raises ``EngineLost`` if the push would start over more often than ``max_losses`` allows, ``WeightSyncError`` if the
+        engines lack weights, and ``ConsistencyError`` if the probe finds a disagreement. Before an error of the push is
+        raised, the managers close the updates of all engines that respond. Engines with incomplete weights stay paused.
         """
         num_losses = num_engines = 0
         # Outside ``try``: if it fails, there is no update to abort, and the engines must not take memory.
@@ -124,7 +125,7 @@ class EngineSync:
     def _call[**P, R](
         self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Return the results of all managers; raise an error only once no manager works on the call (``wait_settled``)."""
+        """Return the results of all managers. Raises the same errors as ``wait_settled``, at the same time."""
         deadline = Deadline("driver", f"push/{method.__name__}", self.config.push_deadline_s)
         return self.managers.call(deadline, method, *args, **kwargs)
 

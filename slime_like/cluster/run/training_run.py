@@ -63,7 +63,7 @@ class Run:
     num_empty: int = 0  # empty rollouts since the start or resume
 
     def start(self) -> None:
-        """Push the initial weights; evaluate if the run is new and ``evaluation.before_train`` is set."""
+        """Push the initial or resumed weights; evaluate if the run is new and ``evaluation.before_train`` is set."""
         with self.timer("update_weights"):
             metrics = self.sync.push(self.trainer.version)
         if self.cfg.evaluation.before_train and self.first_rollout == 0:
@@ -105,7 +105,10 @@ class Run:
             yield
 
     def assemble(self, rollout_id: int, collected: CollectedRollout) -> TrainBatch:
-        """Assemble the train batch of a rollout. With ``run.dump_rollouts``, also score some samples before the step."""
+        """Assemble the train batch of a rollout.
+
+        With ``run.dump_rollouts`` in a run with a trainer, also score some samples before the step, for ``token_table``.
+        """
         self.chaos.record_recoveries(collected.recoveries)  # before this rollout's step or push, which may end the run
         batch = assemble(collected.groups, self.assembly, rollout_id)
         self.token_table = None

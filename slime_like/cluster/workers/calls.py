@@ -175,10 +175,10 @@ def wait_first[R](
 def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dict[str, R]:
     """Return the results of all ``refs`` by name.
 
-    Unless a process died, an error is raised only once the other calls have ended.
-    ``EngineLost`` is raised only when no call is pending any more, so that the calls can be repeated; if a call is
-    still pending at the deadline, ``DeadlineExceeded`` is raised instead. After any other error, the pending calls have
-    ``SETTLE_S`` to end. Errors have the same types as in ``wait_all``.
+    The death of a process is raised at once, another error only after a wait for the other calls. ``EngineLost`` is
+    raised when no call is pending any more, so that the calls can be repeated; if a call is still pending at the
+    deadline, ``DeadlineExceeded`` is raised instead. After any other error, the pending calls have ``SETTLE_S`` (scaled) to
+    end. Errors have the same types as in ``wait_all``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}

@@ -76,7 +76,7 @@ class EngineActor:
         return server
 
     def _stop(self) -> None:
-        """Stop the servers on all nodes, with ``_server_lock`` held."""
+        """Stop the servers on all nodes. The caller holds ``_server_lock``."""
         if self._parts is None:
             self._server.stop()
         else:
@@ -113,9 +113,9 @@ class EngineActor:
             self._stop()
 
     def restart(self) -> tuple[EngineAddress, str]:
-        """Replace the server, whatever its state; return the new address and how the old server ended.
+        """Replace the server, whatever its state; return the new address and a line on how the old server ended.
 
-        Raises ``EngineNodeLost`` if another node of the engine cannot run its processes.
+        Raises the errors of ``ready``, and ``EngineError`` if ``stop`` was called.
         """
         exit_summary = self._describe_exit() if self._exit_summary is None else self._exit_summary
         self._exit_summary = None
@@ -133,7 +133,10 @@ class EngineActor:
         return processes.stopped_pids(self._server.pid) + (() if self._parts is None else self._parts.stopped_pids())
 
     def inject_fault(self, signal_name: str, part: str = "") -> None:
-        """Inject a fault of ``chaos.*``: send a signal to one ``part`` of the server, or to all of it, if it is running."""
+        """Inject a fault of ``chaos.*``: send a signal to one ``part`` of this node's server, or to all of it, if it runs.
+
+        ``part`` is that of ``processes.pids_of_part``.
+        """
         number = signal.Signals[signal_name]
         with contextlib.suppress(ProcessLookupError):  # restarting after an earlier fault
             if not part:
@@ -152,7 +155,7 @@ class EngineActor:
         return "\n".join(filter(None, ("" if self._parts is None else self._parts.cause_of_loss, cause)))
 
     def stop(self) -> None:
-        """Stop the engine and everything it started, on all nodes."""
+        """Stop the engine and everything it started, on all nodes. It cannot be restarted afterwards."""
         with self._server_lock:
             self._closing = True
             self._stop()

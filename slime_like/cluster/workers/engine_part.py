@@ -39,9 +39,9 @@ class EnginePart:
     def wait_for_end(self) -> str:
         """Wait until the server or a rank ends; return how it ended, or an empty text once ``stop`` is called.
 
-        If a rank has ended, kill the server. The ranks are watched until SGLang's watchdog of subprocesses covers all nodes:
-        in an engine without data-parallel attention, the server of a node other than the first stays alive when a signal
-        ends one of the node's ranks.
+        If a rank has ended, kill the server: in an engine without data-parallel attention, the server of a node other than
+        the first stays alive when a signal ends one of the node's ranks. Remove this watch of the ranks once SGLang's
+        watchdog of subprocesses covers all nodes.
         """
         ended_pids: tuple[int, ...] = ()
         while self._server.alive() and not (ended_pids := processes.ended_pids(self._rank_pids)):

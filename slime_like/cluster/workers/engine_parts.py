@@ -36,7 +36,7 @@ class NodeSlot:
 
     node_id: str  # assigned by Ray
     address: str
-    gpus: str = ""  # comma-separated ids of the node's GPUs
+    gpus: str = ""  # comma-separated ids of the part's GPUs on the node; empty on CPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PartSettings:
 class EngineParts:
     """Owner of an engine's actors on other nodes, from one start of the engine to its stop.
 
-    It ends the engine if one of these actors is lost.
+    It ends the engine if one of these actors or its server ends.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class EngineParts:
     def wait_ready(self, deadline: Deadline) -> None:
         """Wait until the servers of all parts respond.
 
-        Raises ``EngineNodeLost`` if a part was lost with its node, or ``EngineError`` if a part failed or ``stop`` was
-        called. The error names the part.
+        Raises ``EngineNodeLost`` if the actor of a part died, as with its node, ``EngineError`` if a part failed or ``stop``
+        was called, or ``DeadlineExceeded``. The error names the part.
         """
         refs = {
             f"its part on node {slot.address}": call(actor, EnginePart.ready) for slot, actor in self._actors.items()
@@ -84,9 +84,10 @@ class EngineParts:
             raise (EngineNodeLost if is_lost else EngineError)(str(error)) from error
 
     def raise_loss(self, error: EngineError) -> None:
-        """Raise ``EngineNodeLost`` if a part is lost with its node, or ``EngineError`` if only its server is lost.
+        """Raise ``EngineNodeLost`` if the actor of a part has ended, or ``EngineError`` if only its server has.
 
-        The message includes ``error``, the error of the first node, because either may have caused the other.
+        Do nothing if no part is lost. The message includes ``error``, the error of the first node, because either may have
+        caused the other.
         """
         if self.cause_of_loss:
             text = f"{self.cause_of_loss}\nfirst node: {error}"

@@ -116,7 +116,7 @@ class EngineStarter:
     async def start(self, index: int) -> ActorHandle[EngineActor]:
         """Stop engine ``index`` if it has an actor, and start an actor for it on live nodes.
 
-        Raises ``EngineError`` if there are too few nodes that can run the engine.
+        Raises ``EngineError`` if too few nodes can run the engine, on GPUs within ``placement.wait_deadline_s``.
         """
         await self.end(index)
         slots = self._remaining_slots(index)
@@ -174,7 +174,8 @@ class EngineStarter:
     async def _reserve(self, index: int, num_nodes: int, kept: Sequence[NodeSlot]) -> list[NodeSlot]:
         """Reserve the engine's GPUs on ``num_nodes`` nodes other than those of its ``kept`` parts.
 
-        Raises ``EngineError`` if the GPUs are not free within ``placement.wait_deadline_s``, or if a node is lost.
+        Raises ``EngineError`` if the GPUs are not free within ``placement.wait_deadline_s``, or if a node is lost or does not
+        answer.
         """
         spec, limit = self._template.spec, self._template.wait_s * scale()
         size = spec.tp // spec.num_nodes  # GPUs on each node

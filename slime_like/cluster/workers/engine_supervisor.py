@@ -90,7 +90,7 @@ class RayEngineSupervisor:
         self.client = connect(address)
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Restart the server within ``rollout.start_deadline_s``; return the new client and how the old server ended.
+        """Restart the server; return the new client and a line on how the old server ended.
 
         If Ray cannot start the actor again, for example after the loss of its node, or if another node of the engine is
         lost, start another actor on live nodes. Raises ``EngineError`` or ``DeadlineExceeded`` if the engine does not

@@ -85,7 +85,7 @@ class RankGroup[W: RankWorker](ABC):
         return [results[rank] for rank in sorted(results)]
 
     def deadline(self, phase: str, seconds: float | None = None) -> Deadline:
-        """Return a deadline for the driver's wait in ``phase``: in ``seconds``, by default the role's limit."""
+        """Return a deadline of ``seconds``, by default the role's ``deadline_s``, for the driver's wait in ``phase``."""
         return Deadline("driver", phase, seconds or self._deadline_s)
 
 
@@ -107,7 +107,7 @@ def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Calla
 
 
 class TrainerGroup(RankGroup[TrainerWorker]):
-    """All actor ranks, called concurrently. Each method combines the results of the ranks."""
+    """All actor ranks, called concurrently. Methods other than ``start`` and ``start_*`` combine the results of the ranks."""
 
     def __init__(self, workers: Sequence[ActorHandle[TrainerWorker]], spec: RankSpec) -> None:
         super().__init__("trainer", workers, spec)

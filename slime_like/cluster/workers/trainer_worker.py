@@ -239,7 +239,7 @@ class RankSender:
         """Send all weights of ``source`` to ``engines``; return the metadata of the sent tensors.
 
         A collective over all ranks. The connections are reused only for the same engines; a restarted engine has a new
-        address. If the push fails, the connections are closed before its error is raised.
+        address. If the push fails with a ``SlimeLikeError``, the connections are closed before it is raised.
         """
         if self._sender is not None and self._engines != engines:
             await self._drop()
