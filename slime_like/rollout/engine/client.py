@@ -278,14 +278,17 @@ class EngineClient:
         await self._connection.post("begin update", "/begin_weight_update", UPDATE_SELECTOR)
 
     async def end_update(self, version: int) -> None:
-        """Commit the update. Raises ``EngineError`` naming the parameters if some were not completely written."""
+        """Commit the update as ``version``. Raises ``EngineError`` naming the parameters that were not completely written."""
         await self._connection.post("end update", "/end_weight_update", {})
         await self._connection.post(
             "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
         )
 
     async def abort_update(self) -> None:
-        """Abort an open update. The engine refuses to generate until a complete update is committed."""
+        """End an update without a new version number; do nothing if none is open.
+
+        If a parameter was not completely written, the engine refuses to generate until a complete update is committed.
+        """
         await self._connection.request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
 
     async def update_from_tensors(self, *payloads: bytes) -> None:

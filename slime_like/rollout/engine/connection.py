@@ -97,7 +97,10 @@ def kv_usage(reply: Any) -> KvUsage:
 
 
 def any_aborted(reply: Any) -> bool:
-    """Return whether any request of the reply was aborted. Raises ``EngineError`` if the reply is malformed."""
+    """Return whether any request of the reply was aborted; False if the reply is not a list.
+
+    Raises ``EngineError`` if an item is malformed.
+    """
     return isinstance(reply, list) and any(_finish(item) == "abort" for item in reply)  # pyright: ignore[reportUnknownVariableType]
 
 

@@ -134,7 +134,7 @@ def die_with_parent() -> None:
 
 
 def main() -> None:
-    """Read the parent's message from stdin, and serve until killed."""
+    """Read the parent's message from stdin, and serve until killed. An error ends the process with exit code 1."""
     with os.fdopen(os.dup(0), "rb") as stdin:
         fields = json.loads(stdin.readline())
     launch = EngineLaunch(**(fields | {"spec": EngineSpec(**fields["spec"])}))

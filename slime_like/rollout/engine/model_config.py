@@ -104,7 +104,7 @@ def interval(types: list[str], model_path: str) -> int:
 def other_models(model_path: str) -> list[str]:
     """Return the names of SGLang's model modules that do not define the architecture of ``model_path``; empty if unknown.
 
-    SGLang imports all 250 modules to find one class, except those named in ``SGLANG_DISABLED_MODEL_ARCHS``.
+    SGLang imports all of these modules, about 250, to find one class, except those in ``SGLANG_DISABLED_MODEL_ARCHS``.
     """
     spec = find_spec("sglang")
     config = Path(model_path) / "config.json"

@@ -74,7 +74,7 @@ def mapped_segments(group: int) -> frozenset[Path]:
 
 
 def segments_of(pids: Iterable[int]) -> frozenset[Path]:
-    """Return the paths of the named segments that processes have mapped."""
+    """Return the paths of the named segments (files in ``SHARED`` with one of ``PREFIXES``) that processes have mapped."""
     segments: set[Path] = set()
     for pid in pids:
         try:
@@ -115,7 +115,10 @@ def describe_exit(code: int) -> str:
 
 
 def last_lines(path: str, begin: int = 0) -> list[str]:
-    """Return the non-empty lines in the last 64 KiB of a log, ignoring its first ``begin`` bytes."""
+    """Return the non-empty lines in the last 64 KiB of a log, ignoring its first ``begin`` bytes.
+
+    If the log cannot be read, return one line with the reason.
+    """
     try:
         text = Path(path).read_bytes()[begin:][-65_536:].decode(errors="replace")
     except OSError as error:

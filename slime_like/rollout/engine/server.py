@@ -87,7 +87,11 @@ class EngineServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Spawn the server and return without waiting for it. Raises ``EngineError`` if it has been started before."""
+        """Spawn the server and return without waiting for it.
+
+        Raises ``EngineError`` if it has been started before, ``SlimeLikeError`` if no port is free, and the errors of
+        ``child_environment``. After an error, ``stop`` releases the ports.
+        """
         if self._process is not None:
             raise EngineError(f"engine at {self.url} has already been started; create a new EngineServer")
         port = self._reserve_ports()
@@ -137,7 +141,10 @@ class EngineServer:
         self.segments = processes.mapped_segments(self.pid)
 
     def free_before_load(self) -> float | None:
-        """Return the GPU memory in GiB that was free before the engine loaded its model, from its log; None on a CPU."""
+        """Return the GPU memory in GiB that was free before the engine loaded its model, the minimum over its ranks.
+
+        It is read from the log; the result is None if the log does not contain it, as on a CPU.
+        """
         return free_gib(self._log())
 
     def decode_method(self) -> str:
@@ -159,7 +166,7 @@ class EngineServer:
     def cause_of_death(self) -> str:
         """Return the exit code, the error in the log and the last log lines; or a note that the engine is alive.
 
-        This waits a few seconds for a dying engine, because connections break before the process has ended.
+        This blocks up to ``EXIT_S``, because connections of a dying engine break before the process has ended.
         """
         if self._process is None:
             return f"engine for {self._spec.model_path} was not started"
@@ -187,7 +194,8 @@ class EngineServer:
     def stop(self) -> None:
         """Kill the engine's process group and nothing else, and remove its files and shared memory. Idempotent.
 
-        The signal is SIGKILL: SGLang's SIGTERM handler polls every five seconds, and an engine has nothing to save.
+        This blocks up to ``KILL_S`` until the server has ended. The signal is SIGKILL: SGLang's SIGTERM handler polls every
+        five seconds, and an engine has nothing to save.
         """
         if self._process is not None:
             self.segments |= processes.mapped_segments(self._process.pid)
