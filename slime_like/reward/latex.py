@@ -107,7 +107,10 @@ def is_safe(latex: str) -> bool:
 
 
 def plain(latex: str) -> str:
-    """Return LaTeX for comparison as text: in lower case, without most spaces and commands that only change its appearance."""
+    """Return LaTeX for comparison as text.
+
+    It is in lower case, without most spaces, and without the commands that only change the appearance.
+    """
     text = latex.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",")
     return SPACE.sub("", " ".join(APPEARANCE.sub("", WRAPPED.sub(r"\1", text)).split())).lower()
 

@@ -38,7 +38,7 @@ class Outage:
         )
 
     def record_failure(self, error: Exception) -> None:
-        """Record a failed request; only the first one of the outage counts."""
+        """Record a failed request; only the first one counts."""
         if not self._noticed_at:
             self._noticed_at, self._cause = time.time(), f"down: {error}"
 

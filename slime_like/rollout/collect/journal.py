@@ -156,7 +156,7 @@ class CallJournal:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens in flight."""
+        """Bytes of memory that hold the tokens in flight, including free space; see ``SampleStore.nbytes``."""
         return self._store.nbytes
 
     @property
