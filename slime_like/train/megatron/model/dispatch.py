@@ -22,22 +22,28 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
 
     probs: Any = None  # Tensor [L, E] between dispatch and combine
     _rows: TokenRows | None = None
-    _orders: tuple[Tensor, Tensor] | None = None  # index that orders received rows by expert, and its inverse
-    _counts_SE: Tensor | None = None  # number of received rows by sender and expert, on the device
+    _orders: tuple[Tensor, Tensor] | None = None  # index that orders the rows of all senders by expert, and its inverse
+    _counts_SE: Tensor | None = None  # number of rows for this rank's experts by sender and expert, on the device
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Return the number of rows of each local expert."""
+        """Return the number of rows that all ranks have for each expert of this rank.
+
+        Collective over the expert parallel and expert tensor parallel ranks.
+        """
         counts: Tensor = super().preprocess(routing_map)
         self._counts_SE = self.num_global_tokens_per_local_expert if self._is_spread else None
         return counts
 
     @property
     def _is_spread(self) -> bool:
-        """True if received rows are not in the order of the experts."""
+        """True if the rows for this rank's experts, which come from several ranks, are not yet ordered by expert."""
         return self.num_local_experts > 1 and self.tp_size * self.ep_size > 1
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """Return the rows [R, H] of hidden states [L, 1, H], and the probabilities [R] of their experts."""
+        """Return the rows [R, H] of hidden states [L, 1, H], and the probabilities [R] of their experts.
+
+        Collective, as ``preprocess`` is.
+        """
         self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
         self.tokens_per_expert = self.preprocess(routing_map)
         if self.shared_experts is not None:
@@ -64,9 +70,9 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Any:
-        """Return the experts' results in the order of the received rows, summed over expert tensor parallel ranks.
+        """Return the experts' results for the rows that the expert parallel ranks sent to this rank, in the received order.
 
-        Collective over these ranks.
+        A result is the sum over the expert tensor parallel ranks. Collective over the expert tensor parallel ranks.
         """
         rows: Any = hidden_states
         if self._orders is not None:
@@ -74,7 +80,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         return rows if self.tp_size == 1 else self._reduce_scatter(rows.to(self.probs.dtype)).to(rows.dtype)
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Return the rows of all expert tensor parallel ranks. Collective over these ranks.
+        """Return the rows that all expert tensor parallel ranks have received. Collective over these ranks.
 
         The exchange is an all-to-all, because gloo's all-gather requires equal row counts.
         """
@@ -82,18 +88,24 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
         return all_to_all(self.tp_group, torch.cat([local] * count), self._sizes(), [len(local)] * count)
 
     def _reduce_scatter(self, rows: Tensor) -> Tensor:
-        """Return the sum, over the expert tensor parallel ranks, of the results for this rank's rows. Collective."""
+        """Return the results for the rows that this rank has received, summed over the expert tensor parallel ranks.
+
+        ``rows`` are this rank's results for the rows of all these ranks. Collective over these ranks.
+        """
         sizes, count = self._sizes(), self.tp_size
         num_rows = sizes[self.tp_rank]
         return all_to_all(self.tp_group, rows, [num_rows] * count, sizes).unflatten(0, (count, num_rows)).sum(0)
 
     def _sizes(self) -> list[int]:
-        """Return the number of rows of each expert tensor parallel rank."""
+        """Return the number of rows that each expert tensor parallel rank has received."""
         splits: Any = self.output_splits_tp
         return splits.tolist()
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        """Return the sum of each token's rows, in the shape of the hidden states."""
+        """Return the sum of each token's rows, in the shape of the hidden states.
+
+        With ``moe_shared_expert_overlap``, add the output of the shared experts.
+        """
         assert self._rows is not None
         output = self._rows.combine(permutated_local_input_tokens).view(self.hidden_shape)
         # A reference to the probabilities would keep the layer's input and its gradient alive until the next forward pass.

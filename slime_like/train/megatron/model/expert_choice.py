@@ -45,7 +45,8 @@ class ExpertChoice:
     def __init__(self, *, scores_are_probabilities: bool = False) -> None:
         self._scores_are_probabilities = scores_are_probabilities
         self.padding: Tensor | None = None  # mask of the current micro-batch
-        self.replayed_experts: Mapping[int, Tensor] = {}  # address of a mask -> [L, K], integers of any type
+        # Address of a mask -> [L, K], integers of any type; equal integers in the row of a token without a replayed choice.
+        self.replayed_experts: Mapping[int, Tensor] = {}
         self.recorded_experts: dict[int, Tensor] | None = None  # address of a mask -> [L, K]; None: nothing is recorded
         self.compares = False  # True: replayed choices are compared with the router's own
         self.counts = ChoiceCounts()
@@ -62,6 +63,7 @@ class ExpertChoice:
         """Return scores and indices [L, K] of the experts to use: the replayed ones or, for tokens without any, the router's own.
 
         The router's own choice is recorded if ``recorded_experts`` is set, and compared with the replayed one if ``compares``.
+        Replay requires K >= 2.
         """
         values, own_LK = self.best(scores, topk, num_groups, group_topk, default)
         address = -1 if self.padding is None else self.padding.data_ptr()

@@ -79,7 +79,10 @@ def replace_attribute(module: Any, name: str, value: Any) -> Generator[None]:
 
 
 def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -> Callable[..., Any]:
-    """Wrap ``function`` to run on float64 copies of its arguments. The result has ``dtype``, by default the first tensor's."""
+    """Wrap ``function`` to run on float64 copies of its arguments.
+
+    The result has ``dtype``, by default that of the first positional argument that is a floating-point tensor.
+    """
 
     def wide(*args: Any, **kwargs: Any) -> Any:
         result = dtype or next(arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())

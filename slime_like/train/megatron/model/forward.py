@@ -106,8 +106,8 @@ def run_schedule(
     """Run every micro-batch through megatron's schedule, and call ``after(micro, hidden)`` on the last stage.
 
     With ``train``, ``after`` returns megatron's (loss, count, report); gradients are accumulated and reduced, and the list
-    of reports is returned. Without ``train``, the list of the results of ``after`` is returned. On stages before the last,
-    the list is empty. Collective.
+    of reports is returned. Without ``train``, ``after`` is also passed ``non_loss_data=True``, and the list of its results
+    is returned. On stages before the last, the list is empty. Collective.
     """
     padding = _padding_micros(wrapped, micros)
     count = len(padding) + len(micros)

@@ -1,7 +1,7 @@
 """Autograd functions for several experts at once: multiplication of each expert's rows by its weight, and the activation.
 
 On a GPU in bfloat16, one kernel computes the GEMMs of all experts (``torch.nn.functional.grouped_mm``). Elsewhere, each
-expert's GEMM writes to its rows of the result, without a graph node, a split or a concatenation per expert.
+expert's GEMM writes to its rows of the result, so that nothing is concatenated and autograd has one node for all experts.
 
 Axes: R rows (tokens, ordered by expert), E experts, I inputs, O outputs, F features of SwiGLU.
 """
@@ -19,8 +19,7 @@ from torch import Tensor
 class GroupedLinear(torch.autograd.Function):
     """Linear layer of each expert on its rows.
 
-    The inputs are the rows [R, I], the number of rows of each expert, and a weight [O, I] per expert; the result is [R,
-    O].
+    The inputs are the rows [R, I], the number of rows of each expert, and a weight [O, I] per expert. The result is [R, O].
     """
 
     @staticmethod
@@ -62,7 +61,7 @@ def _weight_grads(grad_RO: Tensor, rows_RI: Tensor, counts: Sequence[int]) -> tu
 
 
 def is_grouped(rows_RI: Tensor) -> bool:
-    """Return True if one kernel can compute the GEMMs of all experts; torch has one for bfloat16 on a GPU."""
+    """Return True if one kernel can compute the GEMMs of all experts, which needs at least one row, bfloat16 and a GPU."""
     return rows_RI.device.type != "cpu" and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0
 
 

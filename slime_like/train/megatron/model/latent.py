@@ -58,7 +58,11 @@ class LatentSelfAttention(MLASelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any
     ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Map [L, 1, H] to [L, 1, H]. ``rotary_pos_emb`` [P, 1, 1, dim] covers the tokens of all context parallel ranks."""
+        """Return the output [L, 1, H] of hidden states [L, 1, H], and None as its bias.
+
+        ``rotary_pos_emb`` [P, 1, 1, dim] covers the tokens of all context parallel ranks. Collective over the tensor and context
+        parallel ranks.
+        """
         self.rotary_pos_emb.angles = rotary_pos_emb
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 

@@ -70,7 +70,10 @@ class PackedRows(PackedSeqParams):
         return self.attention_batches
 
     def cos_sin_of(self, angles: Tensor) -> Tensor:
-        """Return F32 [P, dim]: cosines, then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim]."""
+        """Return F32 [P, dim]: cosines, then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim].
+
+        Only the first call computes them: all layers have the same angles.
+        """
         if self.cos_sin is None:
             half = angles[:, 0, 0, : angles.shape[-1] // 2]
             self.cos_sin = torch.cat((half.cos(), half.sin()), -1)
@@ -108,8 +111,8 @@ class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences, which context parallelism may split.
 
     16-bit attention on a GPU runs one variable-length flash kernel for all sequences. Otherwise, scaled dot product
-    attention runs per batch of sequences of similar length or, with context parallelism, per piece. No scores between
-    tokens of different sequences are computed.
+    attention runs per batch of sequences of similar length or, with context parallelism, per piece of ``AttentionPieces``.
+    No scores between tokens of different sequences are computed.
 
     Context parallelism gathers keys and values over its ranks, as in Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2),
     in one collective per layer, and the backward pass scatters the summed gradients. With grouped queries there are few key
@@ -143,7 +146,10 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Map query [L, heads, dim], key and value [L, groups, dim] of the local tokens to [L, heads * dim]."""
+        """Map query [L, heads, dim], key and value [L, groups, dim] of the local tokens to [L, heads * dim].
+
+        Collective over the context parallel ranks.
+        """
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
         if packed_seq_params.key_index is not None:
             key, value = self._gather(key, value, packed_seq_params.key_index)

@@ -30,7 +30,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class Rotary(torch.nn.Module):
-    """Rotary angles at positions, for the first ``partial_rotary_factor`` of a head's channels.
+    """Rotary angles at positions, for the first channels of a head (the fraction ``partial_rotary_factor`` of them).
 
     ``scale`` is the factor of the angles' cosines and sines; it is 1 except with YaRN (https://arxiv.org/abs/2309.00071). Raises
     ``ConfigError`` on unsupported scaling.
@@ -120,7 +120,8 @@ class PolicyModel(HybridModel):
     def forward(self, input_ids: Tensor | None, packed: PackedRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Map input_ids [1, L] to hidden states [L, 1, H], with sequence parallelism [L / tp, 1, H].
 
-        Stages after the first take their input from ``set_input_tensor``.
+        Stages after the first take their input from ``set_input_tensor``. Collective over the tensor, context and expert
+        parallel ranks.
         """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         return self.decoder(
@@ -189,9 +190,11 @@ class ModelSegments(torch.nn.ModuleList):
 def build_segments(
     kind: type[PolicyModel], config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig
 ) -> ModelSegments:
-    """Build this rank's part of a model on its device, with uninitialised weights and the kernels that ``model`` selects.
+    """Build this rank's part of a model on its device, with the kernels that ``model`` selects.
 
-    Raises ``ConfigError`` if the attention cannot be imported, or the kernels cannot be imported or compiled.
+    The weights are uninitialised, except for a critic's value head. Raises ``ConfigError`` if the attention cannot be imported,
+    if the kernels cannot be imported or compiled, if the rotary scaling is not supported, or if the pipeline segments do not
+    fit the model.
     """
     parts = layer_parts(config, family, rank_info, model)
     segments = (kind(config, family, rank_info, segment, parts) for segment in range(rank_info.layout.vpp))
@@ -199,7 +202,10 @@ def build_segments(
 
 
 def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig) -> LayerParts:
-    """Return the layer parts that ``model`` selects for the layer symbols of the family."""
+    """Return the layer parts that ``model`` selects for the layer symbols of the family.
+
+    Deterministic mode on a CPU always uses ``ExactAttention`` and torch's kernels. Raises as ``build_segments`` does.
+    """
     is_batch_invariant = config.deterministic_mode and rank_info.device.type == "cpu"
     core = _core_attention(model.attention, is_batch_invariant=is_batch_invariant)
     symbols = sorted({symbol for block in family.blocks() for symbol in block} & MIXERS.keys())
@@ -267,7 +273,7 @@ def _order(key: str) -> tuple[int, int]:
 def load_hf(model: ModelSegments, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
     """Load this rank's weights from an HF folder; a critic's value head is not changed.
 
-    Raises ``CheckpointError`` on a missing tensor or a wrong shape.
+    Raises ``CheckpointError`` on a missing tensor, a wrong shape or a damaged file.
     """
     for key, target in named_weights(model):
         if key.startswith(VALUE_HEAD):

@@ -43,7 +43,7 @@ class ExpertRouter(TopKRouter):
 
     The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its coefficient) is the mean
     over the step's tokens. A micro-batch is therefore weighted by T, its number of tokens on all tensor and context
-    parallel ranks. The load is the number of tokens per expert since the last ``take_load``.
+    parallel ranks. The load is the number of this rank's tokens per expert in training passes since the last ``take_load``.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -56,7 +56,10 @@ class ExpertRouter(TopKRouter):
         self._balance: Tensor | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map hidden states [L, 1, H] to the routing weights and the mask of chosen experts, both [L, E]."""
+        """Map hidden states [L, 1, H] to the routing weights and the mask of chosen experts, both [L, E].
+
+        With an auxiliary loss, this method is a collective over the tensor and context parallel ranks.
+        """
         self.router_replay.padding = padding_mask
         return super().forward(input, padding_mask)
 
@@ -86,7 +89,7 @@ class ExpertRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """Return ``probs`` with the gradient of T times this micro-batch's auxiliary loss attached.
+        """Return ``probs`` with the gradient of this rank's part of T times the micro-batch's auxiliary loss attached.
 
         Collective over the tensor and context parallel ranks.
         """

@@ -21,7 +21,7 @@ from slime_like.train.megatron.platform.device import current_device
 
 
 class RMSNorm(torch.nn.Module):
-    """Norm over the last dimension that supports sequence parallelism.
+    """Norm over the last dimension. It supports sequence parallelism.
 
     A zero-centred norm (``layernorm_zero_centered_gamma``) has scale ``1 + weight``, as in Gemma and Qwen3-Next.
     This scale is float32, because a 16-bit ``1 + weight`` would round the weight away.
@@ -54,7 +54,10 @@ class NormedOutput(RowParallelLinear):
         self.output_norm = norm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
-        """Map [L, 1, input_size] to [L, 1, output_size]; there is no bias."""
+        """Return the output [L, 1, output_size] of [L, 1, input_size / tp], and None as its bias.
+
+        Collective over the tensor parallel ranks.
+        """
         out, bias = super().forward(input_)
         assert bias is None
         return self.output_norm(out), None
@@ -76,7 +79,10 @@ class NormedQKV(ColumnParallelLinear):
         self.key_norm = ProjectionNorm(config, groups * dim)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Map [L, 1, input_size] to [L, 1, output_size / tp], in the order of ``families.base.QKV``; there is no bias."""
+        """Return the output [L, 1, output_size / tp] of [L, 1, input_size], and None as its bias.
+
+        Channels are in the order of ``families.base.QKV``. Collective over the tensor parallel ranks.
+        """
         out, bias = super().forward(*args, **kwargs)
         assert bias is None
         groups, rows, dim = self.shape_of_output

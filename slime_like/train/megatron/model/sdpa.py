@@ -81,7 +81,8 @@ def in_pieces(
 ) -> Tensor:
     """Map query [L, heads, dim], key and value [K, groups, dim] to [L, heads, dim], in one call per piece.
 
-    ``lengths`` are the numbers of queries and keys of each piece.
+    ``lengths`` has the number of queries and of keys of each piece (``layout.AttentionPieces``). The last query of a piece
+    attends to all keys of the piece, the query before it to all but the last key, and so on.
     """
     queries, keys = (list(counts) for counts in zip(*lengths, strict=True))
     # split, not slicing: the backward of split is one concatenation instead of one full-size buffer per sequence
@@ -91,7 +92,10 @@ def in_pieces(
 
 
 def _attend(columns: Sequence[Tensor], scale: float | None) -> Tensor:
-    """Attend with query [b, heads, q, dim], key and value [b, groups, k, dim]. The last query attends to the last key."""
+    """Map query [b, heads, q, dim], key and value [b, groups, k, dim] to [b, heads, q, dim].
+
+    The causal mask is aligned at the ends: the last query attends to all keys, the query before it to all but the last.
+    """
     query, key, value = columns
     q, k = query.shape[2], key.shape[2]
     mask = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)

@@ -19,7 +19,7 @@ from slime_like.types import I32, I64
 class StreamPart:
     """One rank's range of a stream of P tokens: L = P / cp consecutive tokens, in N pieces of sequences."""
 
-    send: tuple[int, ...]  # number of this rank's tokens in ``layout`` that go to each rank, in order
+    send: tuple[int, ...]  # of this rank's tokens in ``layout``, the number that go to each rank
     receive: tuple[int, ...]  # number of tokens that come from each rank
     order: I64  # [L], index of each token of the range among the received tokens
     cu_seqlens: I32  # [N + 1], of the range
@@ -29,7 +29,9 @@ class StreamPart:
 
 
 def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
-    """Return the range of one rank. Every length in ``padded_cu_seqlens`` (of ``layout``) is a multiple of ``2 * cp``.
+    """Return the range of one rank.
+
+    ``padded_cu_seqlens`` is that of ``TokenLayout``, in which the length of each sequence is a multiple of ``2 * cp``.
 
     Example: lengths 4 and 12 with cp=2 are ranges of 8 tokens. Rank 0 has pieces of 4 and 4, rank 1 one piece of 8
     whose sequence has 4 tokens of history on rank 0.

@@ -53,7 +53,10 @@ class TEAttention(_Base):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Map query [L, heads, dim], key and value [L, groups, dim] of the local tokens to [L, heads * dim]."""
+        """Map query [L, heads, dim], key and value [L, groups, dim] of the local tokens to [L, heads * dim].
+
+        Collective over the context parallel ranks.
+        """
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None and attention_bias is None
         # padding_causal is TransformerEngine's name for the causal mask over packed sequences, with or without padding.
         out: Tensor = super().forward(
