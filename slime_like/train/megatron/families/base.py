@@ -158,11 +158,11 @@ class Family(ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, Weight]:
-        """Return the weights by parameter key, in the order of export."""
+        """Return the weights by parameter key."""
 
     @property
     def num_experts(self) -> int:
-        """Number of routed experts per block; 0 if the family has none."""
+        """Number of routed experts in each block with experts; 0 if no block has experts."""
         return 0
 
     def require(self, key: str, *allowed: Any) -> None:

@@ -73,11 +73,11 @@ class DenseDecoder(Family):
         return "model"
 
     def mixer(self, block: int, prefix: str) -> dict[str, Weight]:
-        """Return the weights of a block's token mixer, by parameter key within the block."""
+        """Return the weights of a block's token mixer and the norm before it, by parameter key within the block."""
         return self.attention(prefix)
 
     def attention(self, prefix: str) -> dict[str, Weight]:
-        """Return the weights of grouped-query attention and the norm before it."""
+        """Return the weights of grouped-query attention and the norm before it, by parameter key within the block."""
         hidden, groups = self.hf.hidden_size, self.hf.num_key_value_heads
         q, kv = self.hf.num_attention_heads * self.head_dim, groups * self.head_dim
         attention = f"{prefix}.self_attn"
@@ -96,7 +96,7 @@ class DenseDecoder(Family):
         return out
 
     def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
-        """Return the weights of a block's MLP, by parameter key within the block."""
+        """Return the weights of a block's MLP and the norm before it, by parameter key within the block."""
         hidden, ffn, mlp = self.hf.hidden_size, self.mlp_size, f"{prefix}.mlp"
         gate_up = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
         return {

@@ -22,7 +22,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix(Weight):
-    """Gate and up of a routed expert, stacked, each split along the output dimension, or down, split along the input."""
+    """Stacked gate and up of a routed expert, each split along the output dimension, or its down, split along the input."""
 
     fused: str  # name of the fused tensor [experts, rows, columns], which the folder may have instead
     expert: int

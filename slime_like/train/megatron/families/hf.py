@@ -20,9 +20,10 @@ from slime_like.util.reading import reason
 
 
 class HFFolder:
-    """A local HF checkpoint. Raises ``CheckpointError`` if a file is missing, truncated or belongs to another model.
+    """A local HF checkpoint. Float8 weights are multiplied by their scales, which are not in ``names()``.
 
-    Float8 weights are multiplied by their scales. Their scales are not in ``names()``.
+    Raises ``CheckpointError`` if a file is missing, truncated or belongs to another model, or if config.json needs code of the
+    folder or has a quantisation that is not supported.
     """
 
     def __init__(self, path: str | Path, key: str = "model.hf_checkpoint") -> None:
@@ -85,7 +86,7 @@ class HFFolder:
         return name in self._locations()
 
     def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
-        """Return ``tensor(name, shape)[index]``, reading only that part.
+        """Return ``tensor(name, shape)[index]``, reading only that part. The folder must contain the tensor (``has``).
 
         Raises ``CheckpointError`` if the shape differs.
         """
