@@ -21,9 +21,9 @@ from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Predicted memory of one process of each role and, on GPUs, of the busiest GPU, the one that needs the most memory."""
+    """Predicted memory of one rank of each role and, on GPUs, of the busiest GPU, the one that needs the most memory."""
 
-    tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its processes on one GPU
+    tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its ranks; on a CPU, engine: of an engine
     gpu: str = ""
     available: float = 0.0  # bytes of one GPU or, in a run on a CPU, of main memory
     busiest: tuple[str, ...] = ()  # roles on the busiest GPU

@@ -25,7 +25,7 @@ class Machine:
 
     num_gpus: int  # GPUs of all nodes
     cpu_count: int  # CPUs of one node
-    memory_bytes: int  # memory of one node
+    memory_bytes: int  # main memory of one node; on a cluster without GPUs, of all nodes
     gpu_names: tuple[str, ...]  # names of the GPUs: one per GPU, one per node with GPUs, or one for all
     kernels: Runtime | None = None  # runtime of optional kernels; None: not probed
     is_local: bool = True  # False: nodes of a cluster, or a machine that is only described

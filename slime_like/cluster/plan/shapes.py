@@ -1,4 +1,7 @@
-"""Shapes of a run's models, from their folders, from the default job that will write them, or from the planner's table."""
+"""Shapes of a run's models, from their folders, from the default job that will write them, or from the planner's table.
+
+The default jobs (``slime_like.quickstart``) train small models that their ``run.prepare`` writes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Move the state of trainer and engines on and off their shared GPUs by phase of the loop.
 
-Before each phase, only the state that the phase needs is kept on the GPUs. The trainer or the engines, whichever release
-memory, do so before the others allocate it.
+Before each phase, only the parts of the state that the phase needs are kept on the GPUs; ``config.schema.residency`` lists
+them. The trainer or the engines, whichever release memory, do so before the others allocate it.
 """
 
 from __future__ import annotations

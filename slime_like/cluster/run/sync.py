@@ -1,4 +1,4 @@
-"""Weight pushes: atomic on every engine, verified by the probe."""
+"""Weight pushes: atomic on every engine, verified by the probe (``rollout.pool.probe``)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
     """Check all inputs, start the processes of ``cfg``, yield the run, tear everything down.
 
     Call it from the main thread, because it installs signal handlers. After an error in the block or while processes
-    start, print it, write a crash bundle to ``run.dir`` and raise a ``SlimeLikeError`` with the error's message and the
+    start, write a crash bundle to ``run.dir``, then print and raise a ``SlimeLikeError`` with the error's message and the
     bundle's path. An error of the checks before that is raised unchanged.
     """
     plan = _plan_run(cfg)

@@ -75,7 +75,7 @@ class RankGroup[W: RankWorker](ABC):
             wait_all(self.start(RankWorker.release_communicators), self.deadline("release", self._release_s))
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
-        """Keep only ``parts`` of every rank's state on its device."""
+        """Keep only ``parts`` (``config.schema.residency``) of every rank's state on its device."""
         wait_all(self.start(RankWorker.keep_on_device, tuple(parts)), self.deadline("offload"))
 
     def by_shard[R](self, answers: Mapping[str, R | None]) -> list[R]:

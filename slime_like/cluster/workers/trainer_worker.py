@@ -148,7 +148,7 @@ class TrainerWorker(RankWorker):
         return (*metrics, *self._peaks.drain()) if self.trainer.rank_info.is_reporter else metrics
 
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """Run the first part of ``train_rollout``: score the batches with the policies of this rank."""
+        """Run the first part of ``train_rollout``: score the batches with the policies that the algorithm needs."""
         with self._peaks("score"):
             self.trainer.open_rollout(steps)
 
