@@ -23,7 +23,7 @@ from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, 
 class MemoryPlan:
     """Predicted memory of one rank of each role and, on GPUs, of the busiest GPU, the one that needs the most memory."""
 
-    tables: tuple[tuple[str, MemoryTable], ...] = ()  # role and memory of one of its ranks; on a CPU, engine: of an engine
+    tables: tuple[tuple[str, MemoryTable], ...] = ()  # role, and memory of one rank or, on a CPU, engine
     gpu: str = ""
     available: float = 0.0  # bytes of one GPU or, in a run on a CPU, of main memory
     busiest: tuple[str, ...] = ()  # roles on the busiest GPU
