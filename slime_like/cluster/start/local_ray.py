@@ -57,7 +57,8 @@ _folders: list[Path] = []  # private folders of the Ray that this process has st
 def start(namespace: str) -> None:
     """Start Ray's processes, with files and sockets in a private folder.
 
-    Raises ``DeadlineExceeded`` if every try to start Ray's node within the deadline timed out.
+    Raises ``DeadlineExceeded`` if every try to start Ray's node within the deadline timed out, and ``ConfigError`` if the
+    folder cannot be created.
     """
     _stay_on_loopback()
     folder = _private_folder()
