@@ -22,7 +22,7 @@ from slime_like.train.megatron.families.hf import HFFolder
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix(Weight):
-    """Stacked gate and up of a routed expert, each split along the output dimension, or its down, split along the input."""
+    """Either gate and up of a routed expert, stacked and each split by rows, or its down matrix, split by columns."""
 
     fused: str  # name of the fused tensor [experts, rows, columns], which the folder may have instead
     expert: int

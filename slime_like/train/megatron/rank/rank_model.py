@@ -168,7 +168,7 @@ class RankModel:
 
 @dataclass(slots=True)
 class OpenRollout:
-    """A rollout on this rank between scoring and the optimizer steps."""
+    """A rollout on this rank from the start of scoring until the optimizer steps begin."""
 
     micros_by_step: list[list[MicroBatch]]  # [optimizer step][micro-batch]
     metrics: list[Metric] = field(default_factory=list[Metric])

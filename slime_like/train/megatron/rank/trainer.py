@@ -83,6 +83,7 @@ class RankTrainer(RankModel):
 
         ``steps[k]`` are this dp rank's batches of optimizer step k, ``num_tokens[k]`` the step's global count of trained
         tokens. The reporter returns the metrics of all ranks; every rank adds its own counters of collectives.
+        Raises ``ConsistencyError`` as ``update`` does.
         """
         metrics: tuple[Metric, ...] = ()
         with install.phase("step"):
@@ -132,7 +133,7 @@ class RankTrainer(RankModel):
         return (*metrics, *install.drain())
 
     def _update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
-        """Return global metrics on the reporter, () on other ranks."""
+        """Close the rollout and take its optimizer steps. Return global metrics on the reporter, () on other ranks."""
         rollout = self.close()
         metrics = rollout.metrics
         columns = ((m.batch, m.advantages) for m in rollout.micros) if self._reports_advantages else ()
@@ -157,10 +158,11 @@ class RankTrainer(RankModel):
         return tuple(metrics) if self.rank_info.is_reporter else ()
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return, by sample id, the advantages [L] of the L tokens of each given sample of the last rollout. Not a collective.
+        """Return, by sample id, the advantages [L] of the L tokens of each given sample. Not a collective.
 
-        The dict contains only samples of this rank's data parallel shard. It is empty unless this rank is the shard's
-        reporter, ``RankSpec.returns_advantages`` is set and the algorithm has token advantages.
+        The dict contains only samples of the last rollout that was not empty, and of this rank's data parallel shard. It is
+        empty unless this rank is the shard's reporter, ``RankSpec.returns_advantages`` is set and the algorithm has token
+        advantages.
         """
         by_sample: dict[int, F32] = {}
         for batch, column in self._last_advantages:
@@ -180,9 +182,10 @@ class RankTrainer(RankModel):
         return sample_difference
 
     def _drift_by_layer(self, rollout: OpenRollout) -> list[Metric]:
-        """Measure the difference from the engine with each kind of layer in float64, on each rank's first micro-batch.
+        """Measure the difference from the engine on each rank's first micro-batch, with layers in float64.
 
-        If the engine's experts are replayed, also measure the difference with the router's own experts.
+        There is one measurement per kind of layer, and one with all kinds in float64. If the engine's experts are replayed, also
+        measure the difference with the router's own experts.
         """
         metrics: list[Metric] = []
         micros = rollout.micros_by_step[0][:1]
@@ -254,7 +257,7 @@ class RankTrainer(RankModel):
         return zip(micros, columns, strict=True) if columns else iter(())
 
     def _advantages(self, micros: Sequence[MicroBatch]) -> Sequence[Tensor | None]:
-        """Return F32 [T] per micro-batch: token advantages, or a group advantage per sequence.
+        """Return F32 [T] per micro-batch: token advantages, or at each token the group advantage of its sequence.
 
         An entry is None if the algorithm has neither.
         """

@@ -20,7 +20,10 @@ _MEGATRON_STYLE = {"wsd": "WSD"}
 
 
 def wrap(spec: RankSpec, model: ModelSegments) -> ModelSegments:
-    """Wrap each segment in megatron's DDP: float32 gradients, reduced over dp (scattered for the distributed optimizer)."""
+    """Wrap each segment in megatron's DDP: float32 gradients, reduced over dp and cp (scattered for the distributed optimizer).
+
+    The model's TransformerConfig gets the functions that megatron's schedules call to reduce gradients.
+    """
     layout = spec.layout
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

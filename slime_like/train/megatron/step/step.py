@@ -51,8 +51,9 @@ class OptimizerStep(ABC):
     ) -> list[Metric]:
         """Update the weights. Return global metrics on the last pipeline stage, [] on other stages. Collective.
 
-        In the first optimizer step of a rollout, ``sample_difference`` compares the samples with the engine and raises
-        ``ConsistencyError`` before the weights change. Later steps pass None, because no engine has their weights.
+        In the first optimizer step of a rollout, ``sample_difference`` compares the samples with the engine. If they differ by
+        more than its tolerance, it raises ``ConsistencyError`` before the weights change. Later steps pass None, because no
+        engine has their weights. Raises ``UserCodeError`` as ``StepReport`` does.
         """
         report = self.backward(micros, num_tokens, sample_difference)
         balance = self._balance.close_step()
