@@ -91,7 +91,8 @@ class DeviceBucketMemory:
     def write(self, bucket: Bucket) -> bytes:
         """Copy a bucket's tensors into the memory, and return the message for one ``OpenedBucket``.
 
-        The receiver must have closed the previous bucket. Raises ``WeightSyncError`` if a dtype is not supported.
+        The receiver must have closed the previous bucket. Raises ``WeightSyncError`` if a dtype is not supported, and
+        CUDA's ``RuntimeError`` if the memory cannot be allocated or shared.
         """
         entries, size = lay_out(bucket)
         if self._bytes is None or len(self._bytes) < size:

@@ -120,7 +120,7 @@ class _Delivery:
         return messages
 
     async def settle(self) -> bool:
-        """Wait for the reply to the last request, and store its error, if any. Return True if the request succeeded."""
+        """Wait for the reply to the last request, and store its error, if any. Return False if it failed, otherwise True."""
         request, self._request = self._request, None
         if request is None:
             return True

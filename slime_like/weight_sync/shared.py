@@ -1,7 +1,7 @@
 """Tensors shared by two processes on one machine: memory without a file name, and a small message that describes it.
 
-The sender writes into a memfd. The kernel frees it when the last process that has it open exits. Only processes of the same
-user can open it (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that can no longer shrink,
+The sender writes into a memfd. The kernel frees it when no process has it open or mapped. Only processes of the same user
+can open it (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that is sealed against shrinking,
 and builds tensors from names, dtypes and shapes: it unpickles nothing.
 """
 
@@ -61,7 +61,10 @@ def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
 
 
 def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
-    """Return a view of ``memory`` (uint8) from byte ``offset`` as a tensor. Raises ``ValueError`` if it exceeds the memory."""
+    """Return a view of ``memory`` (uint8) from byte ``offset`` as a tensor.
+
+    Raises ``KeyError`` on a dtype that is not in ``DTYPES``, ``ValueError`` if the tensor exceeds the memory.
+    """
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
         raise ValueError(
@@ -120,8 +123,8 @@ class SharedBucketMemory:
     def write(self, bucket: Bucket) -> bytes:
         """Copy a bucket's tensors into the memory.
 
-        Return the message for ``map_tensors``, which is valid until the next call. Raises ``WeightSyncError`` if a
-        dtype is not supported or the memory cannot be page-locked.
+        Return the message for ``map_tensors``, which is valid until the next ``write`` or ``close``. Raises
+        ``WeightSyncError`` if a dtype is not supported or the memory cannot be page-locked.
         """
         entries, size = lay_out(bucket)
         on_gpu = any(tensor.is_cuda for _, tensor in bucket.tensors)
@@ -175,7 +178,8 @@ def is_message(payload: bytes) -> bool:
 def map_tensors(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
     """Yield the tensors that ``payload`` describes. They are in the sender's memory: copy them before the block ends.
 
-    Raises ``WeightSyncError`` if the memory does not match the message, or if a tensor is still in use at the end.
+    Raises ``WeightSyncError`` if the message is malformed, if the memory cannot be opened or is too small for a tensor, or if
+    a tensor is still in use at the end.
     """
     memory = None
     try:

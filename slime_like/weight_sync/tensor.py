@@ -75,7 +75,10 @@ class TensorSender:
         await asyncio.gather(*(receiver.close() for receiver in (*self._local, *self._remote)))
 
     def _messages(self, bucket: Bucket, region: SharedBucketMemory) -> list[tuple[Sequence[WeightReceiver], bytes]]:
-        """Return (engines, message) pairs for ``bucket``, which is copied into ``region`` for engines on this machine."""
+        """Return (engines, message) pairs for ``bucket``.
+
+        It is copied into ``region`` if an engine is on this machine or a tensor is on a GPU.
+        """
         messages: list[tuple[Sequence[WeightReceiver], bytes]] = []
         if self._local or any(tensor.is_cuda for _, tensor in bucket.tensors):
             messages.append((self._local, region.write(bucket)))
