@@ -15,9 +15,9 @@ MISSING: Any = "???"  # OmegaConf's marker for a required key
 
 
 def key(default: Any, help: str, *, choices: tuple[str, ...] = (), table: str = "") -> Any:
-    """Return a dataclass field for a config key with its default, one sentence of help and, for strings, the allowed values.
+    """Return a dataclass field for a config key with its default, its help text and, for strings, the allowed values.
 
-    ``table`` is the table of ``schema.names`` to which a user can add a value, if ``choices`` are its names.
+    If ``choices`` are the names of a table of ``schema.names``, ``table`` is the name of that table, to which a user can add.
     """
     metadata = {"help": help, "choices": choices, "table": table}
     if isinstance(default, (list, dict)):
@@ -45,7 +45,10 @@ class Config:
         object.__setattr__(self, "_sealed", True)
 
     def check(self, prefix: str) -> None:
-        """Raise ``ConfigError`` on a value outside its choices. Groups extend this with their own rules."""
+        """Raise ``ConfigError`` on a value outside its choices, in this group and its sub-groups.
+
+        ``prefix`` is the dotted name of the group with a trailing dot. Groups extend this method with their own rules.
+        """
         for item in fields(self):
             value = getattr(self, item.name)
             choices: tuple[str, ...] = item.metadata.get("choices", ())
@@ -57,7 +60,7 @@ class Config:
 
 
 def keys(group: type[Config] | Config, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Yield every dotted key in a group and its dataclass field."""
+    """Yield (dotted key, dataclass field) for every key of a group and its sub-groups."""
     for item in fields(group):
         factory = item.default_factory
         if isinstance(factory, type) and is_dataclass(factory) and issubclass(factory, Config):
@@ -74,10 +77,7 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def positive(prefix: str, config: Config, *names: str, finite: bool = True) -> None:
-    """Raise ``ConfigError`` unless each named number is above zero (``None`` passes).
-
-    With ``finite``, infinity is refused: no wait, size or factor can be infinite.
-    """
+    """Raise ``ConfigError`` unless each named number is above zero and, with ``finite``, not infinite. ``None`` passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value > 0:

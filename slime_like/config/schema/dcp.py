@@ -32,7 +32,7 @@ UNSUPPORTED_BACKENDS: Mapping[str, str] = {
     "flashmla": "it passes the lengths of complete sequences to its kernel, not of a rank's part",
     "trtllm_mla": _MLA,
 }
-"""Reason why an attention backend cannot serve with DCP; a backend in neither table is rejected as untested."""
+"""Attention backend -> reason why it cannot serve with DCP. A backend that is neither supported nor listed is untested."""
 
 UNSUPPORTED_FIELDS: Mapping[str, tuple[object, str]] = {
     "attn_cp_size": (1, "its ranks and DCP's would both split a sequence"),
@@ -108,7 +108,7 @@ def replicated_q_obstacle(
 
 
 def default_backend(device: str, *, latent: bool = False) -> str:
-    """Return the attention backend of an engine on ``device`` with DCP, unless the config names another."""
+    """Return the attention backend that an engine on ``device`` uses with DCP if the config names none."""
     return LATENT_BACKENDS[0] if latent and device == "cuda" else DEFAULT_BACKENDS[device]
 
 

@@ -14,7 +14,7 @@ FIX = "record it again with rollout.remote_experts.record_load"
 def read_load(path: Path) -> dict[int, list[int]]:
     """Read a load file. Return a dict from layer to the number of tokens of each of its experts.
 
-    Raises ``ConfigError`` if the file is damaged or contains no layer.
+    Raises ``ConfigError`` if the file is missing or damaged, or contains no layer.
     """
     file = InputFile(path, ConfigError, FIX, key="rollout.remote_experts.load_file")
     layers: Any = file.json_object().get("tokens")

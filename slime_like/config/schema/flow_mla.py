@@ -25,7 +25,7 @@ PLAIN_WEIGHTS = ("o_proj", "qkv_proj")
 DEFAULT_WEIGHTS = ("o_proj",)
 TRANSPORTS = ("collective", "p2p")
 PREFETCH_DISTANCE = 2
-"""Number of slots. When layer i releases its slot, the weights of layer i + PREFETCH_DISTANCE are loaded into it."""
+"""Default number of slots, the buffers for gathered layers. With N slots, layer i + N is loaded into the slot of layer i."""
 
 
 @dataclass(kw_only=True)
@@ -169,7 +169,7 @@ def skips_forwards(environment: Mapping[str, str]) -> bool:
 
 
 def required_values(transport: str) -> Mapping[str, tuple[object, str]]:
-    """Return the value that FlowMLA requires for each field of ServerArgs that it restricts, and the reason."""
+    """Return a dict from each field of ServerArgs that FlowMLA restricts to the required value and the reason."""
     return {**UNSUPPORTED_FIELDS, **(P2P_FIELDS if transport == "p2p" else {})}
 
 

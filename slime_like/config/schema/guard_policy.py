@@ -86,13 +86,13 @@ class GuardSpec:
     ring: int = 1024
     release: bool = False
     profile: str | None = None  # folder for measured memory per op; disables the guard
-    folder: str | None = None  # folder of the rings; None: not shared
+    folder: str | None = None  # folder of the ranks' records of recent ops; None: other processes cannot read them
     name: str = "rank"  # role name, prefix of rank numbers
 
     def policy(self, op: str, group: str) -> MemoryPolicy:
         """Return the policy of ``op`` in ``group``.
 
-        The most specific policy wins: of the op in that group, else of the op, else of the group, else the default.
+        The policy set for the op in that group applies, else that for the op, else that for the group, else the default.
         """
         match = self.default
         for on_group, on_op, candidate in self.overrides:

@@ -98,9 +98,10 @@ def format_value(value: Any) -> str:
 
 
 def unknown(key: str, algo: str | None, our_key: str | None = None, *, in_recipe: bool = False) -> str:
-    """Return the error text for an unknown ``key``: the algorithms or keys that it may refer to.
+    """Return the end of an error message that begins with the unknown ``key``: the algorithms or keys that it may refer to.
 
-    ``our_key`` is this project's key for what another project calls ``key``. With ``in_recipe``, a recipe sets the key.
+    ``algo`` is the run's algorithm, None if it is unknown. ``our_key`` is this project's key for what another project calls
+    ``key``. With ``in_recipe``, a recipe sets the key.
     """
     if algo in ALGORITHMS and key.startswith("algo."):
         algo_keys = known_keys(algo)

@@ -77,16 +77,17 @@ class RankSpec:
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the loss or the reward reads log-probabilities of the reference policy."""
+        """Return whether the loss, the reward or the advantage reads log-probabilities of the reference policy."""
         return any(getattr(self.algo, name, 0.0) > 0 for name in ("kl_loss_coef", "kl_coef"))
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Return whether old log-probabilities need their own forward pass.
 
-        With one step per rollout and no KL in the reward, the update's forward pass suffices.
+        They do for a KL to the reference in the reward or the advantage. Otherwise, the update's forward pass suffices with
+        one step per rollout, and the engine's log-probabilities replace them with ``algo.use_rollout_logprobs``.
         """
-        if getattr(self.algo, "kl_coef", 0.0) > 0:  # KL to the reference in the reward
+        if getattr(self.algo, "kl_coef", 0.0) > 0:  # KL to the reference in the reward or the advantage
             return True
         return self.steps_per_rollout > 1 and not getattr(self.algo, "use_rollout_logprobs", False)
 

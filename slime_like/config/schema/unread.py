@@ -10,7 +10,10 @@ from slime_like.errors import ConfigError
 
 
 def refuse_unread(prefix: str, config: Config, names: Container[str], setting: str, fix: str) -> None:
-    """Raise ``ConfigError`` if one of ``names``, unused under ``setting``, was changed; the message suggests ``fix``."""
+    """Raise ``ConfigError`` if one of the keys ``names``, which ``setting`` leaves unused, differs from its default.
+
+    The message suggests ``fix``.
+    """
     for item in fields(config):
         value = getattr(config, item.name)
         if item.name in names and value != default_of(item):
