@@ -59,11 +59,11 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
     """Return the checked and sealed config of ``argv`` (``key=value`` overrides, slime and Megatron flags).
 
     With ``files=False``, the files that the config names are not read, except user code, so loop.num_epoch does not set
-    loop.num_rollout; call ``check_files`` once the files exist. With ``machine=False``, packages and environment
-    variables of this machine are not checked, because the run is for another machine.
-    With ``code=False``, functions named by an import path are not imported, and the file of ``run.prepare`` may be missing.
-    Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the key, the value and a fix if the
-    config is invalid.
+    loop.num_rollout; call ``check_files`` once the files exist, or this function again if loop.num_epoch is set. With
+    ``machine=False``, packages, environment variables and the file of ``run.prepare`` on this machine are not checked,
+    because the run is for another machine. With ``code=False``, functions named by an import path are not imported, and the
+    file of ``run.prepare`` may be missing. Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the
+    key, the value and a fix if the config is invalid.
     """
     overrides = _sort(argv)
     if {"loop.num_epoch", "loop.num_rollout"} <= set(overrides.values):
@@ -78,7 +78,10 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
 
 
 def unchecked_config(argv: Sequence[str]) -> TrainConfig:
-    """Return the config of ``argv`` without checking rules or sealing it. Raises ``ConfigError`` if composition fails."""
+    """Return the config of ``argv`` without checking rules or sealing it.
+
+    Raises ``ConfigError`` if an argument is malformed, the config cannot be composed or a required key is missing.
+    """
     overrides = _sort(argv)
     return _values(_compose(overrides), overrides.values)
 
@@ -98,7 +101,10 @@ def read_override(text: str) -> tuple[str, Any]:
 
 
 def show(argv: Sequence[str]) -> str:
-    """Return the config tree of ``argv`` as YAML, with ``???`` for missing keys."""
+    """Return the config tree of ``argv`` as YAML, with ``???`` for required keys that are missing.
+
+    Raises ``ConfigError`` if an argument is malformed or the config cannot be composed.
+    """
     return OmegaConf.to_yaml(_compose(_sort(argv)))
 
 
@@ -108,7 +114,7 @@ def to_yaml(cfg: TrainConfig) -> str:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Return the config that a run wrote to ``path``.
+    """Return the checked and sealed config that a run wrote to ``path``. The user's functions that it names are imported.
 
     Raises ``ConfigError`` naming the file if it is unreadable or not valid.
     """
@@ -122,9 +128,10 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
-    """Return the checked and sealed config that ``to_yaml`` wrote. With ``files``, the files that it names are checked too.
+    """Return the checked and sealed config that ``to_yaml`` wrote. The user's functions that it names are imported.
 
-    Raises ``ConfigError`` on an unknown key or a wrong value.
+    Raises ``ConfigError`` if the text is not YAML, has an unknown key or breaks a rule. With ``files``, the files that the
+    config names are checked too, and the errors of ``check_files`` are raised.
     """
     try:
         tree = cast("dict[str, Any]", yaml.safe_load(text))
@@ -136,7 +143,10 @@ def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
 
 
 def saved_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's saved settings with defaults for newer keys, without importing the functions they name."""
+    """Return a run's saved settings with defaults for newer keys, without importing the functions that they name.
+
+    Raises ``ConfigError`` if ``tree`` has no known algo.name, an unknown key or a value of a wrong type. No rule is checked.
+    """
     return cast("dict[str, Any]", OmegaConf.to_container(_with_defaults(tree)))
 
 

@@ -36,11 +36,11 @@ class _Included(NamedTuple):
 
 @contextmanager
 def configs_without(configs: Path, files: Mapping[str, Path | None], keys: Sequence[str]) -> Generator[Path]:
-    """Yield a temporary folder with copies, without ``keys``, of the recipes in ``files``, a result of ``config_files``.
+    """Yield a temporary folder with copies of recipes in which ``keys`` are not set. ``files``: a result of ``config_files``.
 
-    The folder also has the primary config of ``configs``, but no recipe that sets none of ``keys``. Hydra reports a
-    missing recipe. Raises ``ConfigError`` naming a key that no recipe sets, or a file or folder that cannot be read or
-    written.
+    The folder contains the primary config of ``configs`` and a copy of each recipe of ``files`` that sets one of ``keys``.
+    Raises ``ConfigError`` naming a key that no recipe sets (not if a recipe is missing, which Hydra reports), or a file or
+    folder that cannot be read or written.
     """
     files = {name: path for name, path in files.items() if name.startswith(f"{RECIPE}/")}
     copies = {PRIMARY: InputFile(configs / PRIMARY, ConfigError, FIX).text()}
@@ -76,11 +76,11 @@ def configs_without(configs: Path, files: Mapping[str, Path | None], keys: Seque
 
 
 def config_files(folders: Sequence[Path], defaults: Sequence[Any]) -> dict[str, Path | None]:
-    """Return the files of the configs in ``defaults``, and of those that these include, by path.
+    """Return a dict from name to file for the configs in ``defaults`` and those that they include.
 
-    ``defaults`` is a defaults list of Hydra, such as ``[{"recipe": "quickstart"}]``. A config is read from the first of
-    ``folders`` that has it. A path is relative to the folder of configs, such as ``recipe/quickstart``. The file is None if
-    it is missing; a missing optional config is left out. Raises ``ConfigError`` naming a file that cannot be read.
+    ``defaults`` is a defaults list of Hydra, such as ``[{"recipe": "quickstart"}]``. A name is the path without suffix in the
+    folder of configs, such as ``recipe/quickstart``. A config is read from the first of ``folders`` that has it. The file of a
+    missing config is None; a missing optional config is left out. Raises ``ConfigError`` naming a file that cannot be read.
     """
     files: dict[str, Path | None] = {}
     visits: set[_Included] = set()
