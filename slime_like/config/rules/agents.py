@@ -20,9 +20,10 @@ AGENT_SIGNATURE = "async def agent(base_url, api_key, prompt, metadata) -> float
 
 
 def check_agent(config: RolloutConfig) -> None:
-    """Raise ``ConfigError`` if an agent is needed and not given, or if keys of agents are set and none is run.
+    """Raise ``ConfigError`` if ``rollout.generate`` runs an agent and ``rollout.agent`` is missing or not an import path.
 
-    The agent is not imported: ``agent_function`` does that.
+    If ``rollout.generate`` runs no agent, it is an error to set one of ``KEYS``. The agent is not imported:
+    ``agent_function`` does that.
     """
     if config.generate != OPENAI_AGENT:
         setting, fix = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"

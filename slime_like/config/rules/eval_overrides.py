@@ -35,7 +35,7 @@ RANGES = {
 
 
 def check_overrides(config: EvalConfig, reward: RewardConfig) -> None:
-    """Raise ``ConfigError`` on an override with an unknown dataset, an unknown setting or an invalid value."""
+    """Raise ``ConfigError`` on an override with an unknown dataset or setting, or a value that is invalid or has no effect."""
     for name, settings in config.overrides.items():
         key = f"evaluation.overrides.{name}"
         if name not in config.datasets:

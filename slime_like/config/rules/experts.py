@@ -32,7 +32,7 @@ def stage_ranks(cfg: TrainConfig, world: int) -> int:
 
 
 def check_experts(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if settings for experts do not fit the model, for example because it has no experts."""
+    """Raise ``ConfigError`` if settings for experts, or the lack of sequence parallelism, do not fit the model."""
     p, experts = cfg.parallel, model.num_experts
     check_sequence_parallel("parallel.tp", p.tp, cfg, model)
     if not experts:

@@ -18,16 +18,12 @@ PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang", FLASHINFER)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Versions and tools of a machine.
-
-    ``capability`` is None if it is unknown, ``cuda`` if torch is missing or was built without CUDA, and a version if its
-    package is not installed.
-    """
+    """Versions and tools of a machine."""
 
     device: str  # cpu | cuda
-    capability: tuple[int, int] | None
-    cuda: Version | None  # CUDA version of torch's build
-    versions: Mapping[str, Version | None]
+    capability: tuple[int, int] | None  # compute capability of the GPU; None: unknown
+    cuda: Version | None  # CUDA version of torch's build; None: torch is missing or was built without CUDA
+    versions: Mapping[str, Version | None]  # of each of PACKAGES; None: not installed
     nvcc: bool
 
 

@@ -299,9 +299,10 @@ def downloaded_file(key: str, path: Path) -> InputFile:
 
 
 def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
-    """Raise ``CheckpointError`` if the tokenizer is missing, needs code from the folder or lacks a chat template.
+    """Raise ``CheckpointError`` if the tokenizer is missing, needs code from the folder or lacks a needed chat template.
 
-    ``needs_template`` names the setting that requires a chat template. If it is empty, no template is needed.
+    A tokenizer_config.json that is not a JSON object is an error too. ``needs_template`` names the setting that requires a
+    chat template. If it is empty, no template is needed.
     """
     root = Path(folder)
     if not any((root / name).exists() for name in TOKENIZER_FILES):
@@ -319,7 +320,10 @@ def check_tokenizer(key: str, folder: str, *, needs_template: str) -> None:
 
 
 def has_chat_template(key: str, folder: str) -> bool:
-    """Return whether the tokenizer of ``folder`` has a chat template."""
+    """Return whether the tokenizer of ``folder`` has a chat template.
+
+    Raises ``CheckpointError`` naming ``key`` if tokenizer_config.json is not a JSON object.
+    """
     root = Path(folder)
     if (root / "chat_template.jinja").exists() or (root / "chat_template.json").exists():
         return True

@@ -24,7 +24,10 @@ def check_managers(cfg: RolloutConfig) -> None:
 
 
 def engines_setting(cfg: RolloutConfig, max_engines: int) -> str:
-    """Return overrides for as many engines as fit in ``max_engines``, with an equal share for every manager."""
+    """Return overrides for at most ``max_engines`` engines, as many as give every manager an equal share.
+
+    If there would be fewer engines than managers, the overrides set a single manager.
+    """
     if max_engines < cfg.num_managers:
         return f"rollout.num_engines={max_engines} rollout.num_managers=1"
     return f"rollout.num_engines={max_engines // cfg.num_managers * cfg.num_managers}"

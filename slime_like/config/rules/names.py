@@ -32,9 +32,9 @@ def check_names(cfg: TrainConfig) -> None:
 
 
 def check_functions(cfg: TrainConfig) -> None:
-    """Import the user's functions that ``cfg`` names, except ``run.prepare``.
+    """Import the user's functions that ``cfg`` names, except ``run.prepare``, and construct a user's loss and token advantage.
 
-    Raises ``ConfigError`` if one of them cannot be imported or called.
+    Raises ``ConfigError`` if a function cannot be imported or has a wrong signature, or if a construction fails.
     """
     for key, name, table in _open_names(cfg):
         check_function(key, name, table)

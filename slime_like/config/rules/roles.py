@@ -237,7 +237,10 @@ def _check_layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfi
 
 
 def shape_difference(folder: str, other_folder: str) -> str | None:
-    """Return the first key of ``SHAPE`` in which two models differ, with both values; None if they match."""
+    """Return the first key of ``SHAPE`` in which two models differ, with the value in ``other_folder``, then in ``folder``.
+
+    Return None if they match. Raises ``CheckpointError`` if a config.json is missing or damaged.
+    """
     first, second = _decoder_values(folder), _decoder_values(other_folder)
     name = next((name for name in SHAPE if first.get(name) != second.get(name)), None)
     return None if name is None else f"{name} ({second.get(name)} and {first.get(name)})"
@@ -246,7 +249,8 @@ def shape_difference(folder: str, other_folder: str) -> str | None:
 def contradiction(folder: str, other_folder: str) -> str | None:
     """Return the first key of ``SHAPE`` that two models both set, to different values; None if there is none.
 
-    Unlike ``shape_difference``, it ignores keys that one of the files leaves to the model class.
+    Unlike ``shape_difference``, it ignores keys that one of the files leaves to the model class. Raises ``CheckpointError``
+    if a config.json is missing or damaged.
     """
     first, second = _decoder_values(folder), _decoder_values(other_folder)
     return next((name for name in SHAPE if None not in (a := first.get(name), b := second.get(name)) and a != b), None)

@@ -15,7 +15,7 @@ _REQUIRED_VALUES: Mapping[str, tuple[object, str]] = {
     "enable_hierarchical_cache": (False, "keys and values that return from the host's cache lose their experts"),
     "disaggregation_mode": ("null", "the engine that decodes does not know the experts of the prompt"),
 }
-"""Field of SGLang's ``ServerArgs`` -> the required value, its default, and why replies would lack experts with another."""
+"""Field of SGLang's ``ServerArgs`` -> (its default, which is required; reason why replies lack experts with other values)."""
 
 
 def check_routing_replay(cfg: TrainConfig) -> None:
@@ -58,7 +58,7 @@ def check_routing_replay(cfg: TrainConfig) -> None:
 
 
 def check_replayed_model(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if ``model`` has no choice of experts to replay."""
+    """Raise ``ConfigError`` if ``model`` has no experts, or fewer per token than the 2 that ``data.routing`` needs."""
     if not isinstance(cfg.algo, PolicyConfig) or cfg.algo.routing_replay == "off":
         return
     key = f"algo.routing_replay={cfg.algo.routing_replay}"

@@ -13,8 +13,8 @@ from slime_like.errors import CheckpointError
 def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, tp: int) -> None:
     """Raise ``CheckpointError`` if the ``manifest`` of ``source`` does not describe the model in ``folder``.
 
-    ``key`` is the config key that sets ``folder``. The ranks compare values that config.json leaves to the model
-    class.
+    The manifest must also have the padded vocabulary that the tensor parallel size ``tp`` gives. ``key`` is the config key
+    that sets ``folder``. Values that config.json leaves to the model class are not compared here but by the ranks.
     """
     top = read_json(key, Path(folder) / "config.json")
     text = top.get("text_config")  # text part of a multimodal model; its model_type differs from the model's

@@ -18,9 +18,9 @@ def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
 
 
 def without_schedule(cfg: TrainConfig) -> TrainConfig:
-    """Return ``cfg`` without settings that have to fit loop.num_rollout, if loop.num_epoch is set.
+    """Return a copy of ``cfg`` without the settings that have to fit loop.num_rollout; ``cfg`` if loop.num_epoch is not set.
 
-    This is for plans that are made before the rows are counted. No process gets the constant schedule.
+    The copy is for plans that are made before the rows are counted. No process gets its constant schedule.
     """
     if cfg.loop.num_epoch is None:
         return cfg
@@ -36,8 +36,8 @@ def resolve_schedule(
     """Return ``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in optimizer steps.
 
     ``num_steps`` is the number of optimizer steps in the run, computed by ``formula``. ``warmup_key`` is the key that
-    sets the warm-up. Raises ``ConfigError`` if the schedule is longer than the run or leaves no steps for the decay,
-    or if a key is set that this schedule does not read.
+    sets the warm-up. Raises ``ConfigError`` if the schedule is longer than the run or leaves no steps for the decay, if a
+    key is set that this schedule does not read, if two keys set the warm-up, or if optim.min_lr is above optim.lr.
     """
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower optim.min_lr")

@@ -102,7 +102,8 @@ def samples_per_rollout(cfg: TrainConfig) -> int:
 def samples_per_step(cfg: TrainConfig) -> int:
     """Return the number of samples per optimizer step.
 
-    Raises ``ConfigError`` unless prompts * samples per prompt = global batch size * steps per rollout.
+    Raises ``ConfigError`` unless prompts * samples per prompt = global batch size * steps per rollout. If no global batch
+    size is set, the steps per rollout must divide prompts * samples per prompt.
     """
     prompts, per_prompt, steps = cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt, cfg.loop.steps_per_rollout
     total, step = prompts * per_prompt, cfg.loop.global_batch_size
@@ -131,7 +132,8 @@ def samples_per_step(cfg: TrainConfig) -> int:
 def trainer_ranks(cfg: TrainConfig) -> int:
     """Return the number of trainer ranks.
 
-    Raises ``ConfigError`` unless it is a multiple of tp * pp * cp, with a sample per step for every data-parallel rank.
+    Raises ``ConfigError`` unless it is a multiple of tp * pp * cp and of the number of nodes, with a sample per step for
+    every data-parallel rank.
     """
     p, place = cfg.parallel, cfg.placement
     model = p.tp * p.pp * p.cp
@@ -223,7 +225,7 @@ def _check_algorithm(cfg: TrainConfig) -> None:
 
 
 def _check_schema(algo: AlgoConfig, algorithm: str) -> None:
-    """Raise ``ConfigError`` if the schema of ``algorithm`` lacks keys that its loss reads, or sets no advantage for it."""
+    """Raise ``ConfigError`` if the schema of ``algorithm`` lacks keys that its loss reads, or the advantage that a loss needs."""
     schema, default = names.ALGORITHMS[algorithm], ALGORITHMS[algorithm]()
     base = LOSS_SCHEMAS.get(algo.loss, AlgoConfig)
     if not isinstance(algo, base) and algo.loss == default.loss:

@@ -52,7 +52,7 @@ def check_weights(key: str, folder: str) -> int:
 def check_shapes(key: str, model: HfConfig) -> None:
     """Raise ``CheckpointError`` naming ``key`` unless the weights have the vocabulary, width and layers of config.json.
 
-    Every quantised weight must have the scales that config.json declares.
+    Every quantised weight must have the scales that config.json declares. The errors of ``check_weights`` are raised too.
     """
     stored_tensors = {
         name: tensor for header in _headers(key, model.folder).values() for name, tensor in header.items()
@@ -123,8 +123,8 @@ def read_index(key: str, path: Path) -> dict[str, str]:
 def read_header(key: str, path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name.
 
-    Raises ``CheckpointError`` naming ``key`` and the file unless every tensor has the size of its dtype and shape, and
-    the tensors fill the file.
+    Raises ``CheckpointError`` naming ``key`` and the file unless every tensor has the size of its dtype and shape, and the
+    tensors fill the file, or if the header cannot be read or has a name of an unsupported quantised format.
     """
     file = downloaded_file(key, path)
     file.check_regular()
