@@ -48,7 +48,7 @@ class GroupedMLP(SequentialMLP):
 
 
 def weights_of(linears: Sequence[Any]) -> list[Tensor]:
-    """Return the weights of ``linears``, after waiting for overlap_param_gather to gather them."""
+    """Return the weights of ``linears`` after ``wait_for_weights``, which is a collective."""
     for linear in linears:
         wait_for_weights(linear)
     return [linear.weight for linear in linears]

@@ -174,8 +174,8 @@ def write_hf(
     Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8
     weights are converted to the dtype of the export, which is not quantised. Every pipeline stage writes its own files,
     of at most ``max_bytes`` or one tensor, into a temporary folder, which then replaces ``folder``.
-    Collective. Raises ``CheckpointError`` on every rank if one rank failed, after removing the temporary folder, or if
-    ``folder`` exists and is the source's folder or contains no config.json. ``folder`` is then unchanged.
+    Collective. Raises ``CheckpointError`` on every rank if one rank failed (the temporary folder is then removed), or if
+    ``folder`` exists and either is the source's folder or contains no config.json. After an error, ``folder`` is unchanged.
     """
     scratch = folder.with_name(folder.name + SCRATCH)
 

@@ -2,7 +2,7 @@
 
 Without a GPU the global ``torch`` of every ``megatron.core`` module is replaced by ``cpu_torch``. Other libraries use the
 real ``torch``, in which ``Tensor.cuda`` returns the CPU tensor and optimizers do not import torch._dynamo
-(``cpu_patches.without_dynamo``). ``building_optimizer`` changes ``Tensor.type`` for a while.
+(``cpu_patches.without_dynamo``). Within the context ``building_optimizer``, ``Tensor.type`` returns CUDA types.
 """
 
 from __future__ import annotations

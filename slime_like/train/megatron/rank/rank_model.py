@@ -134,7 +134,10 @@ class RankModel:
         )
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Take a snapshot and start to write ``folder/iter_<iteration>``; training may continue."""
+        """Take a snapshot and start to write ``folder/iter_<iteration>``; training may continue.
+
+        Raises ``CheckpointError`` as ``save.begin_save`` does. No save may be pending.
+        """
         assert self._pending_save is None, "a save is pending: call finish_save first"
         with install.phase("save"):
             self._pending_save = begin_save(self.state(), folder, iteration, self.version)

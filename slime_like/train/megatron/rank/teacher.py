@@ -35,7 +35,8 @@ class RankTeacher:
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         """Return log-probabilities of trained tokens at the sampling temperature, and metrics.
 
-        The log-probabilities are None except on the reporter of each shard.
+        The log-probabilities are None except on the reporter of each shard. Raises ``DataError`` on a token id outside the
+        teacher's vocabulary.
         """
         with install.phase("score"):
             columns, metrics = self._score(steps)

@@ -42,7 +42,7 @@ class RankTrainer(RankModel):
     """
 
     def __init__(self, spec: RankSpec, rank_info: RankInfo) -> None:
-        """Load the weights of the policy, and those of the reference and teacher if it swaps them in; build the optimizer.
+        """Load the weights of the policy, and of the reference and teacher that this rank swaps in; build the optimizer.
 
         Raises ``ConfigError`` on an unsupported layout or model, ``CheckpointError`` on an unusable checkpoint.
         """
@@ -310,5 +310,5 @@ class RankTrainer(RankModel):
 
     @install.phase("export")
     def export_hf(self, folder: Path) -> None:
-        """Write an HF folder that transformers and SGLang load."""
+        """Write an HF folder that transformers and SGLang load. Raises ``CheckpointError`` as ``write_hf`` does."""
         write_hf(self.hf_export, self.folder, folder, self.rank_info)
