@@ -22,7 +22,7 @@ class RangeRule(Protocol):
 
 
 class GatedDeltaRule(Protocol):
-    """Gated delta rule over packed sequences. Axes: T packed tokens, N sequences, H key heads, HV value heads, K, V head sizes.
+    """Gated delta rule over packed sequences. Axes: T rows, N sequences, H key heads, HV value heads, K, V head sizes.
 
     ``cu_seqlens`` [N+1] holds the starts of the sequences and the end of the last one, on the device of the data;
     ``cu_seqlens_cpu`` holds the same numbers on the host, so that no call waits for the device. Sequences may be empty. Rows
@@ -78,14 +78,16 @@ class GDNBackend(GatedDeltaRule, Protocol):
         """Apply a depthwise causal convolution over time to each sequence, then ``activation`` (silu or None).
 
         ``x`` is [1, T, D]; the last column of ``weight`` [D, W] multiplies the current token. ``halo`` [N, W-1, D] holds the
-        inputs before each sequence, oldest first (zero by default). Return [1, T, D]; all three arguments get gradients.
+        inputs before each sequence, oldest first (zero by default). Return [1, T, D], differentiable with respect to ``x``,
+        ``weight`` and ``halo``.
         """
         ...
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """Return the backend's own rule for a stream that is split over the ranks of ``group``; None selects ``state_passing``.
+        """Return the backend's own rule for a stream that is split over the ranks of ``group``.
 
-        ``cu_seqlens`` are the bounds of the entire stream, whose P tokens are split evenly over the ranks.
-        ``ranges.range_of`` calls this method once per micro-batch, for all layers.
+        ``cu_seqlens`` are the bounds of the entire stream, whose P tokens are split evenly over the ranks. If the result is
+        None, ``state_passing`` exchanges the states between calls of ``chunk_rule``. ``ranges.range_of`` calls this method
+        only if a border between ranks cuts a sequence, and caches the result for all layers.
         """
         ...

@@ -33,7 +33,8 @@ def causal_conv(
 ) -> Tensor:
     """Convolve as ``backend.GDNBackend.causal_conv`` describes. 16-bit inputs are accumulated in float32.
 
-    Raises ``ValueError`` if the activation is not supported or the shapes do not fit.
+    Raises ``ValueError`` if the activation is not supported, the shapes of ``x`` and ``weight`` do not fit, or
+    ``packing.lengths`` rejects the bounds.
     """
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r} is not silu or None")

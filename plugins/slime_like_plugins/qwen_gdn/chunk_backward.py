@@ -1,6 +1,6 @@
 """Hand-written backward of ``chunk_forward``; autograd would save every intermediate tensor of every chunk.
 
-With dS' the gradient of the state after a chunk and the names of ``chunk_forward``::
+With the names of ``chunk_forward``, y = beta (v - exp(gamma) k S), and dS' the gradient of the state after a chunk::
 
     dv' = P^T do + exp(gamma_C - gamma) k dS'       dy = (I + L)^-T dv'       dv = beta dy
     dS  = exp(gamma_C) dS' + k^T (-exp(gamma) dv) + q^T (exp(gamma) do)
@@ -22,7 +22,7 @@ from slime_like_plugins.qwen_gdn.packing import ChunkOrder
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients of ``ChunkInputs`` and of the initial states."""
+    """Gradients of ``ChunkInputs`` and of the initial states. That of ``gamma`` includes those of ``decay`` and ``to_end``."""
 
     keys: Tensor  # [M, H, 2C, K] of the keys of norm 1 and the scaled queries
     v: Tensor  # [M, HV, C, V]
@@ -45,7 +45,8 @@ def backward(
 ) -> Gradients:
     """Return the gradients of the inputs.
 
-    ``dout`` [M, HV, C, V] is the gradient of the output, ``dfinal`` [N, HV, K, V] that of the final states.
+    ``dout`` [M, HV, C, V] is the gradient of the output, ``dfinal`` [N, HV, K, V] that of the final states. ``dfinal`` and
+    the result's ``state`` are in the order of ``order.sequences``.
     """
     grads = Gradients(
         keys=torch.empty_like(x.keys),
@@ -102,7 +103,7 @@ def _reverse_scan(
 
 
 def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, grads: Gradients, chunks: slice) -> None:
-    """Fill ``grads`` with the terms outside the recurrence, for an entire block in one batch."""
+    """Write the gradients of a block's ``chunks`` to ``grads`` in one batch, from the results of the reverse recurrence."""
     m, heads, chunk, _ = dout.shape
     keys = grouped(x.keys[chunks], x)
     beta, to_end = x.beta[chunks], x.to_end[chunks]

@@ -7,7 +7,7 @@ and S the state before the chunk (the WY form of Yang et al., "Parallelizing Lin
     o  = exp(gamma) q S + tril(exp(gamma_i - gamma_j) q_i.k_j) v'
     S' = exp(gamma_C) S + k^T exp(gamma_C - gamma) v'
 
-One solve for v' replaces the two solves (u and w) of the usual form, which halves the tensors saved for backward.
+One solve for v' replaces the two solves (u and w) of the usual form, so that neither u nor w is saved for backward.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class Result:
 
 
 def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrder, scale: float) -> ChunkInputs:
-    """Return q, k [T, H, K], v [T, HV, V], g and beta [T, HV] in chunks. Gaps neither decay the state nor write to it."""
+    """Return q, k [T, H, K], v [T, HV, V], g and beta [T, HV] in chunks.
+
+    Positions without a row (``ChunkOrder.gaps``) neither decay the state nor write to it.
+    """
     q, k, v, g, beta = rows
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     count, chunk = order.num_chunks, order.chunk

@@ -1,6 +1,6 @@
 """Backend ``fla``: flash-linear-attention's Triton kernels, the default on a GPU.
 
-Create the backend only after ``select`` has validated the machine: it imports fla-core and triton.
+Create ``FlaGDN`` only after ``select`` has validated the machine: the constructor imports fla-core and triton.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class FlaGDN:
     """``chunk_gated_delta_rule`` and ``causal_conv1d`` of fla-core, without dispatch to FlashQLA.
 
     fla dispatches each call to any installed package that accepts it. With flash-qla installed, it would dispatch to FlashQLA
-    on Hopper and Blackwell, so ``FLASH_QLA_SWITCH`` is set to 0.
+    on Hopper and Blackwell, so the constructor sets the environment variable FLA_FLASH_QLA to 0 in this process. It raises
+    ``ConfigError`` if fla would still dispatch to another package.
     """
 
     name = "fla"

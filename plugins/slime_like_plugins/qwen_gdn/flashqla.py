@@ -1,7 +1,7 @@
 """Backend ``flashqla``: FlashQLA's fused TileLang kernels for Hopper and Blackwell, called directly.
 
-Create the backend only after ``select`` has validated the machine: ``flash_qla`` compiles for the machine's GPU at import,
-and raises an error if there is no GPU.
+Create ``FlashQLAGDN`` only after ``select`` has validated the machine: the constructor imports ``flash_qla``, which compiles
+for the machine's GPU at import and raises an error if there is no GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FlashQLAGDN(FlaGDN):
         return {"auto_cp": self._auto_cp}
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> RangeRule | None:
-        """Return None, which selects ``state_passing``.
+        """Return None, so that ``state_passing`` exchanges the states.
 
         FlashQLA's own context parallelism is not exported, and its gradients cannot be tested without GPUs.
         """

@@ -20,10 +20,10 @@ FLOAT64_BACKEND = TorchGDN()
 
 
 def delta_net(model: nn.Module, stack: ExitStack) -> int:
-    """Make every layer compute its convolution, decay and delta rule in float64, exact to 1e-12.
+    """Make every Gated DeltaNet layer compute its convolution, decay and delta rule in float64 with the torch backend.
 
-    They are computed by the torch backend. Projections, norm and gate are unchanged. Return the number of layers;
-    closing ``stack`` restores them.
+    The error is about 1e-12 before the result is rounded to the layer's dtype. Projections, norm and gate are unchanged.
+    Return the number of layers; closing ``stack`` restores them.
     """
     layers = [module for module in model.modules() if isinstance(module, GatedDeltaNetLayer)]
     for layer in layers:

@@ -2,7 +2,7 @@
 
 As in DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509) and megatron-core's GatedDeltaNet, an all-to-all exchanges tokens
 for heads, and another one reverses it. The output gate is not exchanged, because the rule does not read it; megatron
-exchanges it, which increases the traffic by half.
+exchanges it too, which makes the first exchange larger by half in Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_r
 
 
 class HeadWise:
-    """``Mixing`` for numbers of heads that are divisible by the size of ``group``; a single rank needs no all-to-all.
+    """``Mixing`` for head counts that the size of ``group`` divides. A group of one rank needs no all-to-all.
 
     A call is a collective over ``group``.
     """
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
-        del hidden  # tokens are projected in attention's layout
+        del hidden  # read by ``StatePassing`` only
         self.backend = backend
         self.group = group
         self.size: int = group.size()
@@ -52,7 +52,7 @@ class HeadWise:
         return hidden
 
     def _to_heads(self, inputs: DeltaInputs, packed: PackedRows) -> DeltaInputs:
-        """Exchange this rank's tokens with all heads for all tokens, in sequence order, with a share of the heads.
+        """Send all heads of this rank's tokens; return this rank's share of the heads of all P tokens, in sequence order.
 
         Collective.
         """

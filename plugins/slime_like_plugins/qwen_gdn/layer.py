@@ -106,7 +106,7 @@ def _heads(config: TransformerConfig, tp: int) -> MixingHeads:
 
 
 def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return a float32 copy of ``parameter`` with megatron's tensor parallel attributes."""
+    """Return a float32 ``Parameter`` with the values of ``parameter`` and megatron's tensor parallel attributes."""
     wide = torch.nn.Parameter(parameter.detach().float())
     for name in ("tensor_model_parallel", "partition_dim"):
         setattr(wide, name, getattr(parameter, name))

@@ -32,7 +32,7 @@ class MixingHeads:
         return self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim
 
     def shared_by(self, ranks: int) -> MixingHeads:
-        """Return the heads of each rank when these heads are split over ``ranks`` ranks."""
+        """Return the heads of each rank when these heads are split over ``ranks`` ranks, which must divide both counts."""
         return MixingHeads(self.keys // ranks, self.values // ranks, self.key_dim, self.value_dim)
 
 
@@ -74,7 +74,10 @@ class Mixing(Protocol):
         ...
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Return the hidden states [L, 1, hidden] of the tokens that this rank projects, from those in attention's layout."""
+        """Return the hidden states [L, 1, hidden] of the tokens that this rank projects.
+
+        ``hidden`` [L, 1, hidden] holds those of the rank's tokens in attention, which ``layout.zigzag`` selects.
+        """
         ...
 
     def leave(self, hidden: Tensor, packed: PackedRows) -> Tensor:

@@ -73,7 +73,7 @@ class ChunkOrder:
 def lengths(cu_seqlens_cpu: Tensor, num_rows: int) -> tuple[int, ...]:
     """Return the length of each sequence.
 
-    Raises ``ValueError`` unless the bounds are on the host, start at 0, never decrease and end within the rows.
+    Raises ``ValueError`` unless the bounds are a vector on the host that starts at 0, never decreases and ends within the rows.
     """
     if cu_seqlens_cpu.device.type != "cpu" or cu_seqlens_cpu.dim() != 1 or cu_seqlens_cpu.numel() < 1:
         raise ValueError(f"cu_seqlens_cpu must be a vector [N+1] on the host, not {cu_seqlens_cpu!r}")

@@ -1,4 +1,4 @@
-"""One rank's range of the packed stream, on the device; built once per micro-batch and cached for all layers."""
+"""One rank's range of the packed stream (``model.stream``), on the device; built once per micro-batch for all layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend, RangeRule
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds I32 [N + 1] of N pieces of sequences, on the host and on the device of the data."""
+    """Bounds I32 [N + 1], on the host and on the device of the data, of N sequences or parts of sequences within a range."""
 
     host: Tensor
     device: Tensor
 
     @classmethod
     def of(cls, edges: Sequence[int], device: torch.device) -> Bounds:
-        """Return bounds, copied to the device only here: kernels cache derived values by the identity of the tensor."""
+        """Return ``edges`` as bounds.
+
+        They are copied to the device only here, because kernels cache derived values by the identity of the tensor.
+        """
         host = torch.tensor(edges, dtype=torch.int32)
         return cls(host, host.to(device, non_blocking=True))
 
@@ -43,12 +46,12 @@ class Range:
     all_but_last: Bounds
     last_piece: Bounds
     first_piece: Bounds
-    rule: RangeRule | None  # the backend's own rule, if a border between ranks cuts a sequence
+    rule: RangeRule | None  # the backend's own rule; None if it has none, or if no border between ranks cuts a sequence
 
     def to_stream(self, rows: Tensor) -> Tensor:
-        """Exchange this rank's tokens [L, ...] in attention's layout for those of its range, in stream order.
+        """Send the ``rows`` [L, ...] of the rank's tokens in attention; return those of the tokens of its range, in order.
 
-        Collective.
+        In attention, a rank has two chunks of every sequence (``layout.zigzag``). Collective over the context parallel group.
         """
         return all_to_all(self.group, rows, list(self.part.receive), list(self.part.send)).index_select(0, self.order)
 
@@ -60,7 +63,7 @@ class Range:
     def gather(self, local: Tensor) -> Tensor:
         """Return ``local`` [...] of all ranks, stacked by rank [cp, ...].
 
-        Backward sums the gradients of all ranks. Collective.
+        Backward sums the gradients of all ranks. Collective in both passes.
         """
         return gather_from_sequence_parallel_region(local[None], group=self.group)
 

@@ -17,7 +17,10 @@ from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
 
 def layer_spec(config: TransformerConfig, model: ModelConfig, rank_info: RankInfo) -> ModuleSpec:
-    """Return the spec of a layer of the hybrid stack. Raises ``ConfigError`` if the backend cannot run here."""
+    """Return the spec of a layer of the hybrid stack.
+
+    Raises ``ConfigError`` if the backend cannot run here, or if ``cp_mode=head`` and tp * cp does not divide the heads.
+    """
     sizes: Any = config  # megatron declares them optional
     shape = GDNShape(
         key_heads=sizes.linear_num_key_heads,

@@ -5,12 +5,13 @@ range that starts from a zero state, the outputs from any state ``S`` are ``o_t 
 range from a zero state. If the first piece continues an earlier rank's sequence, the rank runs that piece a second time, from
 the identity and with zero values: the outputs are the rows ``q_t A_t ... A_1``, and the final state is the product ``A``. An
 all-gather of (S, A) then gives every rank its initial state. A kernel only has to take an initial state and return the final
-one. The data exchanged per layer does not grow with the length of the sequences: H * K * (K + V) numbers, and the W - 1
-previous tokens for a convolution of width W.
+one. The data that each rank sends per layer does not grow with the length of the sequences: Hv * K * (K + V) numbers, and the
+W - 1 last tokens of its range for a convolution of width W.
 
-Moving tokens between attention's layout and the ranges takes traffic that does grow with the length. Hidden states
-usually have fewer channels than the projected tensors and the output together (a third in Qwen3-Next). If so, the hidden
-states are moved instead, before the projections, unless sequence parallelism splits them.
+In attention, a rank has other tokens: two chunks of each sequence (``layout.zigzag``). Moving tokens to the ranges and back
+takes traffic that does grow with the length. Moving the hidden states, before the first projection and after the second,
+usually takes less (a third in Qwen3-Next) than moving the projected tensors and the output of the rule. If so, the hidden
+states are moved, unless sequence parallelism splits them.
 
 Linearity of the recurrence: S. Yang, J. Kautz, A. Hatamizadeh, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
 
@@ -34,7 +35,8 @@ from slime_like_plugins.qwen_gdn.ranges import Bounds, Range, range_of
 class StatePassing:
     """``Mixing`` for any number of heads: each rank computes all of its heads over its range of the stream.
 
-    ``hidden``: number of channels of the layer's input; 0 if sequence parallelism splits it.
+    ``hidden``: number of channels of the layer's input; 0 if sequence parallelism splits it. A call, ``enter`` and ``leave``
+    may be collectives over ``group``; every rank must make them.
     """
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
@@ -68,9 +70,9 @@ class StatePassing:
 
 
 def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, local_range: Range, activation: str) -> Tensor:
-    """Return this rank's range [L, D] of the convolution over the entire stream, of which ``x_LD`` is the rank's range.
+    """Return the convolution [L, D] at the tokens of this rank's range; ``x_LD`` is its input at these tokens.
 
-    Collective over the context parallel ranks if a border between ranks cuts a sequence.
+    Collective over the context parallel ranks if W > 1 and a border between ranks cuts a sequence.
     """
     part, history = local_range.part, weight_DW.shape[1] - 1
     if not part.is_cut or history == 0:

@@ -17,7 +17,7 @@ from slime_like_plugins.qwen_gdn.packing import ChunkOrder, chunk_order
 
 CHUNK = 32
 SMALL_CHUNKS = ((32, 16),)
-"""(maximum sequence length, chunk): with a smaller chunk, a short sequence's only chunk has less padding."""
+"""(maximum length of the longest sequence, chunk): a smaller chunk leaves less padding in the last chunk of each sequence."""
 
 
 class TorchGDN:
@@ -43,7 +43,7 @@ class TorchGDN:
     ) -> tuple[Tensor, Tensor | None]:
         """Apply the rule as ``backend.GDNBackend.chunk_rule`` describes.
 
-        Raises ``ValueError`` if the shapes do not fit.
+        Raises ``ValueError`` if the shapes do not fit or ``packing.lengths`` rejects the bounds.
         """
         del cu_seqlens  # the copy on the host is sufficient
         _check_shapes(q, k, v, g, beta)
@@ -68,7 +68,7 @@ class TorchGDN:
         return causal_conv.causal_conv(x, weight, cu_seqlens_cpu=cu_seqlens_cpu, activation=activation, halo=halo)
 
     def range_rule(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, group: Any) -> None:
-        """Return None, which selects ``state_passing``."""
+        """Return None, so that ``state_passing`` exchanges the states."""
 
     def kernels(self) -> str:
         """Return the version of torch and a description of the algorithm."""
