@@ -291,7 +291,10 @@ def filler(shortest: SequenceColumns) -> SequenceColumns:
 
 
 def pack_columns(columns: Sequence[SequenceColumns], token_weights: Sequence[float]) -> PackedBatch:
-    """Return one packed micro-batch; ``token_weights[i]`` is the weight of the trained tokens of sequence i."""
+    """Return one packed micro-batch; ``token_weights[i]`` is the weight of each trained token of sequence i.
+
+    Raises ``EngineError`` unless all sequences have the same extras, with one entry per token.
+    """
     samples = [c.sample for c in columns]
     lengths = np.array([len(s.token_ids) for s in samples], dtype=np.int64)
     trained = np.concatenate([c.trained for c in columns])

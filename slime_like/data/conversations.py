@@ -21,7 +21,7 @@ from slime_like.types import I32
 
 HEADER, THINK, END = "<|im_start|>assistant\n", "<think>\n", "<|im_end|>"
 PLACEHOLDER = "PLACEHOLDER"
-type Ranges = list[tuple[int, int]]
+type Ranges = list[tuple[int, int]]  # (start, stop) characters of a text whose tokens are trained on
 
 
 def is_conversation(messages: Sequence[Message]) -> bool:
@@ -90,7 +90,7 @@ class Conversations:
     def _frame(self) -> tuple[int, str]:
         """Return the number of characters that the template writes before the first turn, and its generation prompt.
 
-        Raises ``ConfigError`` if the template omits a message.
+        Raises ``ConfigError`` if the template omits a message, ``DataError`` if it refuses one.
         """
         user_turn = {"role": "user", "content": PLACEHOLDER}
         two_turns = self._render([user_turn, user_turn], "data.conversation=turns")

@@ -97,7 +97,7 @@ class Demonstrations:
 
 
 def _spans(row: MaskedTokens) -> Iterator[Span]:
-    """Yield a row's spans: trained ranges as MODEL, an untrained range at the start as PROMPT, the others as TOOL."""
+    """Yield a row's spans: trained tokens as MODEL, untrained tokens at the start as PROMPT, other untrained tokens as TOOL."""
     edges = [0, *(np.flatnonzero(np.diff(row.trained)) + 1).tolist(), len(row.trained)]
     for start, stop in pairwise(edges):
         if row.trained[start]:

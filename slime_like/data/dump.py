@@ -96,7 +96,7 @@ def rollout_path(folder: Path, rollout_id: int) -> Path:
 
 
 def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
-    """Write ``groups`` to ``path`` atomically."""
+    """Write ``groups`` to ``path`` atomically, as ``write_columns`` does."""
     samples = [sample for group in groups for sample in group.samples]
     header = {"format": FORMAT, "groups": [_group_header(group) for group in groups]}
     columns = {
@@ -111,7 +111,10 @@ def save_groups(path: Path, groups: Sequence[SampleGroup]) -> None:
 
 
 def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
-    """Write arrays and their digest to ``path`` atomically."""
+    """Write arrays and their digest to ``path`` atomically, without waiting for the disk.
+
+    Raises ``OSError`` if the file cannot be written.
+    """
     with replacing(path) as scratch, scratch.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **columns, **{DIGEST: np.array(digest(columns))})
 
@@ -161,7 +164,7 @@ def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
 
 
 def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence[int]) -> list[Any]:
-    """Split column ``name`` into pieces of ``lengths``.
+    """Split column ``name`` into arrays of ``lengths``.
 
     Raises ``ValueError`` if its dtype or size is wrong, or if it contains a negative token id.
     """

@@ -1,4 +1,4 @@
-"""faults.jsonl of a run: injected faults, and the losses and recoveries of engines and of the reward server."""
+"""faults.jsonl of a run: injected faults, losses and recoveries of engines, and injected outages of the reward server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Record of a lost engine or an unreachable reward server. Times are unix seconds, or 0 before the event."""
+    """Record of a lost engine or an injected outage of the reward server. Times are unix seconds, or 0 before the event."""
 
     engine: str  # its name, or REWARD_SERVER
     cause: str
@@ -75,8 +75,8 @@ def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
     """Return the injected faults and the recoveries of a run, before and after resumes; empty if the run has no file.
 
-    A loss has a record from when it was noticed and another one from when it was resolved; the newest one is returned.
-    Raises ``DataError`` naming the line if a line cannot be read.
+    A loss has a record for each rollout in which it was noticed or changed; the newest one is returned. Raises ``DataError``
+    if the file cannot be read, or naming the line that is not a record.
     """
     injections: list[InjectedFault] = []
     recoveries: list[Recovery] = []
@@ -129,7 +129,7 @@ def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]
 
 
 def _merge_records(recoveries: Sequence[Recovery]) -> Recovery:
-    """Merge the records of one loss. The reward server has one from each rollout manager whose requests failed."""
+    """Merge the records of one loss. An outage of the reward server has one from each rollout manager with failed requests."""
     is_up = all(recovery.up for recovery in recoveries)
     return replace(
         min(recoveries, key=lambda recovery: recovery.noticed),

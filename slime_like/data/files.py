@@ -65,7 +65,10 @@ class DataFile:
         return cls(path, start, stop, num_rows)
 
     def rows(self) -> Iterator[RawRow]:
-        """Yield the selected rows in file order. Lines of a jsonl file outside the slice are not parsed."""
+        """Yield the selected rows in file order. Lines of a jsonl file outside the slice are not parsed.
+
+        Raises ``DataError`` if a parquet file cannot be read.
+        """
         return self._jsonl() if self.path.suffix == ".jsonl" else self._parquet()
 
     def _jsonl(self) -> Iterator[RawRow]:

@@ -32,7 +32,7 @@ class OverlongPenalty:
         return self.factor * min(max(num_over / self.buffer_len, 0.0), 1.0)
 
     def penalise(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Return the groups with penalised scores; accuracies are unchanged."""
+        """Return the groups with penalised scores. Accuracies are unchanged, as are failed, aborted and unscored samples."""
         return [replace(group, samples=tuple(self._penalise(sample) for sample in group.samples)) for group in groups]
 
     def metrics(self, groups: Sequence[SampleGroup]) -> list[Metric]:

@@ -113,7 +113,7 @@ class RowReader:
             raise BadRow(str(error)) from error
 
     def _text(self, prompt: object, tools: list[object] | None) -> tuple[str, tuple[Message, ...]]:
-        """Return the prompt's text and the row's messages; there are none if a string is used without a template.
+        """Return the prompt's text and the row's messages, which are empty if the prompt is a string used without a template.
 
         If the messages are a demonstration, the text ends before the first assistant turn. Raises ``BadRow`` if the
         messages are invalid or the template rejects them, ``ConfigError`` if there is no template.

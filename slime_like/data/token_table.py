@@ -120,7 +120,7 @@ def with_advantages(table: TokenTable, new_advantages: Mapping[int, F32]) -> Tok
 
 
 def save_table(path: Path, table: TokenTable) -> None:
-    """Write ``table`` to ``path`` atomically."""
+    """Write ``table`` to ``path`` atomically. Raises ``OSError`` if the file cannot be written."""
     columns = {item.name: np.asarray(getattr(table, item.name)) for item in fields(table)} | {
         "format": np.array(FORMAT)
     }

@@ -102,7 +102,10 @@ class PlainTokenizer:
         return_attention_mask: bool = False,
         return_offsets_mapping: bool = False,
     ) -> dict[str, list[Any]]:
-        """Return ``{"input_ids": one list per text}``, and with ``return_offsets_mapping`` each token's position in its text."""
+        """Return ``{"input_ids": one list per text}``.
+
+        With ``return_offsets_mapping``, ``offset_mapping`` has a list of (start, stop) characters of tokens per text.
+        """
         del return_attention_mask
         encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         offsets = {"offset_mapping": [encoding.offsets for encoding in encodings]} if return_offsets_mapping else {}
