@@ -13,7 +13,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; survives execve
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Exec ``command``, or exit if ``parent`` has already ended. Raises ``OSError`` if prctl fails."""
+    """Replace this process by ``command``, or exit if ``parent`` has already ended. Raises ``OSError`` if prctl or exec fails.
+
+    ``command[0]`` is the path of the executable; it is not searched on PATH.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() == parent:

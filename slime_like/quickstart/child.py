@@ -31,8 +31,8 @@ BOUND = Path(__file__).with_name("bound.py")
 def run_child(name: str, command: Sequence[str], deadline: Deadline) -> int:
     """Run ``command`` and return its exit code; messages call it ``name``.
 
-    Raises ``KeyboardInterrupt`` on Ctrl-C or SIGTERM, and ``DeadlineExceeded`` if ``deadline`` passes, both once the child
-    has ended. If this process is killed, the child is killed too.
+    Raises ``KeyboardInterrupt`` on Ctrl-C or SIGTERM (in the main thread only), and ``DeadlineExceeded`` if ``deadline``
+    passes, both once the child has ended. If this process is killed, the child is killed too.
     """
     signals: list[str] = []
     with _record_signals(name, signals):

@@ -66,7 +66,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape of the model. Part of the cache key."""
+    """Shape of the model. It is part of the stamp of the quickstart's files, which are rewritten if a value changes."""
 
     model_type: str = "qwen3"
     hidden_size: int = 128

@@ -79,7 +79,8 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
 
     Each folder has a stamp of the specs and sources of its files, and is rewritten when a spec or source changes. Raises
     ``ConfigError`` as ``check_folders`` does, and for a folder of an outdated warm start in which the user has files;
-    ``WorkerError`` if the warm start fails.
+    ``WorkerError`` if the warm start fails; ``DeadlineExceeded`` if the warm start, or another quickstart that prepares the
+    same files, takes longer than ``WARM_START_DEADLINE_S``.
     """
     check_folders(cfg)
     assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
@@ -137,7 +138,10 @@ def _is_users_warm_start(cfg: TrainConfig, folder: Path) -> bool:
 
 @contextmanager
 def _exclusive(folder: Path) -> Generator[None]:
-    """Hold a lock in ``folder``, because quickstarts that run at the same time share its files."""
+    """Hold a lock in ``folder``, because quickstarts that run at the same time share its files.
+
+    Raises ``DeadlineExceeded`` if another process holds it for longer than ``WARM_START_DEADLINE_S``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = Deadline("quickstart", "prepare", WARM_START_DEADLINE_S)
     with exclusive(folder / ".quickstart.lock", deadline, "another quickstart that prepares the same files"):

@@ -1,8 +1,8 @@
 """Data of the tool job: sums that the model cannot compute, and demonstrations that mostly guess the answer.
 
-``475+386=`` is ``861``. Three of four demonstrations answer ``475``, the first number. One of four calls the calculator of
-``examples.calculator``, and further demonstrations show how to repeat its result. A model trained on them can call the
-calculator and mostly does not. A reward of 0 or 1 is enough to make it call the calculator every time.
+``475+386=`` is ``861``. Of the demonstrations of a first turn, three quarters answer ``475``, the first number, and a quarter
+call the calculator of ``examples.calculator``. Further demonstrations show how to repeat its result. A model trained on them
+can call the calculator and mostly does not. A reward of 0 or 1 is enough to make it call the calculator every time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOKENS = ("<calc>", "</calc>", "<result>", "</result>")
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """Sizes and probabilities of the data. Part of the cache key: the files are rewritten if a value changes."""
+    """Sizes and probabilities of the data. They are part of the files' stamp: the files are rewritten if a value changes."""
 
     num_train: int = 4000
     num_heldout: int = 300
