@@ -103,7 +103,7 @@ def newest(recoveries: Sequence[Recovery]) -> list[Recovery]:
 
 
 def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> list[Outcome]:
-    """Return the result of each injected fault, then losses that no injected fault explains."""
+    """Return an outcome for each injected fault, then one for each loss that no injected fault explains."""
     unmatched_recoveries = list(recoveries)
     results: list[Outcome] = []
     for index, injection in enumerate(injections):
@@ -159,7 +159,7 @@ def _describe_recovery(recovery: Recovery, since: float) -> str:
 
 
 def _no_loss(injection: InjectedFault, recoveries: Sequence[Recovery], next_time: float) -> str:
-    """Explain why a fault caused no engine loss before ``next_time``, the time of the target's next fault."""
+    """Return the reason why no loss was recorded for a fault before ``next_time``, the time of the target's next fault."""
     if injection.fault.partition(":")[0] in FATAL:
         return "ends the run; the same command resumes it"
     if injection.fault.partition(":")[0] in REWARDS:

@@ -250,7 +250,10 @@ def _chosen(overrides: _Overrides) -> list[dict[str, str | list[str]]]:
 
 
 def _names(key: str, text: str) -> str | list[str]:
-    """Return the name or the list of names in ``text``, the value of ``key``, a config group."""
+    """Return the name or, for recipes, the list of names in ``text``, the value of the config group ``key``.
+
+    Raises ``ConfigError`` on any other value.
+    """
     try:
         override = _parser().parse_override(f"{key}={text}")
         value: Any = None if override.is_sweep_override() else override.value()

@@ -150,7 +150,8 @@ def read_hf_config(key: str, folder: str) -> HfConfig:
 def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
     """Parse ``values``, the content of the config.json of ``folder``. The folder need not exist.
 
-    Raises ``CheckpointError`` naming ``key`` if the values do not describe a model, or describe a sliding window.
+    Quantisation is not parsed: ``float8`` is None. Raises ``CheckpointError`` naming ``key`` if the values do not describe a
+    model, or describe a sliding window.
     """
     file = downloaded_file(key, Path(folder) / "config.json")
     top = file.typed(values, ModelFields)
