@@ -18,11 +18,11 @@ SECOND = range(5, 10)
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticSpec:
-    """Sizes and probabilities of the data. Part of the cache key: the files are rewritten if a value changes."""
+    """Sizes and probabilities of the data. They are part of the files' stamp: the files are rewritten if a value changes."""
 
     num_heldout: int = 300
     demonstrations_per_problem: int = 10
-    careless: float = 0.7  # share of demonstrations that forget the carry
+    careless: float = 0.7  # probability that a demonstration forgets the carry, if there is one
     seed: int = 1
 
     def write(self, folder: Path) -> None:
