@@ -1,7 +1,7 @@
 """Installation of runtime hooks into SGLang. Each hook is verified to be in place; a missing hook stops the engine.
 
-SGLang's ``HookRegistry`` logs and swallows every error, so a hook whose target was renamed upstream would silently do
-nothing. ``install`` registers hooks, applies them and then checks the targets.
+SGLang's ``HookRegistry`` logs and swallows every error, so an engine would serve without a hook whose target was renamed
+upstream. ``install`` registers hooks, applies them and then checks the targets.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _loaded: set[str] = set()
 
 
 def enabled(name: str) -> bool:
-    """Return True if plugin ``name`` is enabled.
+    """Return True if ``SLIME_LIKE_SGLANG`` names the plugin ``name``.
 
-    It is off by default, because entry points load in every SGLang process.
+    Plugins are off by default, because entry points load in every SGLang process.
     """
     return name in _enabled_names()
 
@@ -47,7 +47,10 @@ def setting_of(field: str) -> str:
 
 
 def fix_of(field: str, required: object) -> str:
-    """Return the fix that gives ``field`` of ServerArgs the value ``required``; a false value must be SGLang's default."""
+    """Return advice, for an error message, to give ``field`` of ServerArgs the value ``required``.
+
+    A ``required`` value that is false must be SGLang's default, because the advice is then to remove the setting.
+    """
     return f"set {setting_of(field)} to {required!r}" if required else f"remove {setting_of(field)}"
 
 
@@ -71,7 +74,8 @@ def load_all() -> None:
 def run_worker(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Load the plugins and register the rendezvous scheme in an SGLang worker process, then call its main function ``run``.
 
-    A forked worker has loaded the plugins before.
+    In a forked worker, the plugins are already loaded, and loading them again has no effect. Raises ``SystemExit`` as
+    ``load_all`` does.
     """
     load_all()
     from slime_like.distributed.rendezvous import register_scheme  # imports torch
@@ -178,9 +182,9 @@ def resolve_target(owner: str, target: str) -> Any:
 
 
 def replace_target(owner: str, target: str, value: Any) -> None:
-    """Set the attribute at the dotted path ``target`` in this process. Raises ``SystemExit`` if it does not exist.
+    """Set the attribute at the dotted path ``target`` in this process.
 
-    Setting a name that upstream renamed would have no effect.
+    Raises ``SystemExit`` if it does not exist, because setting a name that upstream renamed would have no effect.
     """
     wrap_target(owner, target, lambda original: value)
 

@@ -103,7 +103,7 @@ class DeviceClock:
     def _pairs(self) -> list[tuple[Any, Any]]:
         """Return the list for the next pair of events: that of the graph being captured, or ``_eager`` outside a capture.
 
-        SGLang runs each batch once before capturing it, so exchanges outside a capture always separate two graphs.
+        SGLang runs each batch size once before it captures the graph, so exchanges outside a capture always separate two graphs.
         """
         was_capturing, self._is_capturing = self._is_capturing, bool(self._device.is_current_stream_capturing())
         if not self._is_capturing:
@@ -115,7 +115,8 @@ class DeviceClock:
     def _replayed(self, graph: CapturedExchanges) -> float | None:
         """Return the milliseconds of a graph's measured exchanges in its last replay.
 
-        The result is None if the graph was never replayed, or if its last replay was read before or has not ended.
+        The result is None if the graph has no measured exchange or was never replayed, or if its last replay was read before or
+        has not ended.
         """
         if not graph.pairs or not graph.pairs[-1][1].query():
             return None

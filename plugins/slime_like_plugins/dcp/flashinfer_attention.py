@@ -1,6 +1,6 @@
 """FlashInfer attention on a GPU over a KV cache that is spread over the ranks of a DCP group.
 
-SGLang's FlashInfer backend ignores DCP. This subclass changes four things; wrappers, plans, workspaces and CUDA graphs remain
+SGLang's FlashInfer backend ignores DCP. This subclass changes the following; wrappers, workspaces and CUDA graphs remain
 SGLang's:
 
 - A rank stores the tokens of its own slots, in the rows of its pool.
@@ -64,7 +64,11 @@ def layer_obstacle(layer: Any) -> str | None:
 
 
 class ShardedFlashInfer(upstream.FlashInferAttnBackend):
-    """SGLang's FlashInfer backend for one rank of a DCP group."""
+    """SGLang's FlashInfer backend for one rank of a DCP group.
+
+    The constructor raises ``NotImplementedError`` if ``runner`` has ``runner_obstacles``, if FlashInfer is not installed, or if
+    the KV cache has 4 bits.
+    """
 
     def __init__(self, runner: Any) -> None:
         if reasons := runner_obstacles(runner):
@@ -197,7 +201,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
             return out_TAD.float()
 
     def _store(self, k_TKD: Tensor, v_TKD: Tensor, layer: Any, forward_batch: Any) -> None:
-        """Write the keys and values of this rank's slots to its pool."""
+        """Write the keys and values of this rank's slots to its pool. An FP8 cache overwrites ``k_TKD`` and ``v_TKD``."""
         slots_T = forward_batch.out_cache_loc
         location = KVWriteLoc(slots_T // self.size, physical=forward_batch.out_cache_loc_is_physical)
         stored_T = slots_T % self.size == self.rank

@@ -3,7 +3,7 @@
 In a decode step, a rank computes attention for the query heads of all ranks of its group. The hidden states are the same on
 all ranks, so a rank with copies of the other ranks' query projections computes these queries itself, instead of gathering them.
 The design follows SGLang's ``dcp_replicate_q_proj``, which exists only for models with multi-head latent attention.
-SGLang makes the copies once; here they are refreshed after each push.
+SGLang makes the copies once; here they are refreshed after each weight push.
 
 Axes: T tokens, A query heads of all ranks of the group, D head dimension, C hidden.
 """
@@ -33,7 +33,10 @@ class GroupQueries:
         attention.qkv_proj.register_forward_pre_hook(self._remember)
 
     def __call__(self, positions_T: Tensor) -> Tensor:
-        """Return the queries [T, A, D] for the last input of the module's projection, and release that input."""
+        """Return the queries [T, A, D] for the last input of the module's projection, and release that input.
+
+        Collective over the DCP group when ``_renew`` gathers the projections.
+        """
         self._renew()
         attention, hidden_TC = self._attention, self._hidden_TC
         assert hidden_TC is not None, "the module's projection runs before its attention"
@@ -46,16 +49,17 @@ class GroupQueries:
         return q.view(tokens, -1, dim)
 
     def release(self) -> None:
-        """Release the hidden states: kept for all layers of a prefill, they would take as much memory as its KV cache."""
+        """Release the hidden states, so that a prefill does not keep those of every layer."""
         self._hidden_TC = None
 
     def _remember(self, projection: Any, inputs: tuple[Tensor, ...]) -> None:
         self._hidden_TC = inputs[0]
 
     def _renew(self) -> None:
-        """Gather the query projections at the first call and at the first call after a push. Collective over the DCP group.
+        """Gather the query projections at the first call and at the first call after a weight push.
 
-        All ranks gather together, because a push overwrites every parameter on all ranks before any of them decodes.
+        Each gather is a collective over the DCP group. All ranks gather together, because a push overwrites every parameter
+        on all ranks before any of them decodes.
         """
         projection, size = self._attention.qkv_proj, self._attention.q_size
         source = projection.weight

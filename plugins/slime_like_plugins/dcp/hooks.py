@@ -1,4 +1,4 @@
-"""Hooks that start DCP groups on a CPU, and stop an engine whose arguments would make SGLang compute wrong tokens."""
+"""Hooks that allow DCP groups on a CPU, measure the exchanges of a group, and stop an engine that cannot serve with DCP."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_resolved(result: None, server_args: Any) -> None:
 
 
 def obstacle(server_args: Any) -> str | None:
-    """Return the reason why an engine with resolved ``server_args`` would compute wrong tokens; None if there is none."""
+    """Return the reason why an engine with resolved ``server_args`` cannot serve with its ``dcp_size``; None if it can."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view
     from sglang.srt.configs.model_config import AttentionArch
 

@@ -33,14 +33,15 @@ class ShardedLatentAttention(KeysAsValues, ShardedAttention):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
         """Return attention [T, H * latent] for q [T, H, D] and new keys k [T, 1, D].
 
-        If ``save_kv_cache``, also store this rank's part of k.
+        If ``save_kv_cache``, also store this rank's part of k. Collective over the DCP group in a decode step, or if a request
+        has a cached prefix.
         """
         out = super()._forward(q, k, k, layer, forward_batch, save_kv_cache)
         return out.view(len(out), -1, layer.qk_head_dim)[..., : layer.v_head_dim].reshape(len(out), -1)
 
 
 def leave_exchange_to_backend(model: Any, pool: Any) -> None:
-    """Disable the exchanges in ``model``, and make ``pool`` accept rows instead of slots of all ranks.
+    """Disable the exchanges in ``model``, and make ``pool`` accept its own rows instead of slots of the DCP group.
 
     Raises ``SystemExit`` if SGLang's attributes do not exist. Remove when an attention backend of SGLang can declare
     that it does the exchange.

@@ -19,15 +19,18 @@ def local_lens(lens_B: Tensor, size: int, rank: int) -> Tensor:
 
 
 def token_table(new: Sequence[int]) -> Tensor:
-    """Return a page table [B, longest] whose slots are rows of a packed batch that has ``new[i]`` tokens of request i."""
+    """Return a page table [B, max(new)] whose slots are rows of a packed batch that has ``new[i]`` tokens of request i.
+
+    Row i is valid up to its first ``new[i]`` slots.
+    """
     starts = torch.tensor([0, *new[:-1]]).cumsum(0)
     return starts[:, None] + torch.arange(max(new))[None]
 
 
 def prefix_buckets(table: Tensor, new: Sequence[int], kv_lens: Sequence[int]) -> list[LengthBucket]:
-    """Return buckets in which all ``new[i]`` packed queries of request i attend to all ``kv_lens[i]`` slots of its row.
+    """Return buckets in which all ``new[i]`` packed queries of request i attend to the first ``kv_lens[i]`` slots of its row.
 
-    Requests without slots, or without new tokens, are in no bucket.
+    ``table`` has one row of slots per request. Requests without slots, or without new tokens, are in no bucket.
     """
     starts = [0, *torch.tensor(list(new)).cumsum(0).tolist()]
     groups: dict[tuple[int, int], list[int]] = {}
