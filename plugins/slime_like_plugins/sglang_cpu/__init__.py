@@ -25,7 +25,7 @@ def load() -> None:
     """Install the hooks of ``cpu`` if ``SLIME_LIKE_SGLANG`` names it, and those of ``exact`` if it names both.
 
     SGLang calls this function in every process before it checks its arguments (entry point ``sglang.srt.plugins``).
-    Raises ``SystemExit`` if a hook does not fit SGLang.
+    Raises ``SystemExit`` if a hook does not fit SGLang, or if the memory limit of a rank is not a number of bytes.
     """
     if enabled(CPU):
         from slime_like_plugins.sglang_cpu import memory, process

@@ -1,4 +1,4 @@
-"""Batched attention on a CPU, in torch.
+"""Batched attention on a CPU, in torch; decode steps may use the C kernels.
 
 SGLang's ``torch_native`` backend loops over the requests of a batch in Python. Here the requests are sorted into
 buckets of similar length once per forward; every layer then costs one gather and one fused attention per bucket. Query

@@ -36,7 +36,7 @@ def install() -> None:
 def replace() -> None:
     """Replace SGLang's collectives, copies, idle sleep and attention forward in this process.
 
-    Raises ``SystemExit`` if one of the replaced names does not exist.
+    Raises ``SystemExit`` if a name does not exist in SGLang, or if a collective is not a custom op.
     """
     collectives = {name: resolve_target(CPU, f"{PARALLEL}.{name}") for name in COLLECTIVES}
     missing = [name for name, function in collectives.items() if not hasattr(function, "__wrapped__")]
@@ -78,6 +78,9 @@ def reduce_scatterv(group: Any, input_: Tensor, output: Tensor | None = None, si
 
 
 def sleep(self: Any) -> None:
-    """On the first rank, wait for a request. The other ranks wait for its next broadcast, so all wake at the same time."""
+    """On the first rank, wait up to ``WAKE_MS`` for a request; on the others, return at once.
+
+    The other ranks wait for the first rank's next broadcast, so all wake at the same time.
+    """
     if get_parallel().tp_rank == 0:
         self.poller.poll(WAKE_MS)

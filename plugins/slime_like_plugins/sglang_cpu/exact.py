@@ -21,7 +21,7 @@ EXACT_ATTENTION = "slime_like_exact"
 
 
 def apply_linear(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Any = None) -> Tensor:
-    """Hook around ``UnquantizedLinearMethod.apply``: pad to the number of rows that makes a GEMM's rows independent."""
+    """Hook around ``UnquantizedLinearMethod.apply``: pad to the least number of rows with which a GEMM's rows are independent."""
     return original(method, layer, exact.padded_rows(x), bias)[: x.shape[0]]
 
 
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def check(model: Any) -> None:
-    """Raise ``SystemExit`` if the rows of a matrix multiplication are not independent on this machine."""
+    """Raise ``SystemExit`` if the rows of a multiplication by a weight of ``model`` are not independent on this machine."""
     shapes = [tuple(w.shape) for name, w in model.named_parameters() if w.ndim == 2 and name.endswith("weight")]
     if problem := exact.check_machine(shapes):
         stop_on(EXACT, [f"{problem}; run.deterministic=true is not possible on this machine"])

@@ -1,6 +1,6 @@
 """Weighted sums of SwiGLU experts for the rows of a decode step, by the C kernel in ``csrc/experts.h``.
 
-Axes: N rows (tokens), K selected experts of a row, H hidden, F intermediate, E experts in this memory.
+Axes: N rows (tokens), K selected experts of a row, H hidden, F intermediate, E experts whose weights are passed.
 """
 
 from __future__ import annotations

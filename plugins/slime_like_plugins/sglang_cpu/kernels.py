@@ -1,11 +1,12 @@
-"""Leaf kernels of decoding, with one interface in C (``csrc``) and in torch.
+"""Leaf kernels of the fused forward, with one interface in C (``csrc``) and in torch.
 
 C also has attention over the page table, sampling, matrix multiplications, and a decode step that combines them.
 
-Both compute in float32 and round when storing. The caller guarantees shapes; arguments that could make C read out of bounds
-are checked here.
+Both compute in float32 and round when storing. The caller guarantees shapes and indices. The dtypes of model tensors are
+asserted here, because C would read beyond a tensor with smaller elements.
 
-Axes: B requests, T hidden, H query heads, K KV heads, D head dimension, S slots of the KV pool, V vocabulary.
+Axes: B rows (in a decode step, one per request), T hidden, H query heads, K KV heads, D head dimension, S slots of the KV pool,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class CKernels:
 
     @property
     def threads(self) -> int:
-        """Return the maximum number of threads that share rows."""
+        """Maximum number of threads over which C divides the rows."""
         return int(self._threads())
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
@@ -245,7 +246,7 @@ class CKernels:
     def pack(self, weight: Tensor, old: Tensor | None = None) -> Tensor:
         """Pack a weight [M, K] into panels of ``COLUMNS`` outputs, for ``product`` and ``decode``.
 
-        Reuse ``old`` if given.
+        If given, ``old`` is overwritten and returned.
         """
         columns, depth = weight.shape
         assert self.packs(weight) and weight.is_contiguous(), f"{weight.dtype} {tuple(weight.shape)} cannot be packed"
@@ -255,7 +256,10 @@ class CKernels:
         return packed
 
     def product(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Multiply rows ``x`` [N, K] by a packed weight into ``out`` [N, M]. A row's bits do not depend on other rows."""
+        """Write ``x`` [N, K] times a packed weight, plus ``bias``, to ``out`` [N, M], and return ``out``.
+
+        The result of a row does not depend on the other rows, to the bit.
+        """
         rows, depth = x.shape
         columns = out.shape[1]
         x = x.contiguous()
@@ -281,7 +285,10 @@ class CKernels:
     def sample(
         self, logits_BV: Tensor, temperatures_B: Tensor, top_k_B: Tensor, seeds_B: Tensor, positions_B: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return int32 tokens [B] (greedy if top-k <= 1) and log-probabilities [B]; ``None`` if a row is not finite."""
+        """Sample from ``softmax(logits / temperature)``. Return int32 tokens [B] and their log-probabilities [B].
+
+        A row with top-k <= 1 is greedy; other values of top-k have no effect. Return ``None`` if a row is not finite.
+        """
         size, vocabulary = logits_BV.shape
         assert logits_BV.dtype is torch.float32 and logits_BV.stride(1) == 1
         columns = (temperatures_B.reshape(-1).contiguous(), top_k_B.contiguous(), seeds_B.contiguous())

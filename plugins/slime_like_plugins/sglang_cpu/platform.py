@@ -46,9 +46,11 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Do nothing: the base class would run a full garbage collection of half a second at every flush."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Set the arguments that a CPU engine needs. Raises ``SystemExit`` if speculative decoding is configured.
+        """Set the arguments that a CPU engine needs.
 
-        SGLang calls it while it resolves its arguments.
+        SGLang calls this method while it resolves its arguments. With several ranks, the method also sets the CPU binding in the
+        environment and the batch scheduling policy of this process, which the workers inherit. Raises ``SystemExit`` if
+        speculative decoding is configured, or if the memory limit of a rank is not a number of bytes.
         """
         if server_args.speculative_algorithm is not None:
             raise SystemExit(
@@ -96,7 +98,8 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: Any) -> None:
         """Set the number of threads, and replace functions and forwards of SGLang by those of this package.
 
-        SGLang calls this method in the worker, after the fork and after it has loaded ``model`` on one thread.
+        SGLang calls this method in the worker, after the fork and after it has loaded ``model`` on one thread. Raises
+        ``SystemExit`` if a replaced name does not exist in SGLang, or if the machine does not support the chosen kernels.
         """
         import torch
 

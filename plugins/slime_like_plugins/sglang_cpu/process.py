@@ -38,10 +38,10 @@ def sleep_while_paused(result: None, scheduler: Any, *_: Any, **__: Any) -> None
 
 
 def receive(original: Callable[..., Any], socket: Any, **options: Any) -> Any:
-    """Replace the controller's ``recv``: wait for a message instead of spinning on a core.
+    """Call ``sock_recv`` of SGLang's data-parallel controller after a wait of up to ``WAIT_MS`` for a message.
 
-    This is not a hook, because a hook would apply in all of SGLang's processes. Remove when SGLang's ``sleep_on_idle``
-    covers the controller of data-parallel attention.
+    Without the wait, the controller spins on a core. This is not a hook, because a hook would apply in all of SGLang's
+    processes. Remove when SGLang's ``sleep_on_idle`` covers the controller of data-parallel attention.
     """
     socket.poll(WAIT_MS)
     return original(socket, **options)

@@ -1,4 +1,4 @@
-"""Matrix multiplications with weights that the C kernels or oneDNN pack once per push.
+"""Matrix multiplications with weights that the C kernels or oneDNN pack once per weight push.
 
 Otherwise oneDNN would pack them at every call. At 64 rows, packing takes a fifth of the time of a bfloat16 multiplication.
 """
@@ -59,13 +59,16 @@ def can_pack() -> bool:
 
 
 class Products:
-    """Multiplications ``x W^T`` (plus bias) for the linear layers of one model. ``renew`` packs weights that were written."""
+    """Multiplications ``x W^T`` (plus bias) for the linear layers of one model.
+
+    Call ``renew`` before each forward: it packs the weights, at first and after they were written.
+    """
 
     def __init__(self, model: Any, linears: Sequence[Any], head: Any | None = None, c: CKernels | None = None) -> None:
         """Choose the library that packs: ``c`` for ``linears`` and ``head``, else oneDNN for ``linears``, else none.
 
-        A library is chosen only if it can pack all of these weights and they take at most ``MAX_BYTES``. Calls of
-        the model's ``load_weights`` are counted, because they may write weights.
+        A library is chosen only if it can pack all of these weights and they take at most ``MAX_BYTES``. In that case,
+        ``model.load_weights`` is wrapped to count its calls, because they may write weights.
         """
         choices: list[tuple[Packing, list[Any]]] = [(OneDnn(), list(linears))]
         if c is not None:

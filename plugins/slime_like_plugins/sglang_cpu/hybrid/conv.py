@@ -1,9 +1,9 @@
 """Causal convolution of packed sequences with SGLang's pool of convolution states.
 
 Axes: T tokens of the packed batch, B requests, D channels, W taps. A state holds the last W - 1 inputs of a request.
-It must be stored in the precision of the inputs (``SGLANG_MAMBA_CONV_DTYPE``, default bfloat16); otherwise decoded tokens are
-convolved with rounded inputs. For 16-bit inputs, sums are accumulated in float32, and the result is rounded once, after the
-activation, as in the trainer.
+It must be stored in at least the precision of the inputs (``SGLANG_MAMBA_CONV_DTYPE``, default bfloat16); otherwise decoded
+tokens would be convolved with rounded inputs. For 16-bit inputs, sums are accumulated in float32, and the result is rounded
+once, after the activation, as in the trainer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
 
     The states of requests with ``has_initial_state`` [B] are read, and those of all requests are written. This function
     replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_fn``. Padding columns after the last request
-    are 0 in the result.
+    are 0 in the result. Raises the errors of ``check_precision`` and ``apply_activation``.
     """
     check_precision(conv_states, x_DT)
     lengths = torch.tensor([int(length) for length in seq_lens_cpu])
@@ -70,7 +70,7 @@ def causal_conv1d_update(
     """Return the convolution of one token per request, ``x_BD``, in the same shape; read and write the states.
 
     This function replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update``. Raises
-    ``NotImplementedError`` for drafts of several tokens.
+    ``NotImplementedError`` for drafts of several tokens, and the errors of ``check_precision`` and ``apply_activation``.
     """
     if x_BD.dim() != 2 or any(value is not None for value in speculative.values()):
         raise NotImplementedError(NO_SPECULATION)

@@ -28,7 +28,7 @@ CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return log decay and write strength, both [1, T, HV] in float32, from the projections ``a`` and ``b`` [T, HV].
 
-    It replaces ``sglang.kernels.ops.attention.linear.fused_gdn_gating``.
+    It replaces ``sglang.kernels.ops.attention.linear.fused_gdn_gating.fused_gdn_gating``.
     """
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g[None], b.float().sigmoid()[None]
@@ -50,11 +50,11 @@ def extend(  # noqa: PLR0913  (a signature of SGLang)
     track_chunk_idx: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None, None]:
-    """Return the output [1, T, HV, V] for packed sequences with bounds ``query_start_loc`` [B + 1].
+    """Return the output [1, T, HV, V] for packed sequences with bounds ``query_start_loc`` [B + 1], followed by None twice.
 
     The arguments are q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV]. ``ssm_states`` is the pool; its rows
     ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of ``track_state`` [B, HV, V, K]
-    gets the state of request b before its chunk ``track_chunk_idx[b]``, if that is above 0. This function replaces
+    gets the state of request b before its chunk ``track_chunk_idx[b]`` of 64 tokens, if that is above 0. This function replaces
     ``sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.extend``.
     """
     packed = (q[0], k[0], v[0], g[0], beta[0])
@@ -74,9 +74,9 @@ def extend(  # noqa: PLR0913  (a signature of SGLang)
 def split_rule(
     packed: tuple[Tensor, ...], lengths: list[int], splits: list[int], initial: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``packed_rule`` in two parts.
+    """Apply ``packed_rule`` to the first ``splits[b]`` tokens of each request b, then to its other tokens.
 
-    Row b of ``states`` gets the state of request b after its first ``splits[b]`` tokens, unless ``splits[b]`` is 0.
+    Row b of ``states`` gets the state of request b between the two, unless ``splits[b]`` is 0.
     """
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     middles = [start + split for start, split in zip(starts, splits, strict=False)]
@@ -131,8 +131,8 @@ def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SG
     """Return the output [1, B, HV, V] of one token per request, and update the states.
 
     The arguments are q, k [1, B, H, K], v [1, B, HV, V], and a, b [B, HV]. This function replaces
-    ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent``. Raises ``NotImplementedError`` for
-    speculative decoding.
+    ``sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update``. Raises
+    ``NotImplementedError`` for speculative decoding, or a ``softplus_beta`` other than 1.
     """
     if disable_state_update or softplus_beta != 1.0:
         raise NotImplementedError(NO_SPECULATION)

@@ -27,10 +27,10 @@ def state_bytes(config: Any) -> int:
 
 
 def slots(config: Any, max_running_requests: int | None) -> int | None:
-    """Return ``max_mamba_cache_size``; None to leave it to SGLang.
+    """Return the value of ``max_mamba_cache_size`` for a text config; None to leave it to SGLang.
 
-    It is None if the states would take more than ``MAX_BYTES``, or there are none. SGLang fills its share of the
-    memory, which suits large models; for a small one, that takes seconds and gigabytes.
+    The result is None if the states would take more than ``MAX_BYTES``, or if the model has none. SGLang would fill a share of
+    the memory with states, which suits large models; for a small one, that takes seconds and gigabytes.
     """
     num_slots = SLOTS_PER_REQUEST * (max_running_requests or RUNNING)
     size = state_bytes(config)
