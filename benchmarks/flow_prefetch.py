@@ -83,7 +83,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(transport: str, batch: int, rounds: int, gather: Gather, rank: int) -> PrefetchResult:
-    """Return the result of one transport and batch size on this rank."""
+    """Measure one transport and batch size, and return this rank's result. Collective."""
     layout = layer_layout([Matrix(SHAPE, (SHAPE[1], 1), torch.float32)], RANKS)
     generator = torch.Generator().manual_seed(rank)
     parts = [gather.allocate(layout.part_bytes, torch.device("cpu")) for _ in range(LAYERS)]

@@ -68,7 +68,7 @@ FIELDS = tuple(field.name for field in fields(Cost))
 
 
 def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: str) -> None:
-    """Measure the layer on one rank and write the costs to ``folder``."""
+    """Measure the layer on one rank, write the costs to ``folder`` and exit. Call it in a spawned process."""
     torch.set_num_threads(1)
     from slime_like.train.megatron.platform import groups
 

@@ -17,7 +17,8 @@ from slime_like.util.user_code import describe
 def user_module(key: str, value: str, module: str) -> ModuleType:
     """Import ``module``, a module name or a file that ends in ``.py``; the current directory is appended to ``sys.path``.
 
-    Raises ``ConfigError`` with ``key`` and ``value`` if the module is missing or, with the line too, if its code raises.
+    Raises ``ConfigError`` naming ``key`` and ``value`` if the module is missing or its code raises; in the second case,
+    the message names the line.
     """
     _append(Path.cwd())
     try:
