@@ -1,4 +1,4 @@
-"""Autograd functions over the C kernels. They save their inputs and one number per row or head for backward."""
+"""Autograd functions over the C kernels. They save their inputs and at most one number per row or head for backward."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class RMSNormFunction(torch.autograd.Function):
 class SwiGLUFunction(torch.autograd.Function):
     """SwiGLU, scaled by row.
 
-    The inputs are gate and up [..., 2 F], a scale F32 [N] for the N rows or None, and the kernels; the result is [...,
-    F].
+    The inputs are gate and up [..., 2 F], a scale F32 [N] for the N rows or None, and the kernels. The result is [..., F].
     """
 
     @staticmethod

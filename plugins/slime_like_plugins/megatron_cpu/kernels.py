@@ -64,7 +64,7 @@ class TrainKernels:
                 self._functions[name, dtype] = function
 
     def rms_norm(self, x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the normalised rows [N, H], and one over their root mean square F32 [N]."""
+        """Return the normalised rows, times the weight, [N, H], and the reciprocals of their root mean squares F32 [N]."""
         n, h = x_NH.shape
         _check(x_NH.dtype, (x_NH, (n, h)), (weight_H, (h,)))
         out_NH, inverse_N = torch.empty_like(x_NH), x_NH.new_empty(n, dtype=torch.float32)
@@ -108,9 +108,9 @@ class TrainKernels:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Split ``qkv`` [N, G (R + 2) D].
 
-        Return F32 queries [N, G R, D], keys and values [N, G, D], and the norms' scales. Queries and keys are
-        normalised (with weights [D] each, if given) and rotated by halves; ``cos_sin`` has D / 2 cosines, then sines.
-        The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
+        Return F32 queries [N, G R, D], keys and values [N, G, D], and the norms' scales. If ``norms`` has weights (of
+        queries and keys, [D] each), queries and keys are normalised. They are rotated by halves; ``cos_sin`` has D / 2 cosines,
+        then sines. The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
         """
         n, g, r, d = len(qkv), heads.groups, heads.queries, heads.dim
         _check_qkv(qkv, norms, cos_sin_ND, heads)

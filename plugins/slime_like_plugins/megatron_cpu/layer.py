@@ -31,7 +31,7 @@ MAX_LENGTH = 1024  # maximum tokens per sequence; up to this length the kernels 
 
 
 class FusedRMSNorm(RMSNorm):
-    """RMS norm in one pass each for forward and backward; zero-centred norms and mixed dtypes run on torch."""
+    """RMS norm in one pass each for forward and backward; zero-centred norms, and mixed or other dtypes, run on torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, in the shape [..., hidden] of ``x``."""
@@ -85,7 +85,10 @@ class FusedGroupedMLP(GroupedMLP):
 
 
 class FusedCoreAttention(PackedAttention):
-    """Attention over sequences that fit into a core's cache; longer ones and unsupported head sizes run on torch."""
+    """Attention in C for micro-batches whose sequences all fit into a core's cache (``MAX_LENGTH``).
+
+    Micro-batches with a longer sequence, context parallelism, and unsupported head sizes or dtypes run on torch.
+    """
 
     def _per_sequence(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         is_short = packed.batches is not None and packed.max_seqlen_q <= MAX_LENGTH
