@@ -30,10 +30,10 @@ def compute_by_layer(
     model: Any,
     names: Iterable[str],
 ) -> None:
-    """Call ``compute`` once for each layer of this process that ``names`` contains, within ``update``.
+    """Call ``compute``, within ``update``, for each layer of this process whose ``kv_b_proj`` is in the weight ``names``.
 
     ``compute`` is SGLang's function that computes the absorbed weights from the source weights with the given names;
-    ``update`` is ``ShardedWeights.update``.
+    ``update`` is ``ShardedWeights.update``. All ranks call this function with the same layers.
     """
     layers = {int(name.split(".")[2]) for name in names if SOURCE in name}
     for index in sorted(layers):

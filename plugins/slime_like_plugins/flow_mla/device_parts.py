@@ -1,4 +1,4 @@
-"""Parts in GPU memory that other processes map by CUDA IPC, and copies of them on one stream per slot."""
+"""Parts of layers in GPU memory, which other processes map by CUDA IPC, and copies of the parts on one stream per slot."""
 
 from __future__ import annotations
 

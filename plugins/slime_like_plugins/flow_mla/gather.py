@@ -41,7 +41,10 @@ class Gather(Protocol):
         ...
 
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
-        """Start filling ``buffer`` of ``slot`` with the parts of ``layer`` in rank order, after earlier work on the buffer."""
+        """Start filling ``buffer`` of ``slot`` with the parts of ``layer`` in rank order, after earlier work on the buffer.
+
+        May be a collective: all ranks start the same gathers in the same order.
+        """
         ...
 
 

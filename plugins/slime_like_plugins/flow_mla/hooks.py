@@ -102,7 +102,8 @@ def shard_layers(
 ) -> Any:
     """Hook around ``make_layers``: shard each decoder layer once it is built.
 
-    Raises ``SystemExit`` if the model lacks a weight that ``rollout.flow_mla.weights`` names.
+    Collective. Raises ``SystemExit`` if the model lacks a weight that ``rollout.flow_mla.weights`` names, if a weight cannot be
+    sharded, or if the ranks cannot share their parts.
     """
     weights = create_weights()
 

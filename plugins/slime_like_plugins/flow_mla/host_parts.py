@@ -1,4 +1,4 @@
-"""Parts in host memory that other processes map. One thread per slot copies them."""
+"""Parts of layers in host memory, which other processes map. One thread per slot copies the parts."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class LayerLayout:
         return flat.as_strided(item.shape, item.stride)
 
     def part_of(self, part: Tensor, rank: int, index: int) -> Tensor:
-        """Return the elements of matrix ``index`` in ``part``, the part of ``rank``: one-dimensional, possibly empty."""
+        """Return the elements of matrix ``index`` in ``part``, the part of ``rank``: a one-dimensional view, possibly empty."""
         item, offset, start = self.matrices[index], self.offsets[index], rank * self.part_bytes
         begin = min(max(offset - start, 0), self.part_bytes)
         end = min(max(offset + item.num_bytes - start, 0), self.part_bytes)
