@@ -1,8 +1,9 @@
 """Call SGLang's Triton functions with an engine's shapes: ``python -m slime_like_plugins.compiled_engine REQUEST RESULT``.
 
-The process has a phantom GPU, on which a call compiles its kernels and computes nothing. A function that raises an exception,
-for example because its package is not installed, is listed in RESULT with its error. SGLang's other kernels are precompiled
-(``sgl-kernel``) or compiled by nvcc at their first use; of these, the activation is compiled if nvcc is installed.
+The process has a phantom GPU (``slime_like.phantom``), on which a call compiles its kernels and computes nothing. A function
+that raises an exception, for example because its package is not installed, is listed in RESULT with its error. SGLang's other
+kernels are precompiled (``sgl-kernel``) or compiled by nvcc at their first use; of these, the activation is compiled if nvcc is
+installed.
 """
 
 from __future__ import annotations

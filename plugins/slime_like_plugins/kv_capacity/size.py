@@ -2,7 +2,7 @@
 
 SGLang leaves to others ``(1 - mem_fraction_static)`` of the memory that is free before it loads, and fills the rest. Here,
 memory that a trainer has taken since the first start is deducted from the others' share, not from the KV cache. Memory that
-another process has released since is added to it.
+another process has released since is added to the others' share.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MIN_SHARE = 0.02  # minimum share left to others of the GPU memory that was free
 def baseline_of_first_start(free: float, first_free: float, static: float) -> float:
     """Return the free GiB to report to SGLang, so that it fills as much memory as at the first start.
 
-    SGLang leaves ``1 - static`` of the result to others. ``first_free`` GiB were free at the first start, and ``free`` are now.
-    The others' share is at least ``MIN_SHARE``, which can leave less memory to fill.
+    SGLang leaves ``1 - static`` of the result to others. ``first_free`` GiB were free at the first start; ``free`` GiB are free
+    at this one. At least ``MIN_SHARE`` of ``first_free`` is left to others, so SGLang may fill less than at the first start.
     """
     others = free - static * first_free
     return max(others, MIN_SHARE * first_free) / (1 - static)

@@ -1,4 +1,4 @@
-"""Reproducible sampling for RL: a seed per sample, and log-probabilities of the sampling distribution.
+"""Reproducible sampling for RL: a seed per sample, and log-probabilities at the sampling temperature.
 
 SGLang honours ``sampling_seed`` only in its deterministic mode, which also changes attention and communication. It
 always scores *input* tokens at temperature 1. With ``rollout_sampling`` in ``SLIME_LIKE_SGLANG``,

@@ -195,7 +195,7 @@ def draw_with_kernel(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tupl
 
 
 def has_top_k(info: Any) -> bool:
-    """Return True if a request uses top-k sampling with k > 1."""
+    """Return True if a request uses top-k sampling with k above 1 and below the size of the vocabulary."""
     if not info.need_top_k_sampling or info.is_all_greedy:
         return False
     return bool(((info.top_ks > 1) & (info.top_ks < info.vocab_size)).any())

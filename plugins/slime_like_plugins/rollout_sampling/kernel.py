@@ -1,4 +1,4 @@
-"""The compiled kernel that samples batches without filters of tokens, if the platform has one."""
+"""Registry for the platform's compiled kernel that samples batches without top-k, nucleus and min-p sampling."""
 
 from __future__ import annotations
 

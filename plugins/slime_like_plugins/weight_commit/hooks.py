@@ -117,7 +117,7 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
     """Hook around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: accept one payload for all ranks.
 
     A payload may describe tensors in the sender's memory, on the host or on this rank's GPU. A malformed payload fails the
-    request and does not kill the engine.
+    request and does not kill the engine. Collective over the tensor-parallel ranks.
     """
     payloads = request.serialized_named_tensors
     ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
@@ -177,8 +177,8 @@ async def failures_first(original: Callable[..., Awaitable[list[Any]]], communic
 async def release_memory(original: Callable[..., Awaitable[None]], manager: Any, request: Any, *args: Any) -> None:
     """Hook around ``TokenizerControlMixin.release_memory_occupation``.
 
-    Raises ``ValueError`` unless the engine is paused, because its scheduler would end. After the memory of its weights
-    was released, the engine rejects requests until a commit.
+    Raises ``ValueError`` unless the engine is paused, because otherwise the release would end its scheduler. After the memory of
+    its weights was released, the engine rejects requests until a commit.
     """
     if not manager.is_pause:
         raise ValueError("pause generation before memory is released")

@@ -51,7 +51,8 @@ class PairedLoader:
 def adjust(result: Any, runner: Any) -> Any:
     """Hook after ``ModelRunner.load_model``: adjust a model with latent attention.
 
-    Remove when SGLang's norms of latents use the epsilon of transformers and its loader keeps a part until its partner arrives.
+    Raises the ``SystemExit`` of ``adjust_norms``. Remove when SGLang's norms of latents use the epsilon of transformers and its
+    loader keeps a part until its partner arrives.
     """
     if runner.use_mla_backend:
         for name, module in runner.model.named_modules():
