@@ -63,12 +63,18 @@ def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
 def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
     """Return a view of ``memory`` (uint8) from byte ``offset`` as a tensor.
 
-    Raises ``KeyError`` on a dtype that is not in ``DTYPES``, ``ValueError`` if the tensor exceeds the memory.
+    Raises ``KeyError`` on a dtype that is not in ``DTYPES``, ``ValueError`` if the tensor exceeds the memory or ``offset`` is
+    not a multiple of the dtype's size.
     """
-    size = math.prod(shape) * DTYPES[dtype].itemsize
+    itemsize = DTYPES[dtype].itemsize
+    size = math.prod(shape) * itemsize
     if min(shape, default=0) < 0 or offset < 0 or offset + size > len(memory):
         raise ValueError(
             f"a tensor of {dtype} {list(shape)} at byte {offset} does not fit into the shared memory of {len(memory)} bytes"
+        )
+    if offset % itemsize:
+        raise ValueError(
+            f"a tensor of {dtype} at byte {offset}, which is not a multiple of its {itemsize} bytes per element"
         )
     return memory[offset : offset + size].view(DTYPES[dtype]).view(tuple(shape))
 

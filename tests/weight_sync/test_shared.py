@@ -98,6 +98,7 @@ def test_a_garbled_message_is_refused() -> None:
     for entry in (
         ["w", "float32", [5], 0],
         ["w", "float32", [4], 64],
+        ["w", "float32", [1], 2],
         ["w", "float32", [-1], 0],
         ["w", "int3", [4], 0],
     ):
