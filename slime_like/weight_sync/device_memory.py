@@ -143,6 +143,8 @@ class OpenedBucket:
             memory = handles.open(message["memory"])
             self._storage = StorageWeakRef(memory.untyped_storage())
             self.tensors = [(str(name), view(memory, *place)) for name, *place in message["tensors"]]
+        except WeightSyncError:  # also a RuntimeError
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise WeightSyncError(f"a message about device tensors is malformed: {error}") from error
         except RuntimeError as error:

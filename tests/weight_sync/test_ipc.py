@@ -265,10 +265,11 @@ def damaged(**changes: Any) -> bytes:
         (lambda: MAGIC + b"{", "malformed"),
         (lambda: damaged(memory={}), "malformed"),
         (lambda: damaged(tensors=[["a", "float32", [2, 3], 400]]), "malformed"),
+        (lambda: damaged(tensors=[["a", "float32", [1], 2]]), "malformed"),
         (lambda: damaged(tensors=[["a", "object", [2, 3], 0]]), "malformed"),
         (
             lambda: damaged(gpu="GPU-1"),
-            "on GPU GPU-0, the trainer's rank that sends to it on GPU GPU-1.*transport=tensor",
+            "^the engine's rank is on GPU GPU-0, the trainer's rank that sends to it on GPU GPU-1: set weights.transport=tensor$",
         ),
     ],
 )
