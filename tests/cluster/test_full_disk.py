@@ -10,7 +10,7 @@ import pytest
 
 from slime_like.cluster.run.full_disk import tolerate_full_disk
 from slime_like.config.schema.run import RunConfig
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import DeadlineExceeded, SlimeLikeError
 from slime_like.util.deadline import scale
 from tests.e2e.runs import REPOSITORY
 
@@ -44,6 +44,17 @@ def test_on_failed_save_continue_warns_and_continues(tmp_path: Path, capsys: pyt
         f"warning: training continues without a file (run.on_failed_save=continue): {path}: No space left on device"
     )
     assert not path.exists()
+
+
+@pytest.mark.parametrize("reaction", ["stop", "continue"])
+def test_a_missed_deadline_is_not_a_full_disk(tmp_path: Path, reaction: str) -> None:
+    """The ranks may still be inside the export, so the run must not continue."""
+    error = DeadlineExceeded("driver waited 600 s for rank 1 in phase 'export_hf'")
+    with (
+        pytest.raises(DeadlineExceeded, match=f"^{error}$"),
+        tolerate_full_disk(tmp_path / "hf", RunConfig(on_failed_save=reaction)),
+    ):
+        raise error
 
 
 PRINTS = """

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slime_like.config.schema.run import RunConfig
-from slime_like.errors import CheckpointError, SlimeLikeError
+from slime_like.errors import CheckpointError, DeadlineExceeded, SlimeLikeError
 from slime_like.printable import visible
 
 
@@ -16,10 +16,12 @@ from slime_like.printable import visible
 def tolerate_full_disk(path: Path, config: RunConfig) -> Generator[None]:
     """If ``path`` cannot be written, remove the partial file, and warn if ``run.on_failed_save=continue``.
 
-    Raises ``SlimeLikeError`` if ``run.on_failed_save=stop``.
+    Raises ``SlimeLikeError`` if ``run.on_failed_save=stop``. ``DeadlineExceeded`` passes unchanged.
     """
     try:
         yield
+    except DeadlineExceeded:  # also an OSError, but about processes that may still be writing
+        raise
     except (OSError, CheckpointError) as error:
         with suppress(OSError):
             path.unlink()  # a truncated file would be reported as damaged
