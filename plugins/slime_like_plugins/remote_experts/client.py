@@ -103,7 +103,7 @@ class WorkerClient:
     def open(self, shapes: ExpertShapes, start_s: float = UPDATE_S) -> None:
         """Make the worker allocate the experts, and share memory with it if the transport allows that.
 
-        Raises ``ConfigError`` if ``transport=shared`` is not possible.
+        Raises ``ConfigError`` if ``transport=shared`` is not possible, and one of ``FAILURES`` if the worker fails.
         """
         self._shapes = shapes
         self._connection.max_payload = shapes.max_payload
@@ -150,9 +150,10 @@ class WorkerClient:
         self._control(FrameKind.BEGIN)
 
     def write(self, layer: int, name: str, expert: int, start: int, rows: Tensor) -> None:
-        """Send rows of a remote expert's matrix without waiting for the reply.
+        """Send a copy of rows of a remote expert's matrix without waiting for the reply.
 
-        A later call raises an error of the connection; ``unwritten`` reports rows that the worker rejected.
+        If ``IN_FLIGHT`` requests are without a reply, wait for one of these replies first. An error of the connection is raised
+        by this or a later call; ``unwritten`` reports rows that the worker rejected.
         """
         size = self.shapes.row_bytes[name]
         limit = min(WRITE_BYTES, self._region.slot_bytes if self._region else WRITE_BYTES)
@@ -182,7 +183,11 @@ class WorkerClient:
 
     # ---- compute -----------------------------------------------------------------------------------------------------
     def submit(self, layer: int, rows: Tensor, ids: Ids, weights: Weights) -> ExpertRequest:
-        """Send a request for the weighted sums of remote experts ``ids`` [N, K] for ``rows`` [N, H]."""
+        """Send a request for the weighted sums of remote experts ``ids`` [N, K] for ``rows`` [N, H].
+
+        The arguments must not change until the reply, because the socket sends from their memory. Unless ``has_room``, wait for
+        a reply first. Raises one of ``FAILURES`` if the worker fails meanwhile.
+        """
         start = time.monotonic()
         row_type = self.settings.row_type
         if row_type is RowType.float16 or self._region is None:
@@ -226,7 +231,8 @@ class WorkerClient:
     def result(self, request: ExpertRequest) -> Tensor:
         """Return the float32 sums [N, H] of a request. Wait until the request's deadline, or longer while bytes arrive.
 
-        Raises ``DeadlineExceeded`` after that, and ``WorkerRefusal`` if the worker answered with an error.
+        Raises one of ``FAILURES``, such as ``DeadlineExceeded`` after that time, or ``WorkerRefusal`` if the worker answered with
+        an error.
         """
         start = time.monotonic()
         self._wait(request)

@@ -1,6 +1,6 @@
 """Weighted sums of SwiGLU experts, accumulated in float32. Workers, and engines on a CPU, compute experts with this code.
 
-Axes: N rows (tokens), K selected experts of a row, H hidden, I intermediate, E experts in this memory.
+Axes: N rows (tokens), K selected experts of a row, H hidden, I intermediate, E experts whose weights are passed.
 """
 
 from __future__ import annotations

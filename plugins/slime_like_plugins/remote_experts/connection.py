@@ -57,7 +57,10 @@ class Connection:
             end_with_lost_peer(self._socket, seconds * scale())
 
     def queue(self, header: Header, json: bytes = b"", buffers: Sequence[Buffer] = ()) -> None:
-        """Queue a frame, and send as much of the queue as the kernel accepts. Buffers are not copied."""
+        """Queue a frame, and send as much of the queue as the kernel accepts.
+
+        The buffers are not copied, so they must not change while ``is_sending``.
+        """
         for buffer in (pack(header), json, *buffers):
             if (view := memoryview(buffer)).nbytes:
                 self._outgoing.append(view.cast("B"))

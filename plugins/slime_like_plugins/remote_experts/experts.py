@@ -81,7 +81,7 @@ class RemoteExperts:
 
     @property
     def is_open(self) -> bool:
-        """True after ``open``."""
+        """True once ``open`` has been called."""
         return self._shapes is not None
 
     @property
@@ -229,7 +229,7 @@ class RemoteExperts:
     def _respawn(self) -> None:
         """Open a new worker and send it the copy of the weights. Commit their version, unless an update is open.
 
-        Raises ``RemoteExpertsLost`` if the settings cannot be used for a new worker.
+        Raises ``RemoteExpertsLost`` if the settings cannot be used for a new worker, one of ``FAILURES`` if that worker fails.
         """
         assert self._shapes is not None and self._copy is not None
         self._link.abandon()

@@ -1,7 +1,7 @@
 """Frames between an engine and a worker: a header of 64 bytes, a JSON object (often none), and a payload of raw numbers.
 
-Nothing is unpickled. Every size is checked before memory is allocated. A frame that does not fit raises ``FrameError``; the
-receiver then closes the connection, since it no longer knows where the next frame begins.
+Nothing is unpickled. Every size is checked before memory is allocated. A header that violates the protocol raises
+``FrameError``; the receiver then closes the connection, because it does not know where the next frame begins.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ assert HEADER_BYTES == 64
 
 
 class FrameError(SlimeLikeError, ValueError):
-    """A frame that violates the protocol: truncated, oversized, damaged or with a different version."""
+    """A frame that violates the protocol (oversized, damaged or with a different version), or has contents that do not fit."""
 
 
 class FrameKind(IntEnum):
-    """Purpose of a frame. The worker answers a request by ACK, RESULT or ERROR with the request's sequence number.
+    """Purpose of a frame. The worker answers a request with an ACK, RESULT or ERROR that has the request's sequence number.
 
     An ERROR with sequence number 0 reports a violation of the protocol, after which the worker closes the connection.
     """
@@ -104,7 +104,11 @@ def pack(header: Header) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, max_payload: int) -> Header:
-    """Return the header in ``data``. Raises ``FrameError`` if it is damaged, or announces more than ``max_payload`` bytes."""
+    """Return the header in ``data``.
+
+    Raises ``FrameError`` if it is damaged, has another protocol version or an unknown kind, or announces more than ``MAX_JSON``
+    bytes of JSON or ``max_payload`` bytes of payload.
+    """
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a header has {len(data)} bytes instead of {HEADER_BYTES}")
     fields, checksum = data[: _FIELDS.size], _CHECKSUM.unpack(data[_FIELDS.size :])[0]

@@ -211,7 +211,7 @@ def commit(manager: Any) -> str:
 
 
 def _joined(manager: Any, text: str, failure: str = "") -> str:
-    """Return one line with the text of each rank. A rank without a text is represented by its worker's failure.
+    """Return one line with the text of each rank, or its worker's failure if it has no text; "" if no rank has either.
 
     Collective. Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy is ``required``.
     """

@@ -21,7 +21,10 @@ PROOF_S = 10.0
 
 
 def read_key(path: Path) -> bytes:
-    """Return the key in a file. Raises ``ConfigError`` if it cannot be read, is too short, or other users can read it."""
+    """Return the key in a file.
+
+    Raises ``ConfigError`` if the file cannot be read, belongs to another user or can be read by others, or has a short key.
+    """
     try:
         state, text = path.stat(), path.read_bytes().strip()
     except OSError as error:
@@ -36,7 +39,11 @@ def read_key(path: Path) -> bytes:
 
 
 def admit(connection: Connection, secret: bytes) -> None:
-    """Challenge an engine, and answer its challenge. Raises ``FrameError`` if it does not know the key."""
+    """Challenge an engine, and answer its challenge.
+
+    Raises ``FrameError`` if the engine does not know the key, ``PeerLost`` if it closes the connection, and ``DeadlineExceeded``
+    if it does not answer within ``PROOF_S``.
+    """
     nonce = secrets.token_bytes(NONCE_BYTES)
     _send(connection, FrameKind.CHALLENGE, nonce)
     payload = bytes(_receive(connection, FrameKind.ANSWER, "the engine").payload)
@@ -47,7 +54,11 @@ def admit(connection: Connection, secret: bytes) -> None:
 
 
 def prove(connection: Connection, secret: bytes, worker: str) -> None:
-    """Answer a worker's challenge, and challenge the worker in turn. Raises ``FrameError`` if it does not know the key."""
+    """Answer a worker's challenge, and challenge the worker in turn.
+
+    Raises ``FrameError`` if the worker does not know the key, ``PeerLost`` if it closes the connection, and ``DeadlineExceeded``
+    if an answer takes longer than ``PROOF_S``.
+    """
     challenge = bytes(_receive(connection, FrameKind.CHALLENGE, worker).payload)
     nonce = secrets.token_bytes(NONCE_BYTES)
     _send(connection, FrameKind.ANSWER, _sign(secret, b"engine", challenge) + nonce)

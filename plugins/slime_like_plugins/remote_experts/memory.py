@@ -75,7 +75,10 @@ class ExpertMemory:
         self.version = version
 
     def sums(self, layer: int, rows_NH: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the float32 sums [N, H] of a request. Raises ``FrameError`` if an id is neither -1 nor that of an expert."""
+        """Return the float32 sums [N, H] of a request.
+
+        Raises ``FrameError`` if the layer has no remote experts, or an id is neither -1 nor that of an expert.
+        """
         matrices = self._matrices(layer)
         num_experts = len(matrices["w13"])
         ids = ids.copy()  # the engine could change shared memory after the check

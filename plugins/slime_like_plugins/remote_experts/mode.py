@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 logger = logging.getLogger(__name__)
 STREAM_ROWS = 32  # maximum rows of a request in stream mode
 SMOOTHING = 0.25  # weight of a new measurement
-PROBE_LENGTH = 2  # consecutive measurements of the other mode; the first one is a warm-up
+PROBE_LENGTH = 2  # consecutive measurements of the other mode; the very first one is a warm-up and is not counted
 PROBE_INTERVAL = 128  # measurements between probes
 FASTER = 1.05  # a mode has to be this much faster to replace the other
 BEHIND = 2  # consecutive measurements in which the engine waited longer than it computed, before a probe
@@ -16,10 +16,11 @@ BEHIND = 2  # consecutive measurements in which the engine waited longer than it
 
 @dataclass(slots=True)
 class ModeChooser:
-    """Chooser of the mode of batches with more than ``STREAM_ROWS`` rows; smaller batches are the same in both modes.
+    """Choice of the largest request: the worker's capacity (``batched``), or at most ``STREAM_ROWS`` rows (``stream``).
 
-    ``auto`` begins with ``batched``. While the engine waits for the worker longer than it computes, or the mode is ``stream``,
-    the other mode is measured at intervals; the mode changes if the other one has over ``FASTER`` times the rows per second.
+    Batches of up to ``STREAM_ROWS`` rows are the same in both modes, and are not measured. ``auto`` begins with ``batched``.
+    While the engine waits for the worker longer than it computes, or the mode is ``stream``, the other mode is measured at
+    intervals; the mode changes if the other one has over ``FASTER`` times the rows per second.
     """
 
     setting: str = "auto"
@@ -41,7 +42,7 @@ class ModeChooser:
         return _other(self.mode) if self._probe else self.mode
 
     def record(self, num_rows: int, seconds: float, wait_s: float) -> None:
-        """Record a measurement of ``next_mode``: remote rows, time of the layer's experts, and wait for the worker in it."""
+        """Record a measurement of ``next_mode``: remote rows, time of the layer's experts, and its part spent waiting."""
         if self.setting != "auto" or num_rows <= STREAM_ROWS:
             return
         measured_mode, rate = self.next_mode, num_rows / max(seconds, 1e-9)

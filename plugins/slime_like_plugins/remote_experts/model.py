@@ -19,7 +19,7 @@ from slime_like_plugins.remote_experts.routing import ExpertRows, TokenBucket, s
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
 
 ROWS = "_slime_like_expert_rows"
-"""Attribute of a layer: the rows of its experts."""
+"""Attribute of a layer: its ``ExpertRows``."""
 UNREADABLE = (
     "the weights of an engine with remote experts cannot be read, checked or saved: a worker holds part of the experts, and SGLang "
     "would not read them; serve the model without remote experts"
@@ -44,7 +44,7 @@ class RemoteModel:
         """Allocate the local experts of a layer with ``create``, and make its loaders send the other experts to the worker.
 
         The first call starts the worker. Raises ``ConfigError`` if the placement does not fit the layer, ``ValueError`` if
-        the layer is not supported.
+        the layer is not supported or its experts have a different size from those of earlier layers.
         """
         if problem := obstacle(layer):
             raise ValueError(f"layer {layer.layer_id}: {problem}")
@@ -66,7 +66,10 @@ class RemoteModel:
             self.experts.start()
 
     def open(self) -> None:
-        """Connect to the worker if this has not been done. All layers must have been added."""
+        """Connect to the worker if this has not been done. All layers must have been added.
+
+        Raises the errors of ``RemoteExperts.open``.
+        """
         with self._lock:
             self._open()
 

@@ -15,7 +15,10 @@ TORCH_TYPES = {RowType.float32: torch.float32, RowType.float16: torch.float16, R
 
 
 def encode_rows(rows_NH: Tensor, row_type: RowType) -> tuple[Tensor, RowType]:
-    """Return contiguous rows on the CPU and their row type: ``row_type``, or float32 if a number would overflow float16."""
+    """Return contiguous rows on the CPU and their row type: ``row_type``, or float32 if a number would overflow float16.
+
+    The result shares the memory of ``rows_NH`` if no conversion is needed.
+    """
     rows = rows_NH.detach().to("cpu", TORCH_TYPES[row_type]).contiguous()
     if row_type is RowType.float16 and bool(torch.isinf(rows).any()):
         return rows_NH.detach().to("cpu", torch.float32).contiguous(), RowType.float32

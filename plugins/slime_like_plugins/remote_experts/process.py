@@ -107,7 +107,7 @@ def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
 def _admitted(sock: socket.socket, secret: bytes, name: str, key_file: Path) -> Connection:
     """Return a connection over ``sock`` after both ends have proved that they know the key.
 
-    Raises ``PeerLost`` or ``FrameError`` if the worker has another key.
+    Raises ``PeerLost`` or ``FrameError`` if the worker has another key, ``DeadlineExceeded`` if it does not answer.
     """
     connection = Connection(sock, name, key.MAX_PAYLOAD)
     try:

@@ -15,13 +15,10 @@ ONE_REQUEST_ROWS = 64  # maximum number of tokens with remote experts that form 
 
 
 class ExpertRows:
-    """Location of each expert of a layer: a row of the engine's matrices, or of the worker's."""
+    """Location of each expert of a layer: its index in the first axis of the engine's ``w13`` and ``w2``, or of the worker's."""
 
     def __init__(self, num_experts: int, remote: Sequence[int]) -> None:
-        """Assign rows to ``num_experts`` routed and shared experts.
-
-        ``remote`` are the ids of those in the worker's memory.
-        """
+        """Assign indices to ``num_experts`` routed and shared experts, of which ``remote`` are in the worker's memory."""
         self.remote = tuple(sorted(remote))
         is_remote = np.zeros(num_experts, bool)
         is_remote[list(self.remote)] = True
@@ -59,10 +56,9 @@ class TokenBucket:
 
 
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
-    """Return the row of the local expert of each pair [T, K], and the buckets of tokens with remote experts.
+    """Return the local index (``ExpertRows.local_rows``) of each pair's expert [T, K], and buckets of tokens with remote experts.
 
-    The row is -1 if the expert of a pair is not local. The buckets are in ascending order of the number of remote
-    experts per token.
+    The index is -1 if the expert is not local. The buckets are in ascending order of the number of remote experts per token.
 
     Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. If at most
     ``ONE_REQUEST_ROWS`` tokens have remote experts, as in a decode step, they form a single bucket: the worker then

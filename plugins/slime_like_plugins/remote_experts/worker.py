@@ -31,7 +31,10 @@ LOOPBACK = "127.0.0.1"
 
 
 def serve(sock: socket.socket, settings: WorkerSettings, secret: bytes | None = None) -> None:
-    """Serve the engine at the other end of ``sock`` until it ends. If ``secret`` is given, the engine has to know it."""
+    """Serve the engine at the other end of ``sock`` until it closes the connection, then close ``sock``.
+
+    If ``secret`` is given, the engine has to know it. Raises the errors of ``key.admit`` and ``Service.run``.
+    """
     connection = Connection(sock, "the engine", key.MAX_PAYLOAD if secret else WRITE_BYTES)
     try:
         if secret:
