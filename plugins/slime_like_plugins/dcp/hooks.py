@@ -125,7 +125,10 @@ def install() -> None:
 
 
 def sharded_backend(latent: bool) -> sharded.BackendFactory:
-    """Return the attention backend on a CPU. Its module is imported only when used, as SGLang's own modules are."""
+    """Return the class of the attention backend on a CPU, over latents if ``latent``.
+
+    Its module is imported only when used, as SGLang's own modules are.
+    """
     if latent:
         from slime_like_plugins.dcp.latent_attention import ShardedLatentAttention
 

@@ -220,7 +220,7 @@ def check_loaded(result: Any, runner: Any) -> Any:
 
 
 def run_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``ModelRunner.forward``: fill slots that are empty, as after a push.
+    """Hook around ``ModelRunner.forward``: fill slots that are empty, as after a weight push.
 
     CUDA graphs of the model start with filled slots.
     """

@@ -64,7 +64,7 @@ class TrainKernels:
                 self._functions[name, dtype] = function
 
     def rms_norm(self, x_NH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the normalised rows, times the weight, [N, H], and the reciprocals of their root mean squares F32 [N]."""
+        """Return ``rms_norm(x) * weight`` [N, H], and the reciprocals of the rows' root mean squares, F32 [N]."""
         n, h = x_NH.shape
         _check(x_NH.dtype, (x_NH, (n, h)), (weight_H, (h,)))
         out_NH, inverse_N = torch.empty_like(x_NH), x_NH.new_empty(n, dtype=torch.float32)

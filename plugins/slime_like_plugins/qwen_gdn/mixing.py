@@ -76,7 +76,7 @@ class Mixing(Protocol):
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
         """Return the hidden states [L, 1, hidden] of the tokens that this rank projects.
 
-        ``hidden`` [L, 1, hidden] holds those of the rank's tokens in attention, which ``layout.zigzag`` selects.
+        ``hidden`` [L, 1, hidden] holds those of the rank's tokens in attention, which ``model.layout.zigzag`` selects.
         """
         ...
 

@@ -51,7 +51,8 @@ class Range:
     def to_stream(self, rows: Tensor) -> Tensor:
         """Send the ``rows`` [L, ...] of the rank's tokens in attention; return those of the tokens of its range, in order.
 
-        In attention, a rank has two chunks of every sequence (``layout.zigzag``). Collective over the context parallel group.
+        In attention, a rank has two chunks of every sequence (``model.layout.zigzag``). Collective over the context parallel
+        group.
         """
         return all_to_all(self.group, rows, list(self.part.receive), list(self.part.send)).index_select(0, self.order)
 

@@ -1,15 +1,16 @@
 """Context parallelism by passing states: every rank computes all heads over its range of the packed stream.
 
 The gated delta rule is linear in its state, ``S_t = A_t S_{t-1} + B_t`` and ``o_t = q_t S_t``. With ``o_t`` the outputs of a
-range that starts from a zero state, the outputs from any state ``S`` are ``o_t + (q_t A_t ... A_1) S``. Each rank runs its
-range from a zero state. If the first piece continues an earlier rank's sequence, the rank runs that piece a second time, from
-the identity and with zero values: the outputs are the rows ``q_t A_t ... A_1``, and the final state is the product ``A``. An
-all-gather of (S, A) then gives every rank its initial state. A kernel only has to take an initial state and return the final
-one. The data that each rank sends per layer does not grow with the length of the sequences: Hv * K * (K + V) numbers, and the
-W - 1 last tokens of its range for a convolution of width W.
+range that starts from a zero state, the outputs from any state ``S`` are ``o_t + (q_t A_t ... A_1) S``. A range consists of
+pieces: sequences, and parts of sequences that its borders cut. Each rank runs its pieces from a zero state. If the first piece
+continues an earlier rank's sequence, the rank runs that piece a second time, from the identity and with zero values: the outputs
+are the rows ``q_t A_t ... A_1``, and the final state is the product ``A``. An all-gather of ``A`` and of the last piece's final
+state then gives every rank its initial state. A kernel only has to take an initial state and return the final one. The data that
+each rank sends per layer does not grow with the length of the sequences: Hv * K * (K + V) numbers, and the W - 1 last tokens of
+its range for a convolution of width W.
 
-In attention, a rank has other tokens: two chunks of each sequence (``layout.zigzag``). Moving tokens to the ranges and back
-takes traffic that does grow with the length. Moving the hidden states, before the first projection and after the second,
+In attention, a rank has other tokens: two chunks of each sequence (``model.layout.zigzag``). Moving tokens to the ranges and
+back takes traffic that does grow with the length. Moving the hidden states, before the first projection and after the second,
 usually takes less (a third in Qwen3-Next) than moving the projected tensors and the output of the rule. If so, the hidden
 states are moved, unless sequence parallelism splits them.
 

@@ -1,4 +1,4 @@
-"""The attention backends on a CPU for a KV cache that is sharded over ranks, which the plugin ``dcp`` provides."""
+"""Registration of the attention backends for a sharded KV cache on a CPU; the plugin ``dcp`` provides them."""
 
 from __future__ import annotations
 
