@@ -82,7 +82,23 @@ def test_uncountable_epochs_are_refused(argv: list[str], tmp_path: Path) -> None
         load_config([*argv_with_rows(argv, 1, tmp_path), "data.train=no/such.jsonl"])
     with pytest.raises(ConfigError, match=r"data.source=.* does not read: set loop.num_rollout"):
         load_config([*argv_with_rows(argv, 9, tmp_path), "data.source=slime_like.data.prompts:FileSource"])
-    with pytest.raises(
-        ConfigError, match=r"loop.num_epoch=3 and loop.num_rollout=9: .*remove loop.num_epoch or loop.num_rollout"
-    ):
-        load_config([*argv_with_rows(argv, 9, tmp_path), "loop.num_rollout=9"])
+
+
+def test_rollouts_are_set_by_one_key_of_the_command_line(argv: list[str], tmp_path: Path) -> None:
+    line = [*argv_with_rows(argv, 9, tmp_path), "loop.num_rollout=9"]
+    error = "loop.num_epoch=3 and loop.num_rollout=9: .*set loop.num_epoch=null or remove loop.num_rollout"
+    with pytest.raises(ConfigError, match=error):
+        load_config(line)
+    assert load_config([*line, "loop.num_epoch=null"]).loop.num_rollout == 9
+
+
+def test_num_rollout_is_not_ignored_if_a_recipe_sets_epochs(argv: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe" / "epochs.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("# @package _global_\nloop:\n  num_epoch: 3\n")
+    *line, _ = argv_with_rows(argv, 9, tmp_path)
+    line += [f"--config-dir={tmp_path}", "+recipe=epochs"]
+    assert load_config(line).loop.num_rollout == 6
+    with pytest.raises(ConfigError, match=r"loop.num_epoch=3 and loop.num_rollout=9"):
+        load_config([*line, "loop.num_rollout=9"])
+    assert load_config([*line, "loop.num_rollout=9", "loop.num_epoch=null"]).loop.num_rollout == 9

@@ -66,11 +66,6 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
     key, the value and a fix if the config is invalid.
     """
     overrides = _sort(argv)
-    if {"loop.num_epoch", "loop.num_rollout"} <= set(overrides.values):
-        raise ConfigError(
-            f"loop.num_epoch={overrides.values['loop.num_epoch']} and loop.num_rollout="
-            f"{overrides.values['loop.num_rollout']}: both set the number of rollouts; remove loop.num_epoch or loop.num_rollout"
-        )
     cfg = _finish(_compose(overrides), overrides.values, files=files, machine=machine, code=code)
     if code and machine and cfg.run.prepare is not None:
         check_exists("run.prepare", cfg.run.prepare)
@@ -185,6 +180,11 @@ def _finish(
     cfg = _values(tree, values)
     resolve_paths(cfg)
     cfg.check("")
+    if cfg.loop.num_epoch is not None and "loop.num_rollout" in values:  # values of recipes are not in ``values``
+        raise ConfigError(
+            f"loop.num_epoch={cfg.loop.num_epoch} and loop.num_rollout={values['loop.num_rollout']}: both set the number of "
+            "rollouts; set loop.num_epoch=null or remove loop.num_rollout"
+        )
     if files:
         resolve_epochs(cfg)
     check_rules(cfg, machine=machine, code=code, num_rollout_known=files or cfg.loop.num_epoch is None)
