@@ -13,7 +13,7 @@ from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import family_of
 from slime_like.config.rules.hf import read_hf_config
 from slime_like.config.schema.names import FAMILIES
-from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
 from tests.config.bad_input import refusal
 from tests.config.model_folder import SHAPE, write_model
 
@@ -70,6 +70,15 @@ def test_the_plan_explains_the_context_parallel_mode(
     (decision,) = (d for d in plan.decisions if d.key == "model.gdn.cp_mode")
     assert decision.value == mode
     assert words in decision.reason
+
+
+@pytest.mark.parametrize("key", [key for key in HYBRID if key.startswith("linear_")])
+def test_a_missing_size_of_linear_attention_is_named(key: str, argv: list[str], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", **{name: value for name, value in HYBRID.items() if name != key})
+    with refusal(
+        [f"model.hf_checkpoint={str(folder)!r}", "config.json", repr(key), "download it again"], CheckpointError
+    ):
+        load_config(options(argv, folder))
 
 
 @pytest.mark.parametrize("composite", [False, True])

@@ -26,6 +26,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 REQUIRED = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+GDN_REQUIRED = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+"""Keys that a config.json must contain if it contains any of them."""
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Few = Annotated[int, Meta(ge=1, le=2**16)]  # number of heads, layers or experts
 Amount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -160,6 +168,11 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
         raise CheckpointError(
             f"{key}={folder!r}: config.json has no {missing[0]!r}; is it the config of a causal language model?"
         )
+    missing = [name for name in GDN_REQUIRED if name not in text]
+    if 0 < len(missing) < len(GDN_REQUIRED):
+        raise CheckpointError(
+            f"{key}={folder!r}: config.json has no {missing[0]!r}, which Gated DeltaNet layers need; download it again"
+        )
     file.typed(text, Sizes)
     refuse_windows(key, folder, text, top.get("model_type") or "")
     rope_key = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
@@ -218,7 +231,10 @@ def sparse_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def gdn_shape(text: Mapping[str, Any]) -> GDNShape | None:
-    """Return the shape of Gated DeltaNet layers from the text part of a config.json; None if the model has no such layers."""
+    """Return the shape of Gated DeltaNet layers from the text part of a config.json; None if the model has no such layers.
+
+    Raises ``KeyError`` if linear_num_value_heads is present and another key of ``GDN_REQUIRED`` is not.
+    """
     if "linear_num_value_heads" not in text:
         return None
     return GDNShape(
