@@ -267,7 +267,7 @@ class RolloutManager:
         self._version = version
 
     async def abort_push(self) -> None:
-        """Close the engines' updates after a failed push. Engines with complete weights resume decoding, others stay paused."""
+        """Resume decoding after a failed push. Engines whose update is not committed stay paused until the next push."""
         await self._update.abort()
 
     async def wait_until_push_needed(self) -> None:

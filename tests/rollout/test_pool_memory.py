@@ -99,6 +99,39 @@ def test_memory_is_restored_once_if_a_commit_is_cancelled_during_the_restore() -
     play(SlowSupervisor, HealthConfig(), scene)
 
 
+@pytest.mark.parametrize(
+    ("refused_path", "resumed"), [("/pause_generation", [False, True]), ("/update_weight_version", [True, False])]
+)
+def test_an_abort_resumes_engines_whose_update_is_committed_or_not_begun(
+    refused_path: str, resumed: list[bool]
+) -> None:
+    """An engine with all parameters but without their version would decode with new weights under the old version."""
+
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        (_, first), (client, second) = record(pool, 0), record(pool, 1)
+        update, connection = EngineWeightUpdate(pool), client._connection
+
+        async def request(phase: str, verb: str, path: str, body: dict[str, Any] | None, **_: object) -> Any:
+            if path == refused_path:
+                raise EngineError(f"engine 1 refused {path}")
+            return await connection.request(phase, verb, path, body)
+
+        async def post(phase: str, path: str, body: dict[str, Any], **_: object) -> None:
+            await request(phase, "POST", path, body)
+
+        fake_connection = SimpleNamespace(post=post, request=request, close=connection.close)
+        client._connection = fake_connection  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(EngineError, match=f"engine 1 refused {refused_path}"):
+            await update.begin()
+            await update.commit(1)
+        first.clear()
+        second.clear()
+        await update.abort()
+        assert [("continue_generation", None) in requests for requests in (first, second)] == resumed
+
+    play(SlowSupervisor, HealthConfig(), scene)
+
+
 def test_a_save_keeps_the_weights() -> None:
     async def scene(pool: EnginePool, engines: list[Any]) -> None:
         (_, requests), _ = record(pool, 0), record(pool, 1)

@@ -24,7 +24,7 @@ from slime_like.rollout.pool.probe import ProbeScores, TrainerScores
 from slime_like.util.deadline import Deadline
 from slime_like.weight_sync import manifest
 
-ABORT_S = 20.0  # above three times rollout.pool.weight_update.ABORT_S
+ABORT_S = 20.0  # above twice rollout.pool.weight_update.ABORT_S
 
 
 class Sync(Protocol):
@@ -63,7 +63,7 @@ class EngineSync:
 
         Raises ``EngineLost`` if the push would start over more often than ``max_losses`` allows, ``WeightSyncError`` if the
         engines lack weights, and ``ConsistencyError`` if the probe finds a disagreement. Before an error of the push is
-        raised, the managers close the updates of all engines that respond. Engines with incomplete weights stay paused.
+        raised, the managers resume the engines that respond, except those whose update is not committed.
         """
         num_losses = num_engines = 0
         # Outside ``try``: if it fails, there is no update to abort, and the engines must not take memory.

@@ -60,6 +60,7 @@ class EngineClient:
         self.address = EngineAddress(name, url, admin_key, tp)
         self.num_aborts = 0  # calls of ``abort_all``
         self._aborting = 0  # calls of ``abort_all`` in progress
+        self.is_updating = False  # True from ``begin_update`` until ``end_update`` has set the version number
         self._routing = routing
         self._released: set[str] = set()
         self._restoring: asyncio.Task[None] | None = None
@@ -274,7 +275,11 @@ class EngineClient:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     async def begin_update(self) -> None:
-        """Open a weight update on a paused engine: from now on every parameter of the served model counts as unwritten."""
+        """Open a weight update on a paused engine: from now on every parameter of the served model counts as unwritten.
+
+        An update that is already open is discarded.
+        """
+        self.is_updating = True
         await self._connection.post("begin update", "/begin_weight_update", UPDATE_SELECTOR)
 
     async def end_update(self, version: int) -> None:
@@ -283,13 +288,7 @@ class EngineClient:
         await self._connection.post(
             "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
         )
-
-    async def abort_update(self) -> None:
-        """End an update without a new version number; do nothing if none is open.
-
-        If a parameter was not completely written, the engine refuses to generate until a complete update is committed.
-        """
-        await self._connection.request("abort update", "POST", "/end_weight_update", {}, accept=(200, 400))
+        self.is_updating = False
 
     async def update_from_tensors(self, *payloads: bytes) -> None:
         """Load one payload on every rank of the engine, or one payload per rank; see ``WeightReceiver.update_from_tensors``."""

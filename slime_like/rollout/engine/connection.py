@@ -261,13 +261,12 @@ class EngineConnection:
         method: str,
         path: str,
         body: Any,
-        accept: Sequence[int] = (200,),
         seconds: float | None = None,
     ) -> Any:
         """Send one HTTP request; return the decoded JSON of the reply, or None if the reply is empty or not JSON.
 
         Raises ``DeadlineExceeded`` if there is no reply in time, ``EngineLost`` if the connection fails,
-        ``EngineError`` if the status is not in ``accept``.
+        ``EngineError`` if the status is not 200.
         """
         deadline = Deadline("rollout", phase, seconds or self._deadline_s)
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -283,7 +282,7 @@ class EngineConnection:
             reply = orjson.loads(content) if content else None
         except orjson.JSONDecodeError:
             reply = None
-        if response.status not in accept:
+        if response.status != 200:
             raise EngineError(f"{self._describe(path)}: {error_text(response.status, content, reply)}")
         return reply
 

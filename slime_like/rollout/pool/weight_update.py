@@ -100,13 +100,13 @@ class EngineWeightUpdate:
             raise EngineLost(f"no remaining engine has the weights of version {version}")
 
     async def abort(self) -> None:
-        """Close the updates of all responding engines after a push that failed and is not repeated, and resume the engines.
+        """Resume all responding engines whose update is committed or was not begun, after a push that failed and is not repeated.
 
-        An engine with an incomplete update refuses to resume: it stays paused until a push is committed.
+        The other engines stay paused until a push is committed, because their weights are incomplete or have no version number.
         """
         self._pool.on_push_end()
         self._is_open = False
-        for undo in (EngineClient.abort_update, _restore_all, EngineClient.resume):
+        for undo in (_restore_all, _resume_unless_updating):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_S * scale()):
                     calls = (undo(slot.client) for slot in self._pool.slots if not slot.is_restarting)
@@ -139,3 +139,8 @@ async def _open(engine: EngineClient, seconds: float | None) -> None:
 
 async def _restore_all(engine: EngineClient) -> None:
     await engine.restore_memory(ENGINE_PARTS)
+
+
+async def _resume_unless_updating(engine: EngineClient) -> None:
+    if not engine.is_updating:
+        await engine.resume()
