@@ -14,7 +14,7 @@ HOST = "127.0.0.1"
 
 @dataclass(slots=True)
 class Outage:
-    """Outage of ``seconds``. Requests are sent to a port that has no listener, as if the server were down."""
+    """Outage of ``seconds``. Its requests are sent to a port that has no listener, as if the server were down."""
 
     seconds: float
     num_unscored: int = 0  # samples that got no score during the outage
@@ -30,15 +30,11 @@ class Outage:
         return time.monotonic() - self._start_time < self.seconds
 
     def address(self, url: str) -> str:
-        """Return the address for a request to ``url``: the dead port during the outage, then ``url`` itself."""
-        return (
-            urlsplit(url)._replace(scheme="http", netloc=f"{HOST}:{self._dead_port.port}").geturl()
-            if self.is_active
-            else url
-        )
+        """Return the address on the dead port to which a request to ``url`` is sent during the outage."""
+        return urlsplit(url)._replace(scheme="http", netloc=f"{HOST}:{self._dead_port.port}").geturl()
 
     def record_failure(self, error: Exception) -> None:
-        """Record a failed request; only the first one counts."""
+        """Record the failure of a request that was sent during the outage; only the first one counts."""
         if not self._noticed_at:
             self._noticed_at, self._cause = time.time(), f"down: {error}"
 

@@ -114,7 +114,7 @@ class RemoteReward:
 
     async def _post(self, body: dict[str, Any]) -> bytes:
         url = cast(str, self._config.remote_url)
-        outage = self._outages[-1] if self._outages else None
+        outage = self._outages[-1] if self._outages and self._outages[-1].is_active else None
         address = url if outage is None else outage.address(url)
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)

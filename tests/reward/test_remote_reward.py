@@ -167,6 +167,20 @@ def test_retries_outlast_a_short_outage(monkeypatch: pytest.MonkeyPatch) -> None
     with_server(lambda *_: (200, "1"), test)
 
 
+def test_a_failure_after_an_outage_is_not_attributed_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outage, "is_active", property(lambda _: False))
+
+    async def run(port: int) -> None:
+        pool = RewardPool(config(f"http://127.0.0.1:{port}", fallback=0.25, remote_retries=0))
+        pool.block_server(5.0)
+        assert await score(pool, "a") == [Reward(0.25)]
+        assert pool.take_recoveries() == ()
+        await pool.stop()
+
+    with PortLease("127.0.0.1") as port:
+        asyncio.run(run(port))
+
+
 def test_a_refused_sample_is_not_sent_twice() -> None:
     async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, fallback=-1.0, remote_concurrency=1))
