@@ -72,8 +72,13 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """Return whether the process is running."""
-        return self._process.poll() is None
+        """Return whether the process is running.
+
+        A process that has ended is not reaped, so that ``kill`` still reaches its group.
+        """
+        if self._process.returncode is not None:
+            return False
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
         """Send a request and return the reply.

@@ -87,6 +87,14 @@ def ends_on_x(prompt: Prompt, sample: Sample) -> float:
     return 0.0
 
 
+def starts_child(prompt: Prompt, sample: Sample) -> float:
+    """Append the pid of this process and of a child that does not end to the metadata's file."""
+    child = subprocess.Popen(["sleep", "600"])
+    with Path(prompt.metadata["pids"]).open("a") as file:
+        file.write(f"{os.getpid()} {child.pid} ")
+    return 1.0
+
+
 def huge(prompt: Prompt, sample: Sample) -> int:
     return 10**400
 

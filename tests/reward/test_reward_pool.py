@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,6 +158,25 @@ def test_an_idle_process_that_was_killed_costs_nothing(pool: RewardPool, score: 
         os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     assert scores(score([group("4", "5")])[0]) == [1.0, 0.0]
     assert reduce_metrics(pool.metrics()) == counts(calls=2)
+
+
+def test_children_of_an_idle_process_that_was_killed_end(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pool = RewardPool(RewardConfig(name=f"{USERS}:starts_child", workers=1, timeout_s=20))
+    try:
+        with asyncio.Runner() as runner:
+            scored_group = group("a", metadata={"pids": str(pids)})
+            runner.run(pool.score([scored_group]))
+            worker, child = pids.read_text().split()
+            os.kill(int(worker), signal.SIGKILL)
+            os.waitid(os.P_PID, int(worker), os.WEXITED | os.WNOWAIT)
+            runner.run(pool.score([scored_group]))
+            assert ends(child)
+    finally:
+        pool.close()
+        for pid in pids.read_text().split()[1::2]:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def test_a_process_that_is_killed_at_every_import_ends_the_run() -> None:
