@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from collections.abc import Coroutine
@@ -141,6 +142,9 @@ def test_a_stopped_server_is_replaced_by_a_restart(tmp_path: Path, monkeypatch: 
         actor.stop_server()
         assert not actor._server.alive()
         assert actor.stopped_pids() == ()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "killpg", lambda *_: pytest.fail("a signal was sent to the id of an ended process"))
+            actor.inject_fault("SIGKILL")
         assert actor.restart() == (address, ""), "the actor's own signal is not how the engine ended"
         assert actor._server.alive()
     finally:

@@ -138,7 +138,9 @@ class EngineActor:
         ``part`` is that of ``processes.pids_of_part``.
         """
         number = signal.Signals[signal_name]
-        with contextlib.suppress(ProcessLookupError):  # restarting after an earlier fault
+        if not self._server.alive():  # restarting after an earlier fault, or stopped
+            return
+        with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             if not part:
                 os.killpg(self._server.pid, number)
             for pid in processes.pids_of_part(self._server.pid, part) if part else ():

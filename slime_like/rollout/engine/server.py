@@ -70,6 +70,7 @@ class EngineServer:
         self._host = host
         self._node = node
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False  # True once ``stop`` has reaped the process: its id may then belong to another one
         self._leases: list[PortLease] = []
         self._scratch: str | None = None
         self._log_begin = 0  # earlier engines of the slot wrote to the same log
@@ -197,11 +198,12 @@ class EngineServer:
         This blocks up to ``KILL_S`` until the server has ended. The signal is SIGKILL: SGLang's SIGTERM handler polls every
         five seconds, and an engine has nothing to save.
         """
-        if self._process is not None:
+        if self._process is not None and not self._is_stopped:
             self.segments |= processes.mapped_segments(self._process.pid)
             self.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a process in a driver call ends after that call
                 self._process.wait(KILL_S * scale())
+                self._is_stopped = True
             processes.remove_segments(self.segments)
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the server has not read what ``start`` wrote
@@ -212,7 +214,12 @@ class EngineServer:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kill the engine's process group without waiting for its end; ``stop`` also removes its files and shared memory."""
+        """Kill the engine's process group without waiting for its end; ``stop`` also removes its files and shared memory.
+
+        After ``stop`` has returned, do nothing, unless the process did not end within ``KILL_S``.
+        """
+        if self._is_stopped:
+            return
         with contextlib.suppress(ProcessLookupError):  # the group has already ended
             os.killpg(self.pid, signal.SIGKILL)
 
