@@ -73,6 +73,21 @@ def test_a_failure_is_raised_to_the_waiting_caller() -> None:
     asyncio.run(scenario())
 
 
+def test_a_rollout_that_is_not_generated_is_refused() -> None:
+    async def scenario() -> None:
+        producer = RolloutProducer(recording([]), first=3, last=6, max_staleness=0)
+        await producer.get(3)
+        await producer.get(3)
+        producer.forget(3)
+        for rollout_id in (2, 3, 6):
+            with pytest.raises(ValueError, match=f"rollout {rollout_id} is not generated"):
+                await asyncio.wait_for(producer.get(rollout_id), 5)
+        assert (await producer.get(4)).rollout_id == 4
+        await producer.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_generation_that_cancels_itself_fails() -> None:
     async def generate(rollout_id: int) -> GeneratedRollout:
         raise asyncio.CancelledError

@@ -167,11 +167,17 @@ class RolloutProducer:
     async def get(self, rollout_id: int) -> GeneratedRollout:
         """Return rollout ``rollout_id`` once it is complete.
 
-        Raises the error that ended the generation of this or an earlier rollout. Waits forever for a rollout that was
-        forgotten (``forget``).
+        Raises the error that ended the generation of this or an earlier rollout, or ``ValueError`` for a rollout that is
+        never generated: one that was forgotten (``forget``), or that the constructor's ``first`` and ``last`` exclude.
         """
-        if self._failure is not None and rollout_id not in self._ready:
-            raise self._failure
+        if rollout_id not in self._ready:
+            if self._failure is not None:
+                raise self._failure
+            if not self._next <= rollout_id < self._last:
+                raise ValueError(
+                    f"rollout {rollout_id} is not generated: it was forgotten, or is not between {self._next}, the next "
+                    f"rollout, and {self._last - 1}, the last one"
+                )
         self._last_admitted = max(self._last_admitted, rollout_id + self._max_staleness)
         self._wake.set()
         if self._task is None:
