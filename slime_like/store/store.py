@@ -146,7 +146,9 @@ class SampleStore:
         """
         table, rows, columns = self._rows, batch.rows, batch.columns
         n = len(rows)
-        if batch.counts is not None or batch.is_finished is not None or batch.experts or not n == len(columns) > 0:
+        if batch.counts is not None or batch.is_finished is not None or not n == len(columns) > 0:
+            return False
+        if batch.experts or columns.experts is not None:
             return False
         if len(set(ids := rows.tolist())) < n or min(ids) < 0 or max(ids) >= table.size:
             return False
@@ -193,6 +195,8 @@ class SampleStore:
             raise ValueError(f"{len(batch.columns)} tokens and {len(counts)} counts for {len(rows)} rows")
         if len(batch.experts) not in (0, len(rows)):
             raise ValueError(f"experts of {len(batch.experts)} rows for {len(rows)} rows")
+        if batch.columns.experts is not None:
+            raise ValueError("the columns of a batch contain experts: pass experts as Batch.experts")
         if len(set(rows.tolist())) != len(rows):
             raise ValueError(f"a row occurs twice in a batch: {rows.tolist()}")
         if len(rows) and (rows.min() < 0 or rows.max() >= self._rows.size or self._rows.extent[rows].min() < 0):

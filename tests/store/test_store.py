@@ -107,6 +107,17 @@ def test_a_refused_batch_changes_no_row(rows: list[int], message: str) -> None:
         store.append_batch(batch([1], tokens(1, 2, 3)))
 
 
+def test_experts_in_the_columns_of_a_batch_are_refused() -> None:
+    store = SampleStore()
+    row = prompt(store)
+    columns = replace(tokens(7), experts=np.ones((1, 2, 4), np.uint8))
+    store.append_batch(batch([row], tokens(6)))  # the next batch could be appended by one write per column
+    for experts in ((), (np.zeros((6, 2, 4), np.uint8),)):
+        with pytest.raises(ValueError, match=r"pass experts as Batch\.experts"):
+            store.append_batch(replace(batch([row], columns), experts=experts))
+    assert store.length(row) == 6
+
+
 def test_experts_of_another_shape_are_refused_before_memory_is_allocated() -> None:
     store = SampleStore()
     rows, columns = np.array([prompt(store), prompt(store)]), tokens(1, 2)
