@@ -16,7 +16,7 @@ from slime_like.errors import EngineError, EngineLost, WeightSyncError
 from slime_like.interfaces import Sampling
 from slime_like.rollout.collect.journal import CallJournal
 from slime_like.rollout.collect.sampler import PauseGate, ResumableEngine
-from slime_like.rollout.pool.engine_pool import DEAD, EnginePool
+from slime_like.rollout.pool.engine_pool import DEAD, EnginePool, first_line
 from slime_like.rollout.pool.health import HealthMonitor
 from slime_like.rollout.pool.kv_usage import kv_metrics
 from slime_like.rollout.pool.router import RequestCounts
@@ -243,3 +243,8 @@ def test_messages_say_when_an_engine_serves_again(*, receives_pushes: bool) -> N
             assert "lost or stalled" in report and "it serves again" in responsive and "it serves once it is up" in lost
 
     play(SlowSupervisor, HealthConfig(on_stalled_engine="wait"), scene, receives_pushes=receives_pushes)
+
+
+def test_an_error_without_a_message_is_reported_by_its_class() -> None:
+    assert first_line(EngineError("engine 0 is dead\nend of its log")) == "engine 0 is dead"
+    assert first_line(EngineError("")) == "EngineError"

@@ -343,5 +343,5 @@ async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return str(error).splitlines()[0]
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
