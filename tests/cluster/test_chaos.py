@@ -77,6 +77,17 @@ def test_a_phase_that_fails_gets_no_fault_at_its_end(tmp_path: Path) -> None:
     assert engine.signals == []
 
 
+def test_a_fault_that_cannot_be_recorded_is_not_injected(tmp_path: Path) -> None:
+    injector, engine = chaos(tmp_path, "kill_engine:step:3:0")
+    (tmp_path / "faults.jsonl").symlink_to("/dev/full")
+    with pytest.raises(DataError, match=r"faults\.jsonl cannot be written"), injector("step", 3):
+        injector._inject_early(injector.pending[0])
+    assert engine.signals == []
+    assert report_lines(injector.injections, [], injector.pending)[1:] == [
+        "  kill_engine:step:3:0 was not injected: this part of the run did not reach it"
+    ]
+
+
 def test_a_slow_engine_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -86,10 +86,11 @@ class Chaos:
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
         """Inject the faults of a phase of the loop while it runs: each after its delay, or at the phase's end if earlier.
 
-        If the phase raises an error, its faults that are still pending are not injected.
+        If the phase raises an error, its faults that are still pending are not injected. A fault that cannot be recorded
+        stays pending, and the end of the phase raises ``DataError``.
         """
         phase_faults = [fault for fault in self.pending if (fault.phase, fault.rollout_id) == (phase, rollout_id)]
-        timers = [threading.Timer(fault.seconds, self._inject, (fault,)) for fault in phase_faults]
+        timers = [threading.Timer(fault.seconds, self._inject_early, (fault,)) for fault in phase_faults]
         for timer in timers:
             timer.daemon = True
             timer.start()
@@ -109,12 +110,16 @@ class Chaos:
         except DataError as error:  # a full disk; the final report includes them
             sys.stderr.write(visible(f"warning: {error}\n"))
 
+    def _inject_early(self, fault: Fault) -> None:
+        """Inject a fault before the end of its phase, from a timer's thread."""
+        with suppress(DataError):  # a full disk; the end of the phase tries again and raises the error
+            self._inject(fault)
+
     def _inject(self, fault: Fault) -> None:
         """Inject a fault once. A second caller waits for the first, so that the phase cannot end before the fault."""
         with self._lock:
             if fault not in self.pending:
                 return
-            self.pending.remove(fault)
             rng = Random(f"{self.config.seed} {fault}")
             if fault.kind in RECOVERED:
                 self._signal_engine(fault, rng)
@@ -168,9 +173,11 @@ class Chaos:
         os.kill(processes[name], signal.Signals[_signal_of(fault)])
 
     def _record(self, fault: Fault, target: str, note: str = "") -> None:
+        """Record a fault as injected; it is no longer pending. If ``DataError`` is raised, it stays pending."""
         injection = InjectedFault(str(fault), target, time.time(), note)
-        self.injections.append(injection)
         faults.append(self.run_dir, injection)
+        self.injections.append(injection)
+        self.pending.remove(fault)
 
 
 def _signal_of(fault: Fault) -> str:
