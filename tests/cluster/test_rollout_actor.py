@@ -22,19 +22,30 @@ class RecordingReaper:
         self.closed = True
 
 
-def test_processes_of_user_code_end_even_if_the_manager_fails_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reaper = RecordingReaper()
+@pytest.fixture
+def reaper(monkeypatch: pytest.MonkeyPatch) -> RecordingReaper:
+    """Keep an actor from changing this process; return its reaper."""
+    recording_reaper = RecordingReaper()
     for name in ("_redirect_output", "record_streams", "dump_stacks_on_signal"):
         monkeypatch.setattr(rollout_actor, name, lambda *_: None)
-    monkeypatch.setattr(rollout_actor, "reaper", lambda: reaper)
+    monkeypatch.setattr(rollout_actor, "reaper", lambda: recording_reaper)
+    return recording_reaper
 
+
+def test_an_actor_that_was_not_connected_stops(tmp_path: Path, reaper: RecordingReaper) -> None:
+    asyncio.run(rollout_actor.RolloutActor(str(tmp_path), {}, str(tmp_path / "log")).stop())
+    assert reaper.closed
+
+
+def test_processes_of_user_code_end_even_if_the_manager_fails_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reaper: RecordingReaper
+) -> None:
     async def fail(manager: RolloutManager) -> None:
         raise OSError("the reward pool is gone")
 
     monkeypatch.setattr(RolloutManager, "stop", fail)
     actor = rollout_actor.RolloutActor(str(tmp_path), {}, str(tmp_path / "log"))
+    actor._is_connected = True
     with pytest.raises(OSError, match="reward pool is gone"):
         asyncio.run(actor.stop())
     assert reaper.closed

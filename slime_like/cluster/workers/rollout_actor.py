@@ -38,6 +38,7 @@ class RolloutActor(RolloutManager):
         record_streams()
         self._reaper = reaper()
         self._starter: EngineStarter | None = None  # until ``connect``
+        self._is_connected = False
         dump_stacks_on_signal(Path(stacks_dir), file_name)
 
     async def connect(
@@ -59,6 +60,7 @@ class RolloutActor(RolloutManager):
         factory = RayEngineFactory(self._starter, spec.rollout, spec.routing, spec.health.timeout_s)
         supervisors = [factory.supervisor(index, *engine) for index, engine in own_engines]
         super().__init__(spec, source, heldout, supervisors, factory)
+        self._is_connected = True
 
     async def stop(self) -> None:
         """Stop the manager, then the engines that it has started, then processes that user code started.
@@ -70,7 +72,8 @@ class RolloutActor(RolloutManager):
                 stack.callback(self._reaper.close)
             if self._starter is not None:
                 stack.push_async_callback(self._starter.stop)
-            await super().stop()
+            if self._is_connected:
+                await super().stop()
 
 
 def _redirect_output(path: Path) -> None:
