@@ -25,6 +25,7 @@ from slime_like.cluster.plan.machine import Machine, described_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.cluster.start import agent_stand_ins, local_ray, placement
+from slime_like.cluster.supervise import driver_link
 from slime_like.config.load.loader import load_config
 from slime_like.errors import ConfigError, DeadlineExceeded
 from slime_like.util.deadline import scale
@@ -128,6 +129,24 @@ def test_an_unreachable_cluster_is_reported_before_ray_waits(monkeypatch: pytest
         ):
             local_ray.join(address, "name")
     assert calls == []
+
+
+def test_a_signal_ends_the_wait_for_an_unreachable_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection attempt is part of a call during which the supervisor ends the run at a signal."""
+    events: list[str] = []
+
+    def connect(*_: object, **__: object) -> None:
+        events.append("connects")
+        raise TimeoutError("timed out")
+
+    def send(kind: str, **message: Any) -> None:
+        events.append(f"{kind} at_once" if message.get("at_once") else kind)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(driver_link, "_send", send)
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at 10\.0\.0\.1:6379 \(timed out\)"):
+        local_ray.join("10.0.0.1:6379", "name")
+    assert events == ["call_begins at_once", "connects", "call_ends"]
 
 
 def test_sigterm_handler_is_kept_during_start(monkeypatch: pytest.MonkeyPatch) -> None:

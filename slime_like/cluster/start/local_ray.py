@@ -126,10 +126,11 @@ def join(address: str, namespace: str) -> None:
 
     Raises ``ConfigError`` if none answers or it cannot be joined.
     """
-    at, key = reach(address), f"placement.ray_address={address!r}"
+    at, key = address, f"placement.ray_address={address!r}"
     within = Deadline("driver", "placement", JOIN_S)
     try:
         with keep_sigterm(), driver_link.bounded_call(within, f"the Ray cluster of {key}: {CLUSTER_FIX}", at_once=True):
+            at = reach(address)
             ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         token = "or give this process the cluster's RAY_AUTH_TOKEN"  # Ray only prints its reason
