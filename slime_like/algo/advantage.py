@@ -23,9 +23,10 @@ EPSILON = 1e-6  # keeps nearly equal rewards from being scaled up to unit varian
 
 
 def grpo(rewards_G: F32) -> F32:
-    """Return [G]: reward minus the group's mean, divided by the sample standard deviation (G - 1), as in slime and TRL.
+    """Return [G]: reward minus the group's mean, divided by the standard deviation plus ``EPSILON``.
 
-    All advantages are 0 if all rewards are equal or there is one episode.
+    It is the sample standard deviation (divisor G - 1), as in slime and TRL. All advantages are 0 if all rewards are equal
+    or there is one episode.
     Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2.
     """
     if len(rewards_G) < 2 or np.ptp(rewards_G) == 0:
@@ -63,7 +64,7 @@ GROUP = "algo.group_advantage"
 
 
 def bind_group_advantage(name: str) -> GroupAdvantage:
-    """Return the group advantage ``name``."""
+    """Return the group advantage ``name``, a table entry or an import path. Raises ``ConfigError`` as ``resolve`` does."""
     advantage: GroupAdvantage = resolve(GROUP, name, GROUP_ADVANTAGES)
     return UserGroupAdvantage(name, advantage) if is_path(name) else advantage
 

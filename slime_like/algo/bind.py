@@ -31,19 +31,22 @@ CORRECTION = "algo.off_policy"
 
 
 def bind_loss(config: AlgoConfig) -> LossFn:
-    """Return the loss that ``config`` names."""
+    """Return the loss that ``config`` names, constructed with ``config``. Raises ``ConfigError`` as ``resolve`` does."""
     loss: LossFn = resolve(LOSS, config.loss, LOSSES)(config)
     return UserLoss(config.loss, loss, loss.needs_entropy) if is_path(config.loss) else loss
 
 
 def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
-    """Return the token advantage that ``config`` names; None if it names none."""
+    """Return the token advantage that ``config`` names, constructed with ``config``; None if ``algo.token_advantage`` is null.
+
+    Raises ``ConfigError`` as ``resolve`` does, or if a shipped token advantage does not support ``algo``.
+    """
     name = config.token_advantage
     return None if name is None else resolve(TOKEN, name, TOKEN_ADVANTAGES)(config)
 
 
 def bind_off_policy(config: PolicyConfig) -> OffPolicy:
-    """Return the off-policy correction that ``config`` names."""
+    """Return the off-policy correction that ``config`` names. Raises ``ConfigError`` as ``resolve`` does."""
     correct: OffPolicy = resolve(CORRECTION, config.off_policy, OFF_POLICY)
     return UserCorrection(config.off_policy, correct) if is_path(config.off_policy) else correct
 
@@ -57,7 +60,11 @@ class UserLoss:
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
-        """Return the loss. Raises ``UserCodeError`` if the user's loss raises or returns columns of wrong shapes."""
+        """Return the loss.
+
+        Raises ``UserCodeError`` if the user's loss raises, or does not return a ``LossOutput`` whose columns have the shape
+        of ``view.logprobs``.
+        """
         subject = f"a micro-batch of {len(view.logprobs)} tokens on this rank"
         with name_user_errors(LOSS, self.name, subject):
             output = cast(object, self.loss(view))  # user code may return anything
@@ -96,7 +103,11 @@ class UserCorrection:
     def __call__(
         self, config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None, /
     ) -> Correction:
-        """Return the correction. Raises ``UserCodeError`` if the function raises or returns factors of the wrong shape."""
+        """Return the correction.
+
+        Raises ``UserCodeError`` if the function raises, or does not return a ``Correction`` whose factors are None or have
+        the shape of ``old_logprobs``.
+        """
         shape = tuple(old_logprobs.shape)
         subject = f"a micro-batch of {len(old_logprobs)} tokens on this rank"
         with name_user_errors(CORRECTION, self.name, subject):
@@ -114,7 +125,10 @@ class UserCorrection:
 def token_advantages(
     config: AlgoConfig, advantage: TokenAdvantage, views: Sequence[TokenView], reduce: Reduce
 ) -> list[Tensor]:
-    """Return the advantages [T] of each view. Raises ``UserCodeError`` if a user's advantage raises or returns wrong shapes."""
+    """Return the advantages [T] of each view. A collective over the ranks of ``reduce`` if ``advantage`` uses it.
+
+    Raises ``UserCodeError`` if a user's advantage raises or returns wrong shapes.
+    """
     return _columns(config, views, lambda: advantage(views, reduce))
 
 
@@ -126,7 +140,10 @@ def critic_targets(config: AlgoConfig, advantage: ReturnEstimator, views: Sequen
 def diagnose(
     config: AlgoConfig, advantage: Diagnostics, views: Sequence[TokenView], reduce: Reduce
 ) -> Mapping[str, float]:
-    """Return the metrics of a token advantage. Raises ``UserCodeError`` if a user's advantage raises."""
+    """Return the metrics of a token advantage. A collective over the ranks of ``reduce`` if ``advantage`` uses it.
+
+    Raises ``UserCodeError`` if a user's advantage raises.
+    """
     name = config.token_advantage or ""
     if not is_path(name):
         return advantage.diagnose(views, reduce)

@@ -19,11 +19,11 @@ from slime_like.errors import ConfigError
 
 
 class ReverseKL:
-    """Token advantage ``opd_kl_coef * (log teacher - log student)``: a one-sample estimate of -KL(student || teacher).
+    """Token advantage ``opd_kl_coef * (log teacher - log student)``.
 
-    If configured, ``reward_coef`` times the sequence's reward is added, and so is the group advantage. The student's
-    log-probabilities are ``old_logprobs`` or, if the ranks computed none, ``rollout_logprobs``. The constructor raises
-    ``ConfigError`` if ``config`` is not that of algo=distill.
+    The difference is a one-sample estimate of -KL(student || teacher). If configured, ``reward_coef`` times the sequence's
+    reward is added, and so is the group advantage. The student's log-probabilities are ``old_logprobs`` or, if the ranks
+    computed none, ``rollout_logprobs``. The constructor raises ``ConfigError`` if ``config`` is not that of algo=distill.
     Source: Agarwal et al. 2024, arXiv:2306.13649 (GKD); Lu et al. 2025, "On-Policy Distillation", Thinking Machines
     Lab.
     """

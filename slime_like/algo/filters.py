@@ -6,7 +6,7 @@ from slime_like.types import SampleGroup, Status
 
 
 def nonzero_std(group: SampleGroup) -> str | None:
-    """Drop a group unless its trained samples have at least two different rewards; otherwise its advantages are zero.
+    """Drop a group whose trained samples have fewer than two different rewards: its group advantages would all be zero.
 
     Source: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """

@@ -54,7 +54,7 @@ class GeneralisedAdvantage:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks.
 
-        The value is 0 if Var(return) is negligible. If there are no views, which is then true of all ranks, return an
+        The metric is 0 if Var(return) is negligible. If there are no views, which is then true of all ranks, return an
         empty dict; otherwise this is a collective over the data-parallel ranks.
         """
         pairs_2A = [

@@ -2,7 +2,7 @@
 
 The caller sums ``loss * loss_weight``, so a loss does not depend on packing, micro-batches or ranks. A policy loss consists of
 a surrogate, off-policy corrections, KL and entropy. A surrogate computes a loss from advantages and the ratio of new to old
-policy. Losses must be finite, because infinity times a weight of 0 would be nan, so the log ratio is clamped to ±20.
+policy. Losses must be finite, because infinity times a weight of 0 would be nan, so the log of this ratio is clamped to ±20.
 Axes: T = tokens, S = sequences.
 """
 
@@ -46,11 +46,12 @@ class PolicyLoss:
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
-        """Return the [T] loss, and metrics with slime's names (``train/<name>``).
+        """Return the [T] loss, and metrics, with slime's names if slime has them.
 
-        The ratio's denominator is the engine's policy if ``algo.use_rollout_logprobs``, otherwise the policy of
-        ``old_logprobs``. If ``old_logprobs`` is None, the current policy is its own old policy: the ratio is 1, but
-        carries a gradient.
+        The old policy is that of ``old_logprobs`` or, if ``old_logprobs`` is None, the current policy. The ratio's
+        denominator is the engine's policy if ``algo.use_rollout_logprobs``, otherwise the old policy. If that is the
+        current policy, the ratio is 1, but carries a gradient. With GSPO or rejection, this is a collective over the ranks
+        that share the sequences.
         """
         cfg = self.config
         old_logprobs_T = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs

@@ -1,8 +1,10 @@
-"""Corrections for tokens sampled from a policy other than the trained one: TIS, MIS, rejection.
+"""Corrections for tokens sampled from a policy other than the trained one.
 
-A correction compares the old policy (the trainer's, before the update) with the rollout policy (the engine's) at sampled
-tokens. Corrections carry no gradient and leave ``loss_weight`` unchanged: a dropped token contributes 0 to the loss, and
-the weights of the other tokens do not increase. Axis: T = tokens.
+They are truncated importance sampling (TIS), masked importance sampling (MIS) and the rejection of sequences. A correction
+compares the old policy (the trainer's, before the update) with the rollout policy (the engine's) at sampled tokens.
+Corrections carry no gradient and leave ``loss_weight`` unchanged: a token dropped by MIS contributes 0 to the policy-gradient
+term, a token of a rejected sequence contributes 0 to every term, and the weights of the other tokens do not increase.
+Axis: T = tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ MAX_LOG_RATIO = 20.0  # limit for importance ratios: exp(20) = 5e8 is finite in 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeight:
-    """Importance weights of tokens, before and after clipping."""
+    """Importance weights of tokens, before and after truncation or masking."""
 
-    weight: Tensor  # [T], factor of the loss
+    weight: Tensor  # [T], factor of the policy-gradient term
     raw: Tensor  # [T], pi_old / pi_rollout
 
 
@@ -89,7 +91,7 @@ def importance_correction(
 ) -> Correction:
     """Return the corrections that ``config`` enables. Metrics cover all trained tokens, including dropped ones.
 
-    With ``algo.rejection``, this is a collective over the ranks that share the sequences.
+    Unless ``algo.rejection`` is ``none``, this is a collective over the ranks that share the sequences.
     """
     weight_T, keep_T, means = None, None, dict[str, Tensor]()
     if config.use_tis:

@@ -115,11 +115,11 @@ def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Te
 
 
 def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-    """Return [T] for each of ``values``: masked entries shifted and scaled to mean 0 and variance 1, other entries 0.
+    """Return [T] for each of ``values``: entries with mask True shifted and scaled to mean 0 and variance 1, others 0.
 
-    Mean and (biased) variance are over all ranks, in float64. The variance is computed from deviations from the mean,
-    so that a large common offset costs no precision. This is a collective: every rank makes the same two reductions,
-    even if it has no trained tokens.
+    Mean and (biased) variance are over all ranks, in float64; a variance below ``MIN_VARIANCE`` is raised to it. The
+    variance is computed from deviations from the mean, so that a large common offset costs no precision. This is a
+    collective: every rank makes the same two reductions, even if it has no trained tokens.
     """
     device = values[0].device if values else None
     parts_A = [value_T[mask_T].double() for value_T, mask_T in zip(values, masks, strict=True)]
