@@ -4,9 +4,13 @@
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
                                          rollout files, and the settings and inputs of the run that wrote them
     rollout/state_4.json                 the state of the rollout managers at the same iteration
-    rollout/leftover_4[_made_5].npz      groups carried over to the next rollout
-    rollout/leftover_4_in_flight.npz     unfinished groups; leftover_4_manager_0_in_flight.npz with several managers
+    rollout/leftover_4.npz               groups carried over to the next rollout
+    rollout/leftover_4_made_5.npz        rollout 5, if it was generated but not trained on (deterministic runs)
+    rollout/leftover_4_in_flight.npz     unfinished groups, and prompts without a group
     *.tmp                                incomplete files of a save that is in progress or was killed
+
+With several rollout managers, the names of the files with ``_made_`` and ``_in_flight`` begin with ``leftover_4_manager_0``,
+with the number of the manager.
 
 A folder gets its final name once everything in it is on the disk, and a file is replaced only by a finished one. The
 iteration that the latest file names is therefore complete at all times.
@@ -46,7 +50,10 @@ def iterations(folder: Path) -> list[int]:
 
 
 def latest_iteration(folder: Path) -> int:
-    """Return the iteration that ``folder``'s latest file names. Raises ``CheckpointError`` if it names none."""
+    """Return the iteration that ``folder``'s latest file names.
+
+    Raises ``CheckpointError`` if the file is missing, unreadable or holds no number.
+    """
     iteration = resumable_iteration(folder)
     if iteration is None:
         state = "no iteration was complete when its run ended" if (folder / LATEST).exists() else "missing"
@@ -85,13 +92,16 @@ def _unnamed_error(folder: Path, state: str, present: list[int]) -> CheckpointEr
 
 
 def begin_first(folder: Path) -> None:
-    """Write ``none`` to a missing latest file, so that an interrupted first save is not reported as a lost checkpoint."""
+    """Create a missing latest file with ``none``, so that an interrupted first save is not reported as a lost checkpoint."""
     if not (folder / LATEST).exists():
         write_text(folder / LATEST, NONE_YET)
 
 
 def megatron_folder(folder: Path) -> Path | None:
-    """Return the folder with megatron's files: ``folder``, or the one its latest file names; None if neither has them."""
+    """Return the folder with megatron's files: ``folder``, or the one its latest file names; None if neither has them.
+
+    Raises ``CheckpointError`` if there is a latest file, but it is unreadable or names no folder.
+    """
     if (folder / "metadata.json").is_file():
         return folder
     if not (folder / LATEST).is_file():
@@ -128,8 +138,8 @@ def new_run_hint(folder: Path) -> str:
 def replacing(path: Path) -> Generator[Path]:
     """Yield a scratch path to write to. At the end of the block, the file there replaces ``path``.
 
-    Before an error in the block is raised, the incomplete file is removed, to free its space on a disk that may be
-    full. An ``OSError`` that names no file, as when a write fills the disk, gets the name of ``path``.
+    If the block raises an error, the incomplete file is removed first, to free its space on a disk that may be full. An
+    ``OSError`` that names no file, as when a write fills the disk, gets the name of ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + SCRATCH)

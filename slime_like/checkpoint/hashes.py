@@ -22,7 +22,7 @@ MAX_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size and hash of a file, as checkpoint.json records them."""
+    """Size in bytes and hash of a file, as checkpoint.json records them."""
 
     size: Count
     sha256: str | None = None  # None if an older version recorded only sizes

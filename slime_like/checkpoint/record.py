@@ -39,7 +39,11 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of a checkpoint. ``model`` and ``layout`` are compared key by key with those of the run that loads it."""
+    """Iteration, weight version, learning rates, layout and model of a checkpoint.
+
+    A run that loads the checkpoint compares ``model`` with its own model, key by key, and restores the RNG states only if its
+    own layout equals ``layout``.
+    """
 
     iteration: Count
     version: Count
@@ -150,7 +154,7 @@ def read_record(folder: Path) -> CheckpointRecord:
 def check_content(folder: Path, record: CheckpointRecord, names: Iterable[str], *, rollout: bool) -> None:
     """Compare the files ``names`` of ``folder`` and, if ``rollout``, the rollout files with the hashes in ``record``.
 
-    Raises ``CheckpointError`` if files were changed (it names at most four), or if one is missing or unreadable.
+    Raises ``CheckpointError`` if files were changed (the message names at most four), or if one is missing or unreadable.
     """
     files = {name: record.files[name] for name in names}
     side = record.rollout if rollout else {}
@@ -225,7 +229,8 @@ def critic_source(folder: Path) -> Path:
     """Return the critic's iteration folder: ``folder`` itself if it is one, otherwise an iteration in ``folder``.
 
     The iteration is the one that the latest file names or, if there is no latest file, the newest one. Raises
-    ``CheckpointError`` if there is no iteration, or if the iteration is an actor's, which has no value head.
+    ``CheckpointError`` if there is no iteration, if the iteration is an actor's, which has no value head, or as
+    ``latest_iteration`` and ``read_record`` do.
     """
     present = iterations(folder)
     if not (folder / MANIFEST).is_file() and present:
