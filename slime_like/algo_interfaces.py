@@ -50,7 +50,10 @@ class TokenView:
 
 
 class TokenAdvantage(Protocol):
-    """Function that computes the advantages of a rank's tokens in a rollout, before the first optimizer step."""
+    """Function that computes the advantages of a rank's tokens in a rollout, before the first optimizer step.
+
+    It is constructed with the algorithm's config.
+    """
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
         """Return the advantages F32 [T] for each view. There is one view per micro-batch."""
@@ -78,7 +81,7 @@ class Diagnostics(Protocol):
 class Sequences(Protocol):
     """Reductions over each sequence of a micro-batch. Under context parallelism a rank holds only a part of each sequence.
 
-    Axes: N = tokens on this rank, S = sequences. ``sum`` and ``mean`` are differentiable collectives over the ranks that
+    Axes: N = trained tokens on this rank, S = sequences. ``sum`` and ``mean`` are differentiable collectives over the ranks that
     share the sequences: each of these ranks must make the same calls in the same order, even if it holds none of the tokens.
     """
 

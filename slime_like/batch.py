@@ -45,7 +45,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One optimizer step: ``micro_batches[dp][m]``, with the same number of micro-batches m on every dp rank."""
+    """One optimizer step: ``micro_batches[dp][m]``, with equally many micro-batches for every dp rank."""
 
     micro_batches: tuple[tuple[PackedBatch, ...], ...]
     num_tokens: int  # trained tokens (loss_weight > 0) over all dp ranks

@@ -10,7 +10,7 @@ from slime_like.printable import complaint
 
 
 class SlimeLikeError(Exception):
-    """Base class of the errors that this project raises."""
+    """Base class of the errors that a user may see."""
 
     printed = False
 
@@ -35,7 +35,7 @@ class DataError(SlimeLikeError, ValueError):
 
 
 class CheckpointError(SlimeLikeError, RuntimeError):
-    """A checkpoint that is missing, corrupt or from another model."""
+    """A checkpoint that is missing, corrupt or from another model, or that could not be written."""
 
 
 class RewardError(SlimeLikeError, RuntimeError):

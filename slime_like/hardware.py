@@ -102,7 +102,7 @@ class Hardware:
 
 
 def known_gpu(name: str) -> GpuKind | None:
-    """Return the GPU with this name in ``GPUS`` or in the driver; None if the name is unknown."""
+    """Return the GPU that ``GPUS`` or the NVIDIA driver calls ``name``; None if the name is unknown."""
     if name in GPUS:
         return GPUS[name]
     matches = (entry for pattern, entry in _DRIVER_NAMES if re.search(pattern, name, re.IGNORECASE))

@@ -160,7 +160,7 @@ class DataSource(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue from a cursor that ``state`` returned."""
+        """Continue from a cursor that the method ``state`` returned."""
         ...
 
 
@@ -256,7 +256,8 @@ class WeightSource(Protocol):
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the tensors of the manifest, in order, in buckets of up to ``max_bytes``; a larger tensor gets its own bucket.
 
-        This is a collective over the ranks of the pipeline stage.
+        This is a collective over the ranks of the pipeline stage. Ranks that are not senders get as many buckets, but empty
+        ones. A tensor may share memory with the parameter: use it before the next optimizer step.
         """
         ...
 

@@ -102,7 +102,7 @@ def check_path(key: str, name: str) -> None:
 
 
 def not_one_of(value: str, choices: Iterable[str]) -> str:
-    """Return the text that refuses ``value``: all ``choices``, and the closest of them if one is similar."""
+    """Return the part of a message after an invalid ``value``: all ``choices``, and the closest of them if one is similar."""
     options = list(choices)
     close = closest(value, options)
     return f"is not one of {', '.join(options)}: {f'did you mean {close!r}?' if close else 'choose one of these'}"
@@ -116,7 +116,7 @@ def own_entry(table_name: str) -> str:
 
 
 def _own_path(name: str) -> str:
-    """Return a hint to give a user's component by its import path, for which ``name`` may be a slip."""
+    """Return a hint to name a user's component by its import path, with the path that ``name`` may have been meant to be."""
     module, _, function = name.rpartition(".")
     likely = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}" if module else ""
     example = likely or "my_package.my_module:my_function or my_file.py:my_function"

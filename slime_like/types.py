@@ -95,7 +95,7 @@ class Sample:
     logprobs: F32  # [L], nan if the token was not sampled
     spans: tuple[Span, ...]  # contiguous, cover [0, L)
     status: Status
-    text: str = ""  # decoded model tokens, for the reward only: never re-tokenised
+    text: str = ""  # decoded model tokens, for rewards, logs and dumps: never re-tokenised
     reward: Reward | None = None
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
 
