@@ -34,7 +34,10 @@ def variables(expression: str) -> list[str]:
 
 
 def evaluate(expression: str, value_of: Callable[[str], str]) -> int | None:
-    """Return the value of an expression that ``plain`` returned; None if it is not supported or not an integer."""
+    """Return the value of an expression that ``plain`` returned; None if it has none or is not supported.
+
+    ``value_of`` returns the text of a variable; an empty text counts as 0.
+    """
     try:
         return _number(ast.parse(expression, mode="eval").body, value_of)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):

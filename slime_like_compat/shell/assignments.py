@@ -39,9 +39,10 @@ class Assignments:
                 self._expansions(item)
 
     def assign(self, item: Word | Array) -> None:
-        """Set ``NAME=word``, ``NAME[0]=word`` or an array, or append to it by ``+=``; ignore a name without a value.
+        """Apply ``NAME=word``, ``NAME[0]=word`` or ``NAME=(words)``, or one of them with ``+=``; ignore a name without a value.
 
-        Raises ``ConfigError`` if the index is ``MAX_WORDS`` or more.
+        An array with an element set at a computed index, ``NAME[$I]=word``, becomes unknown. Raises ``ConfigError`` if the
+        index is ``MAX_WORDS`` or more, and the errors of ``Scope.expand`` for the words of an array.
         """
         if isinstance(item, Array):
             if self.condition_text:
@@ -72,7 +73,10 @@ class Assignments:
             self.scope.assign(name, tuple(values))
 
     def declare(self, words: Sequence[Word | Array]) -> None:
-        """Apply ``declare``, ``export`` and the like. Raises ``ConfigError`` if an option changes the meaning of values."""
+        """Apply a command of ``DECLARE``, whose name is the first of ``words``.
+
+        Raises ``ConfigError`` if an option changes the meaning of values, and the errors of ``assign``.
+        """
         plain = [word.literal or "" for word in words if isinstance(word, Word)]
         options = [word for word in plain[1:] if word.startswith("-")]
         if plain[0] not in ("export", "readonly") and (changing := [item for item in options if set(item) & {*"nilu"}]):
@@ -82,7 +86,10 @@ class Assignments:
             self.assign(item)
 
     def builtin(self, words: Sequence[Word]) -> bool:
-        """Apply a builtin that sets variables. Return False for any other command."""
+        """Apply a builtin that sets variables and return True. Return False for any other command.
+
+        Raises the errors of ``Scope.expand`` for the words of ``set`` and ``shift``.
+        """
         match words[0].literal:
             case "unset":
                 for word in words[1:]:
@@ -196,7 +203,7 @@ def plain_words(items: Sequence[Token]) -> list[Word]:
 
 
 def names_of(assignments: Sequence[Word | Array]) -> Iterator[str]:
-    """Yield the variables that ``assignments`` set."""
+    """Yield the names of the variables that ``assignments`` set, except elements with a computed index."""
     for item in assignments:
         if isinstance(item, Array):
             yield item.name

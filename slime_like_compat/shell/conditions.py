@@ -60,7 +60,10 @@ def decide(words: Sequence[Word], scope: Scope, script: Path) -> bool | None:
 
 
 def matches(value: Value, pattern: Word, scope: Scope, script: Path) -> bool | None:
-    """Return whether ``value`` matches a pattern of ``case`` or ``[[``, in which quoted text is literal; None if unknown."""
+    """Return whether ``value`` matches a pattern of ``case`` or ``[[``, in which quoted text is literal.
+
+    None if one of them is unknown, or if the pattern has a character class that is not supported.
+    """
     if pattern.keyword == "*":
         return True
     pieces = [(part.quoted, scope.text(Word((part,), pattern.file_line), script)) for part in pattern.parts]

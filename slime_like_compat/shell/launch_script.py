@@ -41,8 +41,8 @@ def read_launch(
     """Return the training command of ``script``, which must contain exactly one.
 
     ``variables`` (``--set``) override the script's; ``skip`` names sourced files to leave out, by file name
-    or path; ``programs`` are files, or modules that ``python -m`` runs. Raises ``ConfigError`` with file and line for
-    anything that cannot be read.
+    or path; ``programs`` are files, or modules that ``python -m`` runs. Raises ``ConfigError`` if ``script`` is a Python
+    launcher or does not start training exactly once, and with file and line for anything that cannot be read.
     """
     if script.suffix == ".py":
         raise ConfigError(python_launcher(script, script_text(script)))

@@ -24,7 +24,8 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 def tokens(text: str, name: str) -> Iterator[Token]:
     """Yield the tokens of ``text``, the script ``name``.
 
-    Raises ``ConfigError`` if the text is too long or bash could not read it, for example because a quote is not closed.
+    Raises ``ConfigError`` if the text is too long, contains syntax that is not supported, or could not be read by bash, for
+    example because a quote is not closed.
     """
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{name} has {len(text)} characters, more than {MAX_CHARS}: give the launch script alone")
@@ -34,7 +35,10 @@ def tokens(text: str, name: str) -> Iterator[Token]:
 
 
 def text_parts(text: str, file_line: str) -> tuple[Part, ...]:
-    """Return ``text`` as the parts of one word, blanks included, such as the word after ``:-`` in ``${X:-word}``."""
+    """Return ``text`` as the parts of one word, blanks included, such as the word after ``:-`` in ``${X:-word}``.
+
+    Raises ``ConfigError`` if a quote or an expansion is not closed.
+    """
     return _Lexer(text, file_line, has_fixed_line=True).parts(stop="")
 
 
@@ -146,7 +150,7 @@ class _Lexer:
         raise ConfigError(f"{start_line}: the array that begins here has no closing parenthesis: add it")
 
     def parts(self, stop: str) -> tuple[Part, ...]:
-        """Return the parts up to an unquoted character of ``stop``."""
+        """Return the parts up to an unquoted character of ``stop`` or the end of the text."""
         parts: list[Part] = []
         while self.at < len(self.text) and self.text[self.at] not in (stop or "\0"):
             char = self.text[self.at]
@@ -225,7 +229,7 @@ class _Lexer:
         return Part("text", "$", quoted)
 
     def _substitution(self, opening: int) -> str:
-        """Return the commands up to the parenthesis that closes ``$(`` or ``<(``.
+        """Return the commands up to the parenthesis that closes the ``$(`` or ``<(`` here, which has ``opening`` characters.
 
         Raises ``ConfigError`` if there is none, or commands are nested too deeply.
         """
@@ -244,9 +248,9 @@ class _Lexer:
         raise ConfigError(f"{file_line}: the $( that begins here has no closing parenthesis: add it")
 
     def _matching(self, opening: str, closing: str) -> int:
-        """Return the position after the ``closing`` that matches the ``opening`` here, past quotes and nested braces.
+        """Return the position after the ``closing`` that matches the ``opening`` here.
 
-        Raises ``ConfigError`` if there is none.
+        Nested pairs are skipped, and quoted text if ``opening`` is a brace. Raises ``ConfigError`` if there is no match.
         """
         file_line, depth, at = self.file_line, 0, self.at
         a, b, min_depth = opening[0], closing[0], len(opening)

@@ -15,7 +15,11 @@ def script_text(script: Path) -> str:
 
 
 def find_file(value: Value, script: Path) -> Path | None:
-    """Return the file at the path ``value``, else one with the same last parts in or above the script's folder, else None."""
+    """Return the file at the path ``value``; a relative path is relative to the script's folder.
+
+    If there is none, return a file below the script's folder or one above it whose path ends like ``value``, in two parts or
+    more; None if there is no such file either.
+    """
     written_path = Path(value.text)
     path = written_path if written_path.is_absolute() else script.parent / written_path
     if not value.problem and path.is_file():

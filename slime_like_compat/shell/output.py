@@ -30,7 +30,10 @@ def file_command(text: str, file_line: str) -> list[Word]:
 
 
 def named_file(command: str, arguments: list[str], script: Path) -> str | None:
-    """Return the path or name that ``command`` prints; None for an unknown command."""
+    """Return the path or name that ``command`` prints; None if the command or its arguments are not supported.
+
+    For ``cd``, return the path that a ``pwd`` after it prints in a script that is run in its own folder.
+    """
     match command, arguments:
         case "cd", [folder]:
             path = folder if folder.startswith("/") else f"{script.resolve().parent}/{folder}"

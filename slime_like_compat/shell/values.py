@@ -53,13 +53,16 @@ class Scope:
             self.values, self.unknown_reasons, self.incomplete = snapshot
 
     def assign(self, name: str, values: tuple[Value, ...], *, append: bool = False) -> None:
-        """Set a variable (one value) or an array; with ``append``, add ``values`` to it."""
+        """Set a variable (one value) or an array.
+
+        With ``append``, add ``values`` to it; a variable that is unknown stays unknown.
+        """
         self.values[name] = (self.values.get(name, ()) if append else ()) + values
         if not append:
             self.unknown_reasons.pop(name, None)
 
     def assign_text(self, name: str, value: Value, *, append: bool = False) -> None:
-        """Set ``NAME=text``, or append to it; an unknown text stays unknown."""
+        """Set ``NAME=text``, or append to it; appending to an unknown variable has no effect."""
         if append and name in self.unknown_reasons:
             return
         old = self.values.get(name, ())
@@ -68,7 +71,7 @@ class Scope:
         self.assign(name, (joined_value, *(old[1:] if append else ())))
 
     def assign_array(self, array: Array, script: Path) -> None:
-        """Set ``NAME=(...)``, or append to it."""
+        """Set ``NAME=(...)``, or append to it. Raises the errors of ``expand``."""
         self.assign(
             array.name, tuple(v for word in array.words for v in self.expand(word, script)), append=array.append
         )
@@ -202,7 +205,7 @@ class Scope:
     def _positional(self, name: str, operation: str, position: WordPosition) -> tuple[Value, ...] | None:
         """Return the value of ``$1``, ``$@``, ``$*`` or ``$#``; None if the script does not set its arguments.
 
-        For a form that is not supported, return a value with a ``problem``.
+        For a form that is not supported, return None or a value with a ``problem``.
         """
         values = self.lookup(ARGUMENTS, position.file_line)
         if values is None or (operation and not name.isdigit()):
@@ -227,7 +230,7 @@ class Scope:
     def _with_operation(
         self, name: str, values: tuple[Value, ...] | None, operation: str, position: WordPosition
     ) -> tuple[Value, ...] | None:
-        """Return the value of ``${X:-word}`` and the like; None for an unsupported form."""
+        """Return the value of ``${X:-word}`` and the like; None for an unsupported form, or for ``${X%word}`` of an unset X."""
         sign = next(
             (s for s in (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#") if operation.startswith(s)),
             "",
