@@ -1,4 +1,4 @@
-"""Translation of the flags in ``table.COMBINED`` to overrides, which may depend on several flags."""
+"""Overrides that depend on several flags, such as those of the flags in ``table.COMBINED``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ SEVERAL_VALUES = ("--eval-prompt-data",)
 
 
 def combine(flags: FlagValues) -> Iterator[str]:
-    """Yield the overrides of the flags in ``COMBINED``; ``flags`` maps each flag of the command line to its values."""
+    """Yield the overrides of the flags in ``COMBINED``, and others that follow from several flags.
+
+    ``flags`` maps each given flag of ``COMBINED``, ``VALUES`` and ``SWITCHES`` to its values. Raises ``ConfigError`` if a
+    value or a combination of flags is not supported.
+    """
     yield from _algorithm(flags)
     yield from _loss(flags)
     yield from _engines(flags)
@@ -72,7 +76,7 @@ def _algorithm(flags: FlagValues) -> Iterator[str]:
 
 
 def _loss(flags: FlagValues) -> Iterator[str]:
-    """Yield the overrides of --loss-type and the two flags of supervised fine-tuning.
+    """Yield the overrides of --loss-type, of the user's loss and off-policy correction, and of supervised fine-tuning.
 
     Raises ``ConfigError`` if a value or a combination of these flags is not supported.
     """
@@ -101,7 +105,7 @@ def _loss(flags: FlagValues) -> Iterator[str]:
 def _user_functions(flags: FlagValues, loss: str) -> Iterator[str]:
     """Yield the overrides that name the user's loss and off-policy correction.
 
-    Raises ``ConfigError`` if the loss is missing, or if slime would not call one of them.
+    Raises ``ConfigError`` if the loss is missing, if slime would not call one of them, or if one is not a dotted path.
     """
     path, flag = _last(flags, "--custom-loss-function-path"), "--custom-loss-function-path"
     if loss == "custom_loss" and path is None:
@@ -132,7 +136,7 @@ def _batches(flags: FlagValues) -> Iterator[str]:
 def _dp_attention(flags: FlagValues) -> Iterator[str]:
     """Yield the override for SGLang's data-parallel attention within an engine.
 
-    Raises ``ConfigError`` if --sglang-dp-size is above 1 and --sglang-enable-dp-attention is missing.
+    Raises ``ConfigError`` if --sglang-dp-size is not a whole number, or above 1 without --sglang-enable-dp-attention.
     """
     text = _last(flags, "--sglang-dp-size") or _last(flags, "--sglang-data-parallel-size")
     size = integer("--sglang-dp-size", text) if text is not None else 1
@@ -205,8 +209,8 @@ def _last(flags: FlagValues, flag: str) -> str | None:
 def _engines(flags: FlagValues) -> Iterator[str]:
     """Yield the override of the number of engines and, if --colocate is not given, that of the split placement.
 
-    There are none if the flags do not determine the number of slime's rollout GPUs. Raises ``ConfigError`` if that
-    number is not a multiple of the GPUs of an engine.
+    Yield nothing if the flags do not determine the number of slime's rollout GPUs. Raises ``ConfigError`` if that number
+    is not a multiple of the GPUs of an engine, or if one of the flags is not a whole number above 0.
     """
     gpus_per_engine = count("--rollout-num-gpus-per-engine", _last(flags, "--rollout-num-gpus-per-engine") or "1")
     gpus, nodes = _last(flags, "--rollout-num-gpus"), _last(flags, "--actor-num-nodes") or "1"

@@ -30,7 +30,8 @@ SETTINGS = {
 def eval_config_overrides(path: Path) -> Iterator[str]:
     """Yield the overrides of ``evaluation.datasets`` and ``evaluation.overrides`` that are equivalent to the file ``path``.
 
-    Raises ``ConfigError`` naming file and field if the file is damaged or a field has no equivalent here.
+    Raises ``ConfigError`` naming the file if it cannot be read or has no valid datasets. The error also names a field that
+    has no equivalent here or contains a reference (``${...}``).
     """
     file = InputFile(path, ConfigError, "give a mapping with datasets, each with a name and a path", FLAG)
     tree: Any = file.yaml()
@@ -57,9 +58,9 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
 
 
 def _datasets(value: object, file: InputFile) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each dataset in a list, or in a mapping by name.
+    """Yield the fields of each dataset in ``value``, a list or a mapping by name; nothing for other values.
 
-    Raises ``ConfigError`` for a dataset without name or path, and for a name that is given twice.
+    Raises ``ConfigError`` for a dataset without a valid name or without a path, and for a name that is given twice.
     """
     if isinstance(value, Mapping):
         by_name = cast("Mapping[str, Any]", value)

@@ -89,7 +89,7 @@ def dotted(flag: str, text: str) -> str:
 
 
 def group_filter(flag: str, text: str) -> list[str]:
-    """Return one group filter: slime's own by its name here, any other as an import path.
+    """Return a list with one group filter: slime's own by its name here, any other as an import path.
 
     Raises the error of ``dotted``.
     """

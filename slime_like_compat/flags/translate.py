@@ -46,7 +46,8 @@ def translate(argv: Sequence[str]) -> Command:
     """Parse ``argv``. Flags are translated to overrides; other words are taken as overrides.
 
     Example: ``["--lr", "1e-6", "run.name=a"]`` gives overrides ``("optim.lr=1e-06", "run.name=a")``.
-    Raises ``ConfigError`` if a flag is unknown (naming the nearest), not supported or lacks its value.
+    Raises ``ConfigError`` if a flag is unknown (naming the nearest) or not supported, if its value is missing or wrong, or
+    if flags cannot be combined.
     """
     tokens = _Tokens(list(argv))
     overrides: list[str] = []
@@ -81,18 +82,24 @@ def translate(argv: Sequence[str]) -> Command:
 
 
 def flag_of(key: str) -> str | None:
-    """Return the flag that sets ``key``; None if there is none."""
+    """Return the first flag of ``table`` that sets ``key``; None if there is none."""
     simple = [flag for table in (VALUES, LISTS, SWITCHES) for flag, (target, _) in table.items() if target == key]
     return next(iter([*simple, *(flag for flag, targets in COMBINED.items() if key in targets)]), None)
 
 
 def known_flags() -> list[str]:
-    """Return every flag accepted by name, except ``--sglang-*`` and Megatron's TransformerConfig fields."""
+    """Return the flags of ``ACTIONS`` and of the tables of accepted flags.
+
+    ``translate`` also accepts the fields of SGLang's ServerArgs (``--sglang-NAME``) and Megatron's TransformerConfig.
+    """
     return [*ACTIONS, *VALUES, *LISTS, *SWITCHES, *COMBINED, *ALWAYS]
 
 
 class _Tokens:
-    """Tokens of a command line, with ``--flag=value`` split in two."""
+    """Tokens of a command line, with ``--flag=value`` split in two. Iterating consumes them.
+
+    Iterating raises ``ConfigError`` at the value of a ``--flag=value`` whose flag did not consume it.
+    """
 
     def __init__(self, argv: list[str]) -> None:
         self._remaining: list[str] = []
@@ -172,7 +179,8 @@ def nearest_flag(flag: str) -> str:
 def _foreign_override(flag: str, name: str, root: str, tokens: _Tokens) -> str:
     """Return the override of a flag of SGLang or Megatron in the mapping ``root``; a boolean flag needs no value.
 
-    Raises ``ConfigError`` if there is no such field, or another key sets it.
+    Raises ``ConfigError`` if there is no such field, if another key sets it, if its value is missing, or if the value of a
+    boolean flag is neither true nor false.
     """
     table = foreign.table(foreign.ROOTS[root])
     aliases = {alias: key for key, entry in table.items() for alias in entry.get("flags", [])}
@@ -200,7 +208,7 @@ def _parsed_bool(flag: str, text: str | None) -> bool:
 
 
 def _converted(annotation: str, text: str) -> Any:
-    """Return ``text`` as the first of int, float, JSON and str that ``annotation`` (or a list of it) accepts."""
+    """Return ``text`` as the first of int, float, JSON and str that ``annotation`` accepts, alone or as an item of a list."""
     for parse in (int, float, parse_strict_json, str):
         try:
             value: Any = parse(text)
