@@ -29,7 +29,10 @@ _MODE, _ESTIMATOR = f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator"
 
 
 def map_algorithm(job: Job, max_response_len: int) -> None:
-    """Choose the algorithm and set the keys of its loss."""
+    """Set ``job.algo``, which later translations read, and the keys of the loss.
+
+    Raises ``ConfigError`` if a value is wrong or settings conflict.
+    """
     _choose(job)
     _clip(job)
     _aggregate(job, max_response_len)

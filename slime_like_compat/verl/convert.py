@@ -33,8 +33,9 @@ def convert_verl(
 ) -> Conversion:
     """Read a job, write its recipe unless settings block it, and return the outcome.
 
-    ``user_overrides`` and ``drop`` are passed to ``map_settings``. Raises ``ConfigError`` if the job cannot be read, its
-    settings do not compose, or the recipe cannot be written.
+    ``user_overrides`` and ``drop`` are passed to ``map_settings``; ``recipe_path`` gives the file if ``out`` is None. Raises
+    ``ConfigError`` if the job cannot be read, its settings cannot be translated or do not compose, the file exists and
+    ``force`` is false, or the recipe cannot be written.
     """
     launch, settings = read_verl(
         source.job, source.extra, variables=source.variables, skip=source.skip, config=source.config

@@ -78,7 +78,11 @@ def map_evaluation(job: Job) -> None:
 
 
 def _paths_by_name(paths: list[str]) -> dict[str, str]:
-    """Return ``paths`` by name. The name is the file's, or its folder's if the file has a common name such as test."""
+    """Return a dict from a name for each path to the path.
+
+    The name is that of the file or, if it is a common one such as test, of the nearest folder above with another name. A
+    name that is taken gets a number.
+    """
     paths_by_name: dict[str, str] = {}
     for path in paths:
         parts = [part for part in Path(path.partition("@")[0].rpartition(".")[0] or "val").parts if part != "/"]

@@ -36,7 +36,11 @@ class Setting:
 
 @dataclass(slots=True)
 class Job:
-    """Settings by key, and a report row for each. ``user_overrides`` maps our keys to the texts of ``--with``."""
+    """Settings by key, and a report row for each. ``user_overrides`` maps our keys to the texts ``key=value`` of ``--with``.
+
+    A method that reads an unknown value returns verl's default or a placeholder, so that the translation can go on; the
+    row that ``report_needed`` adds then blocks the recipe.
+    """
 
     settings: dict[str, Setting]
     drop: frozenset[str]
@@ -56,9 +60,10 @@ class Job:
         return key in self.drop or (key in self.settings and not self.has(key))
 
     def value(self, key: str) -> Any:
-        """Return the value of ``key`` in the job, or verl's default.
+        """Return the value of ``key`` in the job, or verl's default if the job does not set it.
 
-        If the value is unknown, add ``key`` to ``needed``.
+        If the value is unknown, add ``key`` to ``needed`` and return verl's default, or None if ``defaults`` has none. Raises
+        ``KeyError`` for a key that neither the job nor ``defaults`` has.
         """
         if not self.has(key):
             return VALUES[key]
@@ -69,7 +74,7 @@ class Job:
         return setting.value
 
     def sets(self, key: str) -> bool:
-        """Return whether the job sets ``key`` to a value other than null."""
+        """Return whether the job sets ``key`` and its ``value`` is not null."""
         return self.has(key) and self.value(key) is not None
 
     def number(self, key: str) -> float:
@@ -155,10 +160,10 @@ class Job:
         return self.wrong(key, f"needs {other_key}, which is {state}: give {other_key}={format_value(example)}")
 
     def set(self, our_key: str, value: Any, key: str, note: str = "") -> None:
-        """Set ``our_key`` to ``value``, the translation of verl's ``key``, and add a row to the report.
+        """Set ``our_key`` to ``value``, the translation of verl's ``key``, and report it.
 
-        Do nothing if the job does not set ``key`` and verl's default equals ours. A value of ``--with`` takes
-        precedence. Raises ``ConfigError`` if JSON cannot represent the value.
+        Do nothing if the job does not set ``key`` and ``value`` is our default. A value of ``--with`` takes precedence.
+        Raises ``ConfigError`` if JSON cannot represent the value.
         """
         try:
             json.dumps(value, allow_nan=False)
@@ -178,7 +183,7 @@ class Job:
             )
 
     def default(self, our_key: str) -> Any:
-        """Return the default of one of our keys under the job's algorithm."""
+        """Return the default of one of our keys under the job's algorithm; None for a key in a mapping with free keys."""
         if our_key == "algo":
             return "grpo"
         root = free_root(our_key)
@@ -189,7 +194,7 @@ class Job:
         return default_of(known_keys()[our_key])
 
     def report(self, key: str, verdict: str, note: str, *our_keys: str) -> None:
-        """Add a row for ``key`` if the job sets it; a later call adds our keys and a note to the row."""
+        """Add a row for ``key`` if the job sets it; a later call adds our keys and a note to the row but keeps its verdict."""
         if not self.has(key):
             return
         setting = self.settings[key]
@@ -218,7 +223,10 @@ class Job:
                 self.report(key, "dropped", note)
 
     def refuse(self, key: str, note: str, alternatives: Sequence[str] = ()) -> None:
-        """Refuse a setting that changes the job, unless the user set one of our keys in ``alternatives``."""
+        """Refuse the setting of ``key``, unless the user set one of our keys in ``alternatives``.
+
+        If the job does not set ``key``, refuse verl's default.
+        """
         if user_keys := [name for name in alternatives if name in self.user_overrides]:
             self.set_by_user(key, user_keys)
             return
@@ -236,7 +244,7 @@ class Job:
 
 
 def _number(value: object) -> float | None:
-    """Return ``value`` if it is a finite number within the range of a float, else None."""
+    """Return ``value`` if it is a number, but not a bool, from -``MAX_NUMBER`` to ``MAX_NUMBER``; else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if abs(value) <= MAX_NUMBER else None

@@ -41,7 +41,8 @@ def read_verl(
     """Return the training command of ``path`` and its settings in the order in which Hydra applies them.
 
     ``path`` is a launch script or a YAML file; ``extra`` are overrides that are applied last; ``config`` is the file of the
-    script's ``--config-name``. Raises ``ConfigError`` with file and line for anything that cannot be read.
+    script's ``--config-name``. ``read_launch`` describes ``variables`` and ``skip``. Raises ``ConfigError`` for a program of
+    ``OTHERS``, for the reasons that ``read_launch`` has, and with file and line for anything that cannot be read.
     """
     extra_settings = [setting_of_text(text, "the command line") for text in extra]
     if path.suffix in (".yaml", ".yml"):
@@ -93,8 +94,8 @@ def _is_megatron(flags: Mapping[str, Value]) -> bool:
 def _config_file(launch: Launch, flags: Mapping[str, Value]) -> Path | None:
     """Return the file of settings that ``flags`` name; None for a file of verl itself.
 
-    Raises ``ConfigError`` if the file does not exist, or if a part of its path is unknown and no folder above the
-    script has it.
+    Raises ``ConfigError`` if the file does not exist or its name is unknown, or if its folder is unknown and no folder
+    above the script has the file.
     """
     name = flags.get("--config-name", Value("ppo_trainer", launch.file_line))
     if name.problem:

@@ -69,7 +69,8 @@ def map_settings(
     """Translate the settings of ``verl.trainer.main_ppo`` and compose their overrides.
 
     ``user_overrides`` set our keys and take precedence; ``drop`` are keys of verl to leave out. The returned ``config`` is
-    None if a row has a verdict of ``BLOCKING``. Raises ``ConfigError`` if the settings do not compose to a configuration.
+    None if a row has a verdict of ``BLOCKING``. Raises ``ConfigError`` if the settings do not compose to a configuration, and
+    the errors of ``translate_settings``.
     """
     job = translate_settings(settings, user_overrides=user_overrides, drop=drop)
     base = {"run.name": render(run_name), "placement.device": "cuda"}
@@ -144,7 +145,7 @@ def _map(job: Job) -> None:
 
 
 def _report_other(job: Job, key: str) -> None:
-    """Report a setting that no function of ``_map`` has read."""
+    """Report a setting that no function called by ``_map`` has reported."""
     setting = job.settings[key]
     if key.startswith((_TRANSFORMER, _SGLANG)) and not setting.problem:
         _set_foreign(job, key)

@@ -11,9 +11,10 @@ _MANAGER = "reward.reward_manager.name"
 
 
 def map_rewards(job: Job, max_response_len: int) -> None:
-    """Set the reward.
+    """Set the keys of the reward, its workers and the penalty on long responses.
 
-    The user has to name it unless the job names a function: verl chooses its own rewards by a column of each row.
+    The user has to name the reward with ``--with`` unless the job names a function, because verl chooses its own rewards by
+    a column of each row of data.
     """
     by_row, own_function = "data.reward_fn_key", "reward.custom_reward_function.path"
     alternatives = ("reward.name", "reward.weights")
