@@ -33,8 +33,8 @@ class Conversion:
 def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project: str, sign: str) -> TrainConfig:
     """Return the configuration that a converted job's ``overrides`` compose to.
 
-    Raises ``ConfigError`` if they do not compose. The message ends with ``hint`` and a line for each setting of the job or
-    default of ``project`` that set a rejected key: name, ``sign``, value.
+    Raises ``ConfigError`` if they do not compose. The message ends with ``hint`` and a line for each setting of the job, or
+    default of ``project``, whose key the error names. A line has the place, the name, ``sign`` and the value.
     """
     try:
         return load_config(overrides, files=False, machine=False, code=False)
@@ -75,7 +75,10 @@ def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) 
 
 
 def print_conversion(convert: Callable[[], Conversion | str]) -> int:
-    """Call ``convert``, print the report or the table of many jobs that it returns, or its error; return the exit code."""
+    """Call ``convert``, print the report or the table of many jobs that it returns, and return the exit code.
+
+    A ``SlimeLikeError`` that it raises is printed to stderr and gives ``NONE``; a table gives ``SAME``.
+    """
     try:
         outcome = convert()
     except SlimeLikeError as error:

@@ -42,7 +42,10 @@ class Row:
     note: str = ""
 
     def text(self, values: dict[str, Any]) -> str:
-        """Return ``key=value`` for each of the row's keys in a recipe with ``values``; if that is empty, the keys alone."""
+        """Return ``key=value`` for each key of a recipe that the row sets; ``values`` maps the recipe's keys to their values.
+
+        If ``values`` is empty, return the row's keys alone.
+        """
         if not values:
             return ", ".join(self.keys)
         own_keys = [

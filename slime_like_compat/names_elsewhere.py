@@ -1,4 +1,4 @@
-"""Metrics of slime and verl with our name for each, and other usual names of our keys.
+"""Metrics of slime and verl with our name for each, and common names elsewhere for our keys.
 
 ``verl_keys`` has verl's configuration keys.
 

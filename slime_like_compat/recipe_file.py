@@ -33,7 +33,7 @@ def recipe_path(script: Path, out: Path | None, project: str) -> Path:
 
 
 def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, force: bool) -> None:
-    """Write the recipe after checking that it composes to the job's configuration.
+    """Write the recipe to ``path`` after checking that it composes to ``mapped.config``, which must not be None.
 
     Raises ``ConfigError`` if the file exists and ``force`` is false, if the check fails, or if the file cannot be written.
     """
@@ -56,7 +56,7 @@ def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, for
 
 
 def plan_command(path: Path) -> str:
-    """Return the command that shows the plan of a recipe."""
+    """Return the command that prints the plan of a recipe, and a line about ``--plan-for``."""
     command = " ".join(_arguments(path))
     return f"python train.py {command} --plan\n(--plan-for 8xNAME in place of --plan: the plan for a machine with 8 GPUs of that name)\n"
 
@@ -66,12 +66,18 @@ def _arguments(path: Path) -> list[str]:
 
 
 def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
-    """Return the recipe: every key that the job sets, with a comment that names its setting or default in ``project``."""
+    """Return the recipe: every key that the job sets, with a comment that names its setting or default in ``project``.
+
+    A key that neither of them set, such as run.name, has no comment. ``mapped.config`` must not be None.
+    """
     return "\n".join(_lines(mapped, launch, project)) + "\n"
 
 
 def key_values(mapped: Mapped) -> dict[str, Any]:
-    """Return the value of each key but ``algo`` that the recipe sets, with free mappings flattened; empty without a recipe."""
+    """Return the value of each key except ``algo`` that the recipe sets; empty if ``mapped.config`` is None.
+
+    Mappings with free keys (``free_root``) are flattened to a dotted key per item.
+    """
     if mapped.config is None:
         return {}
     tree: dict[str, Any] = dataclasses.asdict(mapped.config)
@@ -110,7 +116,7 @@ def _lines(mapped: Mapped, launch: Launch, project: str) -> Iterator[str]:
 
 
 def _path(key: str) -> list[str]:
-    """Return the parts of a key; the part inside a free mapping is one name, dots included."""
+    """Return the parts of a dotted key; the part inside a mapping with free keys is one name, dots included."""
     root = free_root(key)
     return [*root.split("."), key[len(root) + 1 :]] if root is not None else key.split(".")
 

@@ -43,7 +43,7 @@ def _starts_training(path: Path) -> bool:
 
 
 def _classify(path: Path, variables: Mapping[str, str]) -> tuple[str, str]:
-    """Return the name of a script's class, and the reason if the class is not ``same``."""
+    """Return the name of a script's class, and the reason; the reason is empty for ``same`` and ``python``."""
     try:
         script_text(path)
         if path.suffix == ".py":

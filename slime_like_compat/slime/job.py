@@ -20,9 +20,12 @@ def convert_script(
     drop: Sequence[str] = (),
     force: bool = False,
 ) -> Conversion:
-    """Read ``script``, write its recipe unless flags block it, and return the outcome.
+    """Read ``script``, write its recipe to ``out`` unless a setting blocks it, and return the outcome.
 
-    Raises ``ConfigError`` if the script cannot be read, its settings do not compose, or the recipe cannot be written.
+    ``recipe_path`` gives the file if ``out`` is None, ``read_launch`` describes ``variables`` and ``skip``, and
+    ``map_arguments`` describes ``drop``. Functions that the script names are imported. Raises ``ConfigError`` if the script
+    cannot be read, its settings cannot be translated or do not compose, the file exists and ``force`` is false, or the
+    recipe cannot be written.
     """
     launch = read_launch(script, variables=variables or {}, skip=skip)
     path = recipe_path(script, out, "slime")

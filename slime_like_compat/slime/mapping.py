@@ -34,9 +34,10 @@ def map_arguments(
 ) -> Mapped:
     """Translate the arguments of slime's ``train.py`` (``train_async.py`` with ``asynchronous``).
 
-    ``drop`` are flags to leave out, ``environment`` the variables that the job is started with. The returned ``config``
-    is None if a row has a verdict of ``BLOCKING``. Raises ``ConfigError`` with the place in the script for a value that
-    belongs to no flag, and for settings that do not compose to a configuration.
+    ``drop`` are flags, or variables of ``ENVIRONMENT``, to leave out; ``environment`` has the variables that the job is
+    started with. The returned ``config`` is None if a row has a verdict of ``BLOCKING``. Functions that the flags name are
+    imported to check their signatures. Raises ``ConfigError`` with the place in the script for a value that belongs to no
+    flag, for a ``drop`` that the script does not give, and for settings that conflict or do not compose to a configuration.
     """
     items = group_by_flag(arguments)
     flags = Flags.of([item for item in items if item.flag not in drop])
@@ -88,7 +89,8 @@ def _flag_overrides(kept_flags: Sequence[FlagOccurrence], flags: Flags) -> list[
     """Return the overrides of the flags that a recipe can express.
 
     If ``--actor-num-gpus-per-node`` or ``--n-samples-per-prompt`` is omitted, its default in slime is translated as well,
-    because other flags depend on it, but its own override is not returned.
+    because other flags depend on it, but its own override is not returned. If the policy starts from ``--ref-load``, it is
+    the value of model.megatron_checkpoint, and of model.ref_checkpoint only if the job uses a reference model.
     """
     default_flags = [
         text
@@ -117,9 +119,10 @@ def _keys_of(flags: Sequence[str]) -> set[str]:
 def _kept_flags(
     items: Sequence[FlagOccurrence], flags: Flags, drop: Sequence[str]
 ) -> tuple[list[FlagOccurrence], list[Row]]:
-    """Return the flags that a recipe can express, and a row for every flag.
+    """Return the flags that a recipe can express, and a row for every one of ``items``.
 
-    Raises ``ConfigError`` if ``drop`` names a flag that the script does not give.
+    Raises ``ConfigError`` if ``drop`` contains a name that the script does not give and that neither ``NEEDED`` nor
+    ``ENVIRONMENT`` has.
     """
     if unknown_flags := sorted(set(drop) - {item.flag for item in items} - {*NEEDED, *ENVIRONMENT}):
         raise ConfigError(f"--drop {unknown_flags[0]}: the script does not give it: remove this --drop")
@@ -158,7 +161,7 @@ def _defaults(flags: Flags, cfg: TrainConfig) -> Iterator[SlimeDefault]:
 
 
 def _value(override: str, cfg: TrainConfig) -> Any:
-    """Return the value that ``override``, which belongs to a row of ``DEFAULTS``, has in the configuration ``cfg``."""
+    """Return the value of ``override``, a text of ``DEFAULTS``; ``${rollout.top_p}`` and the like are read from ``cfg``."""
     if override.startswith("${"):
         group, _, name = override[2:-1].partition(".")
         return getattr(getattr(cfg, group), name)

@@ -55,7 +55,7 @@ class Flags:
         return self.by_name[flag].text if flag in self.by_name else default
 
     def is_positive(self, flag: str) -> bool:
-        """Return whether ``flag`` has a number above 0; an unknown value counts as such a number."""
+        """Return whether ``flag`` is given with a number above 0, or with a value that is unknown or not a number."""
         try:
             return float(self.text(flag, "0")) > 0
         except ValueError:

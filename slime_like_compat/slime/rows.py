@@ -25,7 +25,10 @@ SFT_FLAGS = ("--loss-type", "--rollout-function-path", "--disable-compute-advant
 
 
 def row_of(item: FlagOccurrence, flags: Flags) -> Row:
-    """Return the row of ``item``. Raises ``ConfigError`` for a value that belongs to no flag."""
+    """Return the report row of ``item``. Raises ``ConfigError`` for a value that belongs to no flag.
+
+    The function that a flag of ``special.CODE`` names is imported to check its signature.
+    """
     value_text = item.text if item.flag not in SECRETS else "(not shown)"
     row = Row(item.flag, value_text, item.file_line, "mapped", keys_of(item.flag))
     if flags.is_supervised and _is_policy_option(item.flag):
@@ -52,7 +55,10 @@ def row_of(item: FlagOccurrence, flags: Flags) -> Row:
 
 
 def keys_of(flag: str) -> tuple[str, ...]:
-    """Return the keys that a flag sets; empty if it sets none."""
+    """Return the keys that a flag of ``flags.table`` sets.
+
+    Empty if it sets none, and for any other flag, such as one that sets a field of SGLang or Megatron.
+    """
     if flag in COMBINED:
         return COMBINED[flag]
     for table in (VALUES, LISTS, SWITCHES):
@@ -69,14 +75,14 @@ def _is_policy_option(flag: str) -> bool:
 
 
 def _row_of_unknown_value(row: Row, item: FlagOccurrence) -> Row:
-    """Return the row of a flag with an unknown value; its verdict is ``needed`` if a recipe would contain the value."""
+    """Return the row of a flag with an unknown value; its verdict is ``needed`` unless our ``train.py`` rejects any value."""
     if keys_of(item.flag) or item.flag in ALWAYS or not (error := _translation_error(FlagOccurrence(item.flag), ["1"])):
         return replace(row, verdict="needed", note=f"{item.problem}, or --drop={item.flag}")
     return replace(row, verdict=_verdict_on_error(item.flag, error), keys=(), note=_shortened(error, item.flag))
 
 
 def _verdict_on_error(flag: str, error: str) -> str:
-    """Return the verdict on a flag that ``train.py`` would refuse with ``error``."""
+    """Return the verdict on a flag that our ``train.py`` would refuse with ``error``."""
     owner = foreign.OWNED[foreign.MEGATRON].get(flag.removeprefix("--").replace("-", "_"))
     if flag in HARMLESS or owner in (foreign.SHAPE, foreign.TE_EXPERTS):
         return "dropped"
@@ -88,7 +94,10 @@ def _verdict_on_error(flag: str, error: str) -> str:
 
 
 def _shortened(message: str, flag: str) -> str:
-    """Return an error of ``train.py`` without the words that repeat the flag, for a table row that begins with it."""
+    """Return ``message`` as the note of a row for ``flag``: without the flag's name and without the advice to remove it.
+
+    ``message`` is an error of our ``train.py`` or a text of ``REFUSED``.
+    """
     message = message.removeprefix(f"{flag} ").removeprefix("is unknown: ")
     if message.startswith("belongs to config.json"):
         return "config.json of --hf-checkpoint has this value"
@@ -98,7 +107,7 @@ def _shortened(message: str, flag: str) -> str:
 
 
 def _translation_error(item: FlagOccurrence, values: list[str]) -> str:
-    """Return our ``train.py``'s error message for the flag alone; empty if there is no error, or other flags decide it.
+    """Return our ``train.py``'s error message for the flag alone; empty if there is none, or for a flag of ``COMBINED``.
 
     Raises ``ConfigError`` for a value that belongs to no flag.
     """

@@ -36,7 +36,7 @@ def load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def start_checkpoint(flags: Flags) -> str | None:
-    """Return the checkpoint that the policy starts from; None if it starts from --hf-checkpoint."""
+    """Return the value of --ref-load if slime's policy starts from it when --load has no checkpoint; else None."""
     item = flags.by_name.get("--ref-load")
     verdict_note = ref_load(item, flags) if item is not None else None
     return item.text if item is not None and verdict_note is not None and verdict_note[0] == "mapped" else None
@@ -70,7 +70,7 @@ def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def teacher(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --opd-teacher-load: refused if it names a Megatron checkpoint."""
+    """Return the verdict on --opd-teacher-load: refused if its name ends like a Megatron checkpoint's, in ``_torch_dist``."""
     del flags
     if item.problem or not re.search(r"[-_]torch[-_]dist/?$", item.text):
         return None
