@@ -60,8 +60,9 @@ class GlooConnections:
 
     gloo has no abort: an op waits until the timeout of its group, and ``destroy_process_group`` waits for the op. Nothing
     breaks the connections to a machine that lost power, so the owner of the group closes them. torch and gloo do not expose
-    the connections, but the epoll instance of each device contains the group's connections and nothing else. Remove when
-    ``ProcessGroupGloo.abort`` ends pending ops.
+    the connections, but the epoll instance of each device contains the group's connections and nothing else. The constructor
+    takes every epoll instance that appears while it runs for one of these devices: no other thread may create one meanwhile.
+    Remove when ``ProcessGroupGloo.abort`` ends pending ops.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,9 @@ def join_store(
 ) -> dist.TCPStore:
     """Return this rank's client of the store, which the master serves from a socket that listens on ``address.host``.
 
-    torch's own master listens on every address of the machine, and any client can read and delete keys.
+    torch's own master listens on every address of the machine, and any client can read and delete keys. The master takes over
+    ``address.listener``, so an address with a listener serves one call. Raises ``SlimeLikeError`` if the master cannot listen.
+    Other ranks wait up to ``timeout`` for the master.
     """
     fd = None
     if is_master:
@@ -62,7 +64,8 @@ def _meet(url: str, timeout: datetime.timedelta, **_: object) -> Iterator[tuple[
 def keep_to_interface(host: str) -> None:
     """Make process groups created from now on listen only on the interface that reaches ``host``.
 
-    Variables that are already set are kept: clusters with several networks choose their own.
+    This sets environment variables of gloo and NCCL. Variables that are already set are kept, because clusters with several
+    networks choose their own interface. Raises ``SlimeLikeError`` as ``interface_environment`` does.
     """
     for name, value in interface_environment(host).items():
         os.environ.setdefault(name, value)

@@ -1,8 +1,8 @@
 """Comparison of the ring buffers of a node's ranks after a collective failed or hung.
 
-A rank reads the rings when its own op fails. The driver reads them when a rank is dead or does not respond, so this
+A rank reads the rings when its own op fails or hangs. The driver reads them when a rank is dead or does not respond, so this
 module does not import torch. Ops are compared by number: collectives are numbered per group, sends and receives per
-pair of ranks.
+group and pair of ranks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list
 
 
 def _group_findings(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
-    """Yield the group's first collective that is missing on a rank, was issued differently, or is unfinished or failed."""
+    """Yield the group's first suspicious collective, if any: missing on a rank, issued differently, unfinished or failed."""
     ops_of_rank = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
     last = {rank: max(ops, default=0) for rank, ops in ops_of_rank.items()}
     unknown = tuple(rank for rank in group.ranks if rank not in ranks)
@@ -175,7 +175,7 @@ def _describe_issue(record: OpRecord, now: int) -> str:
 
 
 def _describe_rank(reading: Reading, now: int) -> str:
-    """Describe a rank's state and its last op."""
+    """Describe the state of a rank's process, and its last op in flight or, if there is none, its last op."""
     process = f"process {reading.pid} {reading.state}"
     if not reading.records:
         return f"{process}, no op yet"

@@ -59,7 +59,8 @@ class OpRecord:
     op: Op
     phase: str
     group: GroupInfo
-    sequence: int  # number among the group's collectives, or among the sends to (receives from) ``peer``
+    # Number among the group's collectives, or among the sends to (receives from) ``peer``; for a composite, among its calls.
+    sequence: int
     peer: int | None  # the other rank of a send or receive, as a rank of the group; -1: any rank
 
     @property
@@ -89,7 +90,10 @@ class Ring:
     """The ring of this rank, for writing. With ``folder=None`` it is in private memory, which no other process can read."""
 
     def __init__(self, folder: Path | None, name: str, slots: int) -> None:
-        """Create the ring. ``slots`` is rounded up to a power of two."""
+        """Create the ring. ``slots`` is rounded up to a power of two.
+
+        Raises ``SlimeLikeError`` if ``folder`` is not a private folder of this user.
+        """
         self.slots = 1 << max(0, slots - 1).bit_length()
         size = HEAD + self.slots * RECORD.size
         self.folder = folder
@@ -188,7 +192,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A ring as read by another process."""
+    """Contents of a ring, read from its files."""
 
     name: str  # such as trainer_rank1
     pid: int

@@ -50,7 +50,7 @@ class Guard:
     def check(self, counter: Counter, now: int) -> None:
         """Act on a request of another rank; query free memory if the op's policy requires it; act on a shortage.
 
-        Set ``counter.check_at``. Raises ``MemoryShortage`` if the action is ``raise``.
+        Under ``auto`` and ``never``, set ``counter.check_at``. Raises ``MemoryShortage`` if the action is ``raise``.
         """
         if self.symmetric_actions is not None and (action := self.symmetric_actions.next_action()):
             self._act(counter, action, f"requested by another rank ({self.source.name} memory)")

@@ -18,7 +18,10 @@ POLL_S = 0.1
 
 
 def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> CollectiveError:
-    """Return the error to raise for op ``index`` of the ring. Its message describes the state of all ranks of the node."""
+    """Return the error to raise for op ``index`` of the ring. Its message describes the suspicious ops of the node's ranks.
+
+    If the op failed within ``ARRIVAL_WAIT_S``, wait up to ``ARRIVAL_WAIT_S`` for ranks that have not issued it.
+    """
     start = w.ring.first_word(index)
     size, sequence = w.ring.words[start + 3], w.ring.words[start + 5]
     waited_s = (time.perf_counter_ns() - w.ring.words[start + 1]) / 1e9
@@ -37,7 +40,10 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
 
 
 def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
-    """Return the findings of the rings. ``wait_for_peers``: first wait up to ``ARRIVAL_WAIT_S`` for all living ranks."""
+    """Return the findings of the rings.
+
+    ``wait_for_peers``: first wait up to ``ARRIVAL_WAIT_S`` until no op is missing on a running rank.
+    """
     if w.ring.folder is None:
         return []
     end = time.monotonic() + (ARRIVAL_WAIT_S if wait_for_peers else 0.0)
@@ -50,7 +56,7 @@ def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
 
 
 def memory(w: Wrapper) -> str:
-    """Describe this rank's memory, or give the error of the query and the last recorded one."""
+    """Describe this rank's memory or, if the query of it fails, the error and the last query recorded in the ring."""
     source = w.guard.source
     try:
         return (

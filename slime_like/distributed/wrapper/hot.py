@@ -44,7 +44,7 @@ def recipe() -> Recipe:
 
 @functools.cache
 def load() -> Any:
-    """Return the extension, or None with a logged reason if it cannot be compiled."""
+    """Return the extension, or None with a logged reason if it cannot be compiled or imported."""
     try:
         path = str(build(recipe()).path)
         loader = importlib.machinery.ExtensionFileLoader(NAME, path)

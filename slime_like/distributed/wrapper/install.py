@@ -33,8 +33,12 @@ def install(
 ) -> Wrapper | None:
     """Wrap the collectives of this process according to ``spec``; return the wrapper, or None if ``spec.wrap`` is False.
 
-    An earlier wrapper is replaced. Call this before the process's first collective. ``source`` replaces the memory source in
-    tests. ``in_c=False``: the hot path is in Python, as on a machine without a compiler.
+    An earlier wrapper is removed first. Call this before the process's first collective. A watchdog thread ends the process if
+    a collective does not end in time (``Watchdog``). ``source`` replaces the memory source in tests. ``in_c=False``: the hot
+    path is in Python, as on a machine without a compiler.
+
+    Raises ``CollectiveError`` if removing the earlier wrapper would leave groups that refuse every op, and ``SlimeLikeError``
+    if ``spec.folder`` is not a private folder of this user.
     """
     global _patches, _watchdog
     _remove(replaced=spec.wrap and spec.release)
@@ -69,13 +73,13 @@ def _recording_source(spec: GuardSpec, device: torch.device, ring: Ring) -> Memo
 def remove() -> None:
     """Restore torch's methods and functions, and remove the files in shared memory.
 
-    Raises ``CollectiveError`` if a group with reloadable communicators exists, because it would refuse every op.
+    Raises ``CollectiveError`` if a group with releasable communicators exists, because it would refuse every op.
     """
     _remove(replaced=False)
 
 
 def _remove(*, replaced: bool) -> None:
-    """Remove the wrapper. ``replaced``: the caller installs another one, which takes over the reloadable groups.
+    """Remove the wrapper. ``replaced``: the caller installs another one, which takes over the groups with releasable backends.
 
     Raises ``CollectiveError`` as ``reload.check_removable`` does.
     """
@@ -98,7 +102,8 @@ def current() -> Wrapper | None:
 def phase(name: str) -> Generator[None]:
     """Assign the collectives of the block to a phase of the run, such as step, push or save.
 
-    Communicators that were released are rebuilt first. If there are any, every rank must enter the block.
+    Communicators that were released are rebuilt first. If there are any, every rank must enter the block, and
+    ``CollectiveError`` is raised if one does not.
     """
     wrapper = current()
     if wrapper is None:
@@ -118,7 +123,7 @@ def phase(name: str) -> Generator[None]:
 def release() -> None:
     """Destroy the releasable communicators if ``guard.release`` is set; the next ``phase`` rebuilds them.
 
-    Every rank must call this function.
+    Every rank must call this function. Raises ``CollectiveError`` if an op has not ended.
     """
     if (wrapper := current()) is not None and wrapper.spec.release:
         reload.release(wrapper)

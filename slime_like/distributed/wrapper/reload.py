@@ -23,7 +23,10 @@ _rebuild_numbers = itertools.count(1)
 
 
 def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
-    """Raise ``CollectiveError`` if removing the wrapper would leave groups unable to execute ops."""
+    """Raise ``CollectiveError`` if removing the wrapper would leave groups unable to execute ops.
+
+    ``replaced``: another wrapper takes over the groups, so that only released communicators are an obstacle.
+    """
     drop_destroyed_groups()
     if w is None or not w.spec.release or not reloadables or (replaced and not w.released):
         return
@@ -103,7 +106,7 @@ def rebuild(w: Wrapper) -> None:
 
 
 def _delete_address_keys(store: Any) -> None:
-    """Delete the addresses of rebuilt communicators, which all ranks have read, from the store. Others stay."""
+    """Delete the addresses of rebuilt communicators, which all ranks have read, from the store. Other keys stay."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):

@@ -57,7 +57,10 @@ class Watchdog:
                 return
 
     def _record_completed(self) -> None:
-        """Record completed ops; after an error (of CUDA) they count as in flight, so that the thread still ends the process."""
+        """Record the ends of completed ops, unless an earlier attempt raised an error, such as one of CUDA.
+
+        After such an error, completed ops count as in flight, so that the thread still ends the process.
+        """
         if not self._records:
             return
         try:
