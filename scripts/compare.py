@@ -18,7 +18,11 @@ from slime_like.report.record import read_record
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 if all metrics agree, 1 if one differs, 2 if a run is unreadable or nothing is comparable."""
+    """Print the comparison and return the exit code.
+
+    The code is 0 if the selected metrics agree, 1 if one differs, and 2 if a tolerance is invalid, a run cannot be read, no
+    metric is comparable or the page cannot be written.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run.dir of a run")
     parser.add_argument("--rtol", type=float, default=1e-6, help="relative tolerance (1e-6)")

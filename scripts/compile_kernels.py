@@ -5,7 +5,7 @@
     .venv/bin/python scripts/compile_kernels.py --plan-for 8xB200 --capability 9.0,10.0 +recipe=...   # for both
     export TRITON_CACHE_DIR=$HOME/.cache/slime_like/kernels TILELANG_CACHE_DIR=$HOME/.cache/slime_like/kernels/tilelang
 
-All other arguments are passed to train.py. Kernels are launched on a phantom GPU (docs/gpu.md). The command prints the kernels
+All other arguments are those of train.py. Kernels are launched on a phantom GPU (docs/gpu.md). The command prints the kernels
 in the cache. Set both variables for the run. To use the cache on another machine with the same versions of the packages, copy
 the folder and run `scripts/compile_kernels.py --moved --cache FOLDER` there, because Triton's cache contains absolute paths.
 """
@@ -38,7 +38,10 @@ PARTS: dict[str, Callable[[CompileJob], list[dict[str, Any]]]] = {"trainer": com
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile for every capability. Return the exit code, 1 if a function of a part could not be called."""
+    """Compile for every capability, or make a copied cache usable with ``--moved``. Return the exit code.
+
+    The code is 1 if a function of SGLang failed, and that of the error if a part could not be compiled at all.
+    """
     args, run = _parser().parse_known_args(argv)
     folder = args.cache.expanduser().resolve()
     failed = False
@@ -80,7 +83,7 @@ def _create(folder: Path) -> None:
 
 
 def _compile(part: str, job: CompileJob) -> bool:
-    """Compile one part and print its seconds. Return True if one of its functions could not be called."""
+    """Compile one part; print the seconds it took and its failed functions. Return True if one failed."""
     start = time.monotonic()
     results = PARTS[part](job)
     _say(f"{part}, sm_{job.capability[0]}{job.capability[1]}: {time.monotonic() - start:.0f} s")

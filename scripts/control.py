@@ -28,7 +28,10 @@ ACTIONS = {
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0; 1 if a request with --wait failed or got no answer in time; 2 if the run is not running."""
+    """Return the exit code: 0, or 1 if a request with ``--wait`` failed or got no answer in time.
+
+    It is 2 if the folder has no run, if a request cannot be written, or if the run of a request has ended.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of the run")
     words = "; ".join(f"{form}: {ACTIONS[request]}" for form, request in zip(FORMS, Request, strict=True))
@@ -48,7 +51,11 @@ def main(argv: list[str]) -> int:
 
 
 def request(run_dir: Path, action: RequestText, wait: float | None) -> int:
-    """Send the request and, with ``wait``, print the answer. Return the exit code."""
+    """Send the request; with ``wait``, block at most ``wait`` seconds for the answer and print it. Return the exit code.
+
+    Raises ``DataError`` if the run has ended, ends without an answer or cannot get the request, and ``DeadlineExceeded`` if
+    there is no answer in time.
+    """
     status = read_live_status(run_dir)
     request_id = send_request(run_dir, action)
     if wait is None:

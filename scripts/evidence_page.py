@@ -104,7 +104,7 @@ def test_table(file: Path) -> Iterator[str]:
 
 
 def figure_table(folder: Path) -> Iterator[str]:
-    """Yield a table of the metrics of each run in ``folder``, with the trainer's tokens/s.
+    """Yield a table of the metrics of each run in ``folder`` that ``figures_of`` selects, or of the reason it is unreadable.
 
     Yield nothing if there is no run.
     """

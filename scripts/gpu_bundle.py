@@ -92,7 +92,7 @@ OLDER_TORCH: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the archive."""
+    """Write the archive and return 0. Raises ``SystemExit`` with the reason if a step fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, help="file to write")
     parser.add_argument("--older-torch", action="store_true", help="for torch 2.11")
@@ -158,7 +158,7 @@ def versions(lock: str) -> list[str]:
 
 
 def install(folder: Path, requirements: Sequence[str]) -> None:
-    """Install packages without their dependencies in a folder, and remove files that NVIDIA GPUs do not need."""
+    """Install packages without their dependencies in a folder, and remove the folders of ``UNUSED``."""
     uv = REPOSITORY / ".venv" / "bin" / "uv"
     _run(
         [

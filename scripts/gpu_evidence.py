@@ -46,7 +46,7 @@ GIGABYTE = 10**9
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts. Return 1 if one of them failed or was killed."""
+    """Run the parts, or list them with ``--list``. Return the exit code, 1 if a part failed or was killed."""
     args = _parser().parse_args(argv)
     parts = [part for part in PARTS if not args.parts or part.name in args.parts]
     try:
@@ -93,7 +93,7 @@ def _run_parts(
 def run_part(part: EvidencePart, folder: Path, address: str = "") -> PartResult:
     """Run the part's commands, each in its own session. The running one is killed at the part's time limit.
 
-    Write logs and result.json to ``folder``.
+    Write logs and result.json to ``folder``, which is removed first if it has the logs of an earlier call.
     """
     if (folder / "log_0").is_file():  # from an earlier call for this part, whose runs would be continued
         shutil.rmtree(folder)
@@ -111,7 +111,7 @@ def run_part(part: EvidencePart, folder: Path, address: str = "") -> PartResult:
 
 
 def arguments_of(command: Command, folder: Path, address: str) -> list[str]:
-    """Return the arguments of Python for a command of a part."""
+    """Return the arguments of Python for a command of a part, with the Ray ``address`` for train.py unless it is empty."""
     joined = [f"placement.ray_address={address}"] if address and command[0] == TRAIN else []
     return [*(argument.replace("{folder}", str(folder)) for argument in command), *joined]
 
@@ -157,9 +157,9 @@ def commit() -> str:
 
 
 def skip_reason(part: EvidencePart, node_gpus: Sequence[int]) -> str | None:
-    """Return the part's first unmet need; None if all are met.
+    """Return the first need of the part that is found unmet; None if there is none.
 
-    ``node_gpus``: number of free GPUs of each node of the cluster.
+    ``node_gpus``: number of free GPUs of each node of the cluster. The memory of its GPUs is not checked.
     """
     import torch
 
@@ -178,7 +178,10 @@ def skip_reason(part: EvidencePart, node_gpus: Sequence[int]) -> str | None:
 
 
 def gpus_of_nodes(address: str) -> list[int]:
-    """Return the number of free GPUs of each node of a Ray cluster. Raises ``ConfigError`` if none answers at ``address``."""
+    """Return the number of free GPUs of each node of the Ray cluster at ``address``, which this process joins and leaves.
+
+    Raises ``ConfigError`` if no cluster answers there.
+    """
     import ray
 
     from slime_like.cluster.plan.ray_cluster import cluster_nodes

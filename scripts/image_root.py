@@ -168,7 +168,7 @@ def make_folder(path: Path, owner: tuple[int, int]) -> None:
 
 
 def copy(line: Instruction, image: Image, root: Path) -> None:
-    """Copy files of the context to the root. Raises ``ImageError`` if there are none."""
+    """Execute a COPY line with files of the build context. Raises ``ImageError`` if the context has no file of a source."""
     *sources, target = shlex.split(line.arguments)
     user, _, group = line.options.get("chown", "0:0").partition(":")
     owner = (int(user), int(group))
@@ -204,7 +204,7 @@ def run(line: Instruction, image: Image, options: Options) -> None:
 
 
 def link_cache(mount: str, cache: Path, root: Path) -> None:
-    """Fill the folder of a cache mount with hard links to the files of ``cache``, in folders owned by the mount's user."""
+    """Fill the folder of a cache mount, if empty, with hard links to the files of ``cache``; its folders get the mount's user."""
     fields = dict(part.split("=", 1) for part in mount.split(","))
     folder = root / fields["target"].lstrip("/")
     if any(folder.iterdir()):

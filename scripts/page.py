@@ -14,7 +14,10 @@ class TableFile:
     """File that a script rewrites with its results. A file that the script did not write is rejected."""
 
     def __init__(self, path: Path, script: str) -> None:
-        """Raise ``ArgumentTypeError``, which argparse prints, if ``path`` exists and ``script`` did not write it."""
+        """Check the file at ``path``.
+
+        Raises ``ArgumentTypeError``, which argparse prints, if the file cannot be read or ``script`` did not write it.
+        """
         self.path = path
         self._first_line = f"<!-- written by scripts/{script}, which replaces this file -->\n"
         try:

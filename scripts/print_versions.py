@@ -18,7 +18,7 @@ GIT_S = 10
 
 
 def versions() -> dict[str, str]:
-    """Return a dict from names to versions. Packages that are not installed are left out."""
+    """Return a dict from names to versions, with the device and the number of GPUs. Packages that are missing are left out."""
     result = {"slime_like": _commit(), "python": platform.python_version()}
     for name in PACKAGES:
         try:

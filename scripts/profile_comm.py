@@ -36,7 +36,7 @@ REPEATS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit code of train.py, or 1 if nothing was measured."""
+    """Measure, or read measurements, and write the policy. Return 0, the exit code of a failed train.py, or 1 without data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="rollouts of the profiled run")
     parser.add_argument(
@@ -83,7 +83,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
-    """Profile train.py; return its exit code and the folder with the measurements of its ranks."""
+    """Profile train.py in this process; return its exit code and the folder with the measurements of its ranks.
+
+    If the run succeeds, older measurements in the folder are removed.
+    """
     short = [
         f"loop.num_rollout={steps}",
         "optim.warmup_steps=0",
@@ -131,7 +134,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
 def measure(device: Any) -> None:
     """Run every op in every size in the current process group. Collective.
 
-    Measurements go to the folder of ``guard.profile``.
+    ``install.install`` must have been called; measurements go to the folder of its ``GuardSpec.profile``.
     """
     import torch.distributed as dist
 

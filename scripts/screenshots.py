@@ -53,7 +53,7 @@ class MidRunRequests:
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, 1 if the run failed or a page reported an error, 2 if there is no browser."""
+    """Run the job and write the pictures. Return the exit code: 0, 2 if there is no browser, 1 after any other failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--folder", type=Path, help="folder for the run, or of the run of an earlier call; default: temporary"
@@ -100,7 +100,10 @@ def main(argv: list[str]) -> int:
 
 
 def run(run_dir: Path, job: list[str]) -> bool:
-    """Run the job and save its terminal output. Return False after printing the output if it failed."""
+    """Run the job and save its terminal output in ``run_dir``.
+
+    If the job fails, print the end of the output instead and return False.
+    """
     command = [sys.executable, str(REPOSITORY / "train.py"), *job, *ALWAYS, f"run.dir={run_dir}"]
     code, output = on_terminal(command, os.environ | {"TERM": "xterm-256color"}, MidRunRequests(run_dir))
     if code:

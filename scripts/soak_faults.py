@@ -186,11 +186,17 @@ class FaultSoak:
         return all(part.clean and not part.leftovers for part in self.parts) and not self._differences()
 
     def reference(self) -> None:
-        """Do the undisturbed run, or reuse the one in the folder."""
+        """Do the undisturbed run, or reuse the one in the folder. The other methods and ``good`` need it.
+
+        Raises ``SystemExit`` if the undisturbed run fails.
+        """
         self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
 
     def part(self, max_faults: int) -> None:
-        """Run another part of the disturbed run with up to ``max_faults`` faults; with 0 it runs to its end."""
+        """Run another part of the disturbed run with up to ``max_faults`` faults; with 0 it runs to its end.
+
+        Record the part in ``parts`` and in the folder. ``TMPDIR`` of this process becomes the part's scratch folder.
+        """
         number = len(self.parts)
         rng = random.Random(f"{self.seed} {number}")
         first = max(0, last_step(self.run))

@@ -113,7 +113,10 @@ class ResumeSoak:
         return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
 
     def reference(self) -> None:
-        """Do the undisturbed run, or reuse the one in the folder."""
+        """Do the undisturbed run, or reuse the one in the folder. ``one_run`` needs it.
+
+        Raises ``SystemExit`` if the undisturbed run fails.
+        """
         self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
         rows = [row for row in metrics(self.undisturbed_dir) if row["step"] > 0]
         self._seconds = {phase: max(row.get(name, SAVE_S) for row in rows) for phase, name in TIMES.items()}
