@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from slime_like.hardware import Hardware
-from slime_like.planner.engine import EngineMemory, engine_memory, useful_dcp
+from slime_like.planner.engine import ENGINE_REMAINDER, EngineMemory, engine_memory, useful_dcp
 from slime_like.planner.engine_settings import EngineSettings
 from slime_like.planner.flow_mla import FLOW_CHOICES, flow_projections
 from slime_like.planner.shapes import ModelShape
@@ -50,8 +50,6 @@ class Phases:
     kv_bytes: float  # maximum for the engine's keys and values on this GPU
 
 
-ENGINE_REMAINDER = ("CUDA context", "communicators", "CUDA graphs")
-"""Items that stay on the device after an engine has released its cache and weights."""
 TRAINER_REMAINDER = ("CUDA context", "communicators")
 """Items that stay on the device after a trainer rank has moved its tensors to the host."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_like.hardware import Hardware
 from slime_like.planner import constants
@@ -18,6 +18,8 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 # Share of recurrent states in a hybrid model's pool. SGLang's mamba_full_memory_ratio, states / KV cache, is 0.9.
 STATE_SHARE = 0.9 / 1.9
 STATE_BYTES = 4  # SGLang keeps recurrent states in float32
+ENGINE_REMAINDER = ("CUDA context", "communicators", "CUDA graphs")
+"""Items that stay on the device after an engine has released its cache and weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,16 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
     )
 
 
+def _reserve_items(runtime: tuple[Item, ...], reserve: float) -> tuple[Item, ...]:
+    """Return the items of a tuned engine's ``reserve``: those of ``runtime`` that stay on the device, and the rest."""
+    kept: list[Item] = []
+    for item in runtime:
+        if item.name in ENGINE_REMAINDER:
+            kept.append(replace(item, num_bytes=min(item.num_bytes, reserve)))
+            reserve -= kept[-1].num_bytes
+    return (*kept, *items(("reserve", reserve, "for activations and buffers, without the items above")))
+
+
 def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> EngineMemory:
     """Return the memory of one engine rank on a GPU of ``hardware``.
 
@@ -183,7 +195,7 @@ def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
     if s.tuned:
         reserve = constants.LEAST_RESERVE.value + constants.SGLANG_PARALLEL.value * s.gpus
         pool = memory - reserve - num_weights
-        runtime = items(("reserve", reserve, "context, graphs and activations of a tuned engine"))
+        runtime = _reserve_items(runtime, reserve)
     else:
         pool = (memory - fixed_bytes) * static_fraction(shape, s, hardware.gpu) - num_weights
     slot, slots, states = state_bytes(shape, s), 0, 0.0

@@ -10,6 +10,8 @@ import pytest
 
 from slime_like.errors import ConfigError
 from slime_like.hardware import GPUS, known_gpu, parse_hardware
+from slime_like.planner import constants
+from slime_like.planner.answer import phases
 from slime_like.planner.engine import (
     engine_memory,
     state_bytes,
@@ -21,6 +23,7 @@ from slime_like.planner.engine_settings import EngineSettings, check_engine
 from slime_like.planner.flow_mla import check_flow_mla, flow_projections, flow_saving, flow_slots
 from slime_like.planner.models import MODELS, find_shape, table_config
 from slime_like.planner.shapes import latent_parts
+from slime_like.planner.table import MemoryTable, items
 
 H20 = parse_hardware("--on", "8xH20")
 
@@ -121,6 +124,26 @@ def test_recurrent_state_is_one_matrix_per_head_and_a_window() -> None:
 def test_everything_in_the_table_adds_up_to_the_gpu_of_a_tuned_engine() -> None:
     memory = engine_memory(find_shape("MODEL", "DeepSeek-R1"), EngineSettings(8, weights="fp8", tuned=True), H20)
     assert memory.table.total == pytest.approx(H20.gpu.memory)
+
+
+@pytest.mark.parametrize("model", ["Qwen3-8B", "DeepSeek-R1"])
+def test_context_communicators_and_graphs_of_a_tuned_engine_stay_on_a_shared_gpu(model: str) -> None:
+    shape, settings = find_shape("MODEL", model), EngineSettings(8, weights="fp8")
+    trainer = MemoryTable(items(("weights", 2**30, ""), ("CUDA context", 2**29, ""), ("communicators", 2**28, "")))
+    default, tuned = (engine_memory(shape, replace(settings, tuned=is_tuned), H20) for is_tuned in (False, True))
+    remainder = default.table.of("CUDA context", "communicators", "CUDA graphs")
+    for memory in (default, tuned):
+        training = {phase.name: phase.training for phase in phases(memory, trainer, H20.gpu.memory)}
+        assert training["they take turns"] == training["the engine releases its memory"]
+        assert training["they take turns"] == trainer.total + remainder > trainer.total
+
+
+def test_parts_of_a_tuned_engine_do_not_exceed_its_reserve() -> None:
+    settings = EngineSettings(8, weights="fp8", dp_attention=8, replicated_head=True, tuned=True)
+    table = engine_memory(find_shape("MODEL", "DeepSeek-R1"), settings, H20).table
+    reserve = constants.LEAST_RESERVE.value + 8 * constants.SGLANG_PARALLEL.value
+    assert table.of("CUDA context", "communicators", "CUDA graphs") == reserve, "graphs alone would exceed it"
+    assert table.of("reserve") == 0
 
 
 def test_weights_above_the_gpu_leave_no_pool_and_no_negative_item() -> None:
