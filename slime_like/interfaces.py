@@ -110,7 +110,7 @@ class Generator(GenerateFn, Protocol):
     """A stateful ``GenerateFn``: the class that ``rollout.generate`` names, instantiated with the ``RolloutConfig``."""
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics since the last call. Each name needs an entry in ``metrics.dictionary``, which documents it.
+        """Return the metrics since the last call. Document each name by an entry in ``metrics.dictionary``.
 
         The driver reduces the metrics of all rollout managers. For a ``Last``, it keeps the value of the last manager.
         """

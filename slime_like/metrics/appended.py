@@ -12,10 +12,11 @@ from slime_like.util.counted import counted
 
 
 class AppendOnlyFile:
-    """Log that writes line by line. Lines stay in memory while the disk is full.
+    """Log that writes line by line. Lines stay in memory while they cannot be written, as on a full disk.
 
     If the file was removed or replaced, it is restored with all its lines, which are still readable through the open
-    descriptor. A warning on stderr reports each problem once.
+    descriptor; a file that replaced it is overwritten. A warning on stderr reports each removal, and the first line of each
+    period in which lines cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,7 +26,7 @@ class AppendOnlyFile:
         self._num_pending = 0  # lines
 
     def write(self, line: str) -> None:
-        """Append ``line`` after any pending lines."""
+        """Append ``line``, which must end with a newline, after any pending lines."""
         self._pending += line.encode()
         self._num_pending += 1
         try:

@@ -25,7 +25,10 @@ class DriftWatch:
     _last_warnings: dict[str, float] = field(default_factory=dict[str, float])  # metric -> value of its last warning
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return a warning for each metric above its limit; repeat a warning only when its metric has grown by ``factor``."""
+        """Return a warning for each metric of a rollout above its limit, and record the mean difference for later rollouts.
+
+        Call this once per rollout. A warning is repeated only when its metric has grown by ``factor`` since the last one.
+        """
         if self.factor is None:
             return []
         baseline = median(self._means) if self._means else None

@@ -36,7 +36,10 @@ class RetainedLines:
 
 
 def parse_row(line: bytes) -> LogRow:
-    """Return the row of a line. Raises ``ValueError`` naming a field that is missing or has another type."""
+    """Return the row of a line.
+
+    Raises ``ValueError`` if the line is not a JSON object, if ``step`` is missing, or if a field has a wrong type.
+    """
     fields = typed(parse_json(line), dict[str, Any])
     step = _number(fields, "step")
     if not math.isfinite(step):

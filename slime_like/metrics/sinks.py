@@ -39,7 +39,8 @@ def open_sinks(
     """Open all sinks of ``config``.
 
     ``first_step`` is the step that a resumed run continues from, 0 in a new run; ``settings`` must not contain prompts.
-    Raises ``ConfigError`` if a library is not installed, or if a user sink cannot be constructed or lacks a method.
+    Raises ``ConfigError`` if metrics.jsonl cannot be read or written, if a sink is unknown or its library is not installed,
+    if the id of the wandb run is not valid or cannot be stored, or as ``open_sink`` does for a user sink.
     """
     stream = console or sys.stdout
     log = JsonlSink(run_dir / "metrics.jsonl", first_step)
@@ -72,7 +73,7 @@ class SinkGroup:
             sink.log(step, values, spans)
 
     def note(self, text: str) -> None:
-        """Show a line of text in every sink that shows notes; no sink records it."""
+        """Show a line of text in every sink that shows notes. Unlike a warning, it is not recorded in metrics.jsonl."""
         for sink in self.sinks:
             if isinstance(sink, ShowsNotes):
                 sink.note(text)
@@ -96,7 +97,8 @@ class JsonlSink:
 
     A step with warnings also has ``"warnings": [text, ...]``. On resume, lines after ``first_step`` move to
     metrics_dropped.jsonl, since the run repeats these steps, and unreadable lines to ``metrics.damaged.jsonl``. In a new run,
-    all lines of an existing file move to metrics_dropped.jsonl, and ``message`` tells their number.
+    all lines of an existing file move to metrics_dropped.jsonl, and ``message`` tells their number. The constructor raises
+    ``ConfigError`` if the file cannot be read or written.
     """
 
     path: Path

@@ -114,7 +114,10 @@ class ShowsNotes(Protocol):
 
 
 def reduce_metrics(metrics: Iterable[Metric]) -> dict[str, float]:
-    """Return one number per name. Raises ``ValueError`` if metrics of one name have different types."""
+    """Return one number per name, nan for a ``Mean`` without weight.
+
+    Raises ``ValueError`` if metrics of one name have different types.
+    """
     by_name: dict[str, list[Metric]] = {}
     for metric in metrics:
         by_name.setdefault(metric.name, []).append(metric)

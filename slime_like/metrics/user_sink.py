@@ -17,9 +17,10 @@ KEY = "metrics.sinks"
 
 
 def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
-    """Construct the sink ``name``.
+    """Construct the sink ``name``, a table entry or an import path.
 
-    Raises ``ConfigError`` if a user sink's constructor raises an error or the sink lacks a method.
+    Raises ``ConfigError`` as ``resolve`` does, or if a user sink's constructor raises an error, or if the sink lacks a method
+    or has one with other parameters. Errors of a shipped sink's constructor are raised unchanged.
     """
     factory = resolve(KEY, name, SINKS)
     if name in SINKS:

@@ -48,7 +48,7 @@ def evaluations(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def time_split(values: Mapping[str, float]) -> str:
-    """Return a text with each phase's share of a step's time."""
+    """Return a text with the share of each of ``PHASES`` in the time that they take together in a step."""
     seconds = {phase: values.get(f"perf/{phase}_time", 0.0) for phase in PHASES}
     total = sum(seconds.values()) or 1.0
     return ", ".join(f"{phase} {100 * phase_s / total:.0f}%" for phase, phase_s in seconds.items() if phase_s)
