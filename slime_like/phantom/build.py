@@ -69,8 +69,8 @@ def recipe() -> Recipe:
 def library() -> Path:
     """Return the path of the library, ``libcuda.so.1``, compiled if not cached.
 
-    Its folder also contains NVML and ``nvidia-smi``. Raises ``ConfigError`` if a C compiler or CUDA's headers are
-    missing.
+    Its folder also contains NVML and ``nvidia-smi``. Raises ``ConfigError`` if the library cannot be compiled, for example
+    because a C compiler or CUDA's headers are missing.
     """
     try:
         built = c_build.build(recipe()).path

@@ -48,7 +48,7 @@ class SoloStore(dist.Store):
         """Return immediately."""
 
     def delete_key(self, key: str) -> bool:
-        """Remove ``key``."""
+        """Remove ``key``. Return whether this rank had set it."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
