@@ -30,6 +30,7 @@ class ServerState:
     packages: dict[str, bytes] = field(default_factory=dict[str, bytes])
     mode: str = "token"
     breaks: list[int] = field(default_factory=list[int])  # characters after which the next connections to a log break
+    ends_at_break: bool = False  # a job fails when the connection to its log breaks
     helper_ends_run: bool = True  # a submitted job exits with 0 at once and running jobs with 130; else it exits with 2
 
     def add(self, job_id: str, status: str, code: int | None = None, metadata: dict[str, str] | None = None) -> None:
@@ -135,7 +136,7 @@ class _Routes:
         return web.json_response({"logs": self._state.logs[request.match_info["id"]]})
 
     async def tail(self, request: web.Request) -> web.StreamResponse:
-        """Send the log in pieces; break the connection where ``breaks`` says, else end it and the job."""
+        """Send the log in pieces; break the connection where ``breaks`` says, else end it and a running job."""
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         job_id = request.match_info["id"]
@@ -144,8 +145,12 @@ class _Routes:
         for i in range(0, len(text), 7):
             await socket.send_str(text[i : i + 7])
         if end is None:
-            self._state.add(job_id, "SUCCEEDED", 0)
+            if self._state.jobs[job_id]["status"] == "RUNNING":
+                self._state.add(job_id, "SUCCEEDED", 0)
             await socket.close()
-        elif request.transport is not None:
+            return socket
+        if self._state.ends_at_break:
+            self._state.add(job_id, "FAILED", 1)
+        if request.transport is not None:
             request.transport.abort()
         return socket

@@ -17,7 +17,6 @@ from scripts import submit  # pyright: ignore[reportAttributeAccessIssue]  scrip
 from slime_like.cluster.jobs import follow as following
 from slime_like.cluster.jobs.address import ServerAddress, read_token, server_address
 from slime_like.cluster.jobs.code_archive import make_package
-from slime_like.cluster.jobs.follow import follow
 from slime_like.cluster.jobs.job import read_job
 from slime_like.cluster.jobs.server import JobServer
 from slime_like.cluster.jobs.stopping import stop_job
@@ -32,7 +31,6 @@ from slime_like.config.load.loader import load_config
 from slime_like.errors import (
     ConfigError,
     DataError,
-    DeadlineExceeded,
     MissingResources,
     ProcessLost,
     SlimeLikeError,
@@ -40,7 +38,6 @@ from slime_like.errors import (
 )
 from tests.cluster.job_server import OWN, ServerState, job_server
 
-LOG = "".join(f"[{step}/9] reward 0.{step}\n" for step in range(9))
 PATHS = NodePaths("/opt/slime like", "/opt/slime like/.venv/bin/python")
 QUICK = ["+recipe=quickstart"]
 TWO_NODES = ["placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=1"]
@@ -184,33 +181,6 @@ def test_a_malformed_job_is_reported(entry: Any) -> None:
 def test_the_exit_code_is_that_of_train_py(status: str, code: int | None, outcome: str, result: int) -> None:
     job = read_job({"submission_id": "a", "status": status, "driver_exit_code": code, "metadata": None})
     assert job is not None and (job.outcome, job.code, job.has_ended, job.is_ours) == (outcome, result, True, False)
-
-
-# ---- following -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("breaks", [[], [1], [40, 20, 77, 0]])
-def test_a_log_is_written_once_through_lost_connections(breaks: list[int]) -> None:
-    state = ServerState(logs={"a": LOG}, breaks=breaks)
-    state.add("a", "RUNNING")
-    log: list[str] = []
-
-    async def run() -> int:
-        async with job_server(state) as server:
-            return (await follow(server, "a", log.append)).code
-
-    assert asyncio.run(run()) == 0
-    assert "".join(log) == LOG
-
-
-def test_a_server_that_is_gone_ends_the_wait_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "LOST_S", 0.2)
-    monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
-
-    async def run() -> None:
-        async with JobServer(ServerAddress("http://127.0.0.1:9")) as server:
-            await follow(server, "a", print)
-
-    with pytest.raises(DeadlineExceeded, match=r"waited 0 s for the job server at http://127.0.0.1:9"):
-        asyncio.run(run())
 
 
 # ---- submission ------------------------------------------------------------------------------------------------------

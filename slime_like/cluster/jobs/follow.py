@@ -16,18 +16,19 @@ from slime_like.util.deadline import Deadline
 POLL_S = 0.5
 RETRY_S = 2.0
 LOST_S = 180.0  # without an answer from the job server, before giving up
+MAX_READS = 5  # attempts to read the rest of the log of a job that has ended
 
 
 async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -> ClusterJob:
     """Write the job's log from its beginning until the job ends; return the ended job.
 
-    After a lost connection, read the log again and skip the part that was already written. If the job has ended by then,
-    the rest of its log is not written. Raises ``DeadlineExceeded`` if the server does not answer for ``LOST_S``; the job
-    itself is not affected.
+    After a lost connection, read the log again and skip the part that was already written. If the job has ended and
+    ``MAX_READS`` further connections break too, write the reason in place of the rest. Raises ``DeadlineExceeded`` if the
+    server does not answer for ``LOST_S``; the job itself is not affected.
     """
-    num_written = 0
+    num_written, num_reads = 0, 0
     while True:
-        position = 0
+        position, problem = 0, ""
         try:
             async with aclosing(server.log(job_id)) as chunks:
                 async for chunk in chunks:
@@ -36,11 +37,15 @@ async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -
                     num_written = max(num_written, position)
                     if new:
                         write(new)
-        except ProcessLost:
+        except ProcessLost as error:
+            problem = str(error)
             await asyncio.sleep(RETRY_S)
         job = await _patient(lambda: server.job(job_id), f"the job server at {server.address.url}")
-        if job.has_ended:
+        if job.has_ended and (not problem or num_reads == MAX_READS):
+            if problem:
+                write(f"\nthe rest of the output is missing: {problem}\n")
             return job
+        num_reads += job.has_ended
         await asyncio.sleep(POLL_S)
 
 
@@ -59,12 +64,12 @@ async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> Cl
 async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> tuple[ClusterNode, ...]:
     """Wait for at least ``num_nodes`` live nodes, or for one if it is 0, and return all live nodes.
 
-    Raises ``DeadlineExceeded`` after ``seconds``, with the number of nodes that have joined, or if the server accepts a
-    request and does not answer it in time.
+    Raises ``DeadlineExceeded`` after ``seconds``, with the number of nodes that have joined. A request in progress at that
+    time is not interrupted.
     """
     deadline, nodes = Deadline("scripts/submit.py", "nodes", seconds), ()
     while True:
-        with suppress(ProcessLost, WorkerError):  # the head is starting
+        with suppress(ProcessLost, WorkerError, DeadlineExceeded):  # the head is starting
             nodes = await server.nodes()
         if nodes and len(nodes) >= num_nodes:
             return nodes
