@@ -50,7 +50,10 @@ class ArmRecord:
         return statistics.median(self.parts_s[name])
 
     def add(self, steps: Sequence[float], parts: dict[str, list[float]], rewards: Sequence[float]) -> None:
-        """Add one run: the times of its steps and their parts without the warm-up, and the rewards of all steps."""
+        """Add one run: the times of its steps and their parts without the warm-up, and the means of its rewards.
+
+        The means are those of the first and of the last third of ``rewards``, which has a value for each step.
+        """
         measured_steps = list(steps[WARM_UP:])
         self.step_s += measured_steps
         self.runs.append(statistics.median(measured_steps))
@@ -63,9 +66,10 @@ class ArmRecord:
 def run_tree(
     command: Sequence[str], environment: dict[str, str], log: Path, *, limit_s: float = RUN_S, stop_s: float = STOP_S
 ) -> float:
-    """Run a command and return the peak proportional set size (PSS) of its process tree in MiB.
+    """Run a command and return the peak proportional set size (PSS) of its process tree in MiB, sampled every ``SAMPLE_S``.
 
-    Raises ``SystemExit`` if it fails, or does not end within ``limit_s``.
+    The output is appended to ``log``. Raises ``SystemExit`` if the command fails or does not end within ``limit_s``; it is
+    then stopped.
     """
     peak, has_ended = [0.0], threading.Event()
     with log.open("ab") as file:
@@ -110,7 +114,10 @@ def _memory(pid: int) -> float:
 def run_train_py(
     record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, extra: Sequence[str]
 ) -> Path:
-    """Run train.py on the same model, rows and sizes as TRL; add the run to ``record`` and return its folder."""
+    """Run train.py on the same model, rows and sizes as TRL; add the run to ``record`` and return its folder.
+
+    Raises ``SystemExit`` if the run fails or ``check_ours`` rejects its work.
+    """
     run_dir = work / f"ours-{dtype}-{len(record.runs)}"
     overrides = [
         f"run.dir={run_dir}",
@@ -162,7 +169,7 @@ def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
 def run_trl(record: ArmRecord, inputs: BenchInputs, dtype: str, steps: int, work: Path, python: Path) -> None:
     """Run TRL's GRPOTrainer in its own environment, with all cores; add the run to ``record``.
 
-    Raises ``SystemExit`` if it did different work from ours.
+    Raises ``SystemExit`` if it fails or did not sample ``TOKENS`` tokens in each of ``steps`` steps.
     """
     out = work / f"trl-{dtype}-{len(record.runs)}.json"
     options: dict[str, Any] = {

@@ -106,7 +106,7 @@ class DcpArm:
 
 
 def start(name: str, model: Path, case: DcpCase) -> EngineServer:
-    """Start an engine of ``ARMS``."""
+    """Start an engine of ``ARMS`` and return its server before it is ready; the caller has to stop it."""
     dcp, exchange, replicated = ARMS[name]
     spec = EngineSpec(
         model_path=str(model),
@@ -203,7 +203,7 @@ def section(results: Mapping[str, Sequence[DcpRound]], case: DcpCase) -> str:
 
 
 def page(sections: Mapping[str, str], machine_line: str, command: str) -> str:
-    """Return the page with the sections of all cases by their name."""
+    """Return the page; ``sections`` maps the name of each case to its section."""
     head = [
         "# Decode context parallelism, measured",
         "",

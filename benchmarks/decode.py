@@ -113,7 +113,11 @@ def engine_spec(model: Path, dtype: str, batch: int, log: Path, **settings: Any)
 
 
 class EngineArm:
-    """An engine that generates the samples of prompts."""
+    """Engine that generates the samples of prompts.
+
+    The constructor sets ``OMP_NUM_THREADS`` of this process and starts the engine. Call ``server.wait_ready`` before the
+    first use, and ``server.stop`` at the end.
+    """
 
     def __init__(self, name: str, spec: EngineSpec, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -185,7 +189,7 @@ def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Gener
 
 
 def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace, vocab: int, base: str) -> None:
-    """For each batch size, run rounds of all arms in turn and print four rows, with ratios to the arm ``base``."""
+    """Run rounds of all arms in turn for each batch size, and print four rows, with ratios to the arm ``base``."""
     print(
         visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in runners) + f" | ratios to {base} |")
     )

@@ -59,7 +59,7 @@ class Times:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table. Raises ``SystemExit`` if the arms disagree."""
+    """Print the table. Raises ``ProcessExitedException`` if the arms disagree; their process has then printed the difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--experts", type=int, default=64)
@@ -89,7 +89,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(rank: int, port: int, args: argparse.Namespace, folder: str) -> None:
-    """Run the rounds in a spawned process; write a table to ``folder``. Raises ``SystemExit`` if the arms disagree."""
+    """Run the rounds, write a table to ``folder`` and exit. Call it in a spawned process.
+
+    Raises ``SystemExit`` if the arms disagree.
+    """
     torch.set_num_threads(args.threads)
     arms = make_arms(args, port)
 
@@ -108,7 +111,7 @@ def run(rank: int, port: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def make_arms(args: argparse.Namespace, port: int) -> dict[str, Arm]:
-    """Return the layers of all arms, with the same weights."""
+    """Return the layers of all arms, with the same weights. Call it once per process, because it creates process groups."""
     from transformers import AutoConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -148,7 +151,7 @@ def make_arms(args: argparse.Namespace, port: int) -> dict[str, Arm]:
 
 
 def join(dtype: str, port: int) -> Any:
-    """Create the process groups of a single rank, and return its coordinates."""
+    """Create the process groups of a single rank, and return its ``RankInfo``."""
     from slime_like.train.megatron.platform import groups
 
     spec = untrained_spec("none", Layout(), dtype)
@@ -158,7 +161,10 @@ def join(dtype: str, port: int) -> Any:
 def megatron_layer(
     hf: Any, dtype: str, settings: tuple[bool, str], rank_info: Any, weights: Mapping[str, Tensor]
 ) -> Any:
-    """Return megatron's layer of experts with ``weights``; ``settings`` are those of an arm in ``MEGATRON``."""
+    """Return megatron's layer of experts with ``weights``; ``settings`` are those of an arm in ``MEGATRON``.
+
+    ``rank_info`` is that of ``join``, whose process groups are used.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from slime_like.train.megatron.families.qwen3_moe import Qwen3Moe
@@ -198,7 +204,7 @@ def check(arms: Mapping[str, Arm], hidden: Tensor, limit: float) -> None:
 
 
 def measure(arm: Arm, hidden: Tensor) -> Times:
-    """Return the times of a forward and a backward pass."""
+    """Return the times of a forward and a backward pass, which replaces ``hidden.grad``."""
     hidden.grad = None
     wall, cpu = [time.perf_counter()], [time.process_time()]
     out = arm(hidden)

@@ -85,8 +85,8 @@ class FlowArm:
 def sharded_bytes(flow_mla: bool) -> int:
     """Return the bytes of the sharded projections on a rank.
 
-    For ``L`` layers they are ``W`` bytes without FlowMLA. With it they are ``W / dp + 2 W / L``: the rank's part of
-    each layer, and two slots for complete layers.
+    For ``L`` layers and ``dp`` attention groups they are ``W`` bytes without FlowMLA. With it they are
+    ``W / dp + 2 W / L``: the rank's part of each layer, and two slots for complete layers.
     """
     full = MODEL["num_hidden_layers"] * LAYER_BYTES
     return full // GROUPS + 2 * LAYER_BYTES if flow_mla else full

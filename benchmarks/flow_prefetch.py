@@ -138,7 +138,10 @@ def measure(transport: str, batch: int, rounds: int, gather: Gather, rank: int) 
 
 
 def run_rank(rank: int, store: str, rounds: int, results: Any) -> None:
-    """Measure on one rank, with one thread; rank 0 puts its measurements into the queue ``results``."""
+    """Measure on one rank, with one thread; rank 0 puts its measurements into the queue ``results``.
+
+    Call it on ``RANKS`` ranks, each in a process of its own: it creates and destroys the process groups.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     groups = create_groups([range(RANKS)], SLOTS, "gloo")

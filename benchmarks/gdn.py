@@ -115,7 +115,7 @@ def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
 
 
 def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespace) -> tuple[str, str, bool]:
-    """Return the report as Markdown, its plot, and True if parity holds."""
+    """Measure ``arms``; return the report as Markdown, its plot, and True if parity holds."""
     kernel_lines = [
         f"- `{arm.name}`: {arm.rule.kernels()}; seen by the profiler: "
         + ", ".join(
@@ -182,7 +182,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark and return its exit code: 1 if parity fails or no arm can run."""
+    """Run the benchmark and return its exit code: 1 if parity fails, no arm can run, or all runs of ``--end-to-end`` fail."""
     options = parse(argv)
     if options.end_to_end:
         from benchmarks.gdn_runs import compare

@@ -190,7 +190,7 @@ def cold_seconds(run: Callable[[], object], device: str) -> float:
 
 
 def peak_mib(run: Callable[[], object], device: str) -> float:
-    """Return the peak memory of one call: GPU memory, or on a CPU the profiler's record of tensors."""
+    """Return the peak memory of one call in MiB, beyond the memory before it: of the GPU, or on a CPU by torch's profiler."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         bytes_before = torch.cuda.memory_allocated()

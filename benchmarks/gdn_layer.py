@@ -68,7 +68,10 @@ FIELDS = tuple(field.name for field in fields(Cost))
 
 
 def run_rank(rank: int, port: int, name: str, args: argparse.Namespace, folder: str) -> None:
-    """Measure the layer on one rank, write the costs to ``folder`` and exit. Call it in a spawned process."""
+    """Measure the layer on one rank, write the costs to ``folder`` and exit. Collective over the ranks of the layout.
+
+    Call it in a child process for each rank.
+    """
     torch.set_num_threads(1)
     from slime_like.train.megatron.platform import groups
 
@@ -140,7 +143,10 @@ def build(rank_info: Any, spec: RankSpec, args: argparse.Namespace) -> tuple[Any
 
 
 def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tuple[int, int, float]:
-    """Return the bytes saved for backward except parameters, the bytes of collectives, and the lowest CPU time."""
+    """Return the bytes saved for backward except parameters, the bytes of collectives, and the lowest CPU seconds.
+
+    Collective over the ranks of the layout.
+    """
     from slime_like.distributed.wrapper import install
 
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}

@@ -12,7 +12,7 @@ Line = Sequence[tuple[float, float]]
 
 
 def plot(title: str, x_label: str, y_label: str, lines: Mapping[str, Line]) -> str:
-    """Return an SVG plot. ``lines`` maps names to points above 0; there must be at least one point in total."""
+    """Return an SVG plot. ``lines`` maps at most ten names to their points above 0; each line has at least one point."""
     xs = [x for line in lines.values() for x, _ in line]
     ys = [y for line in lines.values() for _, y in line]
     x_at = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)

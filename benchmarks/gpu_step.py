@@ -92,7 +92,10 @@ class StepFigures:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table of the arms. Return 1 if one failed."""
+    """Print a table of the arms. Return 1 if one failed, else 0.
+
+    With ``--result``, which it passes to the process of an arm, measure that arm and end the process.
+    """
     args = _parser().parse_args(argv)
     if args.result is not None:
         return run_arm(next(arm for arm in ARMS if arm.name == args.arms[0]), args)
@@ -130,9 +133,9 @@ def traced_peak(arm: StepArm, args: argparse.Namespace) -> str:
 
 
 def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
-    """Return the figures of an arm that ran in a process of its own; None if it failed.
+    """Return the figures of an arm that ran in a process of its own; None if it failed or took longer than ``LIMIT``.
 
-    Its output then names the cause.
+    The output then names the cause.
     """
     with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
         result = Path(folder) / "figures.json"

@@ -125,7 +125,7 @@ ARMS = {
 
 
 def wrapped_calls(call: Callable[[], object]) -> int:
-    """Return the number of wrapped calls in ``call``, including waits."""
+    """Return the number of wrapped calls in ``call``, including waits. The wrapper is installed for this call only."""
     wrapper = install.install(GuardSpec(wrap=True), CPU, 0)
     assert wrapper is not None
     works: Any = dist.Work
@@ -146,7 +146,7 @@ def wrapped_calls(call: Callable[[], object]) -> int:
 
 
 def cost(rounds: int) -> Iterator[str]:
-    """Yield a table of medians over alternating rounds, and of minima, which other work affects least."""
+    """Yield a table of medians over alternating rounds, and of minima, which other work affects least. Run it in ``world``."""
     heads = ["raw us", *(f"{arm}, over raw" for arm in ARMS)]
     yield "| " + " | ".join(["op", "wrapped calls", *heads, "quickest: raw us", *heads[1:]]) + " |"
     yield "|---" * (2 + 2 * len(heads)) + "|"
@@ -168,7 +168,7 @@ def cost(rounds: int) -> Iterator[str]:
 
 
 def simulate(steps: int) -> Iterator[str]:
-    """Yield a table of every preset on the simulated trainer."""
+    """Yield a table of every preset on the simulated trainer. Run it in ``world``."""
     calls = ops()
     plan = [name for name, n in PER_STEP.items() for _ in range(n)]
     for _ in range(MICRO_BATCHES):
@@ -203,7 +203,7 @@ def simulate(steps: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def simulated_clock(clock: GuardClock) -> Generator[None]:
-    """Replace the clock of the wrapper and its guard by ``clock`` within the block."""
+    """Replace the clock of the wrapper and its guard, and ``time.perf_counter_ns``, by ``clock`` within the block."""
     original = time.perf_counter_ns
     op_wrappers.clock = wrapper_module.clock = time.perf_counter_ns = clock
     try:

@@ -1,7 +1,7 @@
-"""Inputs of both sides of the benchmark, in HF format: a random Qwen3, a tokenizer with a token per character, and prompts.
+"""Inputs for train.py and for TRL, in HF format: a random Qwen3, a tokenizer with a token per character, and prompts.
 
-The end token lies outside the model's vocabulary: it cannot be sampled, so that every response has exactly
-``NEW_TOKENS`` tokens on both sides, without a setting that could slow down one of them.
+The end token lies outside the model's vocabulary: it cannot be sampled, so that every response of either program has
+exactly ``NEW_TOKENS`` tokens, without a setting that could slow down one of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BenchInputs:
 
 
 def write_inputs(folder: Path, size: str) -> BenchInputs:
-    """Write the model, its tokenizer and the rows from seed 0, and return their paths."""
+    """Write the model, its tokenizer and the rows, all random with seed 0, and return their paths."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

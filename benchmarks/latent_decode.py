@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table. Raises ``SystemExit`` if there are no C kernels on this machine."""
+    """Print a table. Raises ``SystemExit`` if there are no C kernels on this machine, or if the outputs of arms disagree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=at_least(1), nargs="+", default=[512, 4096])

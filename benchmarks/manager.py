@@ -112,7 +112,7 @@ def reward(prompt: Prompt, sample: Sample) -> float:
 
 
 def size_of(text: str) -> tuple[int, int]:
-    """Parse a size such as ``64x512`` into the numbers of samples and response tokens."""
+    """Parse a size such as ``64x512``, samples x response tokens. Raises ``ArgumentTypeError`` on other text."""
     samples, _, tokens = text.partition("x")
     return at_least(1)(samples), at_least(1)(tokens)
 
@@ -181,7 +181,7 @@ def measure_in_children(
 ) -> list[dict[str, Any]]:
     """Measure each of ``num_managers`` managers in a new process, so that the peak of memory belongs to this size.
 
-    Raises ``SystemExit`` if a process fails.
+    Raises ``SystemExit`` if a process fails, and ``TimeoutExpired`` if one takes longer than ``LIMIT_S``.
     """
     options = {"--sizes": f"{size[0]}x{size[1]}", "--replies": replies, "--managers": num_managers, "--group": group}
     options |= {"--profile": profile}

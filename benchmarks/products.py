@@ -37,7 +37,7 @@ SHAPES = {  # outputs, inputs
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print a table. Raises ``SystemExit`` if the C kernels have no products on this machine."""
+    """Print a table. Raises ``SystemExit`` if there are no C products on this machine, or if C and torch disagree."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=at_least(1), nargs="+", default=[32, 64])
     parser.add_argument("--rounds", type=at_least(1), default=5)

@@ -1,8 +1,8 @@
 """HTTP server that answers like an engine, with recorded replies instead of sampled tokens.
 
 `benchmarks/manager.py` starts it as `python benchmarks/recorded_engine.py lists|columns`, and it prints its port.
-`columns` are the replies of an engine with this project's plugins, `lists` those of SGLang without them. It ends when
-its standard input closes.
+`columns` are the replies of an engine with this project's plugins, `lists` those of SGLang without them. The server ends
+when its standard input closes.
 """
 
 from __future__ import annotations

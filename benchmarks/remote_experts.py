@@ -132,7 +132,7 @@ class Local:
         self._layers = layers
 
     def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the sums of one layer."""
+        """Return the weighted sum of expert outputs of each token of ``x`` in layer ``index``."""
         layer = self._layers[index]
         return expert_sums(x, ids, weights, layer.w13, layer.w2)
 
@@ -153,13 +153,17 @@ class LocalSGLang(Local):
         self._config = SimpleNamespace(apply_router_weight_on_input=False, activation="silu", **fields)
 
     def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the sums of one layer."""
+        """Return the weighted sum of expert outputs of each token of ``x`` in layer ``index``."""
         topk = self._topk(torch.from_numpy(weights), torch.from_numpy(ids), None)
         return self._forward(self._experts[index], x, topk, self._config)
 
 
 class Remote:
-    """Half of the experts in a worker."""
+    """Half of the experts in this process, half in a worker.
+
+    The constructor connects to the worker and sends it the weights; it raises ``SystemExit`` if the worker cannot serve
+    them. Close ``experts`` at the end.
+    """
 
     def __init__(self, layers: Sequence[BenchLayer], options: RemoteOptions) -> None:
         self.experts = RemoteExperts(options, 0)
@@ -176,7 +180,7 @@ class Remote:
             raise SystemExit(problem)
 
     def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the sums of one layer."""
+        """Return the weighted sum of expert outputs of each token of ``x`` in layer ``index``."""
         local, buckets = split(ids, weights, ROWS)
         w13, w2 = self._local[index]
 

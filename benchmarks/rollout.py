@@ -155,7 +155,10 @@ async def rollout(arm: RolloutArm, rollout_id: int, *, counts: bool) -> None:
 
 
 async def measure(arms: Sequence[RolloutArm], servers: Sequence[EngineServer], tensors: Any, options: Any) -> None:
-    """Run rounds of all arms in turn. The first rounds (``--warm``) fill the buffer of partials and do not count."""
+    """Run rounds of all arms in turn, then stop their managers.
+
+    The first rounds (``--warm``) fill the buffer of partial samples and do not count.
+    """
     for number in range(options.warm + options.rounds):
         for arm in arms:
             await push(arm, servers, tensors, number)

@@ -40,7 +40,7 @@ BELOW = "<!-- measured -->"  # in pages whose measured part is at the end
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmarks and return 0; a failure of an arm ends the script with its message."""
+    """Run the chosen benchmark and return 0; a failure of an arm ends the script with its message."""
     args = _parser().parse_args(argv)
     work = Path(args.work).resolve() if args.work else Path(tempfile.mkdtemp(prefix="slime_like-bench-"))
     work.mkdir(parents=True, exist_ok=True)

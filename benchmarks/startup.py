@@ -39,7 +39,10 @@ class Round:
 
 
 def measure(rounds: int, work: Path) -> list[Round]:
-    """Alternate a bare import and a start ``rounds`` + 1 times. The first pair warms the file cache."""
+    """Alternate a bare import and a start; return ``rounds`` + 1 such rounds, the first of which warms the file cache.
+
+    Raises ``SystemExit`` if one fails or takes longer than its limit.
+    """
     return [_round(work / f"run{index}") for index in range(rounds + 1)]
 
 

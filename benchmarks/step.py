@@ -103,7 +103,7 @@ def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
 
 
 def check(case: Case, norms: Mapping[str, float]) -> None:
-    """Raise ``SystemExit`` unless both arms took the same first step, within the precision of the dtype."""
+    """Raise ``SystemExit`` unless the arms' first gradient norms agree within ``TOLERANCE`` of the dtype."""
     limit = TOLERANCE[case.dtype]
     if not abs(norms["torch"] - norms["c"]) <= limit * norms["torch"]:
         raise SystemExit(f"{case}: gradient norms of the first step are {norms}, which differ by more than {limit:g}")
@@ -121,7 +121,10 @@ def row(name: str, times: Mapping[str, Sequence[Sequence[float]]], scale: float,
 
 
 def run_case(rank: int, port: int, case: Case, rounds: int, sequences: int, folder: str) -> None:
-    """Time both arms step by step in a spawned process; write the times and first gradient norms to ``folder``."""
+    """Time both arms step by step, write the times and first gradient norms to ``folder`` and exit.
+
+    Call it in a spawned process.
+    """
     torch.set_num_threads(case.threads)
     from slime_like.train.megatron.platform import groups
 
@@ -178,7 +181,7 @@ def make_rows(sequences: int, vocabulary: int) -> PackedBatch:
 
 
 def parts(rounds: int) -> Iterator[str]:
-    """Yield the median milliseconds of each replaced part, forward and backward, on one thread."""
+    """Yield a table of median milliseconds of each part with C kernels, forward and backward, on one thread."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield "| part, forward and back, one thread | torch, wall (CPU), ms | c, wall (CPU), ms | ratio, wall (CPU) |"
