@@ -1,4 +1,4 @@
-"""Package definition: ranges and entry points. Exact versions live in scripts/requirements/*.lock."""
+"""Package definition: version ranges of dependencies, and entry points. scripts/requirements/*.lock has the exact versions."""
 
 from pathlib import Path
 

@@ -46,7 +46,10 @@ def server_arguments(model: str, device: str, port: int) -> list[str]:
 
 
 def ask(port: int, token_ids: Sequence[int], is_alive: Callable[[], bool]) -> list[int]:
-    """Wait until the server is ready and return its greedy response. Raises ``SystemExit`` if it ends or takes too long."""
+    """Wait until the server is ready and return its greedy response.
+
+    Raises ``SystemExit`` if the server ends or is not ready within ``START_S``, and the errors of ``request``.
+    """
     end = time.monotonic() + START_S
     while True:
         try:
@@ -61,7 +64,10 @@ def ask(port: int, token_ids: Sequence[int], is_alive: Callable[[], bool]) -> li
 
 
 def request(method: str, port: int, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-    """Return the JSON of the server's response; None if it is empty."""
+    """Return the JSON of the server's response; None if it is empty.
+
+    Raises ``OSError`` if the server cannot be reached, reports an error or takes longer than ``timeout`` seconds.
+    """
     data = None if body is None else json.dumps(body).encode()
     message = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, method=method)
     message.add_header("Content-Type", "application/json")
