@@ -35,7 +35,7 @@ def attribute(record: RunRecord, tables: Sequence[TokenTable]) -> list[Differenc
 
 
 def by_age(tables: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
-    """Return, by token age in weight versions, (mean |trainer - engine| log-probability, number of tokens)."""
+    """Return, by token age in weight versions, (mean |trainer - engine| log-probability difference, number of tokens)."""
     gaps_by_age: dict[int, list[float]] = {}
     for table in tables:
         gap = np.abs(table.trainer_logprobs - table.rollout_logprobs)
@@ -48,8 +48,8 @@ def by_age(tables: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
 def slope(tables: Sequence[TokenTable]) -> tuple[float, int] | None:
     """Return the least-squares slope of trainer on engine log-probabilities, and the number of tokens.
 
-    Only tokens of the trainer's version count. The slope is 1 if engine and trainer use the same temperature. The
-    result is None if there are fewer than ``MIN_TOKENS`` tokens, or if their log-probabilities are all equal.
+    Only tokens of the trainer's version count. The slope is about 1 if engine and trainer use the same temperature. The
+    result is None if there are fewer than ``MIN_TOKENS`` tokens, or if the engine's log-probabilities are all equal.
     """
     pairs = [
         (table.rollout_logprobs[valid], table.trainer_logprobs[valid])

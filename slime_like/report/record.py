@@ -45,8 +45,8 @@ class RunRecord:
 def read_record(folder: Path) -> RunRecord:
     """Read a run's folder. An incomplete last line, which a killed run can leave, is skipped with a note.
 
-    Raises ``DataError`` if it is not a run's folder, or if a file or line cannot be read. The error names the file or
-    line.
+    Raises ``DataError`` if it is not the folder of a run that has finished a step, or if a file or line cannot be read. The
+    error names the folder, file or line.
     """
     path = folder / METRICS
     if not folder.is_dir():

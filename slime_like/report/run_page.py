@@ -123,7 +123,7 @@ def _head(record: RunRecord) -> Iterator[str]:
 
 
 def _warnings(record: RunRecord) -> Iterator[str]:
-    """Yield the table of the run's last warnings by step, at most ``MAX_WARNINGS``, the newest first."""
+    """Yield the table of the run's last ``MAX_WARNINGS`` warnings with their steps, those of the last step first."""
     warnings = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
     if warnings:
         yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run</summary>"

@@ -15,9 +15,9 @@ REPORT = "report.html"
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run's folder atomically and return its path.
+    """Write the report of a run's folder atomically to ``out``, by default report.html in the folder. Return its path.
 
-    Raises ``DataError`` if the folder is not a run's or has unreadable files.
+    Raises ``DataError`` if the folder is not a run's or has unreadable files, ``OSError`` if the report cannot be written.
     """
     record = read_record(run_dir)
     sampled = sampled_rollouts(run_dir / "rollouts")
