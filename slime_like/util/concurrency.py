@@ -44,7 +44,7 @@ async def run_in_thread[**P, R](function: Callable[P, R], *args: P.args, **kwarg
     """Run a blocking call in a new thread and return its result.
 
     After a cancellation the thread continues, and its result is dropped. Unlike a thread of ``asyncio.to_thread``, it occupies
-    no slot of a pool, and the process exits without waiting for it.
+    no slot of a pool, does not get the caller's context variables, and the process exits without waiting for it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[R] = loop.create_future()

@@ -31,8 +31,8 @@ def scale() -> float:
 class Deadline:
     """A time limit that starts at construction.
 
-    Example: ``Deadline("rollout manager", "collect", 600).remaining("engine 0")`` is the number of seconds left,
-    or ``DeadlineExceeded: rollout manager waited 600 s for engine 0 in collect ...``.
+    Example: ``Deadline("rollout manager", "collect", 600).remaining("engine 0")`` returns the number of seconds left, or
+    raises ``DeadlineExceeded: rollout manager waited 600 s for engine 0 in phase 'collect' ...``.
     """
 
     owner: str

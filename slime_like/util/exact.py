@@ -1,9 +1,10 @@
 """Batch-invariant arithmetic on a CPU, shared by engine and trainer: each output row is bitwise independent of the other rows.
 
 MKL's float32 GEMMs have this property with at least ``ROWS`` rows, ``COLUMNS`` columns and one thread; smaller or
-multi-threaded GEMMs use kernels with another order of summation. GEMMs are therefore padded to these sizes, and attention
-sums over keys in blocks of fixed size at fixed positions. float64 GEMMs do not have the property at any shape.
-MKL does not guarantee any of this: ``check_machine`` tests it on the current machine.
+multi-threaded GEMMs use kernels with another order of summation. Inputs are therefore padded to ``ROWS`` rows, and attention
+sums over keys in blocks of fixed size at fixed positions. Weights are not padded: they must have ``COLUMNS`` outputs or more.
+float64 GEMMs do not have the property at any shape. MKL does not guarantee any of this: ``check_machine`` tests it on the
+current machine.
 
 Axes: b batch, K KV heads, R query rows (all query heads of a KV head, all positions), L keys, D head dimension.
 """
@@ -38,8 +39,8 @@ def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tenso
     """Return softmax attention [b, K, R, D] over the keys that ``visible`` selects; each row must see at least one key.
 
     ``visible`` is [b, 1, L] if all rows see the same keys.
-    Bitwise, a row depends only on its query, its visible keys and their positions: masked keys add exact zeros,
-    and the results of the blocks are added in float64, in order.
+    Bitwise, a row depends only on its query, its visible keys with their values, and the positions of these keys: masked keys
+    add exact zeros, and the results of the blocks are added in float64, in order.
     """
     rows, length = q_bKRD.shape[2], k_bKLD.shape[2]
     padding = -length % BLOCK

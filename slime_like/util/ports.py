@@ -41,7 +41,10 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def open_rendezvous(host: str) -> RendezvousAddress:
-    """Listen on a free port of ``host``, for rank 0 of a process group. The socket reserves the port."""
+    """Listen on a free port of ``host``, for rank 0 of a process group. The socket reserves the port.
+
+    Raises ``SlimeLikeError`` as ``listen`` does.
+    """
     listener = listen(host)
     return RendezvousAddress(host, listener.getsockname()[1], listener)
 
@@ -67,7 +70,7 @@ def interface_towards(host: str) -> str:
 
 
 def interface_environment(host: str) -> Mapping[str, str]:
-    """Return the variables that bind gloo and NCCL to the interface towards ``host``; empty if the user has set both.
+    """Return the environment variables that bind gloo and NCCL to the interface towards ``host``; empty if both are set.
 
     By default gloo listens on the address that the host name resolves to, NCCL on the first non-loopback interface.
     Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.

@@ -31,7 +31,10 @@ def count_rows(path: Path) -> int:
 
 
 def selected_rows(spec: str) -> range:
-    """Return the range of row indices that ``path`` or ``path@[a:b]`` selects."""
+    """Return the range of row indices that ``spec`` (``path`` or ``path@[a:b]``) selects.
+
+    Raises ``DataError`` as ``count_rows`` does.
+    """
     match = SLICE.match(spec)
     num_rows = count_rows(Path(match["path"] if match else spec).expanduser())
     bounds = (int(match[name]) if match and match[name] else None for name in ("start", "stop"))

@@ -56,7 +56,7 @@ def describe(error: BaseException) -> str:
 def origin(error: BaseException) -> str:
     """Return ``file:line`` of a syntax error, or of the innermost frame outside slime_like and installed packages.
 
-    If there is no such frame, return ``file:line`` of the innermost frame.
+    If there is no such frame, return ``file:line`` of the innermost frame; without a traceback, return "line unknown".
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
