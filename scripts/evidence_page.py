@@ -104,9 +104,9 @@ def test_table(file: Path) -> Iterator[str]:
 
 
 def figure_table(folder: Path) -> Iterator[str]:
-    """Yield a table of the metrics of each run in ``folder`` that ``figures_of`` selects, or of the reason it is unreadable.
+    """Yield a table of the metrics that ``figures_of`` selects from each run in ``folder``.
 
-    Yield nothing if there is no run.
+    A run that cannot be read has a row with the error. Yield nothing if there is no run.
     """
     rows: list[str] = []
     for file in sorted(folder.glob(f"*/{METRICS}")):

@@ -75,7 +75,7 @@ def _is_policy_option(flag: str) -> bool:
 
 
 def _row_of_unknown_value(row: Row, item: FlagOccurrence) -> Row:
-    """Return the row of a flag with an unknown value; its verdict is ``needed`` unless our ``train.py`` rejects any value."""
+    """Return the row of a flag with an unknown value: ``needed``, unless our ``train.py`` rejects the flag with every value."""
     if keys_of(item.flag) or item.flag in ALWAYS or not (error := _translation_error(FlagOccurrence(item.flag), ["1"])):
         return replace(row, verdict="needed", note=f"{item.problem}, or --drop={item.flag}")
     return replace(row, verdict=_verdict_on_error(item.flag, error), keys=(), note=_shortened(error, item.flag))
