@@ -39,7 +39,10 @@ class CheckpointError(SlimeLikeError, RuntimeError):
 
 
 class RewardError(SlimeLikeError, RuntimeError):
-    """A reward function that failed, timed out or returned something other than a finite number."""
+    """A reward function that cannot be imported, failed or returned something other than a finite number.
+
+    A call that takes too long raises no error: its samples get ``reward.fallback``.
+    """
 
 
 class UserCodeError(SlimeLikeError, RuntimeError):
@@ -75,7 +78,7 @@ class ConsistencyError(SlimeLikeError, RuntimeError):
 
 
 class WorkerError(SlimeLikeError, RuntimeError):
-    """A trainer rank or another process of the run that failed; ``died`` is True if it has exited."""
+    """A trainer rank, another process of the run or a job server that failed; ``died`` is True if the process has exited."""
 
     def __init__(self, message: str, died: bool = False) -> None:
         super().__init__(message)
@@ -83,7 +86,10 @@ class WorkerError(SlimeLikeError, RuntimeError):
 
 
 class ProcessLost(SlimeLikeError, RuntimeError):
-    """The driver or a Ray process that died or was stopped. This ends the run; the same command resumes it."""
+    """The driver, a Ray process or another process of the run that died or was stopped, or an unreachable job server.
+
+    After the end of a run by this error, the same command resumes the run.
+    """
 
 
 class DeadlineExceeded(SlimeLikeError, TimeoutError):

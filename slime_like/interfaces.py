@@ -132,7 +132,10 @@ class RewardFn(Protocol):
 
 
 class GroupRewardFn(Protocol):
-    """Function that scores all samples of a prompt together, in their order; marked by ``reward.kinds.scores_groups``."""
+    """Function that scores the samples of a prompt together, and returns one reward per sample in the same order.
+
+    It is marked by ``reward.kinds.scores_groups``. It does not get samples that failed, were aborted or have a reward already.
+    """
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Reward | float]: ...
 
@@ -174,7 +177,10 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """Send each rank its shard, compute log-probabilities and advantages, and take every optimizer step of the batch."""
+        """Send each rank its shard, compute log-probabilities and advantages, and take every optimizer step of the batch.
+
+        A frozen actor (``critic.warmup_rollouts``) takes no step.
+        """
         ...
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
@@ -201,7 +207,10 @@ class Trainer(Protocol):
         ...
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Take a snapshot of the state and begin to write ``folder/iter_<iteration>``. ``step`` may run while it is written."""
+        """Take a snapshot of the state and begin to write it to ``folder/iter_<iteration>``. ``step`` may run meanwhile.
+
+        No earlier save may be pending. Raises ``CheckpointError`` if the save cannot begin.
+        """
         ...
 
     def finish_save(self, *, wait: bool) -> bool:
@@ -332,10 +341,10 @@ class WeightSender(Protocol):
     """Transport of one rank's weights to the engines."""
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets and return the metadata of the sent tensors, an empty list on a rank that sends none.
+        """Send all buckets. Return the metadata of the tensors of a pipeline stage on its sender, an empty list on other ranks.
 
-        This is a collective over the ranks of a pipeline stage (with IPC, over all trainer ranks). If an engine is lost, the
-        rank completes the collective before it raises.
+        This is a collective over the ranks of the stage (with IPC, over all trainer ranks). If sending fails, for example
+        because an engine is lost, the rank completes the collective before it raises the error.
         """
         ...
 
