@@ -296,7 +296,7 @@ class EngineAddress:
 
 
 class WeightReceiver(Protocol):
-    """Engine that a ``WeightSender`` sends to, between ``begin_update`` and ``end_update`` of a push."""
+    """Engine that a ``WeightSender`` sends to, between ``EngineClient.begin_update`` and ``EngineClient.end_update``."""
 
     @property
     def tp(self) -> int:

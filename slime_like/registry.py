@@ -76,7 +76,8 @@ def metric_part(name: str) -> str:
 def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = False, table_name: str = "") -> None:
     """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is an import path.
 
-    The message says how to add a user's component: by its import path or by an entry in the table ``table_name``.
+    The message says how to add a user's component: by its import path if ``dotted``, otherwise by an entry in the table
+    ``table_name``, if that is given.
     """
     if name in table:
         return

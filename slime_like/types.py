@@ -148,7 +148,8 @@ class SampleGroup:
     def trained_scores(self) -> set[float]:
         """Return the distinct scores that enter the group's baseline.
 
-        If there are fewer than two, slime_like's group advantages are 0; a user's may differ.
+        If there are fewer than two, slime_like's group advantages are 0, unless a penalty for long responses
+        (``data.overlong``) changes the scores later. A user's group advantages may differ.
         """
         return {reward.score for sample in self.samples if (reward := sample.trained_reward) is not None}
 

@@ -6,7 +6,9 @@ from slime_like.types import SampleGroup, Status
 
 
 def nonzero_std(group: SampleGroup) -> str | None:
-    """Drop a group whose trained samples have fewer than two different rewards: its group advantages would all be zero.
+    """Drop a group whose trained samples have fewer than two different rewards.
+
+    Its group advantages would all be zero, unless ``reward.overlong_buffer_len`` penalises some of its samples later.
 
     Source: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """
