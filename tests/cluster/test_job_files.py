@@ -125,6 +125,7 @@ def test_a_run_on_one_node_has_no_workers(capsys: pytest.CaptureFixture[str]) ->
 def test_nodes_follow_from_the_plan() -> None:
     assert node_layout(["+recipe=qwen3_next_80b_a3b"], 8, "H100").num_nodes == 4
     assert node_layout(["+recipe=qwen3_4b_gsm8k"], 8).num_nodes == 1
+    assert node_layout(["+recipe=qwen3_4b_gsm8k"], 999, "NVIDIA H100 80GB HBM3").num_nodes == 1
     small = ["+recipe=qwen3_4b_gsm8k", "placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4"]
     assert node_layout(small, 4).num_nodes == 2
 
@@ -141,7 +142,9 @@ def test_nodes_follow_from_the_plan() -> None:
             (*SLURM, "+recipe=quickstart", "placement.device=cpu"),
             "placement.device=cpu: job files are written only for runs on nodes with GPUs",
         ),
-        ((*SLURM, "--gpus-per-node", "0", *SLURM_RUN), "--gpus-per-node 0 must be 1 or more"),
+        ((*SLURM, "--gpus-per-node", "0", *SLURM_RUN), "--gpus-per-node 0 must be from 1 to 999"),
+        ((*SLURM, "--gpus-per-node", "1000", *SLURM_RUN), "--gpus-per-node 1000 must be from 1 to 999"),
+        ((*SLURM, "--gpu", "3090", *SLURM_RUN), "--gpu 3090 is not the name of a GPU: give one of .*H200.* no --gpu"),
         ((*SLURM, "--gpu", "H100", *SLURM_RUN), "the run needs .* GiB on a GPU"),
         ((*SLURM, *SLURM_RUN, "--doctor"), "--doctor does not start a run"),
         ((*SLURM, *SLURM_RUN, "reward.remote_url=http://a:b@c/d"), "reward.remote_url contains a URL with a password"),

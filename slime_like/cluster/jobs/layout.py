@@ -12,10 +12,12 @@ from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
 from slime_like.config.rules.schedule import without_schedule
 from slime_like.errors import ConfigError
+from slime_like.hardware import GPUS
 from slime_like_compat.flags.translate import translate
 
 JOINED = "placement.ray_address=auto"
 MAX_NODES = 2000
+MAX_GPUS = 999  # per node, in the description of a machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,9 @@ def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = 
     """Return the layout of the run that ``arguments`` start, on nodes with ``gpus_per_node`` GPUs each.
 
     With ``gpu``, the name of a GPU in the planner's table, also check the memory of the GPUs. Raises ``ConfigError`` if
-    ``arguments`` are invalid or start no run, ``gpus_per_node`` is below 1, or the run does not fit, uses no GPU, or needs
-    more than ``gpus_per_node`` trainer GPUs on a node, and ``CheckpointError`` if the model is neither in its folder nor in
-    the planner's table, or cannot run with the config.
+    ``arguments`` are invalid or start no run, ``gpus_per_node`` is not from 1 to ``MAX_GPUS``, ``gpu`` begins with a digit or
+    x, or the run does not fit, uses no GPU, or needs more than ``gpus_per_node`` trainer GPUs on a node, and
+    ``CheckpointError`` if the model is neither in its folder nor in the planner's table, or cannot run with the config.
     """
     command = translate(arguments)
     if command.action != "train":
@@ -47,15 +49,19 @@ def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = 
         raise ConfigError(
             "placement.device=cpu: job files are written only for runs on nodes with GPUs; set placement.device=cuda or auto"
         )
-    if gpus_per_node < 1:
-        raise ConfigError(f"--gpus-per-node {gpus_per_node} must be 1 or more")
+    if not 1 <= gpus_per_node <= MAX_GPUS:
+        raise ConfigError(f"--gpus-per-node {gpus_per_node} must be from 1 to {MAX_GPUS}")
+    if gpu and (gpu[0].isdigit() or gpu[0] == "x"):  # no description of a machine, such as 8xH200, can name it
+        raise ConfigError(
+            f"--gpu {gpu} is not the name of a GPU: give one of {', '.join(GPUS)}, or no --gpu, and memory is not checked"
+        )
+    kind = f"x{gpu}" if gpu else ""
     ranks = cfg.placement.actor_num_gpus_per_node
     if ranks is not None and ranks > gpus_per_node:
         raise ConfigError(
             f"placement.actor_num_gpus_per_node={ranks} with --gpus-per-node {gpus_per_node}: set --gpus-per-node to at least "
             f"{ranks}, or lower placement.actor_num_gpus_per_node"
         )
-    kind = f"x{gpu}" if gpu else ""
     largest = described_machine(f"{MAX_NODES}x{gpus_per_node}{kind}")
     if (model := model_config(cfg, largest)) is not None:
         check_model(cfg, model)
