@@ -15,7 +15,9 @@ class CriticConfig(Config):
         None, "HF folder of the critic's initial weights (without the value head); null: model.hf_checkpoint."
     )
     load: str | None = key(
-        None, "Checkpoint folder of an earlier critic, or one of its iterations, to start from; null: a new value head."
+        None,
+        "Checkpoint folder of an earlier critic, or one of its iterations, to start from, with the same path on every node of the "
+        "critic's ranks; null: a new value head.",
     )
     lr: float | None = key(None, "Peak learning rate; null: optim.lr.")
     lr_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.")
