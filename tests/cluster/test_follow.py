@@ -25,7 +25,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "POLL_S", 0.01)
 
 
-def followed(state: ServerState, write: Callable[[str], object]) -> ClusterJob:
+def followed(state: ServerState, write: Callable[[str], None]) -> ClusterJob:
     """Follow job a of ``state`` and return it."""
 
     async def run() -> ClusterJob:
