@@ -63,7 +63,7 @@ class UserLoss:
         """Return the loss.
 
         Raises ``UserCodeError`` if the user's loss raises, or does not return a ``LossOutput`` whose columns have the shape
-        of ``view.logprobs``.
+        of ``logprobs`` in ``view``.
         """
         subject = f"a micro-batch of {len(view.logprobs)} tokens on this rank"
         with name_user_errors(LOSS, self.name, subject):

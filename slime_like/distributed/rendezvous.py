@@ -21,8 +21,8 @@ def join_store(
     """Return this rank's client of the store, which the master serves from a socket that listens on ``address.host``.
 
     torch's own master listens on every address of the machine, and any client can read and delete keys. The master takes over
-    ``address.listener``, so an address with a listener serves one call. Raises ``SlimeLikeError`` if the master cannot listen.
-    Other ranks wait up to ``timeout`` for the master.
+    the listener of ``address``, so an address with a listener serves one call. Raises ``SlimeLikeError`` if the master cannot
+    listen. Other ranks wait up to ``timeout`` for the master.
     """
     fd = None
     if is_master:

@@ -68,7 +68,7 @@ class Products:
         """Choose the library that packs: ``c`` for ``linears`` and ``head``, else oneDNN for ``linears``, else none.
 
         A library is chosen only if it can pack all of these weights and they take at most ``MAX_BYTES``. In that case,
-        ``model.load_weights`` is wrapped to count its calls, because they may write weights.
+        the ``load_weights`` of ``model`` is wrapped to count its calls, because they may write weights.
         """
         choices: list[tuple[Packing, list[Any]]] = [(OneDnn(), list(linears))]
         if c is not None:

@@ -38,7 +38,7 @@ def install(
     path is in Python, as on a machine without a compiler.
 
     Raises ``CollectiveError`` if removing the earlier wrapper would leave groups that refuse every op, and ``SlimeLikeError``
-    if ``spec.folder`` is not a private folder of this user.
+    if ``folder`` of ``spec`` is not a private folder of this user.
     """
     global _patches, _watchdog
     _remove(replaced=spec.wrap and spec.release)
