@@ -43,7 +43,7 @@ class Job:
     """
 
     settings: dict[str, Setting]
-    drop: frozenset[str]
+    drop: frozenset[str]  # keys, by their names in the tables
     user_overrides: dict[str, str]
     algo: str = "grpo"
     overrides: dict[str, str] = field(default_factory=dict[str, str])
@@ -53,11 +53,11 @@ class Job:
 
     def has(self, key: str) -> bool:
         """Return whether the job sets ``key`` and the user did not drop it."""
-        return key in self.settings and self.settings[key].name not in self.drop
+        return key in self.settings and key not in self.drop
 
     def dropped(self, key: str) -> bool:
         """Return whether the user dropped ``key``."""
-        return key in self.drop or (key in self.settings and not self.has(key))
+        return key in self.drop
 
     def value(self, key: str) -> Any:
         """Return the value of ``key`` in the job, or verl's default if the job does not set it.

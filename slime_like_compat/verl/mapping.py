@@ -23,7 +23,7 @@ from slime_like_compat.verl.data import map_data, map_evaluation
 from slime_like_compat.verl.defaults import MEGATRON, ROLLOUT, VALUES
 from slime_like_compat.verl.job import Job, Setting
 from slime_like_compat.verl.layout import map_layout
-from slime_like_compat.verl.names import feature, switch, without_effect
+from slime_like_compat.verl.names import canonical, feature, switch, without_effect
 from slime_like_compat.verl.optim import map_batches, map_optimizer
 from slime_like_compat.verl.rewards import map_rewards
 from slime_like_compat.verl.rollout import lengths, map_rollout
@@ -91,19 +91,18 @@ def translate_settings(
 ) -> Job:
     """Translate ``settings`` key by key into a ``Job``, without composing a configuration.
 
-    Raises ``ConfigError`` if ``drop`` names an unknown key, or a value cannot be translated.
+    ``drop`` may have any of a key's names. Raises ``ConfigError`` if it has an unknown key, or a value cannot be translated.
     """
     settings = [leaf for setting in settings for leaf in _leaves(setting)]
     user_keys = {text.partition("=")[0]: text for text in user_overrides}
     by_key = {setting.key: setting for setting in settings}
-    unknown = set(drop) - {setting.name for setting in settings} - set(by_key)
-    job = Job(by_key, frozenset(drop), user_keys)
-    if unknown_keys := sorted(name for name in unknown if not _is_known(name)):
+    job = Job(by_key, frozenset(map(canonical, drop)), user_keys)
+    if unknown_names := sorted(name for name in drop if (key := canonical(name)) not in by_key and not _is_known(key)):
         raise ConfigError(
-            f"--drop {unknown_keys[0]}: the job does not give it, and verl has no such key: remove this --drop"
+            f"--drop {unknown_names[0]}: the job does not give it, and verl has no such key: remove this --drop"
         )
     for setting in settings:
-        if setting.name in job.drop:
+        if setting.key in job.drop:
             job.rows.append(Row(setting.name, setting.text, setting.file_line, "dropped", note="by --drop"))
         elif by_key[setting.key] is not setting:
             note = f"given again at {by_key[setting.key].file_line}"

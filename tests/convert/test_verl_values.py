@@ -218,6 +218,14 @@ def test_values_without_equivalent_are_refused_unless_dropped(line: str, key: st
         assert refusals(translated(line, user_overrides=answers, drop=[name.strip() for name in names]).rows) == ""
 
 
+@pytest.mark.parametrize("written", ["grad_clip", "optim.clip_grad"])
+@pytest.mark.parametrize("dropped", ["grad_clip", "optim.grad_clip", "optim.clip_grad"])
+def test_a_setting_is_dropped_by_any_name_of_its_key(written: str, dropped: str) -> None:
+    job = translated(f"{A}.{written}=3.0", drop=[f"{A}.{dropped}"])
+    assert [(row.verdict, row.note) for row in job.rows if row.flag == f"{A}.{written}"] == [("dropped", "by --drop")]
+    assert "optim.clip_grad" not in job.overrides
+
+
 def test_the_page_names_the_number_of_refills_that_is_written() -> None:
     key = "algorithm.filter_groups.max_num_gen_batches"
     job = translated(f"{FILTER} {METRIC}=acc {key}=10")
