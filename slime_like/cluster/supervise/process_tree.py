@@ -44,6 +44,14 @@ def children() -> frozenset[psutil.Process]:
     return frozenset(psutil.Process().children())
 
 
+def has_ended_child() -> bool:
+    """Return whether a child waits to be reaped. It is fast: to list the children, psutil reads all processes of the machine."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # no child at all
+        return False
+
+
 def descendants(excluded: frozenset[psutil.Process] = frozenset()) -> list[psutil.Process]:
     """Return all descendants of this process, except ``excluded`` children and their descendants."""
     processes: list[psutil.Process] = []

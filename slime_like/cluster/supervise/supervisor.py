@@ -254,6 +254,8 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Reap every ended child of the run, including adopted ones."""
+        if not process_tree.has_ended_child():
+            return
         for child in process_tree.children() - self._excluded:
             with suppress(ChildProcessError):
                 pid, status = os.waitpid(child.pid, os.WNOHANG)
