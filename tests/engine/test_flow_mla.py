@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ SLOTS = 2
 def ranks(size: int, num_slots: int = SLOTS) -> GlooRanks:
     """Return connected ranks, which tests share."""
     return GlooRanks(size, num_slots)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_ranks_afterwards() -> Iterator[None]:
+    """Close the ranks after the tests: each of their groups has a thread that wakes up 100 times per second."""
+    yield
+    ranks.cache_clear()
+    gc.collect()
 
 
 def sharded_layers(
@@ -81,14 +90,20 @@ def parameters(layers: list[FlowLayer]) -> list[tuple[str, Tensor]]:
     return [(name, getattr(tensor, HELD_PART, tensor)) for name, tensor in named_tensors]
 
 
+@functools.cache
+def weights_of(kind: str, count: int, seed: int) -> list[tuple[int, str, int, Tensor]]:
+    """Return ``tensors`` of layers of this kind."""
+    return tensors([FlowLayer(kind, index) for index in range(count)], seed)
+
+
+@functools.cache
 @torch.no_grad()
-def expected(kind: str, count: int, seeds: list[int], partial: int | None = None) -> list[FlowLayer]:
-    """Return full layers after loads of all ``seeds`` and, if given, a load of the last layer from seed ``partial``."""
+def expected(kind: str, count: int, seed: int, partial: int | None = None) -> list[FlowLayer]:
+    """Return full layers after a load of ``seed`` and, if given, a load of the last layer from seed ``partial``."""
     layers = [FlowLayer(kind, index) for index in range(count)]
-    for seed in seeds:
-        load(layers, tensors(layers, seed), plain_update)
+    load(layers, weights_of(kind, count, seed), plain_update)
     if partial is not None:
-        load(layers, (item for item in tensors(layers, partial) if item[0] == count - 1), plain_update)
+        load(layers, (item for item in weights_of(kind, count, partial) if item[0] == count - 1), plain_update)
     return layers
 
 
@@ -104,7 +119,7 @@ LARGE_MATRIX = [("collective", 2, 61), ("collective", 3, 61), ("collective", 4, 
 def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: int, kind: str) -> None:
     """Compare after a load, after a full update, and after an update of one layer while gathers are in flight."""
     group = ranks(size)
-    references = [expected(kind, count, [1]), expected(kind, count, [2]), expected(kind, count, [2], partial=3)]
+    references = [expected(kind, count, 1), expected(kind, count, 2), expected(kind, count, 2, partial=3)]
 
     def work(rank: int) -> None:
         layers, weights = sharded_layers(group, rank, kind, count, transport=transport, loading=True)
@@ -116,13 +131,13 @@ def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: 
             if step < 2:
                 weights.pipeline.drain()  # as begin_weight_update does
                 poison(parameters(layers))
-                load(layers, tensors(layers, step + 1), weights.update)
+                load(layers, weights_of(kind, count, step + 1), weights.update)
                 assert not unwritten(parameters(layers))
                 if step == 0:
                     weights.finish_loading()
                     assert weights.held_bytes() == full // size + min(SLOTS, len(sharded)) * full // len(sharded)
             else:
-                load(layers, (item for item in tensors(layers, 3) if item[0] == count - 1), weights.update)
+                load(layers, (item for item in weights_of(kind, count, 3) if item[0] == count - 1), weights.update)
             for x in (inputs(rank, step), inputs(rank, step + 1)) if step == 1 else (inputs(rank, step),):
                 assert torch.equal(forward(layers, x), forward(reference, x)), f"rank {rank}, step {step}"
         assert not weights.moved() and not weights.missing()
@@ -200,7 +215,7 @@ def test_loading_never_holds_more_than_the_parts_and_one_layer(
         assert counts.loading == counts.private + layer_bytes == weights.peak_bytes
         assert counts.loading <= storages.peak - unsharded_bytes <= counts.loading + placeholders + absorbed
         assert weights.held_bytes() == counts.private + num_slots * layer_bytes
-        x, full = inputs(rank, rank), expected(kind, count, [1])
+        x, full = inputs(rank, rank), expected(kind, count, 1)
         assert torch.equal(forward(layers, x), forward(full, x))
 
     group.run(work)
@@ -245,7 +260,7 @@ def test_weights_of_a_loader_that_writes_to_the_slot_are_not_committed() -> None
 
 def test_slots_whose_memory_was_released_are_gathered_again() -> None:
     """After a release of memory, the slots of an engine contain undefined bytes."""
-    group, reference = ranks(2), expected("mla", 5, [1])
+    group, reference = ranks(2), expected("mla", 5, 1)
 
     def work(rank: int) -> None:
         layers, weights = sharded_layers(group, rank, "mla", 5)
@@ -305,7 +320,7 @@ def test_every_element_belongs_to_one_rank(size: int) -> None:
 
 def test_three_slots_and_fewer_layers_than_slots() -> None:
     for count in (2, 7):
-        reference, group = expected("mqa", count, [1]), ranks(2, 3)
+        reference, group = expected("mqa", count, 1), ranks(2, 3)
 
         def work(
             rank: int, count: int = count, group: GlooRanks = group, reference: list[FlowLayer] = reference
