@@ -6,8 +6,12 @@ import math
 from typing import Any
 
 import torch
-from sglang.kernels.ops.attention.dcp_kernels import create_triton_kv_indices_for_dcp_triton, dcp_lse_combine_triton
-from sglang.srt.mem_cache.memory_pool import masked_set_kv_buffer_kernel
+
+from slime_like.rollout.engine.sglang_imports import sglang_imports
+
+with sglang_imports():
+    from sglang.kernels.ops.attention.dcp_kernels import create_triton_kv_indices_for_dcp_triton, dcp_lse_combine_triton
+    from sglang.srt.mem_cache.memory_pool import masked_set_kv_buffer_kernel
 
 from slime_like_plugins.dcp.merge import merge
 from tests.engine.dcp_case import sharded_case
