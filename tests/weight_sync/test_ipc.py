@@ -23,7 +23,7 @@ from slime_like.util import cuda_ipc
 from slime_like.weight_sync import ipc
 from slime_like.weight_sync.device_memory import MAGIC, CudaHandles, DeviceBucketMemory, OpenedBucket, is_message
 from slime_like.weight_sync.ipc import IpcSender, SingleRank
-from slime_like_plugins.weight_commit import device_tensors
+from slime_like_plugins.weight_commit import device_tensors, hooks
 from tests.weight_sync.ipc_doubles import DeviceEngine, HostHandles, StageWeights, ThreadRanks, in_threads
 
 TRANSPORT = TransportSpec("ipc", "", 100, 10.0)
@@ -284,7 +284,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Weight updater of an engine with one rank, which replies (success, message)."""
     monkeypatch.setattr(dist, "all_gather_object", lambda out, own, group: out.__setitem__(slice(None), [own]))
     monkeypatch.setattr(dist, "barrier", lambda group: None)
-    monkeypatch.setattr(device_tensors, "_failure", lambda message: (False, message))
+    monkeypatch.setattr(device_tensors, "failure", lambda message: (False, message))
     return SimpleNamespace(tp_cpu_group=None)
 
 
@@ -324,3 +324,10 @@ def test_the_hook_reports_errors_and_kept_tensors(manager: SimpleNamespace) -> N
     assert "rank 0 of 1: KeyError: 'model.unknown.weight'" in reply(fail)
     success, message = load(manager, MAGIC + b"{", fail)
     assert not success and "malformed" in message
+
+
+def test_an_update_without_payloads_fails_and_does_not_kill_the_engine(manager: SimpleNamespace) -> None:
+    """SGLang passes an empty list on to its scheduler."""
+    request = SimpleNamespace(serialized_named_tensors=[])
+    success, message = hooks.load_tensors(pytest.fail, manager, request)
+    assert not success and "serialized_named_tensors is empty" in message

@@ -26,7 +26,7 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
     except (WeightSyncError, IndexError) as error:
         problem = str(error)
     if (refusal := _meet(group, problem)) or bucket is None:
-        return _failure(refusal)
+        return failure(refusal)
     request.serialized_named_tensors = [bucket.tensors] * dist.get_world_size(group)
     output = None
     try:
@@ -40,7 +40,7 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
     except WeightSyncError as error:
         problem = problem or str(error)
     refusal = _meet(group, problem)
-    return _failure(refusal) if refusal or output is None else output
+    return failure(refusal) if refusal or output is None else output
 
 
 def _meet(group: Any, problem: str) -> str:
@@ -50,7 +50,8 @@ def _meet(group: Any, problem: str) -> str:
     return next((f"rank {rank} of {len(problems)}: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
-def _failure(message: str) -> Any:
+def failure(message: str) -> Any:
+    """Return SGLang's reply for tensors that were not loaded."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
     return UpdateWeightsFromTensorReqOutput(success=False, message=f"tensors could not be loaded: {message}")

@@ -120,6 +120,10 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
     request and does not kill the engine. Collective over the tensor-parallel ranks.
     """
     payloads = request.serialized_named_tensors
+    if not payloads:
+        return device_tensors.failure(
+            "serialized_named_tensors is empty: send one payload for all tensor-parallel ranks, or one for each rank"
+        )
     ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
     if len(payloads) == 1:
         request.serialized_named_tensors = payloads * ranks
@@ -132,11 +136,8 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
             request.serialized_named_tensors = [tensors] * ranks
             return original(manager, request)
     except Exception as error:  # noqa: BLE001  fault boundary: a sender's mistake must not kill the engine
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
-
         torch.distributed.barrier(group=manager.tp_cpu_group)  # the other ranks wait at this barrier
-        message = f"tensors could not be loaded: {type(error).__name__}: {error}"
-        return UpdateWeightsFromTensorReqOutput(success=False, message=message)
+        return device_tensors.failure(f"{type(error).__name__}: {error}")
 
 
 def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any:
