@@ -18,7 +18,7 @@ from slime_like_plugins.remote_experts.experts import RemoteExpertsLost
 from slime_like_plugins.remote_experts.frames import Frame, FrameKind, Header, pack
 from slime_like_plugins.remote_experts.memory import ExpertMemory
 from slime_like_plugins.remote_experts.serving import Service, WorkerSettings
-from tests.remote_experts.forked_layer import DEADLINE_S, OPTIONS, assert_sums, experts_of
+from tests.remote_experts.forked_layer import DEADLINE_S, OPTIONS, assert_sums, experts_of, update
 
 LATE_S = 5.0
 
@@ -183,3 +183,17 @@ def test_a_worker_that_answers_wrongly(
             assert time.monotonic() - started < 15
             if fault is stale:
                 assert experts.traffic.stale_replies == 1
+
+
+def test_an_inconsistent_report_of_incomplete_matrices_fails_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception would end this rank, and the other ranks of the engine would wait for it."""
+    monkeypatch.setattr("slime_like_plugins.remote_experts.link.ExpertProcess", ThreadProcess)
+    monkeypatch.setattr(FaultyService, "remaining", 0)
+    report = {"names": ["a", "b"], "counts": [1], "totals": [1, 2]}
+
+    def acknowledge(service: FaultyService, frame: Frame, fields: Any = None) -> None:
+        Service._acknowledge(service, frame, report if frame.header.kind is FrameKind.CHECK else fields)
+
+    with experts_of(replace(OPTIONS, deadline_s=20.0)) as experts:
+        monkeypatch.setattr(FaultyService, "_acknowledge", acknowledge)
+        assert "reported 2 names, 1 counts and 2 totals of incomplete matrices" in update(experts)

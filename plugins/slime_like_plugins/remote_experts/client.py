@@ -169,12 +169,20 @@ class WorkerClient:
             self._submit(header, json, [data if in_slot else memoryview(bytes(data))], UPDATE_S, in_slot=in_slot)
 
     def unwritten(self) -> list[tuple[str, int, int]]:
-        """Return (name, number of missing elements, number of elements) of each incomplete matrix."""
-        fields = read_json(
+        """Return (name, number of missing elements, number of elements) of each incomplete matrix.
+
+        Raises one of ``FAILURES`` if the worker fails or its report is malformed.
+        """
+        report = read_json(
             self._control(FrameKind.CHECK).json or dump_json({"names": [], "counts": [], "totals": []}),
             {"names": (list, str), "counts": (list, int), "totals": (list, int)},
         )
-        return list(zip(fields["names"], fields["counts"], fields["totals"], strict=True))
+        names, counts, totals = report["names"], report["counts"], report["totals"]
+        if not len(names) == len(counts) == len(totals):
+            raise FrameError(
+                f"{self.settings.name} reported {len(names)} names, {len(counts)} counts and {len(totals)} totals of incomplete matrices"
+            )
+        return list(zip(names, counts, totals, strict=True))
 
     def commit(self, version: int) -> None:
         """Make the worker serve its weights as ``version``. Raises ``WorkerRefusal`` if they are not complete."""
