@@ -43,11 +43,6 @@ class ChunkInputs:
         """Return all fields in order."""
         return tuple(getattr(self, item.name) for item in fields(self))
 
-    @property
-    def groups(self) -> int:
-        """Number of value heads per key head."""
-        return self.v.shape[1] // self.keys.shape[1]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlock:
