@@ -148,6 +148,15 @@ def test_sampling(rows: int, vocabulary: int, seed: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("positions", [torch.arange(8, dtype=torch.int32), torch.arange(7)])
+def test_random_numbers_need_one_position_of_int64_per_seed(positions: Tensor) -> None:
+    with pytest.raises(AssertionError, match="positions"):
+        C().uniform(torch.arange(8), positions)
+    columns = torch.arange(16).view(8, 2)
+    assert torch.equal(C().uniform(columns[:, 0], columns[:, 1]), uniform(columns[:, 0], columns[:, 1]))
+
+
+@needs_compiler
 def test_a_draw_never_leaves_the_support() -> None:
     """The draws include some that rounding moves past the last token with a probability above 0."""
     logits = torch.full((64, 1000), -math.inf)

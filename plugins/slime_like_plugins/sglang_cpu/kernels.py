@@ -307,6 +307,11 @@ class CKernels:
 
     def uniform(self, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
         """Return the random numbers that ``sample`` uses: float64 [B] in [0, 1)."""
+        assert seeds_B.dtype is positions_B.dtype is torch.int64, (
+            f"seeds {seeds_B.dtype}, positions {positions_B.dtype}"
+        )
+        assert seeds_B.shape == positions_B.shape, f"{len(seeds_B)} seeds, {len(positions_B)} positions"
+        seeds_B, positions_B = seeds_B.contiguous(), positions_B.contiguous()
         out = torch.empty(len(seeds_B), dtype=torch.float64)
         self._uniforms(seeds_B.data_ptr(), positions_B.data_ptr(), out.data_ptr(), len(seeds_B))
         return out
