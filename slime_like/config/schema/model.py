@@ -45,7 +45,7 @@ class ModelConfig(Config):
     recompute_method: str = key(
         "uniform",
         "With recompute=full, uniform: save the input of each group of recompute_num_layers layers and recompute all layers; "
-        "block: recompute only the first recompute_num_layers layers of each pipeline stage.",
+        "block: recompute only the first recompute_num_layers layers of each virtual pipeline stage.",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = key(None, "Number of decoder layers for recompute_method; null: 1.")
