@@ -16,7 +16,7 @@ from torch import Tensor
 from slime_like.config.schema.gdn import GDNConfig
 from slime_like.errors import ConfigError
 from slime_like_plugins.qwen_gdn.backend import RangeRule
-from slime_like_plugins.qwen_gdn.packing import num_tokens, padded
+from slime_like_plugins.qwen_gdn.packing import num_tokens, padded, zero_of
 
 FLASH_QLA_SWITCH = "FLA_FLASH_QLA"  # read by fla at every call
 
@@ -60,7 +60,8 @@ class FlaGDN:
         if not tokens:
             states = (len(cu_seqlens) - 1, v.shape[2], q.shape[3], v.shape[3])
             final = v.new_zeros(states, dtype=torch.float32) if initial_state is None else initial_state.float()
-            return torch.zeros_like(v), final if output_final_state else None
+            zero = zero_of(q, k, v, g, beta, initial_state)
+            return torch.zeros_like(v) + zero, final + zero if output_final_state else None
         out, final = self._rule(
             *(
                 part[:, :tokens].contiguous() for part in (q, k, v, g, beta)
@@ -90,7 +91,7 @@ class FlaGDN:
         """Convolve as ``backend.GDNBackend.causal_conv`` describes."""
         rows, tokens = x.shape[1], num_tokens(cu_seqlens_cpu, x.shape[1])
         if not tokens:
-            return torch.zeros_like(x)
+            return torch.zeros_like(x) + zero_of(x, weight, halo)
         out, _ = self._conv(
             x[:, :tokens],
             weight,

@@ -94,6 +94,11 @@ def padded(rows: Tensor, num_rows: int) -> Tensor:
     return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, num_rows - rows.shape[1]))
 
 
+def zero_of(*parts: Tensor | None) -> Tensor:
+    """Return 0 as a float32 scalar that depends on ``parts``, each with a gradient of 0, whatever they contain."""
+    return torch.stack([part[:0].sum(dtype=torch.float32) for part in parts if part is not None]).sum()
+
+
 def chunk_order(cu_seqlens_cpu: Tensor, num_rows: int, chunk: int, device: torch.device) -> ChunkOrder:
     """Return the order of the chunks of packed sequences, cached for the other layers of a micro-batch."""
     return _chunk_order(lengths(cu_seqlens_cpu, num_rows), num_rows, chunk, device)
