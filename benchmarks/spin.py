@@ -78,7 +78,7 @@ def rollout_by_round(record: ArmRecord, rounds: int) -> list[float]:
 
 
 def table(size: str, rounds: int, steps: int, arms: dict[int, SpinArm]) -> str:
-    """Return the Markdown of one size."""
+    """Return a Markdown table of the results for one model size."""
     lines = [
         f"{size}, {DTYPE}, {rounds} x {steps} steps, all arms in turn; {TOKENS} tokens a rollout, {NEW_TOKENS} a sample:",
         "",

@@ -40,7 +40,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _similarity(name: str, option: str) -> float:
-    """Return a score above 0 if ``option`` is similar to ``name``, else 0. A permutation of the letters scores highest."""
+    """Return a score above 0 if ``option`` is similar to ``name``, else 0. A similar permutation of ``name`` scores highest."""
     ratio = difflib.SequenceMatcher(None, option, name).ratio()
     words, option_words = _WORDS.split(name), _WORDS.split(option)
     same_words = 2 * len(words) >= len(option_words) and all(

@@ -1,7 +1,8 @@
 """Control flow of bash scripts.
 
 ``if``, ``case``, ``&&`` and ``||`` are followed if variables decide them, and variables of a subshell are dropped at its
-end. Commands under any other condition may or may not run.
+end. Commands under any other condition are passed on as commands that may not run, except that a command before
+``&& python train.py`` is assumed to succeed.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def check(manager: Any) -> str:
 
 
 def commit(manager: Any) -> str:
-    """Commit the weights of every rank's worker, and write the record of the load.
+    """Commit the weights of every rank's worker, and write the number of tokens per expert so far (option ``record_load``).
 
     Return the failures of all ranks, or "" on success. Collective. Raises the error of ``check``.
     """

@@ -57,9 +57,9 @@ class Watchdog:
                 return
 
     def _record_completed(self) -> None:
-        """Record the ends of completed ops, unless an earlier attempt raised an error, such as one of CUDA.
+        """Record the ends of completed ops that nobody waits for. Do nothing if an earlier call failed, e.g. with a CUDA error.
 
-        After such an error, completed ops count as in flight, so that the thread still ends the process.
+        After such a failure, these ops still look in flight, so the watchdog ends the process after its limit.
         """
         if not self._records:
             return

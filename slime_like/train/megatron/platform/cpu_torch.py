@@ -1,6 +1,7 @@
 """Replacement for ``torch`` in megatron-core on a machine without a GPU: CUDA functions act on the CPU.
 
-``torch.cuda.current_device()`` is the CPU, streams and events do nothing, ``device="cuda"`` means the CPU.
+``torch.cuda.current_device()`` returns the CPU, streams and events do nothing, and tensor factories such as ``torch.empty``
+create a tensor on the CPU if called with ``device="cuda"``.
 """
 
 from __future__ import annotations
