@@ -25,7 +25,8 @@ class ExposedSecrets:
         """Record the secrets of these processes and the command lines that contain one."""
         for pid in pids:
             with suppress(OSError):  # the process has ended
-                for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                environment = Path(f"/proc/{pid}/environ").read_bytes().rstrip(b"\0")  # a title may leave many zeros
+                for entry in environment.split(b"\0"):
                     name, _, value = entry.partition(b"=")
                     if value and name.decode(errors="replace") in SECRET_NAMES:
                         self.values[value] = name.decode()

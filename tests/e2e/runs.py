@@ -26,7 +26,7 @@ from slime_like.util.caches import FALLBACK
 from slime_like.util.deadline import Deadline
 from slime_like.util.private import temporary_folder
 from tests.e2e.exposed_secrets import PLANTED_SECRETS
-from tests.e2e.leftovers import MARK, RunResources, leftovers
+from tests.e2e.leftovers import MARK, RunResources, leftovers, living_processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S = 420.0
@@ -62,7 +62,7 @@ class Training:
         self._log = log
         run_dirs = [argument.partition("=")[2] for argument in arguments if argument.startswith("run.dir=")]
         self._run_dir = Path(run_dirs[-1]) if run_dirs else None
-        self.resources = RunResources(f"{os.getpid()}.{next(_run_numbers)}")
+        self.resources = RunResources(f"{os.getpid()}.{next(_run_numbers)}", living_processes())
         self._recorded_at = self._memory_recorded_at = 0.0
         with log.open("wb") as file:
             self._process = subprocess.Popen(
