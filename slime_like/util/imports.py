@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
+from slime_like.util.model_scan import scan_models_once
+
 
 @contextmanager
 def heavy_imports() -> Generator[None]:
@@ -18,12 +20,14 @@ def heavy_imports() -> Generator[None]:
     First, the garbage collector repeatedly scans a growing heap. It is disabled during the import, and the imported objects
     are then frozen, which also shortens later collections. Second, transformers reads the file list of every installed
     package to map modules to distributions. Here the few modules that it needs are looked up one by one.
+    ``scan_models_once`` avoids a further one.
     """
     collecting, original = gc.isenabled(), importlib.metadata.packages_distributions
     gc.disable()
     importlib.metadata.packages_distributions = lambda: Distributions(original)
     try:
-        yield
+        with scan_models_once():
+            yield
     finally:
         importlib.metadata.packages_distributions = original
         gc.freeze()
