@@ -116,8 +116,10 @@ def _on_cpu(
 
 
 def _on_gpus(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> tuple[ClusterNode, ...]:
-    """Return the node of each GPU, with each engine on as few nodes as possible, or on ``rollout.engine_num_nodes`` nodes.
+    """Return the node of each GPU of the run.
 
+    Engines that share the trainer's GPUs are on the nodes of those GPUs. Each engine with GPUs of its own is on
+    ``rollout.engine_num_nodes`` nodes or, if that is not set, on as few as possible, the same number for every engine.
     Raises ``MissingResources`` if the nodes lack free GPUs for the run.
     """
     tp, num_nodes = cfg.rollout.tp, cfg.rollout.engine_num_nodes

@@ -19,7 +19,7 @@ from slime_like.planner.trainer import SCORING, VALUE, TrainerSettings
 
 
 def node_memory(demand: Demand, machine: Machine) -> MemoryTable:
-    """Return the host memory of one node, with the processes spread evenly over the nodes."""
+    """Return the host memory that the run needs on one node if its processes are spread evenly over the nodes."""
     sums: dict[str, Item] = {}
     for table, count in _processes(demand):
         for item in table.items:

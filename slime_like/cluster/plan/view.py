@@ -122,7 +122,7 @@ def _lines(cfg: TrainConfig, plan: Plan, machine: Machine, num_rollout_known: bo
 
 
 def _run_length(cfg: TrainConfig, plan: Plan, num_rollout_known: bool) -> str:
-    """Return the numbers of rollouts and optimizer steps, or of epochs while the rows are not counted."""
+    """Return the run's length as text: rollouts and optimizer steps, or only epochs if data.train's rows were not counted."""
     loop = cfg.loop
     epochs = "" if loop.num_epoch is None else counted(loop.num_epoch, "epoch")
     if not num_rollout_known:

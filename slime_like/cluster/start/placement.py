@@ -106,7 +106,10 @@ class Placement:
         return planned
 
     def _plan_on_nodes(self) -> tuple[ClusterPlan, Assignment]:
-        """Wait for the nodes and GPUs of the run, and plan on them."""
+        """Wait for the nodes and GPUs of the run; return the plan for these nodes and the assignment of processes to them.
+
+        Raises ``MissingResources`` if they are not available in time, or ``ConfigError`` if the plan does not fit them.
+        """
         cfg = self._cfg
         request = NodeRequest(request_strategy(self._plan))
         try:

@@ -116,7 +116,10 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
 
 
 def check_saved(cfg: TrainConfig, source: Path) -> CheckpointRecord:
-    """Return the record of ``source``. Raises ``CheckpointError`` if its model or optimizer layout is not that of the run."""
+    """Return the record of the checkpoint ``source``.
+
+    Raises ``CheckpointError`` if a file is missing or damaged, or if the model or optimizer layout is not that of the run.
+    """
     record = read_record(source)
     manifest = record.manifest
     check_saved_model(manifest, source, "model.hf_checkpoint", cfg.model.hf_checkpoint, cfg.parallel.tp)
@@ -181,10 +184,11 @@ def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, An
 
 
 def _alternatives(checkpoints: Path, changed_names: Sequence[str], present_state: str) -> str:
-    """Return the alternatives to restoring the settings or files ``changed_names``.
+    """Return the end of an error message: what to do instead of restoring the settings or files ``changed_names``.
 
-    ``present_state`` describes the changed settings or files: "new settings". ``check_cursor`` refuses to continue if the
-    prompts or their order differ, even with a path in ``run.resume``.
+    The message suggests a new run or ``run.resume=PATH``, which continues with the ``present_state``: "new settings" or
+    "current files". It does not suggest the path if a key of ``ORDER_KEYS`` has changed, because ``check_cursor`` refuses to
+    continue if the prompts or their order differ.
     """
     hint = new_run_hint(checkpoints)
     if not {*changed_names}.isdisjoint(ORDER_KEYS):

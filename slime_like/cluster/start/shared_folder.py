@@ -57,9 +57,10 @@ def find_separate_nodes(
 
 
 def _unshared_message(run_dir: Path, unshared: Mapping[str, str], num_groups: int) -> str:
-    """Return the message for ``unshared``, the first ranks of groups that do not see ``run_dir``, with their nodes' addresses.
+    """Return the error message for rank groups whose rank 0 does not see ``run_dir``.
 
-    Only if rank 0 of every group is on the same node can ``train.py`` be started there.
+    ``unshared`` maps the names of these ranks to the addresses of their nodes. The message suggests starting ``train.py`` on
+    such a node only if rank 0 of all ``num_groups`` groups is there.
     """
     rank, address = next(iter(unshared.items()))
     is_one_node = len(unshared) == num_groups and len(set(unshared.values())) == 1

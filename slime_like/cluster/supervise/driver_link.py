@@ -62,8 +62,8 @@ def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
 def connect(line: socket.socket) -> None:
     """Use ``line`` as the connection to the supervisor.
 
-    Set ``process_tree.MARK`` in the environment of this process, by which its later descendants are found. Start a thread
-    that, when the supervisor dies, kills this process and its descendants and removes the reported folders.
+    Set ``process_tree.MARK`` in the environment of this process. Later descendants inherit this variable and are found by it.
+    Start a thread that, when the supervisor dies, kills this process and its descendants and removes the reported folders.
     """
     global _line
     _line = line

@@ -45,7 +45,7 @@ def children() -> frozenset[psutil.Process]:
 
 
 def has_ended_child() -> bool:
-    """Return whether a child waits to be reaped. It is fast: to list the children, psutil reads all processes of the machine."""
+    """Return whether a child waits to be reaped. Unlike ``children``, it does not read all processes of the machine."""
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:  # no child at all

@@ -13,7 +13,7 @@ NOTHING_LOGGED = "nothing was logged yet"
 def try_report(run_dir: Path) -> tuple[Path | None, str]:
     """Write the report; return its path and an empty text, or None and the reason why there is none.
 
-    The report's modules are imported here, because importing them takes as long as half of a driver's start.
+    The report's modules are imported here, because importing them takes half as long as the whole start of a driver.
     """
     if not (run_dir / METRICS).is_file() or not (run_dir / METRICS).stat().st_size:
         return None, NOTHING_LOGGED

@@ -111,10 +111,11 @@ def _remaining(deadline: Deadline, pending: Mapping[ObjectRef[Any], str]) -> flo
 def _root_cause(
     errors: Sequence[SlimeLikeError], pending: Mapping[ObjectRef[Any], str], deadline: Deadline
 ) -> SlimeLikeError:
-    """Return the root cause: a process death, else a specific error, because one rank's failure breaks its peers' connections.
+    """Return the most likely root cause: a process death, else an error that is not the consequence of one, else any error.
 
-    If there is neither yet, wait for a death. Ray reports a dead process immediately, but the processes of a lost node only
-    once it has declared the node dead.
+    The failure of one rank breaks its peers' connections, so their errors arrive too. If ``errors`` may all be
+    consequences, wait for the death of a ``pending`` process. Ray reports a dead process immediately, but the processes of
+    a lost node only once it has declared the node dead.
     """
     if not any(_died(error) or _is_specific(error) for error in errors):
         waiting_refs, waited_s = dict(pending), 0.0
@@ -159,9 +160,9 @@ def wait_first[R](
 ) -> tuple[str, R]:
     """Return the name and result of the first ready ref. If several are ready, ``refs`` come before ``optional_refs``.
 
-    Raises the error of that call with the types of ``wait_all``, without a search for the root cause, or
-    ``DeadlineExceeded`` if no ref is ready in time. ``optional_refs`` may stay pending until the end of the run:
-    ``DeadlineExceeded`` does not name them.
+    If that call failed, raises its error, of the same type as in ``wait_all``, without a search for the root cause. Raises
+    ``DeadlineExceeded`` if no ref is ready in time; it does not name ``optional_refs``, because they may stay pending until
+    the end of the run.
     """
     pending = {ref: name for name, ref in refs.items()}
     names = pending | {ref: name for name, ref in optional_refs.items()}

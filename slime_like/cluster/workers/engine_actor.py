@@ -133,9 +133,9 @@ class EngineActor:
         return processes.stopped_pids(self._server.pid) + (() if self._parts is None else self._parts.stopped_pids())
 
     def inject_fault(self, signal_name: str, part: str = "") -> None:
-        """Inject a fault of ``chaos.*``: send a signal to one ``part`` of this node's server, or to all of it, if it runs.
+        """Inject a fault of ``chaos.*``: send a signal to the processes of this node's server, if the server is alive.
 
-        ``part`` is that of ``processes.pids_of_part``.
+        ``part`` restricts the signal to processes of one kind (see ``processes.pids_of_part``); empty for all processes.
         """
         number = signal.Signals[signal_name]
         if not self._server.alive():  # restarting after an earlier fault, or stopped

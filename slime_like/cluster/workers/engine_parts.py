@@ -71,8 +71,8 @@ class EngineParts:
     def wait_ready(self, deadline: Deadline) -> None:
         """Wait until the servers of all parts respond.
 
-        Raises ``EngineNodeLost`` if the actor of a part died, as with its node, ``EngineError`` if a part failed or ``stop``
-        was called, or ``DeadlineExceeded``. The error names the part.
+        Raises ``EngineNodeLost`` if the actor of a part died, for example because its node was lost, ``EngineError`` if a part
+        failed or ``stop`` was called, or ``DeadlineExceeded``. The error names the part.
         """
         refs = {
             f"its part on node {slot.address}": call(actor, EnginePart.ready) for slot, actor in self._actors.items()

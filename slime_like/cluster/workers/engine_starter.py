@@ -116,7 +116,8 @@ class EngineStarter:
     async def start(self, index: int) -> ActorHandle[EngineActor]:
         """Stop engine ``index`` if it has an actor, and start an actor for it on live nodes.
 
-        Raises ``EngineError`` if too few nodes can run the engine, on GPUs within ``placement.wait_deadline_s``.
+        Raises ``EngineError`` if too few nodes can run the engine. If the engine needs GPUs, waits for them for at most
+        ``placement.wait_deadline_s``, and raises the errors of ``_reserve``.
         """
         await self.end(index)
         slots = self._remaining_slots(index)

@@ -25,7 +25,7 @@ STOP_S = 30.0  # to stop the old server, or to start the process of an actor
 
 
 class _ActorLost(EngineError):
-    """Loss of an engine's actor that Ray does not start again."""
+    """An engine's actor has died, and Ray does not restart it."""
 
 
 class RayEngineFactory:

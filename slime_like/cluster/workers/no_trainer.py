@@ -22,7 +22,7 @@ class FrozenTrainer:
         return StepStats(self.version + 1, ())
 
     def score(self, batch: object, float64_kind: object = None) -> Any:
-        """Raise ``SlimeLikeError``: without pushes there is no probe."""
+        """Raise ``SlimeLikeError``: there is no model to score with."""
         raise SlimeLikeError("run.mode=rollout_only has no trainer to score with")
 
     def kernels(self) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ class RoleGroup(RankGroup[RoleWorker]):
     def collect_scores(
         self, answers: Mapping[str, ShardScores], batch: TrainBatch, ranks: int
     ) -> tuple[list[Columns], tuple[Metric, ...]]:
-        """Return the scores, redistributed over the policy's ``ranks`` data-parallel ranks, and the metrics of this role's ranks.
+        """Return the scores, redistributed over the actor's ``ranks`` data-parallel ranks, and the metrics of this role's ranks.
 
         The scores are a critic's values or a teacher's log-probabilities. ``answers`` contains the results of ``start_score``
         by rank name, possibly with those of other roles.
