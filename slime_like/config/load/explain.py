@@ -60,7 +60,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _source_note(text: str) -> str:
-    """Return a note that names the file in ``configs/`` that an error text quotes; empty for none or ``train.yaml``."""
+    """Return a note on the file in ``configs/`` that an error's ``text`` names; empty if it names none or ``train.yaml``."""
     match = re.search(r"In '([^']+)':", text)
     return f" (in configs/{match[1]}.yaml)" if match and match[1] != "train" else ""
 

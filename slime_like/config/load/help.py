@@ -101,7 +101,7 @@ def _entry(name: str, text: str) -> Iterator[str]:
 
 
 def _description(path: Path) -> str:
-    """Return a recipe's description: its first comment lines, without Hydra directives, up to one that ends a sentence."""
+    """Return a recipe's description: its comments, without Hydra's directives, up to the first line that ends with a period."""
     lines: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith("# @"):

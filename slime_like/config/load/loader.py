@@ -332,7 +332,10 @@ def _sort(argv: Sequence[str]) -> _Overrides:
 
 
 def _removed_key(text: str, key: str) -> str:
-    """Return ``key`` of the override ``text``. Raises ``ConfigError`` unless ``text`` is ``~key``, and on config groups."""
+    """Return ``key``, which the override ``text`` removes.
+
+    Raises ``ConfigError`` if ``text`` is not exactly ``~key``, or if ``key`` is a config group.
+    """
     if text != f"~{key}":
         raise ConfigError(
             f"{text}: write '~{key}', which ignores the setting of a recipe, or set {key} to another value"

@@ -14,11 +14,12 @@ AMBIGUOUS = ("enable", "len", "metric", "name", "path", "type")  # last words of
 
 
 def our_key(key: str) -> str | None:
-    """Return our key for the unknown ``key``; None if there is none.
+    """Return our key for the unknown ``key``; None if there is none, or if several would fit.
 
-    ``key`` is a key of verl, or a name in the group of our key: the last word of a verl key, or the name of a slime flag.
-    Example: ``algorithm.lam`` and ``algo.lam`` give ``algo.lambd``. A key that takes a free mapping is never returned,
-    because the value of ``key`` is not a mapping.
+    ``key`` is a key of verl, or the group of our key followed by another project's name: the last word of a verl key, the
+    name of a slime flag, or one of ``OTHER_KEYS``. Example: ``algorithm.lam`` (verl) and ``algo.lam`` both give
+    ``algo.lambd``. Keys of ours that take a mapping with free keys are never returned, because the value of ``key`` is no
+    mapping.
     """
     return _our_keys().get(key)
 

@@ -1,4 +1,4 @@
-"""Recipes and the recipes that they include: their files, and copies without some settings, for ``~key`` on a command line."""
+"""Removal of a key from recipes, for ``~key`` on a command line: find all included configs, and copy recipes without the key."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class _Included(NamedTuple):
 
 @contextmanager
 def configs_without(configs: Path, files: Mapping[str, Path | None], keys: Sequence[str]) -> Generator[Path]:
-    """Yield a temporary folder with copies of recipes in which ``keys`` are not set. ``files``: a result of ``config_files``.
+    """Yield a temporary folder with copies of recipes in which ``keys`` are not set.
 
-    The folder contains the primary config of ``configs`` and a copy of each recipe of ``files`` that sets one of ``keys``.
-    Raises ``ConfigError`` naming a key that no recipe sets (not if a recipe is missing, which Hydra reports), or a file or
-    folder that cannot be read or written.
+    ``files`` is a result of ``config_files``. The folder contains the primary config of ``configs`` and a copy of each recipe
+    of ``files`` that sets one of ``keys``. Raises ``ConfigError`` naming a key that no recipe sets, or a file or folder that
+    cannot be read or written. If a recipe is missing, a key that no recipe sets is not an error here: Hydra reports the
+    missing recipe.
     """
     files = {name: path for name, path in files.items() if name.startswith(f"{RECIPE}/")}
     copies = {PRIMARY: InputFile(configs / PRIMARY, ConfigError, FIX).text()}

@@ -15,8 +15,8 @@ from slime_like.util.row_count import selected_rows
 def resolve_epochs(cfg: TrainConfig) -> None:
     """Set loop.num_rollout of an unsealed config if loop.num_epoch is set.
 
-    Raises ``ConfigError`` if the run does not read data.train or its rows are fewer than one rollout needs, and ``DataError``
-    if the file is missing or unreadable.
+    Raises ``ConfigError`` if the run does not read data.train, or if data.train has fewer rows than one rollout needs. Raises
+    ``DataError`` if the file is missing or unreadable.
     """
     epochs, prompts = cfg.loop.num_epoch, cfg.rollout.batch_size
     if epochs is None:

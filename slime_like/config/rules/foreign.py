@@ -138,7 +138,7 @@ def source(name: str) -> str:
 
 
 def check_foreign(root: str, values: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` on a key below ``root`` that does not exist, is set elsewhere or has the wrong type."""
+    """Raise ``ConfigError`` on a key below ``root`` that is unknown, set by this project (``OWNED``) or of the wrong type."""
     name = ROOTS[root]
     fields = table(name)
     for key, value in values.items():
@@ -161,7 +161,10 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
 
 
 def describe_owner(setting: str, owner: str, removable: str) -> str:
-    """Return the error message for setting a field of ``OWNED``; ``removable`` names the setting to remove."""
+    """Return the error message for ``setting`` a field of ``OWNED``, whose value there is ``owner``.
+
+    ``removable`` is the message's phrase for what the user should remove, such as "this key".
+    """
     if owner in (ALL_TOKENS, TE_EXPERTS):
         return f"{setting} cannot be set: {owner}; remove {removable}"
     return f"{setting} belongs to {owner}: remove {removable}, and set it there"

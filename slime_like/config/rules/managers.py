@@ -24,9 +24,9 @@ def check_managers(cfg: RolloutConfig) -> None:
 
 
 def engines_setting(cfg: RolloutConfig, max_engines: int) -> str:
-    """Return overrides for at most ``max_engines`` engines, as many as give every manager an equal share.
+    """Return overrides that set the largest number of engines, up to ``max_engines``, that the managers can share equally.
 
-    If there would be fewer engines than managers, the overrides set a single manager.
+    If ``max_engines`` is less than the number of managers, the overrides set ``max_engines`` and a single manager.
     """
     if max_engines < cfg.num_managers:
         return f"rollout.num_engines={max_engines} rollout.num_managers=1"

@@ -14,7 +14,7 @@ GRAPHS = {
 
 
 def check_offload(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if no other process of the run would use the released memory, or it cannot be released."""
+    """Raise ``ConfigError`` if no other process would use the released memory, or if engines could not release or restore it."""
     for name in ("offload_train", "offload_rollout"):
         if getattr(cfg.placement, name):
             _check_turns(cfg, f"placement.{name}=true")
@@ -37,7 +37,7 @@ def _check_turns(cfg: TrainConfig, setting: str) -> None:
 
 
 def _check_engines(cfg: TrainConfig, setting: str) -> None:
-    """Raise ``ConfigError`` on engines that cannot release memory, or would not get their lost weights from a push."""
+    """Raise ``ConfigError`` if engines could not release their memory, or if a skipped push would leave them without weights."""
     if cfg.weights.debug_skip_push_at is not None:
         raise ConfigError(
             f"{setting} with weights.debug_skip_push_at={cfg.weights.debug_skip_push_at}: the weights of a released engine are lost, "

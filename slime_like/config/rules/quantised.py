@@ -102,8 +102,8 @@ class Scales:
         """Raise ``CheckpointError`` unless ``scales`` fits the float8 weight ``weight`` of ``shape``.
 
         The weight must have at least two dimensions. The dtype of the scales must be one of ``SCALES``, and their shape
-        the one that config.json implies; the only scale of a matrix may have any shape. ``name_of`` has returned the
-        name of ``scales``.
+        the one that config.json implies; the only scale of a matrix may have any shape. ``scales`` must be the tensor
+        that ``name_of`` names.
         """
         assert self.float8 is not None, "name_of refuses float8 weights without it"
         name = weight + SCALE

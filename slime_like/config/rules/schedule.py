@@ -18,9 +18,10 @@ def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
 
 
 def without_schedule(cfg: TrainConfig) -> TrainConfig:
-    """Return a copy of ``cfg`` without the settings that have to fit loop.num_rollout; ``cfg`` if loop.num_epoch is not set.
+    """Return a copy of ``cfg`` with a constant schedule and no warm-up; ``cfg`` itself if loop.num_epoch is not set.
 
-    The copy is for plans that are made before the rows are counted. No process gets its constant schedule.
+    The copy is for plans made before the rows of data.train are counted, when loop.num_rollout is unknown and no other
+    schedule could be checked against it. No process of a run uses the copy.
     """
     if cfg.loop.num_epoch is None:
         return cfg

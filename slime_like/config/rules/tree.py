@@ -132,8 +132,8 @@ def samples_per_step(cfg: TrainConfig) -> int:
 def trainer_ranks(cfg: TrainConfig) -> int:
     """Return the number of trainer ranks.
 
-    Raises ``ConfigError`` unless it is a multiple of tp * pp * cp and of the number of nodes, with a sample per step for
-    every data-parallel rank.
+    Raises ``ConfigError`` unless it is a multiple of tp * pp * cp and of the number of nodes, and every data-parallel rank
+    has a sample in each optimizer step.
     """
     p, place = cfg.parallel, cfg.placement
     model = p.tp * p.pp * p.cp

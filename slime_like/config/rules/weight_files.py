@@ -123,8 +123,9 @@ def read_index(key: str, path: Path) -> dict[str, str]:
 def read_header(key: str, path: Path) -> dict[str, TensorEntry]:
     """Return the tensors of a safetensors file by name.
 
-    Raises ``CheckpointError`` naming ``key`` and the file unless every tensor has the size of its dtype and shape, and the
-    tensors fill the file, or if the header cannot be read or has a name of an unsupported quantised format.
+    Raises ``CheckpointError`` naming ``key`` and the file if the file or its header cannot be read, if the header has a
+    tensor name of an unsupported quantised format or an unknown dtype, if the size of a tensor does not fit its dtype and
+    shape, or if the tensors do not fill the file.
     """
     file = downloaded_file(key, path)
     file.check_regular()

@@ -17,7 +17,8 @@ MISSING: Any = "???"  # OmegaConf's marker for a required key
 def key(default: Any, help: str, *, choices: tuple[str, ...] = (), table: str = "") -> Any:
     """Return a dataclass field for a config key with its default, its help text and, for strings, the allowed values.
 
-    If ``choices`` are the names of a table of ``schema.names``, ``table`` is the name of that table, to which a user can add.
+    If ``choices`` are the names in a table of ``schema.names``, ``table`` is the name of that table: error messages then
+    say how to add an entry to it.
     """
     metadata = {"help": help, "choices": choices, "table": table}
     if isinstance(default, (list, dict)):

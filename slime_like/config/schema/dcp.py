@@ -90,8 +90,8 @@ def replicated_q_obstacle(
 ) -> str | None:
     """Return why an engine cannot replicate query projections within a DCP group, or None if it can.
 
-    ``output_gates``: the model has output gates in its query projection. ``projection_norms``: its norm of queries is over
-    all heads.
+    ``output_gates``: the model's query projection also computes output gates. ``projection_norms``: the model normalizes
+    queries over all heads, not each head by itself.
     """
     if latent:
         return (
@@ -132,8 +132,8 @@ def sharded_backend(backend: str, device: str, *, latent: bool = False) -> str:
 def kv_head_obstacle(tp: int, dcp: int, num_kv_heads: int) -> str | None:
     """Return why ``tp`` attention ranks with ``num_kv_heads`` cannot form DCP groups of ``dcp`` ranks, or None if they can.
 
-    All ranks of a DCP group must hold the same KV head, so dcp must divide the number of ranks that share a head. A larger
-    dcp would need more KV heads on each rank, which takes the memory that sharding the tokens saves.
+    All ranks of a DCP group must hold the same KV head, so dcp must divide the number of ranks that share a head. With a
+    larger dcp, each rank would hold more KV heads, which would use up the memory that sharding the tokens saves.
     """
     if num_kv_heads >= tp:
         return (

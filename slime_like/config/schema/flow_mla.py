@@ -155,7 +155,7 @@ TRUE_VALUES = ("true", "1", "yes", "y")
 
 
 def missing_weights(weights: Iterable[str], *, latent: bool) -> str | None:
-    """Return the end of an error about the first of ``weights`` that the attention lacks; None if it has all."""
+    """Return the end of an error message about the first of ``weights`` that the attention lacks; None if it has all."""
     available = LATENT_WEIGHTS if latent else PLAIN_WEIGHTS
     for name in weights:
         if name not in available:
@@ -169,7 +169,7 @@ def skips_forwards(environment: Mapping[str, str]) -> bool:
 
 
 def required_values(transport: str) -> Mapping[str, tuple[object, str]]:
-    """Return a dict from each field of ServerArgs that FlowMLA restricts to the required value and the reason."""
+    """Return the fields of ServerArgs for which FlowMLA requires a value: a dict from field to that value and the reason."""
     return {**UNSUPPORTED_FIELDS, **(P2P_FIELDS if transport == "p2p" else {})}
 
 

@@ -84,8 +84,9 @@ class RankSpec:
     def needs_old_logprobs(self) -> bool:
         """Return whether old log-probabilities need their own forward pass.
 
-        They do for a KL to the reference in the reward or the advantage. Otherwise, the update's forward pass suffices with
-        one step per rollout, and the engine's log-probabilities replace them with ``algo.use_rollout_logprobs``.
+        They do if a KL to the reference is in the reward or the advantage. Otherwise, they do only if a rollout has several
+        steps and ``algo.use_rollout_logprobs`` is off: with one step, the update's forward pass computes them, and with that
+        key, the engine's log-probabilities take their place.
         """
         if getattr(self.algo, "kl_coef", 0.0) > 0:  # KL to the reference in the reward or the advantage
             return True
