@@ -152,10 +152,10 @@ class SequenceColumns:
 def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int) -> TrainBatch:
     """Return all optimizer steps of one rollout.
 
-    There are no steps if ``groups`` is empty, because filters dropped all groups or all are carried over to the next
-    rollout. Raises ``ConfigError`` if a step has fewer samples than dp ranks, ``DataError`` if a step has no token to
-    train on, ``EngineError`` if log-probabilities or routed experts of trained tokens are missing or if the samples'
-    extras do not match.
+    ``groups`` may be empty, if filters dropped all groups or all are carried over to the next rollout; there are then no
+    steps. Raises ``ConfigError`` if a step has fewer samples than dp ranks, ``DataError`` if a step has no token to train
+    on, and ``EngineError`` if log-probabilities or routed experts of trained tokens are missing, or if the samples' extras
+    do not match.
     """
     if not groups:
         return TrainBatch(rollout_id, ())
