@@ -64,7 +64,10 @@ GROUP = "algo.group_advantage"
 
 
 def bind_group_advantage(name: str) -> GroupAdvantage:
-    """Return the group advantage ``name``, a table entry or an import path. Raises ``ConfigError`` as ``resolve`` does."""
+    """Return the group advantage ``name``, a table entry or an import path.
+
+    Raises ``ConfigError`` if ``name`` is neither, or if it cannot be imported.
+    """
     advantage: GroupAdvantage = resolve(GROUP, name, GROUP_ADVANTAGES)
     return UserGroupAdvantage(name, advantage) if is_path(name) else advantage
 

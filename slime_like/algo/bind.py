@@ -31,7 +31,10 @@ CORRECTION = "algo.off_policy"
 
 
 def bind_loss(config: AlgoConfig) -> LossFn:
-    """Return the loss that ``config`` names, constructed with ``config``. Raises ``ConfigError`` as ``resolve`` does."""
+    """Return the loss that ``config`` names, constructed with ``config``.
+
+    Raises ``ConfigError`` if it is unknown or not importable.
+    """
     loss: LossFn = resolve(LOSS, config.loss, LOSSES)(config)
     return UserLoss(config.loss, loss, loss.needs_entropy) if is_path(config.loss) else loss
 
@@ -39,14 +42,14 @@ def bind_loss(config: AlgoConfig) -> LossFn:
 def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
     """Return the token advantage that ``config`` names, constructed with ``config``; None if ``algo.token_advantage`` is null.
 
-    Raises ``ConfigError`` as ``resolve`` does, or if a shipped token advantage does not support ``algo``.
+    Raises ``ConfigError`` if it is unknown or not importable, or is shipped but does not support the algorithm of ``config``.
     """
     name = config.token_advantage
     return None if name is None else resolve(TOKEN, name, TOKEN_ADVANTAGES)(config)
 
 
 def bind_off_policy(config: PolicyConfig) -> OffPolicy:
-    """Return the off-policy correction that ``config`` names. Raises ``ConfigError`` as ``resolve`` does."""
+    """Return the off-policy correction that ``config`` names. Raises ``ConfigError`` if it is unknown or not importable."""
     correct: OffPolicy = resolve(CORRECTION, config.off_policy, OFF_POLICY)
     return UserCorrection(config.off_policy, correct) if is_path(config.off_policy) else correct
 
@@ -125,8 +128,9 @@ class UserCorrection:
 def token_advantages(
     config: AlgoConfig, advantage: TokenAdvantage, views: Sequence[TokenView], reduce: Reduce
 ) -> list[Tensor]:
-    """Return the advantages [T] of each view. A collective over the ranks of ``reduce`` if ``advantage`` uses it.
+    """Return the advantages [T] of each view.
 
+    This is a collective over the ranks of ``reduce`` if ``advantage`` calls ``reduce``.
     Raises ``UserCodeError`` if a user's advantage raises or returns wrong shapes.
     """
     return _columns(config, views, lambda: advantage(views, reduce))
@@ -140,8 +144,9 @@ def critic_targets(config: AlgoConfig, advantage: ReturnEstimator, views: Sequen
 def diagnose(
     config: AlgoConfig, advantage: Diagnostics, views: Sequence[TokenView], reduce: Reduce
 ) -> Mapping[str, float]:
-    """Return the metrics of a token advantage. A collective over the ranks of ``reduce`` if ``advantage`` uses it.
+    """Return the metrics of a token advantage.
 
+    This is a collective over the ranks of ``reduce`` if ``advantage`` calls ``reduce``.
     Raises ``UserCodeError`` if a user's advantage raises.
     """
     name = config.token_advantage or ""

@@ -21,9 +21,10 @@ from slime_like.errors import ConfigError
 class ReverseKL:
     """Token advantage ``opd_kl_coef * (log teacher - log student)``.
 
-    The difference is a one-sample estimate of -KL(student || teacher). If configured, ``reward_coef`` times the sequence's
-    reward is added, and so is the group advantage. The student's log-probabilities are ``old_logprobs`` or, if the ranks
-    computed none, ``rollout_logprobs``. The constructor raises ``ConfigError`` if ``config`` is not that of algo=distill.
+    The difference is a one-sample estimate of -KL(student || teacher). ``reward_coef`` times the sequence's reward is added
+    and, if the config names a group advantage, the group advantage. The student's log-probabilities are ``old_logprobs`` or,
+    if the ranks computed none, ``rollout_logprobs``. The constructor raises ``ConfigError`` if ``config`` is not that of
+    algo=distill.
     Source: Agarwal et al. 2024, arXiv:2306.13649 (GKD); Lu et al. 2025, "On-Policy Distillation", Thinking Machines
     Lab.
     """
@@ -48,8 +49,8 @@ class ReverseKL:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``teacher_kl``: the mean of log student - log teacher over the trained tokens of all ranks.
 
-        If there are no views, which is then true of all ranks, return an empty dict; otherwise this is a collective
-        over the data-parallel ranks.
+        Return an empty dict if there are no views; in that case, no rank has views. Otherwise, this is a collective over
+        the data-parallel ranks.
         """
         gaps_of_views = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
         if not gaps_of_views:

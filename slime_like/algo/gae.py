@@ -1,6 +1,7 @@
 """Generalised advantage estimation, for PPO with a critic (table TOKEN_ADVANTAGES).
 
-Axes of a micro-batch: T = tokens, A = trained tokens (actions). A digit is the length of its axis.
+Axes of a micro-batch: T = tokens, A = trained tokens (actions). A digit in a name is the length of an axis: ``both_2A`` is
+[2, A].
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class GeneralisedAdvantage:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks.
 
-        The metric is 0 if Var(return) is negligible. If there are no views, which is then true of all ranks, return an
-        empty dict; otherwise this is a collective over the data-parallel ranks.
+        The metric is 0 if Var(return) is negligible. Return an empty dict if there are no views; in that case, no rank has
+        views. Otherwise, this is a collective over the data-parallel ranks.
         """
         pairs_2A = [
             torch.stack([returns_T, returns_T - _values(view)])[:, view.loss_weight > 0].double()

@@ -46,12 +46,12 @@ class PolicyLoss:
     needs_entropy: bool
 
     def __call__(self, view: LossView) -> LossOutput:
-        """Return the [T] loss, and metrics, with slime's names if slime has them.
+        """Return the [T] loss and its metrics. A metric that slime also has is named as in slime.
 
         The old policy is that of ``old_logprobs`` or, if ``old_logprobs`` is None, the current policy. The ratio's
-        denominator is the engine's policy if ``algo.use_rollout_logprobs``, otherwise the old policy. If that is the
-        current policy, the ratio is 1, but carries a gradient. With GSPO or rejection, this is a collective over the ranks
-        that share the sequences.
+        denominator is the engine's policy if ``algo.use_rollout_logprobs``, otherwise the old policy. If the denominator is
+        the current policy, the ratio is 1 but carries a gradient. With GSPO or rejection, this is a collective over the
+        ranks that share the sequences.
         """
         cfg = self.config
         old_logprobs_T = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
@@ -211,7 +211,7 @@ def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def low_var_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """Return k3 clamped to at most 10, with zero gradient above.
+    """Return k3 clamped to at most 10. Where k3 exceeds 10, the gradient is zero.
 
     Source: ``low_var_kl`` in slime (``slime/utils/ppo_utils.py``) and in verl (``verl/trainer/ppo/core_algos.py``,
     where it is also called ``k3``).
