@@ -1,7 +1,8 @@
 """Assignment of a run's processes to the nodes of a joined Ray cluster.
 
-Trainer ranks fill ``placement.actor_num_nodes`` nodes in order of address, with the same number of ranks on each. An engine is
-in equal parts on ``rollout.engine_num_nodes`` nodes; if that is not set, on one node if it fits, otherwise on several.
+Trainer ranks fill ``placement.actor_num_nodes`` nodes in order of address, with the same number of ranks on each. Each engine
+is split into equal parts on ``rollout.engine_num_nodes`` nodes. If that key is not set, an engine is on one node if it fits
+there, otherwise on several.
 
 With ``placement.mode=colocated``, engines are on the trainer's GPUs. Otherwise, an engine is on the node with the fewest free
 GPUs that suffice, and the parts of an engine are on the nodes with the most free GPUs. On CPUs, engines are assigned
@@ -173,8 +174,8 @@ def _with_engine_parts(
 def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode]) -> int:
     """Return the number of nodes of each engine, the same for all engines.
 
-    Raises ``ConfigError`` if engines would have unequal parts, if engines that share the trainer's GPUs do not have
-    ``rollout.engine_num_nodes`` nodes, or if other keys rule out engines on several nodes.
+    Raises ``ConfigError`` if engines would have unequal parts, if ``rollout.engine_num_nodes`` is set but engines that share
+    the trainer's GPUs are on another number of nodes, or if other keys rule out engines on several nodes.
     """
     engines = [devices for role in plan.roles if role.name == ENGINE for devices in role.devices]
     parts = [[len(list(part)) for _, part in groupby(gpus[i].node_id for i in devices)] for devices in engines]
@@ -218,7 +219,10 @@ def _parts(role: str, indices: tuple[int, ...], num_nodes: int) -> Iterator[Node
 
 
 def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
-    """Return the groups of a role's GPUs that have to be on one node each; an engine's group may still be split into parts."""
+    """Return a role's GPUs in groups: those of an engine, of a trainer node, or of a tensor parallel group of another role.
+
+    Each group has to be on one node, except that an engine may be split into parts.
+    """
     if role.name == ENGINE:
         return list(role.devices)
     indices = tuple(index for devices in role.devices for index in devices)
@@ -233,7 +237,7 @@ def _no_node(
 ) -> str:
     """Return the error message for a block that fits on no node.
 
-    ``max_free`` is the largest number of GPUs that the blocks assigned before it leave free on a node.
+    ``max_free`` is the largest number of GPUs that are still free on a node after the blocks assigned so far.
     """
     size = len(block.indices)
     if block.role == TRAINER:

@@ -36,7 +36,7 @@ class SettingChange:
 
 
 def changes(demand: Demand, dcp: DcpPlan) -> Iterator[SettingChange]:
-    """Yield each single change that applies to the run."""
+    """Yield each change that is possible in this run, with the memory predicted if only this change is made."""
     shape = demand.shapes.actor
     assert shape is not None, "the memory of an unknown model is not predicted"
     if any(role.name == "trainer" for role in demand.roles):

@@ -57,7 +57,7 @@ class MemoryPlan:
 
     @property
     def min_bytes(self) -> float:
-        """Minimum bytes on the busiest GPU for the run to start: without the allocator's overhead; 0 on a CPU."""
+        """Bytes that the busiest GPU needs at least for the run to start: all but the allocator's overhead; 0 on a CPU."""
         return max((p.total - sum(table.of("allocator") for _, table in p.tables) for p in self.phases), default=0.0)
 
 
@@ -106,7 +106,7 @@ class Demand:
 
     @property
     def offload_settings(self) -> Offloads:
-        """Release of memory by trainer and engines for each other, with a proposed change applied."""
+        """Settings by which trainer and engines release memory for each other, with a proposed change applied."""
         placement = self.cfg.placement
         if self.offloads is not None:
             return self.offloads

@@ -50,7 +50,10 @@ def known_hardware(cfg: TrainConfig, machine: Machine, shapes: RoleShapes) -> Ha
 
 
 def _smallest_gpu(machine: Machine) -> GpuKind | str:
-    """Return the GPU with the least memory, as the driver or the planner's table has it, or the reason why it is unknown."""
+    """Return the GPU with the least memory, or the reason why it is unknown.
+
+    The memory is that reported by NVIDIA's driver or, if it reported none, that in the planner's table.
+    """
     names = machine.gpu_names or ("",)
     if slices := [name for name in names if name.endswith(f" {MIG}")]:
         return f"the memory of a MIG slice is not known ({slices[0]})"

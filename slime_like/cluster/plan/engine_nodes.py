@@ -15,10 +15,11 @@ from slime_like.util.counted import counted
 
 
 def engine_nodes(cfg: TrainConfig, machine: Machine, device: str, decisions: PlanDecisions) -> int:
-    """Return the number of nodes of each engine on ``machine``; for GPUs of a joined Ray cluster, ``assign`` decides it later.
+    """Return the number of nodes of each engine on ``machine``.
 
-    Raises ``ConfigError`` if the nodes of a described machine do not have the GPUs for equal parts of an engine, or if other
-    keys rule out engines on several nodes.
+    On this machine or on CPUs, it is ``rollout.engine_num_nodes``, or 1 if that is not set; if the run joins a Ray cluster with
+    GPUs, ``assign`` replaces it later. Raises ``ConfigError`` if the nodes of a described machine lack GPUs for equal parts of
+    an engine, or if other keys rule out engines on several nodes.
     """
     tp, num_nodes, per_node = cfg.rollout.tp, cfg.rollout.engine_num_nodes, machine.num_gpus // machine.nodes
     if device != "cuda" or machine.is_local:

@@ -48,10 +48,10 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False, memory: st
 
 
 def memory_source(cfg: TrainConfig, device: str, note: Callable[[str, object, str], None]) -> str:
-    """Return the memory that the guard queries on ``device``: ``guard.memory``, which may be auto.
+    """Return the value of ``guard.memory``, the memory that the guard queries, adapted to ``device``; it may be auto.
 
-    On a CPU, ``host`` replaces the memory of a GPU. ``note`` records the replacement, since a recipe for GPUs also runs
-    on a CPU.
+    On a CPU, ``host`` replaces a value that stands for the memory of a GPU, so that recipes for GPUs also run on a CPU. If the
+    guard is used, ``note`` records the replacement.
     """
     setting = cfg.guard.memory
     if device != "cpu" or setting in ("auto", "host"):
@@ -96,7 +96,10 @@ def profile_folder(run_dir: str) -> Path:
 
 
 def guard_lines(spec: GuardSpec) -> Iterator[str]:
-    """Yield lines that describe the guard and list, for each policy, the ops that have it in all groups or in one."""
+    """Yield lines that describe the guard, then each policy followed by its ops.
+
+    An op whose policy is set for a single process group is preceded by the name of the group.
+    """
     if not spec.wrap:
         yield "guard      none: torch's collectives are used directly"
         return

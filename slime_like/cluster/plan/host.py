@@ -56,12 +56,15 @@ def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
 
 
 def actor_host_memory(demand: Demand, shape: ModelShape, stage: int | None = None) -> MemoryTable:
-    """Return the host memory of one rank of the policy in pipeline stage ``stage``; None: the mean over all stages."""
+    """Return the host memory of one actor rank in pipeline stage ``stage``, or the mean over all stages if it is None."""
     return _rank(shape, demand.settings, demand.actor, demand.offload_settings.train, stage)
 
 
 def _processes(demand: Demand) -> Iterator[tuple[MemoryTable, int]]:
-    """Yield the host memory of one rank of each role and the number of these ranks; an engine, with all its processes, last."""
+    """Yield (host memory of one rank, number of ranks) for each role, then (host memory of one engine, number of engines).
+
+    An engine's memory is that of all its processes. Roles whose model is unknown are left out.
+    """
     counts = {role.name: len(role.devices) for role in demand.roles}
     shapes, (critic, teacher) = demand.shapes, demand.role_specs
     assert shapes.actor is not None, "the memory of an unknown model is not predicted"

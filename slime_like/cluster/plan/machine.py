@@ -1,4 +1,4 @@
-"""Resources of a described machine, or of this one: GPUs from the driver, memory and cores from Linux and its cgroups.
+"""Resources of a described machine, or of this one: GPUs from NVIDIA's driver, memory and cores from Linux and its cgroups.
 
 This module does not import torch.
 """
@@ -36,9 +36,9 @@ class Machine:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables of this process, which nodes that it has joined usually have too.
+        """Environment variables of this process if the machine is this one or a joined Ray cluster, otherwise empty.
 
-        Empty for another machine, whose variables are unknown.
+        The nodes of a joined cluster usually have the same variables. Those of any other machine are unknown.
         """
         return os.environ if self.is_local or self.is_joined else {}
 

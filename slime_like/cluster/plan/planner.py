@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs of all roles; roles may share them."""
+        """Number of GPUs that the run uses. A GPU that several roles share counts once."""
         return num_gpus(self.roles)
 
     @property

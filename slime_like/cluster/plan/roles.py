@@ -97,8 +97,8 @@ def _rank(actor: RankSpec, role: str, folder: str | None, layout: Layout) -> Ran
 def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, key: str, folder: str) -> Layout:
     """Return the actor's layout with the role's sizes, and an evenly split pipeline without virtual stages.
 
-    ``folder`` is the value of ``key``. The experts of the role's model are distributed like the actor's if their number
-    and the ranks allow it.
+    ``folder`` contains the role's model; ``key`` is the config key that names it. The model's experts are distributed like the
+    actor's if their number and width and the number of ranks allow it.
     """
     tp, pp = role.tp or actor.tp, role.pp or actor.pp
     cp, dp = role.cp or actor.cp, role.dp or actor.dp

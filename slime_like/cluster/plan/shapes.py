@@ -34,11 +34,12 @@ PREPARED = {
 
 
 def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
-    """Return config.json of ``model.hf_checkpoint``.
+    """Return config.json of ``model.hf_checkpoint`` or, if the folder is missing, the config expected there.
 
-    If the folder is missing, return the config that ``run.prepare`` of a default job will write (None for another function) or,
-    for another machine than this one, the config in the planner's table of public models. Raises ``CheckpointError`` if none
-    of these exists or the one found cannot be used, and ``ConfigError`` if a public model of this name is not supported.
+    With ``run.prepare`` of a default job, this is the config that it will write; with another ``run.prepare``, return None.
+    Without ``run.prepare``, it is the config in the planner's table of public models, unless ``machine`` is this machine.
+    Raises ``CheckpointError`` if there is no config or it cannot be used, and ``ConfigError`` if a public model of this name is
+    not supported.
     """
     folder = cfg.model.hf_checkpoint
     if Path(folder).exists():
@@ -61,8 +62,9 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
 def config_values(cfg: TrainConfig) -> dict[str, Any] | None:
     """Return the values of config.json of ``model.hf_checkpoint``.
 
-    If the folder is missing, they are those that a default job will write or those in the planner's table; None if neither
-    has the model. Raises ``CheckpointError`` if the folder has no valid config.json.
+    If the folder is missing, return the values that a default job will write or, if ``run.prepare`` is not of a default job,
+    those in the planner's table of public models; None if the table lacks the model. Raises ``CheckpointError`` if the folder
+    exists but has no valid config.json.
     """
     folder = Path(cfg.model.hf_checkpoint)
     if folder.exists():

@@ -66,9 +66,10 @@ def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, An
 def run_on_phantom(
     subject: str, module: str, request: Mapping[str, Any], variables: Mapping[str, str], seconds: float
 ) -> list[dict[str, Any]]:
-    """Run ``python -m module REQUEST RESULT`` in a child with a phantom GPU's ``variables``; return the contents of RESULT.
+    """Run ``python -m module REQUEST RESULT`` in a child process; return the contents of RESULT.
 
-    Raises ``ConfigError`` with the child's message if it fails, or if it takes more than ``seconds`` (scaled).
+    ``variables`` are added to the child's environment and select its phantom GPU. Raises ``ConfigError`` with the last line of
+    the child's stderr if it fails, or if it takes longer than ``seconds`` times ``SLIME_LIKE_DEADLINE_FACTOR``.
     """
     limit = Deadline("driver", subject, seconds).remaining(module)
     environment = {**os.environ, **variables}

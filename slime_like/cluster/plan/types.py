@@ -10,7 +10,7 @@ from slime_like.planner.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The value of a config key that the user left open, or of another quantity, as the plan resolves it, with the reason."""
+    """Value that the plan chose for a config key left open by the user, or for another quantity, with the reason."""
 
     key: str
     value: str
@@ -27,7 +27,7 @@ class Role:
 
 
 def num_gpus(roles: tuple[Role, ...]) -> int:
-    """Return the number of GPUs of all roles; roles may share them."""
+    """Return the number of GPUs that ``roles`` use. A GPU that several roles share counts once."""
     return len({index for role in roles for devices in role.devices for index in devices})
 
 

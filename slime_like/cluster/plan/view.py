@@ -64,7 +64,8 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
 def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine, *, num_rollout_known: bool = True) -> str:
     """Render the plan: placement, memory, batch, guard, the user's functions, each resolved value with its reason, advice.
 
-    With ``num_rollout_known=False``, loop.num_epoch is set and the rows are not counted.
+    Pass ``num_rollout_known=False`` if ``loop.num_epoch`` is set and the rows of ``data.train`` have not been counted: the plan
+    then contains the number of epochs instead of rollouts and steps.
     """
     return "\n".join(_lines(cfg, plan, machine, num_rollout_known)) + "\n"
 

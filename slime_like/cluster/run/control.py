@@ -154,7 +154,8 @@ class Control:
     def _take(self) -> Iterator[tuple[RequestText, float, str]]:
         """Remove the folder's files; yield (request, time, user) for each file that is a request, and for SIGUSR2.
 
-        The user is an empty text if it is the run's own. Files that are no requests are reported as unknown.
+        For SIGUSR2 and for files of the user who runs this process, ``user`` is empty. Files that are not requests are
+        reported as unknown.
         """
         if self._signalled is not None:
             yield RequestText(Request.SAVE), self._signalled, ""

@@ -49,7 +49,7 @@ def wait_for_answer(
 ) -> ControlReply:
     """Wait for the reply to a request.
 
-    Raises ``DataError`` if the run ends and has not replied, ``DeadlineExceeded`` if there is no reply in time.
+    Raises ``DataError`` if the run ends without a reply, and ``DeadlineExceeded`` if there is no reply in time.
     """
     while True:
         status = read_status(run_dir)

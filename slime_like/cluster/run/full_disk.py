@@ -14,9 +14,10 @@ from slime_like.printable import visible
 
 @contextmanager
 def tolerate_full_disk(path: Path, config: RunConfig) -> Generator[None]:
-    """If ``path`` cannot be written, remove the partial file, and warn if ``run.on_failed_save=continue``.
+    """Run a block that writes ``path``. If it fails, remove the partial file, and warn if ``run.on_failed_save=continue``.
 
-    Raises ``SlimeLikeError`` if ``run.on_failed_save=stop``. ``DeadlineExceeded`` passes unchanged.
+    With ``run.on_failed_save=stop``, raise ``SlimeLikeError`` instead of the warning. A failure is an ``OSError`` or
+    ``CheckpointError``; other errors, and ``DeadlineExceeded``, are raised unchanged.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Move the state of trainer and engines on and off their shared GPUs by phase of the loop.
 
 Before each phase, only the parts of the state that the phase needs are kept on the GPUs; ``config.schema.residency`` lists
-them. The trainer or the engines, whichever release memory, do so before the others allocate it.
+them. If one side, trainer or engines, releases memory for the other, it does so before the other side allocates it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EngineStates:
 
 @dataclass(slots=True)
 class Residency:
-    """Mover of the parts of trainer and engines on and off their devices. It moves no part that is already in place."""
+    """Controller of the parts of trainer and engines that are on their devices. Parts already in place are not moved."""
 
     actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
     other_roles: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push

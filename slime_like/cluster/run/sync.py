@@ -117,7 +117,7 @@ class EngineSync:
         return tuple(metrics)
 
     def _without_replay(self, probe_scores: Sequence[ProbeScores]) -> list[Metric]:
-        """Return the probe's metrics if the trainer chooses its own experts instead of replaying those of the engines."""
+        """Score the probe's sequences again, with experts chosen by the trainer instead of replayed; return the metrics."""
         trainer = TrainerScores(probe_scores, self.max_score_tokens)
         trainer.set_columns([self.trainer.score(rows) for rows in trainer.rows])
         return [metric for scores in probe_scores for metric in probe.layer_metrics(scores, trainer, OWN_EXPERTS)]
@@ -125,7 +125,7 @@ class EngineSync:
     def _call[**P, R](
         self, method: Callable[Concatenate[RolloutActor, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Return the results of all managers. Raises the same errors as ``wait_settled``, at the same time."""
+        """Call a method of every manager and return the results. Raises the same errors as ``wait_settled``."""
         deadline = Deadline("driver", f"push/{method.__name__}", self.config.push_deadline_s)
         return self.managers.call(deadline, method, *args, **kwargs)
 

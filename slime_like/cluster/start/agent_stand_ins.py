@@ -46,7 +46,10 @@ def listen(options: Mapping[str, str]) -> socket.socket:
 
 
 def main() -> None:
-    """Publish the ports and wait for the raylet to end. In place of the runtime-env agent, become the agent on a request."""
+    """Publish the ports and wait for the raylet to end.
+
+    If the arguments are those of the runtime-env agent, become that agent on the first request.
+    """
     arguments = sys.argv[1:]
     options = named_options(arguments)
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))

@@ -46,9 +46,9 @@ SINK_S = 180.0  # for wandb to respond and to accept the remaining data
 
 
 def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> RunInputs:
-    """Load the inputs, and check files of an earlier part of the run.
+    """Load the inputs. Check the checkpoint's rollout state, if the run resumes, and the record of injected faults.
 
-    Without this check, these files would be read only after processes have started. Raises ``CheckpointError`` or
+    Without these checks, unusable files would be noticed only after processes have started. Raises ``CheckpointError`` or
     ``DataError`` naming the file if one cannot be used, and the errors of ``load_inputs``.
     """
     if first and plan.needs_engines:

@@ -57,8 +57,8 @@ _folders: list[Path] = []  # private folders of the Ray that this process has st
 def start(namespace: str) -> None:
     """Start Ray's processes, with files and sockets in a private folder.
 
-    Raises ``DeadlineExceeded`` if every try to start Ray's node within the deadline timed out, and ``ConfigError`` if the
-    folder cannot be created.
+    If the start of Ray's node times out, try again until the deadline. Raises ``DeadlineExceeded`` if no try succeeds, and
+    ``ConfigError`` if the folder cannot be created.
     """
     _stay_on_loopback()
     folder = _private_folder()
@@ -105,7 +105,7 @@ def start(namespace: str) -> None:
 
 
 def reach(address: str) -> str:
-    """Return host:port of the cluster at ``placement.ray_address``. Raises ``ConfigError`` if none accepts a connection."""
+    """Return host:port of the cluster at ``placement.ray_address``. Raises ``ConfigError`` if it accepts no connection."""
     at = address
     try:
         at = services.canonicalize_bootstrap_address(address.removeprefix("ray://")) or address
@@ -124,7 +124,7 @@ def reach(address: str) -> str:
 def join(address: str, namespace: str) -> None:
     """Join the cluster that ``placement.ray_address`` names.
 
-    Raises ``ConfigError`` if none answers or it cannot be joined.
+    Raises ``ConfigError`` if there is no cluster at that address, or if this process cannot join it.
     """
     at, key = address, f"placement.ray_address={address!r}"
     within = Deadline("driver", "placement", JOIN_S)

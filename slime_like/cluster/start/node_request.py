@@ -20,7 +20,7 @@ def request_bundles(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) 
     """Return one bundle for each set of GPUs that have to be on one node.
 
     Such a set contains the GPUs of a trainer node, of an engine or its part on a node, or of a tensor parallel group of
-    another role. On CPUs, return one bundle for each of the nodes that the run needs at least.
+    another role. On CPUs, return as many bundles as the minimum number of nodes that the run needs.
     """
     if plan.device == "cpu":
         num_nodes = cfg.placement.actor_num_nodes if plan.needs_trainer else 1

@@ -52,11 +52,10 @@ DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 
 def in_order(locations: Sequence[tuple[str, str]]) -> list[int]:
-    """Return the index of the bundle for each GPU of the plan.
+    """Return the index of the bundle for each GPU of the plan, so that adjacent ranks are on adjacent GPUs.
 
-    Ray assigns the GPUs of a node to bundles in arbitrary order. ``locations`` contains the node id and GPU id of each
-    bundle. The bundles of a node are sorted by GPU and keep the node's positions in the plan, so that adjacent ranks
-    are on adjacent GPUs.
+    Ray assigns the GPUs of a node to bundles in arbitrary order. Only bundles on the same node trade places, so that they are
+    in the order of their GPUs. ``locations`` contains the node id and GPU id of each bundle.
     """
     order = list(range(len(locations)))
     for node in {node for node, _ in locations}:

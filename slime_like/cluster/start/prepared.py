@@ -42,11 +42,10 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
 
 
 def _check_unwritten(cfg: TrainConfig) -> None:
-    """Check that the model that ``run.prepare`` will write, and the device of the run, fit the config.
+    """Before ``run.prepare`` is called, check that the model that it will write and the run's device fit the config.
 
-    Raises ``ConfigError`` or ``CheckpointError`` if they do not.
-
-    An existing folder is not read: ``run.prepare`` may write it again, and otherwise returns quickly.
+    Raises ``ConfigError`` or ``CheckpointError`` if they do not. If the model's folder already exists, the model is not
+    checked here: ``run.prepare`` either writes it again or returns quickly.
     """
     machine = probe_machine()
     if cfg.run.prepare in PREPARED:

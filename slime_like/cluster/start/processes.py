@@ -306,9 +306,10 @@ class Cluster:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """Return the causes of death of the engines that report one within ``POST_MORTEM_S``.
+        """Return one cause of death for each dead engine, among those that reply within ``POST_MORTEM_S``.
 
-        With ``suspected``, engines that still run wait a few seconds for their death.
+        If a death is ``suspected``, an engine whose server still runs waits a few seconds for it to end before it replies.
+        An engine whose actor is lost is left out if the manager restarts engines.
         """
         refs = {
             f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(self.engines)
