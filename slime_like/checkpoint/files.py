@@ -1,6 +1,6 @@
-"""Files of checkpoints, written in such an order that the latest file never names an incomplete checkpoint. Torch-free.
+"""Files of checkpoints, written in such an order that the tracker file never names an incomplete checkpoint. Torch-free.
 
-    latest_checkpointed_iteration.txt    the latest file: names the newest complete iteration, or "none"; replaced last
+    latest_checkpointed_iteration.txt    the tracker file: names the newest complete iteration, or "none"; replaced last
     iter_0000004/                        megatron's files and checkpoint.json: size and hash of each file, including
                                          rollout files, and the settings and inputs of the run that wrote them
     rollout/state_4.json                 the state of the rollout managers at the same iteration
@@ -9,11 +9,11 @@
     rollout/leftover_4_in_flight.npz     unfinished groups, and prompts without a group
     *.tmp                                incomplete files of a save that is in progress or was killed
 
-With several rollout managers, the names of the files with ``_made_`` and ``_in_flight`` begin with ``leftover_4_manager_0``,
-with the number of the manager.
+With several rollout managers, each has its own ``_made_`` and ``_in_flight`` files. Their names begin with
+``leftover_4_manager_0``, where 0 is the number of the manager.
 
 A folder gets its final name once everything in it is on the disk, and a file is replaced only by a finished one. The
-iteration that the latest file names is therefore complete at all times.
+iteration that the tracker file names is therefore complete at all times.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def iterations(folder: Path) -> list[int]:
 
 
 def latest_iteration(folder: Path) -> int:
-    """Return the iteration that ``folder``'s latest file names.
+    """Return the iteration that the tracker file of ``folder`` names.
 
     Raises ``CheckpointError`` if the file is missing, unreadable or holds no number.
     """
@@ -64,8 +64,8 @@ def latest_iteration(folder: Path) -> int:
 def resumable_iteration(folder: Path) -> int | None:
     """Return the iteration that a run in ``folder`` resumes from; None before the first save is complete.
 
-    Raises ``CheckpointError`` if the latest file is unreadable or holds no number, if it is missing although there are
-    iterations, or if it says ``none`` although there are several.
+    Raises ``CheckpointError`` if the tracker file is unreadable or holds no number, if it is missing although there are
+    iterations, or if it says ``none`` although there are several iterations.
     """
     path, present = folder / LATEST, iterations(folder)
     if not path.exists():
@@ -92,15 +92,19 @@ def _unnamed_error(folder: Path, state: str, present: list[int]) -> CheckpointEr
 
 
 def begin_first(folder: Path) -> None:
-    """Create a missing latest file with ``none``, so that an interrupted first save is not reported as a lost checkpoint."""
+    """If there is no tracker file, create one that says ``none``.
+
+    An interrupted first save is then not reported as a lost checkpoint.
+    """
     if not (folder / LATEST).exists():
         write_text(folder / LATEST, NONE_YET)
 
 
 def megatron_folder(folder: Path) -> Path | None:
-    """Return the folder with megatron's files: ``folder``, or the one its latest file names; None if neither has them.
+    """Return ``folder`` if it contains megatron's files, else the folder that its tracker file names.
 
-    Raises ``CheckpointError`` if there is a latest file, but it is unreadable or names no folder.
+    Return None if there is no tracker file, or if the folder that it names lacks these files. Raises ``CheckpointError`` if
+    the tracker file is unreadable or says neither a number nor ``release``.
     """
     if (folder / "metadata.json").is_file():
         return folder
@@ -112,12 +116,12 @@ def megatron_folder(folder: Path) -> Path | None:
 
 
 def name_latest(folder: Path, iteration: int) -> None:
-    """Make the complete ``iteration`` the one that a run resumes from."""
+    """Write ``iteration``, which must be complete, to the tracker file, so that runs resume from it."""
     write_text(folder / LATEST, str(iteration))
 
 
 def other_iterations(folder: Path) -> str:
-    """Return a hint for error messages about an unusable iteration ``folder``: which other iterations to use instead."""
+    """Return a hint for an error message about the unusable iteration ``folder``: the iterations to use instead, if any."""
     alternatives = [k for k in iterations(folder.parent) if iteration_folder(folder.parent, k).name != folder.name]
     if not alternatives:
         return "there is no other iteration next to it: start over with another run.dir"
@@ -198,7 +202,7 @@ def remove_scratch(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` of the iterations up to the one that the latest file names.
+    """Remove old iterations: keep the newest ``keep`` among those up to the one that the tracker file names.
 
     The critic's folders and the rollout files are removed with their iteration. Rollout files of an earlier iteration that was
     never completed are removed too.

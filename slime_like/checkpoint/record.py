@@ -228,7 +228,7 @@ def _without_manifest(folder: Path) -> str:
 def critic_source(folder: Path) -> Path:
     """Return the critic's iteration folder: ``folder`` itself if it is one, otherwise an iteration in ``folder``.
 
-    The iteration is the one that the latest file names or, if there is no latest file, the newest one. Raises
+    The iteration is the one that ``latest_iteration`` returns or, if there is no tracker file, the newest one. Raises
     ``CheckpointError`` if there is no iteration, if the iteration is an actor's, which has no value head, or as
     ``latest_iteration`` and ``read_record`` do.
     """
