@@ -64,7 +64,7 @@ MAX_NAMES = 4
 
 
 def checkpoint_folder(cfg: TrainConfig, run_dir: Path) -> Path:
-    """Return the folder of this run's checkpoints, or the one that ``run.resume`` names."""
+    """Return the folder of the checkpoints that ``run.resume`` names, by default those of ``run_dir``."""
     return run_dir / "checkpoints" if cfg.run.resume in ("auto", "never") else Path(cfg.run.resume)
 
 

@@ -27,9 +27,8 @@ EXIT_S = 5.0
 class Reaper:
     """Handle of a reaper process, which the constructor starts.
 
-    Once the process that created the handle has ended, the reaper kills the descendants which that process started after
-    it created the handle. ``close`` kills them earlier. The constructor raises ``SlimeLikeError`` if the reaper does not
-    start.
+    Once the process that called the constructor has ended, the reaper kills all descendants that the process has started
+    since that call. ``close`` kills them earlier. The constructor raises ``SlimeLikeError`` if the reaper does not start.
     """
 
     def __init__(self) -> None:

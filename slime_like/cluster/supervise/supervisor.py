@@ -139,9 +139,9 @@ class Supervisor:
     def _check_faults(self) -> int | None:
         """End the run on an unhandled stop signal, a fault of a Ray process or an expired deadline.
 
-        A stop signal counts as unhandled at once during a call with ``at_once``, otherwise ``UNWIND_S`` after a second one.
-        If nothing ends the run, answer a pending question of the driver about Ray. Return the exit code of the run; None if
-        the run continues.
+        A stop signal counts as unhandled immediately if the driver is in a ``bounded_call`` with ``at_once``, otherwise
+        ``UNWIND_S`` after a second signal. If nothing ends the run, answer a pending question of the driver about Ray. Return
+        the exit code of the run; None if the run continues.
         """
         if self._signals and any(call.at_once for call in self._state.calls.values()):
             _say(f"stopped while it waited for {next(iter(self._state.calls.values())).waits_for}")

@@ -147,7 +147,7 @@ class EngineActor:
                 os.kill(pid, number)
 
     def cause_of_death(self, suspected: bool) -> str:
-        """Return the exit code and last log lines of a dead server; empty if it is alive.
+        """Return why the server died: any loss of a part on another node, its exit code and last log lines; empty if alive.
 
         If its death is ``suspected``, wait a few seconds for it.
         """

@@ -48,12 +48,12 @@ class RayEngineFactory:
         return self.supervisor(index, actor, address)
 
     def supervisor(self, index: int, actor: ActorHandle[EngineActor], address: EngineAddress) -> RayEngineSupervisor:
-        """Return the supervisor of an engine that responds."""
+        """Return a supervisor for the engine of ``actor``, which responds at ``address``."""
         start = partial(self._starter.start, index)
         return RayEngineSupervisor(actor, address, self._config, self._connect, start)
 
     def _connect(self, address: EngineAddress) -> EngineClient:
-        """Return a client of an engine that responds."""
+        """Return a client of the engine that responds at ``address``."""
         return EngineClient.at(
             address,
             num_dp_ranks=self._config.dp_attention,

@@ -56,7 +56,10 @@ class MultiRoleTrainer:
         return StepStats(self.version, (*metrics, *(metric for report in reports.values() for metric in report)))
 
     def _score(self, batch: TrainBatch) -> tuple[list[dict[str, Columns]], list[Metric]]:
-        """Return the columns of the other roles for each data-parallel rank of the actor, and their metrics."""
+        """Score the rows with all roles; return the scores of critic and teacher, and their metrics.
+
+        The scores are a dict by role for each data-parallel rank of the actor.
+        """
         refs: Refs[Any] = {**self.actor.start_open(batch)}
         for _, group in self._scorers:
             refs |= group.start_score(batch)

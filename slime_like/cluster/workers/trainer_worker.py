@@ -208,7 +208,7 @@ class TrainerWorker(RankWorker):
         self.trainer.export_hf(Path(folder))
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """Return the metadata of the tensors that this rank sends in a push: those of its stage on a sender, else none."""
+        """Return the metadata of the tensors that this rank sends in a push: those of its stage if it is a sender, else none."""
         source = self.trainer.hf_export
         return source.manifest() if source.is_sender else ()
 
