@@ -184,7 +184,10 @@ def device_obstacles(
 
 
 def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
-    """Yield the setting that makes SGLang keep states of a hybrid ``model`` only at the last token of a sequence."""
+    """Yield the setting that makes SGLang cache the states of a hybrid ``model`` at the last token of a sequence.
+
+    With DCP, a cached prefix has to end at a page boundary instead, with pages of ``rollout.dcp`` tokens.
+    """
     options = cfg.rollout.sglang
     strategy = options.get("mamba_radix_cache_strategy", "auto")
     if options.get("disable_radix_cache") or model is None or not model.gdn:

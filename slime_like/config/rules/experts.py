@@ -12,9 +12,9 @@ EXPERT_RECOMPUTE_MODULES = ("moe", "shared_experts")  # values of model.recomput
 
 
 def stage_ranks(cfg: TrainConfig, world: int) -> int:
-    """Return the number of ranks of a pipeline stage of ``world`` trainer ranks.
+    """Return the number of ranks in each pipeline stage if the trainer has ``world`` ranks.
 
-    Raises ``ConfigError`` unless ``ep * etp`` divides it.
+    Raises ``ConfigError`` unless ``ep * etp`` divides this number.
     """
     p = cfg.parallel
     stage = world // p.pp

@@ -50,7 +50,10 @@ def check_has_gdn(config: GDNConfig, model: HfConfig) -> None:
 
 
 def check_optimizer(cfg: TrainConfig, model: HfConfig, dtype: str) -> None:
-    """Raise ``ConfigError`` if Megatron could not save an optimizer that mixes float32 decays with 16-bit weights."""
+    """Raise ``ConfigError`` if Megatron could not save the optimizer of Gated DeltaNet layers.
+
+    In bfloat16, their decay parameters stay in float32, and Megatron's plain optimizer confuses the two dtypes.
+    """
     if model.gdn is not None and dtype == "bfloat16" and not cfg.parallel.distributed_optimizer:
         raise ConfigError(
             "parallel.distributed_optimizer=false with Gated DeltaNet layers in bfloat16, whose decays stay in float32: "

@@ -9,6 +9,6 @@ OFF = {"top_p": 1, "top_k": -1}
 
 
 def refuse_no_token(key: str, name: str, value: float) -> None:
-    """Raise ``ConfigError`` if ``value``, the top-p or top-k (``name``) that ``key`` sets, is 0."""
+    """Raise ``ConfigError`` if the ``value`` of ``key`` is 0. ``name`` is the sampling setting: "top_p" or "top_k"."""
     if value == 0:
         raise ConfigError(f"{key}={value!r} leaves no token to sample: set {key}={OFF[name]}, which samples from all")

@@ -31,7 +31,7 @@ def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, t
 
 
 def check_padding(manifest: Manifest, source: Path, rows: int, tp: int) -> None:
-    """Raise ``CheckpointError`` if the saved vocabulary is not padded to ``rows`` rows, the number for ``tp``."""
+    """Raise ``CheckpointError`` if the saved vocabulary is not padded to ``rows`` rows, as ``tp`` requires."""
     saved_rows = manifest.model.get("padded_vocabulary", rows)
     if saved_rows != rows:
         raise CheckpointError(

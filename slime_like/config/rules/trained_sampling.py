@@ -116,7 +116,7 @@ def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> 
 
 
 def check_drafts(cfg: TrainConfig, device: str) -> None:
-    """Raise ``ConfigError`` if engines on a CPU would verify drafts: PyPI has no CPU build of SGLang's kernels for it."""
+    """Raise ``ConfigError`` on speculative decoding on a CPU: PyPI has no CPU build of SGLang's kernels that verify drafts."""
     method = cfg.rollout.sglang.get("speculative_algorithm")
     if device != "cpu" or not method or cfg.run.mode == "train_only" or isinstance(cfg.algo, SftConfig):
         return

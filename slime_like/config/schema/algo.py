@@ -46,7 +46,10 @@ class RlooConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: GRPO with a wider upper clip range and a token-level loss. Its other parts have keys that other algorithms share."""
+    """DAPO: GRPO with a wider upper clip range and a token-level loss.
+
+    The keys of DAPO's dynamic sampling and overlong penalty are in rollout.* and reward.*, for all algorithms except sft.
+    """
 
     name: str = key("dapo", "Algorithm.")
     group_advantage: str | None = key("grpo", "Advantage from the rewards of a group.")

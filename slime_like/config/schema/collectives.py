@@ -127,7 +127,7 @@ GROUP_LABELS = {
 def aliases() -> dict[str, Op]:
     """Return a dict from each name of an op to the op: canonical names, and aliases (functions and methods).
 
-    ``send`` and ``recv`` are the functions, not the methods.
+    The names ``send`` and ``recv`` refer to the functions of torch.distributed, not to the methods.
     """
     ops_by_name = {op.name: op for op in OPS}
     for op in OPS:
