@@ -91,7 +91,10 @@ def shards(batch: TrainBatch, ranks: int) -> list[Shard]:
 
 
 def redistribute(columns: Sequence[Columns], batch: TrainBatch, ranks: int) -> list[Columns]:
-    """Return the per-rank ``columns`` of ``batch``, redistributed over ``ranks`` ranks."""
+    """Redistribute ``columns``, which the ranks of one role computed for ``batch``, over the ``ranks`` ranks of another role.
+
+    Entry r of the argument and of the result contains the columns of data-parallel rank r. Micro-batches keep their order.
+    """
     steps: list[list[list[F32]]] = []
     for k, step in enumerate(batch.steps):
         num_micro_batches = sum(len(rank) for rank in step.micro_batches)

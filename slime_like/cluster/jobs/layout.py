@@ -34,10 +34,12 @@ class NodeLayout:
 def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = None) -> NodeLayout:
     """Return the layout of the run that ``arguments`` start, on nodes with ``gpus_per_node`` GPUs each.
 
-    With ``gpu``, the name of a GPU in the planner's table, also check the memory of the GPUs. Raises ``ConfigError`` if
-    ``arguments`` are invalid or start no run, ``gpus_per_node`` is not from 1 to ``MAX_GPUS``, ``gpu`` begins with a digit or
-    x, or the run does not fit, uses no GPU, or needs more than ``gpus_per_node`` trainer GPUs on a node, and
-    ``CheckpointError`` if the model is neither in its folder nor in the planner's table, or cannot run with the config.
+    With ``gpu``, the name of a GPU in the planner's table, also check the memory of the GPUs.
+
+    Raises ``ConfigError`` if ``arguments`` are invalid or start no run; if ``gpus_per_node`` is not from 1 to ``MAX_GPUS``; if
+    ``gpu`` begins with a digit or x; or if the run does not fit, does not use GPUs, or needs more than ``gpus_per_node`` trainer
+    GPUs on a node. Raises ``CheckpointError`` if the model is neither in its folder nor in the planner's table, or cannot run
+    with the config.
     """
     command = translate(arguments)
     if command.action != "train":

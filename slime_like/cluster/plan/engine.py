@@ -129,7 +129,8 @@ def engine_settings(spec: EngineSpec, static: float | None = None) -> EngineSett
 def _workspaces(spec: EngineSpec) -> int:
     """Return the size of FlashInfer's workspace in units of ``constants.FLASHINFER_WORKSPACE``.
 
-    It is 0 if attention does not use FlashInfer. Backends that SGLang selects by default for a GPU are not known here.
+    It is 0 if no backend that uses FlashInfer is set. SGLang's default backend for a GPU is taken into account only with
+    decode context parallelism.
     """
     names = {str(spec.sglang[field]) for field in BACKEND_FIELDS if spec.sglang.get(field)}
     if spec.dcp > 1 and not spec.sglang.get(BACKEND_FIELDS[0]):

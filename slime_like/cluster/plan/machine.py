@@ -82,7 +82,7 @@ def cpu_count() -> int:
 
 
 def numa_nodes(devices: Path = Path("/sys/devices/system/node")) -> int:
-    """Return the number of NUMA nodes with a core of this process's CPU affinity; 1 if Linux does not list them."""
+    """Return the number of NUMA nodes with cores on which this process may run; 1 if Linux does not list NUMA nodes."""
     usable_cpus = os.sched_getaffinity(0)
     return sum(not usable_cpus.isdisjoint(_cores(_read(str(file)))) for file in devices.glob("node[0-9]*/cpulist")) or 1
 

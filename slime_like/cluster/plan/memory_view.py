@@ -14,7 +14,7 @@ from slime_like.planner.view import columns
 
 
 def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
-    """Yield lines that describe the memory of each role on a GPU and of a node, and the sequences that fit the KV cache."""
+    """Yield lines on the memory of each role, of a GPU and of a node, and on the number of sequences that fit the KV cache."""
     if plan.unknown:
         yield f"memory     not predicted: {plan.unknown}"
         return

@@ -48,7 +48,7 @@ def on_ranks(cfg: TrainConfig) -> bool:
 
 
 def verify_initial_checkpoints(cfg: TrainConfig) -> None:
-    """Verify the checkpoints that provide initial weights of the run, as far as slime_like wrote them."""
+    """Verify the checkpoints with the run's initial weights. Those that slime_like did not write are skipped."""
     paths = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
     sources = [megatron_folder(Path(path)) for path in paths if path is not None]
     if isinstance(cfg.algo, PpoConfig) and cfg.critic.load is not None:

@@ -178,8 +178,8 @@ def without_unused_processes() -> Generator[None]:
     They take 6 s of CPU time, and ``ray.init`` waits for the API server and the agents. It starts the API server even
     with ``include_dashboard=False``, and has no option for the others. Remove this function once it has such options.
 
-    The raylet ends if one of its agents ends, so stand-ins replace the agents. The driver does not import the
-    dashboard's dependencies.
+    The raylet ends if one of its agents ends, so stand-ins replace the agents. Ray's check for the dashboard's
+    dependencies, which imports them into the driver, is replaced too.
     """
     replaced: dict[tuple[Any, str], Callable[..., Any]] = {
         (ray_node.Node, name): lambda *_, **__: None for name in UNUSED
@@ -199,9 +199,9 @@ def without_unused_processes() -> Generator[None]:
 
 
 def _agent_command(original: Any) -> Callable[..., list[str]]:
-    """Return a wrapper around Ray's function for the first words of a process's command line.
+    """Wrap ``original``, Ray's function that returns the first words of the command line of a process of the node.
 
-    For an agent, the wrapper returns the words of its stand-in.
+    For an agent, the wrapper returns a command that starts the stand-in.
     """
 
     def command(component: str, *arguments: Any, **options: Any) -> list[str]:

@@ -65,9 +65,9 @@ class NodeRequest:
         self._group: Any = None
 
     def renew(self, bundles: list[dict[str, float]]) -> None:
-        """Create the group if there is none. Otherwise remove it if it reserves its resources within ``PLACED_S``.
+        """Create the group if there is none. Otherwise, if Ray places it within ``PLACED_S``, remove it.
 
-        The run itself needs those resources. Call this repeatedly while nodes are missing.
+        A placed group reserves resources that the run itself needs. Call this repeatedly while nodes are missing.
         """
         if self._group is None:
             self._group = placement_group(bundles, strategy=self._strategy)
