@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 PLUGINS_VARIABLE = "SLIME_LIKE_SGLANG"  # comma-separated plugins to enable in this process and its children
@@ -120,7 +121,7 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
     registry._patched.difference_update(earlier)
     for hook in hooks:
         registry.register(hook.target, hook.function, HookType[hook.kind.upper()])
-    with _search_for_functions(owner):
+    with _search_by_name(owner):
         registry.apply_hooks()
     for target, applied in earlier.items():
         registry._hooks[target][:0] = applied
@@ -128,24 +129,37 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
 
 
 @contextmanager
-def _search_for_functions(owner: str) -> Generator[None]:
-    """Return a context in which SGLang does not search all modules for other names of a hooked method.
+def _search_by_name(owner: str) -> Generator[None]:
+    """Return a context in which SGLang searches modules for a hooked function by its name, and not for a hooked method.
 
-    Only functions are imported by name. For the hooked methods of an engine, these searches take half a second. Remove when
-    SGLang skips them.
+    SGLang compares each value of each module with the function or method. For the hooks of an engine, these searches take
+    seven tenths of a second. Remove when SGLang searches by name.
     """
     from sglang.srt.plugins import hook_registry
 
     search: Callable[..., int] = resolve_target(owner, f"{hook_registry.__name__}.{SEARCH}")
-
-    def search_for_function(original: object, wrapped: object, source: object) -> int:
-        return 0 if isinstance(source, type) else search(original, wrapped, source)
-
-    setattr(hook_registry, SEARCH, search_for_function)
+    setattr(hook_registry, SEARCH, replace_imported)
     try:
         yield
     finally:
         setattr(hook_registry, SEARCH, search)
+
+
+def replace_imported(original: object, wrapped: object, source: object) -> int:
+    """Replace function ``original`` of module ``source`` by ``wrapped`` in the modules that imported it under its name.
+
+    Return the number of these modules. Do nothing if ``source`` is a class, because methods are not imported.
+    ``tests/upstream`` checks that no module imports a hooked function under another name.
+    """
+    if isinstance(source, type):
+        return 0
+    names = [name for name, value in vars(source).items() if value is wrapped]
+    values: list[Any] = list(sys.modules.values())  # any object may be in sys.modules
+    modules = [module for module in values if isinstance(module, ModuleType)]
+    imported = [(module, name) for module in modules for name in names if vars(module).get(name) is original]
+    for module, name in imported:
+        setattr(module, name, wrapped)
+    return len(imported)
 
 
 def through_loaders(reason: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.metadata
 import sys
@@ -15,24 +16,42 @@ from slime_like.util.model_scan import scan_models_once
 
 @contextmanager
 def heavy_imports() -> Generator[None]:
-    """Avoid two costs that make up a third of SGLang's import time (measured: docs/measurements/startup.md).
+    """Avoid three costs, the first two of which make up a third of SGLang's import time (measured: docs/measurements/startup.md).
 
     First, the garbage collector repeatedly scans a growing heap. It is disabled during the import, and the imported objects
     are then frozen, which also shortens later collections. Second, transformers reads the file list of every installed
-    package to map modules to distributions. Here the few modules that it needs are looked up one by one.
+    package to map modules to distributions. Here the few modules that it needs are looked up one by one. Third, torch and
+    SGLang read the entry points of every installed package once for each group. Here they are read once.
     ``scan_models_once`` avoids a further one.
     """
     collecting, original = gc.isenabled(), importlib.metadata.packages_distributions
+    entry_points = importlib.metadata.entry_points
     gc.disable()
     importlib.metadata.packages_distributions = lambda: Distributions(original)
+    importlib.metadata.entry_points = select_entry_points
     try:
         with scan_models_once():
             yield
     finally:
         importlib.metadata.packages_distributions = original
+        importlib.metadata.entry_points = entry_points
         gc.freeze()
         if collecting:
             gc.enable()
+
+
+_read_entry_points = importlib.metadata.entry_points
+
+
+def select_entry_points(**parameters: Any) -> importlib.metadata.EntryPoints:
+    """Return ``importlib.metadata.entry_points(**parameters)`` without reading files again while ``sys.path`` is unchanged."""
+    return _entry_points_of(tuple(sys.path)).select(**parameters)
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points_of(path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
+    """Return the entry points of all packages in the folders of ``path``, which is ``sys.path``."""
+    return _read_entry_points()
 
 
 def first_import(module: str) -> AbstractContextManager[None]:

@@ -39,6 +39,7 @@ HOOK_SETS = (
     "kv_capacity",
     "flow_mla",
     "remote_experts",
+    "other_names",
 )
 WRAPPERS = ("wrapper", "release")
 POOL = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
@@ -74,7 +75,24 @@ def sglang() -> dict[str, str | None]:
         )
         installers += (hybrid, latent, data_parallel.replace, expert_parallel.replace)
         installers += (dcp, kv_capacity, flow_mla, remote_experts)
+        installers += (other_names,)
         return {name: problem(install) for name, install in zip(HOOK_SETS, installers, strict=True)}
+
+
+def other_names() -> None:
+    """Check that no module imports a hooked function under another name, which ``sglang_hooks.install`` does not replace."""
+    registry: Any = pkgutil.resolve_name("sglang.srt.plugins.hook_registry:HookRegistry")
+    originals: dict[int, str] = {}
+    for target in registry._patched:
+        if inspect.ismodule(pkgutil.resolve_name(target.rpartition(".")[0])):
+            function = pkgutil.resolve_name(target)
+            while (function := getattr(function, "__wrapped__", None)) is not None:
+                originals[id(function)] = target
+    assert originals, "no function is hooked"
+    modules = [module for module in list(sys.modules.values()) if inspect.ismodule(module)]
+    values = [(module.__name__, name, id(value)) for module in modules for name, value in list(vars(module).items())]
+    found = [f"{module}.{name} is {originals[value]}" for module, name, value in values if value in originals]
+    assert not found, f"imported under another name: {', '.join(found)}"
 
 
 def platform() -> None:
