@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pkgutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver, reduction, resource_tracker, spawn
@@ -41,16 +42,49 @@ IMPORTS = {  # read when torch and SGLang are imported
     "TORCHDYNAMO_DISABLE": "1",
     "SLIME_LIKE_TEST_PADDING": "x" * 65_536,  # space for the environment of an engine
 }
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner"  # its import installs the platform's part of the plugins
+MODULES = (  # a server or a rank imports the modules after the third only later; none of them imports MODEL_RUNNER
+    "sglang.srt.plugins",
+    "sglang.srt.server_args",
+    "sglang.srt.entrypoints.http_server",
+    "slime_like.weight_sync.device_memory",
+    "slime_like_plugins.qwen_gdn.torch_chunk",
+    "sglang.kernels.ops.attention.fla.chunk",
+    "sglang.kernels.ops.attention.fla.kda",
+    "sglang.kernels.ops.attention.fla.layernorm_gated",
+    "sglang.kernels.ops.attention.linear.fused_recurrent_linear_replayssm",
+    "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent",
+    "sglang.kernels.ops.attention.linear.lightning_attn",
+    "sglang.kernels.ops.attention.linear.seg_la",
+    "sglang.kernels.ops.attention.triton_gdn_fused_proj",
+    "sglang.kernels.ops.lora.dense.kv_b_lora_absorbed",
+    "sglang.kernels.ops.mamba.causal_conv1d_triton",
+    "sglang.kernels.ops.mamba.mamba_state_scatter_triton",
+    "sglang.srt.debug_utils.dumper",
+    "sglang.srt.entrypoints.openai.serving_responses",
+    "sglang.srt.kv_canary.api",
+    "sglang.srt.layers.attention.dsa.dsa_backend_kpool",
+    "sglang.srt.layers.attention.dsa.dsa_metadata_manager",
+    "sglang.srt.layers.attention.flashinfer_mla_backend",
+    "sglang.srt.layers.attention.mamba.mamba",
+    "sglang.srt.layers.attention.trtllm_mla_backend",
+    "sglang.srt.mem_cache.kv_cache_configurator",
+    "sglang.srt.rust_extensions.loader",
+    "sglang.srt.model_executor.model_runner_components.weight_updater",
+    "sglang.srt.model_executor.pool_configurator",
+    "sglang.srt.speculative.eagle_info",
+)
 _environments: list[Any] = []  # arrays of pointers that libc uses
 
 
 def import_sglang() -> None:
-    """Import the modules of ``slime_like.rollout.engine.main.serve``, without plugins, which depend on the engine."""
+    """Import the modules of ``slime_like.rollout.engine.main.serve`` and of ranks, without plugins, which depend on the engine."""
     from slime_like.rollout.engine.sglang_imports import sglang_imports
 
     with sglang_imports():
-        for name in ("sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.entrypoints.http_server"):
+        for name in MODULES:
             importlib.import_module(name)
+    assert MODEL_RUNNER not in sys.modules, "the platform's plugins depend on the engine"
     setproctitle.getproctitle()  # finds the memory of the title, which it cannot after a change of the environment
     assert len(os.listdir("/proc/self/task")) == 1, "only a process with one thread can be forked"
 
