@@ -54,7 +54,7 @@ class AgentError(SlimeLikeError, RuntimeError):
 
 
 class StoreFull(SlimeLikeError, MemoryError):
-    """A group whose tokens in flight exceed the limit of its store or the free memory."""
+    """A group whose samples need memory for more tokens than its ``SampleStore`` may hold, or more than is free."""
 
 
 class EngineError(SlimeLikeError, RuntimeError):
@@ -88,7 +88,7 @@ class WorkerError(SlimeLikeError, RuntimeError):
 class ProcessLost(SlimeLikeError, RuntimeError):
     """The driver, a Ray process or another process of the run that died or was stopped, or an unreachable job server.
 
-    After the end of a run by this error, the same command resumes the run.
+    A run that ends with this error is resumed by the same command.
     """
 
 

@@ -86,7 +86,7 @@ TokenIds = Sequence[int] | I32
 
 @dataclass(frozen=True, slots=True)
 class GenerateContext:
-    """Settings, ids and tokenizer of a group, passed to the generate function with prompt, engine and seeds."""
+    """Settings, ids and tokenizer for one group, which a generate function gets in addition to prompt, engine and seeds."""
 
     sampling: Sampling
     decode: Callable[[TokenIds], str]  # decodes token ids; drops special tokens
@@ -110,9 +110,9 @@ class Generator(GenerateFn, Protocol):
     """A stateful ``GenerateFn``: the class that ``rollout.generate`` names, instantiated with the ``RolloutConfig``."""
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics since the last call. Document each name by an entry in ``metrics.dictionary``.
+        """Return the metrics since the last call. Each name needs an entry in ``metrics.dictionary``.
 
-        The driver reduces the metrics of all rollout managers. For a ``Last``, it keeps the value of the last manager.
+        The driver reduces the metrics of all rollout managers. Of several ``Last``, it keeps that of the last manager.
         """
         ...
 
@@ -191,7 +191,7 @@ class Trainer(Protocol):
         ...
 
     def kernels(self) -> tuple[str, ...]:
-        """Return descriptions of the kernels that each layer with several backends has used."""
+        """Return descriptions of the kernels that the layers with several implementations (``MultiKernelLayer``) have used."""
         ...
 
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
@@ -314,7 +314,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def update_from_tensors(self, *payloads: bytes) -> None:
-        """Load one payload on every rank of the engine, or one payload per rank, each on the rank at its position.
+        """Load tensors: a single payload on every rank of the engine, or one payload per rank, in the order of the ranks.
 
         A payload is a pickled ``[(name, host tensor)]``, or a message of ``weight_sync.shared`` or ``weight_sync.device_memory``.
         """
@@ -341,7 +341,7 @@ class WeightSender(Protocol):
     """Transport of one rank's weights to the engines."""
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets. Return the metadata of the tensors of a pipeline stage on its sender, an empty list on other ranks.
+        """Send all buckets. Return the metadata of the stage's tensors on the sender of a pipeline stage, [] on other ranks.
 
         This is a collective over the ranks of the stage (with IPC, over all trainer ranks). If sending fails, for example
         because an engine is lost, the rank completes the collective before it raises the error.

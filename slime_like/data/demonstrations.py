@@ -59,7 +59,7 @@ class Demonstrations:
             self._add(prompt, MaskedTokens(token_ids, trained), "prompt, label and end-of-sequence token are")
 
     def _add(self, prompt: Prompt, row: MaskedTokens, subject: str) -> None:
-        """Store a row. Raises ``DataError`` if it is too long; ``subject`` is the subject of the message."""
+        """Store a row. Raises ``DataError`` if it is too long; ``subject`` is the subject of the error message."""
         if len(row.token_ids) > self._max_context_len:
             raise DataError(
                 f"{self._source.location(prompt.prompt_id)}: {subject} {len(row.token_ids)} tokens "

@@ -30,7 +30,10 @@ class InjectedFault:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Record of a lost engine or an injected outage of the reward server. Times are unix seconds, or 0 before the event."""
+    """Record of a lost engine or an injected outage of the reward server.
+
+    Times are unix seconds; ``up`` and ``joined`` are 0 until they happen.
+    """
 
     engine: str  # its name, or REWARD_SERVER
     cause: str
@@ -42,7 +45,7 @@ class Recovery:
 
     @property
     def key(self) -> tuple[str, float]:
-        """Return the key shared by all records of one loss."""
+        """Return the key that all records of one loss have in common."""
         return self.engine, self.noticed
 
 
@@ -56,7 +59,7 @@ class Outcome:
 
 
 def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
-    """Append records to the run's file in a single write, because a fault may kill the driver right after it.
+    """Append records to the run's file in a single write, because a fault may kill the driver immediately afterwards.
 
     Raises ``DataError`` if the file cannot be written.
     """
@@ -73,10 +76,10 @@ def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
 
 
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
-    """Return the injected faults and the recoveries of a run, before and after resumes; empty if the run has no file.
+    """Return all injected faults and recoveries of a run, including those before a resume; empty if the run has no file.
 
     A loss has a record for each rollout in which it was noticed or changed; the newest one is returned. Raises ``DataError``
-    if the file cannot be read, or naming the line that is not a record.
+    if the file cannot be read or a line is not a record; the error names the line.
     """
     injections: list[InjectedFault] = []
     recoveries: list[Recovery] = []
@@ -129,7 +132,10 @@ def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]
 
 
 def _merge_records(recoveries: Sequence[Recovery]) -> Recovery:
-    """Merge the records of one loss. An outage of the reward server has one from each rollout manager with failed requests."""
+    """Merge the records of the losses that one fault caused.
+
+    A fault of an engine causes one. An outage of the reward server has one from each rollout manager whose requests failed.
+    """
     is_up = all(recovery.up for recovery in recoveries)
     return replace(
         min(recoveries, key=lambda recovery: recovery.noticed),
@@ -159,7 +165,10 @@ def _describe_recovery(recovery: Recovery, since: float) -> str:
 
 
 def _no_loss(injection: InjectedFault, recoveries: Sequence[Recovery], next_time: float) -> str:
-    """Return the reason why no loss was recorded for a fault before ``next_time``, the time of the target's next fault."""
+    """Return the reason why an injected fault has no recorded loss.
+
+    ``next_time`` is the time of the next fault of the same target, infinity if there is none; a later loss belongs to that fault.
+    """
     if injection.fault.partition(":")[0] in FATAL:
         return "ends the run; the same command resumes it"
     if injection.fault.partition(":")[0] in REWARDS:

@@ -33,7 +33,7 @@ class EvalSet:
 
 
 def eval_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
-    """Return the held-out sets in the order of ``evaluation.datasets``. The config was checked at load."""
+    """Return the held-out sets in the order of ``evaluation.datasets``. Their overrides were validated with the config."""
     return tuple(_set(name, path, config, config.overrides.get(name, {})) for name, path in config.datasets.items())
 
 

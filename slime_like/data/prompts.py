@@ -48,10 +48,10 @@ class SourceContext:
 
 
 def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
-    """Return the number of consecutive prompts that must be distinct, even across the border of two epochs.
+    """Return the number of consecutive prompts that must be distinct, even across the border of two epochs; at least 1.
 
-    This is the larger of two numbers: a batch (or all rows, if the file has fewer), and ``MIN_ROLLOUTS_APART`` rollouts
-    of ``max_prompts`` prompts, limited to half of the file so that epochs stay shuffled.
+    This is the larger of two numbers: ``batch_size``, but at most all rows; and the prompts of ``MIN_ROLLOUTS_APART`` rollouts
+    with ``max_prompts`` each, but at most half of the rows, so that epochs stay shuffled.
     """
     return max(min(batch_size, num_rows), min(MIN_ROLLOUTS_APART * max_prompts, num_rows // 2), 1)
 
@@ -91,8 +91,8 @@ class FileSource:
 
     The constructor raises ``DataError`` for a missing or empty file or a bad row (naming file, line, key, reason and
     fix), and ``ConfigError`` if a row has chat messages but the tokenizer has no chat template. With
-    ``data.on_bad_row=skip`` bad rows are left out and counted in ``num_bad_rows``; ``bad_rows`` holds the first
-    reasons.
+    ``data.on_bad_row=skip`` bad rows are left out and counted in ``num_bad_rows``; ``bad_rows`` has the reasons for
+    the first of them.
     """
 
     def __init__(self, config: DataConfig, context: SourceContext) -> None:

@@ -1,4 +1,4 @@
-"""Provenance of sampled tokens: masks of tokens whose engine and trainer log-probabilities should be equal."""
+"""Provenance of sampled tokens, which tells for each token whether engine and trainer log-probabilities should agree."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Provenance:
 def provenance(batch: PackedBatch, version: int) -> Provenance:
     """Classify the sampled tokens of ``batch`` for a trainer with weights of ``version``.
 
-    ``train.megatron.step.sample_difference`` applies ``weights.sample_tolerance`` to the ``on_policy`` tokens only. Do not add
-    tokens to ``on_policy`` whose ``rollout_logprobs`` come from a distribution other than the trainer's.
+    ``train.megatron.step.sample_difference`` applies ``weights.sample_tolerance`` to the ``on_policy`` tokens only. This mask
+    must not contain tokens whose ``rollout_logprobs`` come from a distribution other than the trainer's.
     """
     sampled = batch.versions >= 0
     stale = sampled & (batch.versions != version)

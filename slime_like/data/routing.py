@@ -21,7 +21,7 @@ OWN_EXPERTS = "own_experts"  # suffix of metrics of log-probabilities without re
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """Shape of the experts of a token."""
+    """Sizes of a model's routing, which determine shape, dtype and range of the experts of a token."""
 
     num_blocks: int  # blocks of the decoder; those without experts have zeros
     experts_per_token: int
@@ -36,7 +36,7 @@ class RoutingShape:
     def parse(self, data: bytes, num_tokens: int) -> RoutedExperts:
         """Return experts [N, B, K] from the int32 bytes that SGLang sends for ``num_tokens`` tokens.
 
-        Raises ``EngineError`` if their number or an index does not fit the model.
+        Raises ``EngineError`` if the number of experts or an expert index does not fit the model.
         """
         flat = np.frombuffer(data, dtype=np.int32)
         expected = (num_tokens, self.num_blocks, self.experts_per_token)

@@ -194,7 +194,7 @@ def _check_text(key: str, text: str) -> None:
 
 
 def any_row(rm_type: str | None, label: str | None, metadata: Mapping[str, Any]) -> str:
-    """Accept any row, for rewards without requirements."""
+    """Return an empty string, which stands for no problem, for any row. Used for rewards without requirements."""
     del rm_type, label, metadata
     return ""
 

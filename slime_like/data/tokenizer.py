@@ -104,7 +104,7 @@ class PlainTokenizer:
     ) -> dict[str, list[Any]]:
         """Return ``{"input_ids": one list per text}``.
 
-        With ``return_offsets_mapping``, ``offset_mapping`` has a list of (start, stop) characters of tokens per text.
+        With ``return_offsets_mapping``, ``offset_mapping`` has one list per text with each token's (start, stop) in characters.
         """
         del return_attention_mask
         encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)

@@ -61,7 +61,7 @@ class GlooConnections:
     gloo has no abort: an op waits until the timeout of its group, and ``destroy_process_group`` waits for the op. Nothing
     breaks the connections to a machine that lost power, so the owner of the group closes them. torch and gloo do not expose
     the connections, but the epoll instance of each device contains the group's connections and nothing else. The constructor
-    takes every epoll instance that appears while it runs for one of these devices: no other thread may create one meanwhile.
+    assumes that every epoll instance created while it runs belongs to its devices, so no other thread may create one meanwhile.
     Remove when ``ProcessGroupGloo.abort`` ends pending ops.
     """
 
@@ -94,7 +94,10 @@ def _epoll_instances() -> set[int]:
 
 
 def _shut_down(fd: int, inode: int) -> None:
-    """Shut down the connection of socket ``fd``. gloo owns the descriptor and closes it."""
+    """Shut down the connection of socket ``fd`` if its inode is ``inode``. gloo owns the descriptor and closes it.
+
+    Raises ``OSError`` if the descriptor is closed or is the listener.
+    """
     with socket.socket(fileno=os.dup(fd)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:  # otherwise another thread has reused the number
             connection.getpeername()  # raises for the listener

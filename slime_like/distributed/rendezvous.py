@@ -53,7 +53,7 @@ _registered: list[str] = []
 
 
 def _meet(url: str, timeout: datetime.timedelta, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield the store, the rank and the number of ranks. torch appends the last two to the URL."""
+    """Yield the store, the rank and the world size. torch appends rank and world size to the URL, as a query string."""
     parts = urlsplit(url)
     query = parse_qs(parts.query)
     rank, world_size = int(query["rank"][0]), int(query["world_size"][0])

@@ -40,7 +40,7 @@ def open_sinks(
 
     ``first_step`` is the step that a resumed run continues from, 0 in a new run; ``settings`` must not contain prompts.
     Raises ``ConfigError`` if metrics.jsonl cannot be read or written, if a sink is unknown or its library is not installed,
-    if the id of the wandb run is not valid or cannot be stored, or as ``open_sink`` does for a user sink.
+    if the id of the wandb run is not valid or cannot be stored, and for a user sink in the cases that ``open_sink`` names.
     """
     stream = console or sys.stdout
     log = JsonlSink(run_dir / "metrics.jsonl", first_step)
@@ -97,7 +97,7 @@ class JsonlSink:
 
     A step with warnings also has ``"warnings": [text, ...]``. On resume, lines after ``first_step`` move to
     metrics_dropped.jsonl, since the run repeats these steps, and unreadable lines to ``metrics.damaged.jsonl``. In a new run,
-    all lines of an existing file move to metrics_dropped.jsonl, and ``message`` tells their number. The constructor raises
+    all lines of an existing file move to metrics_dropped.jsonl, and ``message`` gives their number. The constructor raises
     ``ConfigError`` if the file cannot be read or written.
     """
 

@@ -35,9 +35,9 @@ def cells(values: Mapping[str, float]) -> list[str]:
 
 
 def evaluations(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the score of each dataset in a step.
+    """Return the score of each dataset in a step, the metric ``eval/<dataset>``.
 
-    It is the metric ``eval/<dataset>``, but not ``eval/<dataset>-...`` or ``eval/<dataset>/...``.
+    Further metrics of a dataset, ``eval/<dataset>-...`` and ``eval/<dataset>/...``, are left out.
     """
     scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     return {
@@ -48,7 +48,7 @@ def evaluations(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def time_split(values: Mapping[str, float]) -> str:
-    """Return a text with the share of each of ``PHASES`` in the time that they take together in a step."""
+    """Return, as text, each phase's percentage of the time of all ``PHASES`` of a step. Phases that took no time are left out."""
     seconds = {phase: values.get(f"perf/{phase}_time", 0.0) for phase in PHASES}
     total = sum(seconds.values()) or 1.0
     return ", ".join(f"{phase} {100 * phase_s / total:.0f}%" for phase, phase_s in seconds.items() if phase_s)

@@ -10,7 +10,7 @@ _PROCESS = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class CallCounts:
-    """Calls since the process started, in the order of ``enum counter`` in ``csrc/phantom.c``."""
+    """Counts of calls, by default since the process started, in the order of ``enum counter`` in ``csrc/phantom.c``."""
 
     launches: int = 0
     products: int = 0  # calls to cuBLAS, such as GEMMs
@@ -27,7 +27,7 @@ class CallCounts:
     pageable_copies: int = 0  # copies to the host whose target is not pinned
 
     def __sub__(self, earlier: CallCounts) -> CallCounts:
-        """Return the calls since ``earlier``."""
+        """Return the calls between ``earlier`` and this reading."""
         return CallCounts(*(a - b for a, b in zip(astuple(self), astuple(earlier), strict=True)))
 
 
@@ -37,7 +37,7 @@ def is_phantom() -> bool:
 
 
 def read_counts() -> CallCounts:
-    """Return the calls of this process so far."""
+    """Return the counts of this process's calls so far."""
     assert is_phantom(), "this process does not run on a phantom GPU"
     size, function = ctypes.c_int(), _PROCESS.phantom_gpu_counters
     function.restype = ctypes.POINTER(ctypes.c_ulong)
@@ -51,7 +51,7 @@ def pinned_bytes() -> int:
 
 
 def pageable_bytes() -> int:
-    """Return the bytes of pageable host memory in torch's blocks above ``PhantomGpu.host_limit``."""
+    """Return the bytes of torch's pageable host blocks that are larger than ``PhantomGpu.host_limit`` and so hold no values."""
     return _size("phantom_gpu_pageable")
 
 

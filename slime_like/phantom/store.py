@@ -15,8 +15,8 @@ _stores: list[dist.Store] = []  # torch keeps only the C++ part of a store alive
 class SoloStore(dist.Store):
     """Key-value store that behaves as if every absent rank had set its keys and joined every barrier.
 
-    Only ``check`` reports the keys of absent ranks as not set. A key that another rank would set reads as zeros, as many
-    bytes as an NCCL id has. No wait blocks.
+    Only ``check`` reports the keys of absent ranks as not set. The value of a key that this rank has not set is zeros, of the
+    length of an NCCL id. No wait blocks.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class SoloStore(dist.Store):
         return self._values.get(key, bytes(NCCL_ID_BYTES))
 
     def add(self, key: str, value: int) -> int:
-        """Return a count that includes all ranks."""
+        """Return a count above the number of ranks of any world, so that a barrier sees every rank. Store nothing."""
         return ALL_RANKS + value
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -41,7 +41,10 @@ class SoloStore(dist.Store):
         return self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether this rank has set the keys: absent ranks set no key that signals a fault."""
+        """Return whether this rank has set all ``keys``.
+
+        Keys of absent ranks count as not set: the keys that torch checks signal a fault.
+        """
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

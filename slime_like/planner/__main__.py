@@ -126,7 +126,10 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
 
 
 def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> None:
-    """Raise ``ConfigError`` if ``--static`` is too low for weights that fit a GPU, or too high for the engine's other memory."""
+    """Raise ``ConfigError`` if ``--static`` is unsuitable.
+
+    It may be too low for the weights, although they would fit on a GPU, or so high that the engine's other memory does not fit.
+    """
     if settings.static is None:
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))

@@ -57,7 +57,7 @@ TRAINER_REMAINDER = ("CUDA context", "communicators")
 def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
     """Return the memory in training and in sampling of a GPU that trainer and engine share, for three ways of sharing.
 
-    In these, both keep their memory, only the engine releases its memory, or each releases its memory while the other runs.
+    The ways are: both keep their memory, only the engine releases its memory, each releases its memory while the other runs.
     """
     fixed_bytes = engine.table.total - engine.table.of("KV cache")
     engine_remainder, trainer_remainder = engine.table.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)

@@ -98,7 +98,7 @@ def _attention_seconds(
 ) -> float:
     """Return the seconds to read the cache of a rank's ``requests`` or, if slower, to compute attention.
 
-    ``rows`` is the number of these requests with padding (``_group_rows``).
+    ``rows`` is the number of requests including padding, as ``_group_rows`` returns it.
     """
     tile = constants.LATENT_TILE.value
     peak = gpu.bf16 * constants.COMPUTE_SHARE.value

@@ -24,7 +24,7 @@ ENGINE_REMAINDER = ("CUDA context", "communicators", "CUDA graphs")
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory of one engine rank on a GPU. For an engine on a CPU, ``table`` is that of all its processes."""
+    """Memory of one engine rank on a GPU. For an engine on a CPU, ``table`` is the memory of all processes of the engine."""
 
     table: MemoryTable  # including the caches
     pool: float  # bytes for keys and values; negative if the engine does not start
@@ -124,7 +124,7 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
 
 
 def _local_share(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the share of the routed experts that is in the engine's memory, not in a worker's."""
+    """Return the share of the routed experts that is in the engine's memory, not in that of workers for remote experts."""
     return 1.0 if shape.experts is None else 1.0 - settings.remote_experts / shape.experts.num_experts
 
 
@@ -171,7 +171,10 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def _reserve_items(runtime: tuple[Item, ...], reserve: float) -> tuple[Item, ...]:
-    """Return the items of a tuned engine's ``reserve``: those of ``runtime`` that stay on the device, and the rest."""
+    """Split the ``reserve`` of a tuned engine, the bytes that it leaves free of weights and caches, into items.
+
+    The items are those of ``runtime`` that stay on the device when the engine releases its memory, and one for the rest.
+    """
     kept: list[Item] = []
     for item in runtime:
         if item.name in ENGINE_REMAINDER:

@@ -50,7 +50,7 @@ class EngineSettings:
 
 
 def check_engine(shape: ModelShape, settings: EngineSettings) -> None:
-    """Raise ``ConfigError`` if sizes do not divide one another or the model does not support them."""
+    """Raise ``ConfigError`` if a parallel size does not divide the ranks or the model's attention heads."""
     s = settings
     if s.gpus % s.dp_attention:
         raise ConfigError(

@@ -44,8 +44,9 @@ def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
 def flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
     """Return the number of weights in buffers for gathered layers.
 
-    This project's buffers contain whole layers. The article maps the rank's own part of a layer into the buffer, and
-    therefore needs ``2 * W / layers * (dp - 1) / dp``.
+    Each of this project's ``settings.flow_slots`` buffers contains a whole layer. None stands for the implementation of the
+    FlowMLA article (docs/flow_mla.md), which maps the rank's own part of a layer into the buffer and therefore needs
+    ``2 * W / layers * (dp - 1) / dp``.
     """
     s = settings
     if not s.flow_mla:

@@ -193,7 +193,10 @@ class ModelShape:
 
 
 def latent_parts(hidden: int, latent: LatentAttention) -> dict[str, int]:
-    """Return a dict from each projection of a latent attention layer to its number of parameters; down includes norms."""
+    """Return a dict from projections of a latent attention layer to their numbers of parameters.
+
+    ``down`` stands for all down-projections and their norms.
+    """
     heads, query_width = latent.heads, latent.heads * (latent.nope_dim + latent.rope_dim)
     down = hidden * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
     if latent.query_rank:

@@ -157,7 +157,11 @@ def _maxima(rows: list[MeasuredOp]) -> MeasuredOp:
 
 
 def _first_drop(row: MeasuredOp) -> int:
-    """Return the bytes taken at first use. On the host, count only the process's own: free memory is shared."""
+    """Return the bytes that the op took at first use.
+
+    On a GPU, this is the growth of the process's memory or, if larger, the drop of free memory. On the host, it is the growth
+    alone, because other processes also change the free memory.
+    """
     return row.first_allocator if row.source == "host" else max(row.first_allocator, row.first_driver)
 
 

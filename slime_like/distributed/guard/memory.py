@@ -55,7 +55,7 @@ class CudaDriver:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def process_bytes(self) -> int:
-        """Return the memory reserved by torch's allocator (``torch.cuda.memory_reserved`` would first sort all statistics)."""
+        """Return the memory reserved by torch's allocator. ``torch.cuda.memory_reserved`` is slower: it sorts all statistics."""
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["current"])
 
     def trim(self) -> None:

@@ -79,7 +79,10 @@ class Guard:
         return True
 
     def _set_check_times(self, policy: MemoryPolicy, schedule: QuerySchedule) -> None:
-        """Set ``check_at`` of all counters of a policy to the schedule's next reading."""
+        """Set ``check_at`` of all counters with this policy to the time of the schedule's next query or cheap check.
+
+        Leave the counters unchanged if every op is checked (``_polls_requests``). Charge the schedule for the time this takes.
+        """
         start_ns = time.perf_counter_ns()
         for counter in () if self._polls_requests else self._counters:
             if counter.policy is policy or counter.policy == policy:

@@ -1,8 +1,9 @@
 """Replacement of torch's methods and functions by wrappers.
 
 All functions of ``torch.distributed`` except functional collectives issue their op through a method of ``ProcessGroup``. These
-methods are replaced on the class, so each op is counted once, whether its caller imported a function before ``install`` or
-calls a method of a group. Functional collectives reach a group in C++, where the wrappers cannot see them.
+methods are replaced on the class, so each op is counted exactly once, even if its caller imported the function before
+``install`` or calls a method of the group directly. Functional collectives reach a group in C++, where the wrappers cannot
+see them.
 Composite functions, which issue several ops (``broadcast_object_list``), are replaced as well, and are counted and guarded
 under their own name, unless the caller imported the function before ``install``.
 
@@ -38,7 +39,10 @@ class TorchPatches:
     _creators: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])  # argument of releasable.restore
 
     def install(self) -> None:
-        """Replace torch's methods and composite functions by their wrappers."""
+        """Replace torch's methods and composite functions by their wrappers.
+
+        With ``guard.release``, also make torch create new groups with releasable backends.
+        """
         w = self.wrapper
         w.set_phase("start")
         w.is_installed = True
@@ -77,7 +81,7 @@ class TorchPatches:
         return call if self.native is None else self.native.wait(self.wrapper, raw, call)
 
     def restore(self) -> None:
-        """Restore torch's methods and functions."""
+        """Undo ``install``."""
         self.wrapper.is_installed = False
         for owner, name, original in reversed(self._originals):
             setattr(owner, name, original)

@@ -23,8 +23,8 @@ MEMORY_QUERY_S = 2.0  # limit of the memory query for the report
 class Watchdog:
     """Thread that reports the state of all ranks and ends the process if an op is in flight for too long.
 
-    The limit is above ``seconds``, the deadline of the process group, whose error ends most hangs earlier. The watchdog
-    covers hangs that the process group does not notice.
+    The limit is longer than ``seconds``, the deadline of the process group, so that most hangs end earlier with the group's own
+    error. The watchdog covers hangs that the process group does not notice.
     """
 
     def __init__(self, wrapper: Wrapper, seconds: float, end_process: Callable[[], None] | None = None) -> None:
