@@ -173,7 +173,7 @@ class Wrapper:
             self.ring.words[start + ENDED] = time_ns
 
     def record_failure(self, counter: Counter, index: int, error: BaseException) -> BaseException:
-        """Record that an op failed. Return the error to raise: ``error`` or, if the backend raised it, its explanation."""
+        """Record that an op failed. Return the error to raise: ``error`` or, if the backend raised it, a ``CollectiveError``."""
         self.record_end(index, FAILED)
         if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
             return error
