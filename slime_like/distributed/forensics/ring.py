@@ -134,7 +134,7 @@ class Ring:
         self._write_description()
 
     def phase_number(self, name: str) -> int:
-        """Return the number of a phase, after publishing the name of a new phase to readers."""
+        """Return the number of phase ``name``. If the phase is new, give it a number and publish its name to readers first."""
         if name not in self._phases:
             self._phases[name] = len(self._phases) % (1 << PHASE_BITS)
             self._write_description()
