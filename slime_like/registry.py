@@ -103,7 +103,7 @@ def check_path(key: str, name: str) -> None:
 
 
 def not_one_of(value: str, choices: Iterable[str]) -> str:
-    """Return the part of a message after an invalid ``value``: all ``choices``, and the closest of them if one is similar."""
+    """Return the end of an error message that follows an invalid ``value``: all ``choices``, and the closest if similar."""
     options = list(choices)
     close = closest(value, options)
     return f"is not one of {', '.join(options)}: {f'did you mean {close!r}?' if close else 'choose one of these'}"
@@ -117,7 +117,7 @@ def own_entry(table_name: str) -> str:
 
 
 def _own_path(name: str) -> str:
-    """Return a hint to name a user's component by its import path, with the path that ``name`` may have been meant to be."""
+    """Return a hint to name a user's component by its import path, with the path that ``name`` probably stands for."""
     module, _, function = name.rpartition(".")
     likely = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}" if module else ""
     example = likely or "my_package.my_module:my_function or my_file.py:my_function"
@@ -125,7 +125,7 @@ def _own_path(name: str) -> str:
 
 
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
-    """Import and return the object that ``table`` maps ``name`` to or, if ``name`` is an import path, the object there.
+    """Import and return the object that ``table`` maps ``name`` to or, if ``name`` is an import path, the object at that path.
 
     Raises ``ConfigError`` naming ``key`` if ``name`` is unknown, or if its module cannot be imported or lacks the
     attribute.

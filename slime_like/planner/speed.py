@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def cached_tokens(self) -> float:
-        """Tokens of the KV cache to provide per request: the full length, or the mean if lengths are uniform."""
+        """Tokens of the KV cache to provide per request: the full length, or ``mean_context`` if ``uniform``."""
         return self.mean_context if self.uniform else self.input + self.output
 
 

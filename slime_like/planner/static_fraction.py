@@ -93,7 +93,7 @@ def graph_bytes(shape: ModelShape, settings: EngineSettings, gpu: GpuKind) -> fl
 
 
 def prefill_graphs(shape: ModelShape, settings: EngineSettings, gpu: GpuKind) -> int | None:
-    """Return the number of prefill CUDA graphs; None if SGLang captures none, as under DCP."""
+    """Return the number of prefill CUDA graphs; None if SGLang captures none, as under decode context parallelism."""
     if settings.prefill_graphs is not None:
         return settings.prefill_graphs or None
     if settings.dcp > 1:
@@ -109,7 +109,10 @@ def prefill_graphs(shape: ModelShape, settings: EngineSettings, gpu: GpuKind) ->
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Return the sizes of the prefill graphs in tokens, up to ``largest`` (generate_prefill_cuda_graph_batch_sizes)."""
+    """Return the sizes of the prefill graphs in tokens, up to ``largest``.
+
+    They are those of SGLang's generate_prefill_cuda_graph_batch_sizes.
+    """
     steps = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1_024, 64), (1_280, 4_096, 256), (4_608, largest, 512))
     return [size for first, last, step in steps for size in range(first, last + 1, step) if size <= largest]
 

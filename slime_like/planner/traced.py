@@ -47,8 +47,8 @@ def traced_layouts() -> tuple[TracedRun, ...]:
 def shortened_layouts() -> tuple[tuple[str, int, TrainerSettings, float], ...]:
     """Return traced layouts of models with fewer layers, as (model, number of layers, settings, peak in GiB).
 
-    They show the memory of the decoder layers and of the output layer separately. From the ninth on, layouts were predicted
-    before they were traced.
+    They show the memory of the decoder layers and of the output layer separately. The peaks of the ninth and all later
+    layouts were predicted before they were traced.
     """
     base = TrainerSettings(trained_share=2 / 3)
     dense, sparse = "Qwen3-4B", "Qwen3-30B-A3B"

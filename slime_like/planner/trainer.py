@@ -77,9 +77,9 @@ class RankParameters:
         return self._num_per_rank(num_shards(settings))
 
     def num_saved(self, settings: TrainerSettings) -> float:
-        """Return the mean number of parameters that a rank saves.
+        """Return the mean number of parameters that a rank writes to a checkpoint.
 
-        Each parameter is saved by one of the ranks that hold a replica of it.
+        Of the ranks that hold replicas of a parameter, one writes it.
         """
         return self._num_per_rank(num_replicas(settings))
 

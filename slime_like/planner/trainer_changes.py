@@ -32,12 +32,15 @@ class TrainerChange:
     settings: TrainerSettings
 
     def text(self, names: Mapping[str, str], sign: str) -> str:
-        """Return the change as text, such as ``--recompute full``, with ``names`` of the fields and ``sign`` before values."""
+        """Return the change as text: for each changed field its name in ``names``, ``sign`` and the new value.
+
+        Example: ``--recompute full`` with names ``FLAGS`` and a space as sign.
+        """
         return " ".join(f"{names[field]}{sign}{value}" for field, value in self.values)
 
 
 def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[TrainerChange]:
-    """Yield each applicable change, one at a time.
+    """Yield the applicable changes, each with the settings after this change alone.
 
     A change of tp, pp or cp doubles that size and halves the data-parallel size; cp also halves the tokens per rank. A change
     of ep only doubles ep.
@@ -47,7 +50,7 @@ def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[Tr
         yield _change(s, recompute="full")
     elif (
         s.recompute_method == "uniform"
-    ):  # a run without recompute and with another method is rejected, because the method has no effect
+    ):  # with another method, recompute=none is rejected, because the method would have no effect
         yield _change(s, recompute="none")
     if s.dtype == "bfloat16" and s.distributed_optimizer and s.offload < 1:
         yield _change(s, offload=1.0)

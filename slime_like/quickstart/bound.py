@@ -1,7 +1,7 @@
 """Command that ends with its parent: ``python bound.py PARENT COMMAND...`` execs COMMAND. PARENT is the parent's process id.
 
-Linux kills COMMAND when the thread that started it ends. The parent could not stop COMMAND itself if it was killed, because
-no signal handler runs then.
+Linux kills COMMAND when the thread that started it ends. A parent that is killed could not stop COMMAND, because none of its
+signal handlers runs.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """Child process that runs a command while this process waits, and that ends if this process ends.
 
-The child has its own session, so that Ctrl-C on a terminal reaches it once, through this process. An unfinished warm start
-is useless, so two signals stop the child immediately, not after its step: on the second one, ``train.py`` stops without
-a checkpoint (``slime_like/cluster/run/stop.py``).
+The child has its own session, so that Ctrl-C on a terminal reaches it only through this process, which sends it two signals.
+On the second one, ``train.py`` stops immediately and without a checkpoint, not after its step
+(``slime_like/cluster/run/stop.py``): an unfinished warm start is useless.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _record_signals(name: str, signals: list[str]) -> Generator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a running child by signals, wait up to ``END_S`` for it to end, and kill the rest of its process group."""
+    """Send ``SIGNALS`` to the child if it is running, wait up to ``END_S`` for its end, and kill its process group."""
     if process.poll() is None:
         for number in SIGNALS:
             process.send_signal(number)

@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """Inputs of a default job."""
+    """Specs of a default job's inputs."""
 
     model: ModelSpec
     warm_start: str  # recipe of the warm start
@@ -91,7 +91,12 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
 
 
 def check_folders(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if a folder of inputs has an unexpected name, an unfinished run, or files of the user."""
+    """Raise ``ConfigError`` if the quickstart cannot use the folders of ``data.train`` and ``model.hf_checkpoint``.
+
+    It cannot use a folder that has files but no stamp, unless this is a finished warm start of the user
+    (``_is_users_warm_start``), or a ``model.hf_checkpoint`` that does not end in /``EXPORT``. With algo=sft, only the folder
+    of ``data.train`` is checked.
+    """
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):
         return
@@ -195,7 +200,7 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
 def _check_no_other_files(folder: Path, old_stamp: Mapping[str, object]) -> None:
     """Raise ``ConfigError`` if ``folder`` may have files that the warm start of ``old_stamp`` did not write.
 
-    An empty ``old_stamp`` means that the warm start has not ended; every file of the folder is then its own.
+    An empty ``old_stamp`` means that the warm start has not ended. It then counts as the writer of every file.
     """
     if not old_stamp:
         return
@@ -224,10 +229,10 @@ def _files(folder: Path) -> set[str]:
 
 
 def _empty(folder: Path) -> None:
-    """Remove everything in the folder except the stamp, or create the folder.
+    """Remove everything in the folder, which is created if missing, and leave a stamp that marks it as unfinished.
 
-    ``_check_owned`` and ``_check_no_other_files`` have accepted the folder as the quickstart's own. The stamp is written
-    first, so that an interrupted removal leaves a folder marked as the quickstart's and unfinished.
+    Call ``_check_owned`` and ``_check_no_other_files`` first: they refuse a folder with files of the user. The stamp is
+    written before the removal, so that the quickstart can resume an interrupted removal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).write_text(UNFINISHED)

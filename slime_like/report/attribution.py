@@ -48,8 +48,9 @@ def by_age(tables: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
 def slope(tables: Sequence[TokenTable]) -> tuple[float, int] | None:
     """Return the least-squares slope of trainer on engine log-probabilities, and the number of tokens.
 
-    Only tokens of the trainer's version count. The slope is about 1 if engine and trainer use the same temperature. The
-    result is None if there are fewer than ``MIN_TOKENS`` tokens, or if the engine's log-probabilities are all equal.
+    Only tokens that were sampled with the weight version that the trainer had are used. The slope is about 1 if engine and
+    trainer use the same temperature. The result is None if there are fewer than ``MIN_TOKENS`` tokens, or if the engine's
+    log-probabilities are all equal.
     """
     pairs = [
         (table.rollout_logprobs[valid], table.trainer_logprobs[valid])

@@ -15,7 +15,7 @@ MAX_GROUPS = 4  # per rollout
 
 @dataclass(frozen=True, slots=True)
 class SampledRollout:
-    """Some groups of a rollout, and the token table of some of their samples."""
+    """First groups of a rollout, and the trainer's table of tokens, which need not contain every sample of these groups."""
 
     rollout_id: int
     groups: tuple[SampleGroup, ...]

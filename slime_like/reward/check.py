@@ -57,10 +57,10 @@ def load_reward(key: str, name: str) -> AnyReward:
 
 
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
-    """Return ``SourceContext.needs_label``: a function that returns whether rows of an rm_type (or None) need a label.
+    """Return ``SourceContext.needs_label``: a function that returns whether rows with a given rm_type need a label.
 
-    The function raises ``ConfigError`` if the rm_type is unknown or an import path (a data file must not choose the code
-    that runs), or if the rm_type needs ``reward.remote_url`` and that is null.
+    The rm_type of rows that have none is None. The function raises ``ConfigError`` if the rm_type is unknown or an import
+    path (a data file must not choose the code that runs), or if a reward needs ``reward.remote_url`` and that is null.
     """
 
     @cache
@@ -71,7 +71,7 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 
 
 def row_rule(config: RewardConfig) -> RowRule:
-    """Return ``SourceContext.row_problem``: a function that returns why a reward rejects a row; empty if none does.
+    """Return ``SourceContext.row_problem``: a function that returns why a reward rejects a row; empty if it is accepted.
 
     It runs the checks attached by ``checks_rows`` and returns the first reason; ``label_rule`` covers missing labels. It
     raises ``ConfigError`` in the cases listed in ``label_rule``.

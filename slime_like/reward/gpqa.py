@@ -112,8 +112,8 @@ def gpqa(prompt: Prompt, sample: Sample) -> Reward:
 def chosen_letter(text: str, letters: tuple[str, ...]) -> str | None:
     """Return the letter that a response chooses; None if it chooses none of ``letters``.
 
-    Of the kinds of ``STATEMENTS`` that the response contains, the most explicit one counts, and of that kind the last
-    statement.
+    The patterns in ``STATEMENTS`` are tried in order, the most explicit first. The last match of the first pattern that
+    matches one of ``letters`` counts.
 
     Example: ``chosen_letter("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
     """

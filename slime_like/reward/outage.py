@@ -14,7 +14,7 @@ HOST = "127.0.0.1"
 
 @dataclass(slots=True)
 class Outage:
-    """Outage of ``seconds``. Its requests are sent to a port that has no listener, as if the server were down."""
+    """Outage of ``seconds``: requests are sent to a port that has no listener, as if the server were down."""
 
     seconds: float
     num_unscored: int = 0  # samples that got no score during the outage

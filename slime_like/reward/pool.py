@@ -51,9 +51,10 @@ class RewardPool:
     async def score(self, groups: Sequence[SampleGroup], *, unshaped: bool = False) -> list[SampleGroup]:
         """Return new groups in which every sample has a reward.
 
-        With ``unshaped``, only a row's own reward is used if ``reward.weights`` contains ``rm_type``. Samples scored by a
-        generate function keep their reward. Other samples that failed or were aborted get 0; no reward function is called
-        for them. Raises ``RewardError`` if a reward function fails or a sample's reward is invalid.
+        If ``unshaped`` (evaluation) and ``reward.weights`` has the key ``rm_type``, only each row's own reward counts, without
+        the other weighted rewards. Samples scored by a generate function keep their reward. Other samples that failed or were
+        aborted get 0; no reward function is called for them. Raises ``RewardError`` if a reward function fails or a sample's
+        reward is invalid.
         """
         return await gather_or_cancel([self._group(group, unshaped) for group in groups])
 
@@ -117,7 +118,7 @@ class RewardPool:
         return replace(sample, reward=Reward(self._config.fallback))
 
     async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
-        """Return one reward per sample; None if the call missed its deadline, its process was killed or the server failed."""
+        """Return the reward ``name`` of each sample; None if its call was late, its process was killed or the server failed."""
         if split_prefix(name)[1] == REMOTE:
             return await gather_or_cancel([self._query_server(name, prompt, sample) for sample in samples])
         if await self._is_for_groups(name):
@@ -249,7 +250,8 @@ def _compose(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
 async def _load(worker: WorkerProcess, name: str) -> bool:
     """Import the reward before its first call, outside the call's deadline, and return whether it takes groups.
 
-    Raises ``RewardError`` if the import fails, or ``WorkerDied`` if the process was killed.
+    Raises ``WorkerDied`` if the process was killed, and ``RewardError`` if the import fails otherwise or takes longer than
+    ``LOAD_S``.
     """
     if name in worker.loaded:
         return worker.loaded[name]

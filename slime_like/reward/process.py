@@ -36,9 +36,9 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """Child process that runs ``slime_like.reward.worker``.
 
-    A plain child with one pipe instead of multiprocessing's spawn, which would import the parent's main module (a Ray
-    worker, a test runner) again. It leads its own process group, so that a kill includes processes started by a reward, and
-    Ctrl-C reaches only the driver.
+    It is a plain child with one pipe, because multiprocessing's spawn would import the parent's main module (a Ray worker, a
+    test runner) again. It leads its own process group, so that a kill includes processes started by a reward, and Ctrl-C
+    reaches only the driver.
     """
 
     def __init__(self, call_seconds: float, memory_bytes: int) -> None:

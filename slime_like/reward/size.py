@@ -140,7 +140,7 @@ class _FormulaReader:
     def _argument(self) -> Size:
         """Read an argument of ``^``, ``_`` or a function, including the powers of the argument; return its bound.
 
-        ``9^9^9`` is invalid LaTeX, but read as a power tower.
+        So ``9^9^9``, which is invalid LaTeX, is read as a power tower.
         """
         if self._peek() == "-":
             self._next()
@@ -200,7 +200,8 @@ def _binomial(top: Size, bottom: Size) -> Size:
 
 
 def _product(size: Size, n: float) -> float:
-    """Return the number of terms into which sympy expands ``(m + n)!`` and ``\\binom{n}{m}`` for a symbol m: it multiplies
-    out ``n`` factors one by one.
+    """Return a bound on the terms that sympy creates when it expands ``(m + n)!`` or ``\\binom{n}{m}`` for a symbol m.
+
+    Sympy multiplies out ``n`` factors one by one.
     """
     return min(MAX_SIZE, max(size.terms, n * n))

@@ -151,7 +151,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Limit this process to ``seconds`` more CPU time per core, after which SIGXCPU ends it; children inherit the limit."""
+    """Let this process use ``seconds`` more CPU time per core, after which SIGXCPU ends it; children inherit the limit."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(usage.ru_utime + usage.ru_stime + seconds * (os.cpu_count() or 1)) + 1
