@@ -46,8 +46,12 @@ FORKED_ENGINES = tuple(
 MORE_FORKED_ENGINES = tuple(
     f"tests/engine/test_{name}.py" for name in ("remote_experts", "flow_mla_engine", "servers_by_hand")
 )
-FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("same_run", "latent", "roles", "library", "worker_server"))
-MORE_FORKED_RUNS = tuple(f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "hybrid", "hang"))
+FORKED_RUNS = tuple(
+    f"tests/e2e/test_{name}.py" for name in ("same_run", "roles", "library", "worker_server", "rollout_only")
+)
+MORE_FORKED_RUNS = tuple(
+    f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "hybrid", "hang", "ended_by_faults", "latent")
+)
 GROUPS = (
     *(ENGINE, RANKS, NODES, RANKS_OF_WRAPPER),
     *(FORKED_ENGINES, MORE_FORKED_ENGINES, FORKED_RUNS, MORE_FORKED_RUNS),
@@ -81,7 +85,7 @@ LONGEST = (
     *(*FORKED_ENGINES, *RANKS, *NODES),
     *(*FORKED_RUNS, *MORE_FORKED_RUNS),
     *(*RANKS_OF_WRAPPER, *ENGINE, *MORE_FORKED_ENGINES),
-    *("tests/e2e/test_ended_by_faults.py", "tests/scripts/test_clean_root.py"),
+    "tests/scripts/test_clean_root.py",
     *(f"tests/phantom/test_{name}.py" for name in ("gpu_tests", "engine", "trace", "compiled_kernels", "trainer")),
     *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
     *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),

@@ -11,6 +11,7 @@ import pytest
 from slime_like.util.deadline import Deadline
 from slime_like.util.private import exclusive
 from tests.e2e.runs import RUN_S, Training, train
+from tests.e2e.worker_server import forking_workers
 
 SFT_STEPS = 120
 # A quarter of the recipe's demonstrations per step at twice its learning rate gives the same accuracy.
@@ -50,6 +51,7 @@ def run_warm_start(folder: Path, recipe: str, steps: int, *changes: str) -> Warm
         f"run.save_hf_interval={steps // 2}",
         *changes,
         log=folder / "sft.log",
+        environment=forking_workers(),
     )
     assert result.code == 0, result.output
     return WarmStart(folder)

@@ -183,6 +183,7 @@ def test_a_replay_trains_on_the_same_rollouts(run: StoppedAndResumed, warm_start
         f"run.dir={tmp_path / 'run'}",
         log=tmp_path / "replay.log",
         script="scripts/profile_comm.py",
+        environment=forking_workers(),
     ).wait()
     assert replay.code == 0, replay.output
     header = "| op | group | ranks | calls | bytes per call | first use: allocator drop |"
