@@ -24,9 +24,9 @@ from tests.e2e.worker_server import forking_workers
 
 pytestmark = pytest.mark.e2e
 ROLLOUTS = 10
-MIN_REPLAYS = 16
+MIN_REPLAYS = 8
 MAX_REPLAYS = 200  # many more than are trained on before the request to stop takes effect
-ACTOR_STARTS = 14
+ACTOR_STARTS = 6
 SMALL_RUN = (
     "evaluation.datasets={}",
     "rollout.batch_size=16",
@@ -156,7 +156,7 @@ def test_a_critic_learns_the_returns_of_rollouts(distill_dir: Path, warm_start: 
         "algo=ppo",
         "algo.kl_loss_coef=0",
         "algo.lambd=0.95",
-        "critic.lr=1e-3",
+        "critic.lr=2e-3",
         f"critic.warmup_rollouts={ACTOR_STARTS}",
         "optim.lr=3e-4",
         "optim.warmup_steps=0",
