@@ -225,8 +225,9 @@ class RolloutManager:
     async def commit_push(self, version: int) -> int:
         """Close the update on every engine that takes part, flush its KV cache and resume decoding.
 
-        Return the number of added engines that wait for the probe and then for ``admit_proven``. Raises ``EngineError`` if
-        an engine did not receive all its parameters or no engine remains, ``WeightSyncError`` if one reports another version.
+        Return the number of added engines that have the weights, but get no groups until the probe has checked them and
+        ``admit_proven`` is called. Raises ``EngineError`` if an engine did not receive all its parameters or no engine remains,
+        ``WeightSyncError`` if an engine reports another version.
         """
         await self._update.commit(version)
         self._version = version
@@ -277,7 +278,8 @@ class RolloutManager:
     def last_recoveries(self) -> tuple[Recovery, ...]:
         """Return recoveries of engines that are new or changed since the last call (``collect`` calls this function too).
 
-        Records of injected outages of the reward server are added, until they are complete; they may be unchanged.
+        Also return every injected outage of the reward server that caused a failed request, changed or not. A call that
+        returns it as complete is the last to return it.
         """
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 

@@ -14,7 +14,7 @@ MIN_WAIT_S = 0.1  # minimum wait before the time limit, which pauses extend, is 
 
 
 class AgentTimeout(Exception):
-    """An agent that exceeded its time limit; distinct from a ``TimeoutError`` that the agent raised."""
+    """Error of an agent that exceeded its time limit; distinct from a ``TimeoutError`` that the agent raises itself."""
 
 
 class AgentLoop:

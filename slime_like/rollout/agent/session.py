@@ -38,7 +38,7 @@ class Turn:
 
     @property
     def ends_episode(self) -> bool:
-        """Return True if the episode ends with this call's answer, so that a call that continues it extends the episode."""
+        """Return True if this call's answer is the end of the episode: a call that continues this turn then extends it."""
         return len(self.episode) == self.length
 
 
@@ -214,5 +214,8 @@ class Session:
 
 
 def _tools(request: ChatRequest) -> str:
-    """Return a key of a request's tools and template arguments, which templates may render before the messages."""
+    """Return a text that is equal for requests with equal tools and template arguments.
+
+    Templates may render both before the messages.
+    """
     return repr((request.tools, sorted(request.chat_template_kwargs.items())))

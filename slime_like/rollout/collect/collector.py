@@ -45,7 +45,7 @@ class PromptQueue:
 class GroupCollector:
     """Collector that samples prompts in rounds. A round ends when all its groups have finished.
 
-    The subclass ``OverSamplingCollector`` starts more groups than needed and interrupts the others.
+    The subclass ``OverSamplingCollector`` starts more groups than needed, and interrupts the rest once enough have passed.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class RolloutProducer:
     def completed_rollouts(self) -> list[GeneratedRollout]:
         """Return the rollouts that are complete and not consumed, in order.
 
-        ``get`` raises the error of a failed rollout.
+        A failed rollout is left out; ``get`` raises its error.
         """
         done = [slot for _, slot in sorted(self._ready.items()) if slot.done() and not slot.cancelled()]
         return [slot.result() for slot in done if slot.exception() is None]

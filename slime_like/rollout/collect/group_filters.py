@@ -56,7 +56,7 @@ class _GroupStats:
 
 @dataclass(frozen=True, slots=True)
 class FilterReport:
-    """Report on the groups that a rollout's filters were applied to: metrics, a summary clause, and the first group."""
+    """Report on the groups to which a rollout's filters were applied: metrics, counts as text, and the first group."""
 
     metrics: tuple[Metric, ...] = ()
     summary: str = "its groups were generated before the run was resumed"

@@ -41,7 +41,7 @@ class RecordedCall:
 class EngineCall:
     """One ``Engine.generate`` call.
 
-    It has a fork of the prompt's row per seed; each reply appends tokens to these rows.
+    Each completion is a row of the store: a fork of the prompt's row, to which replies append the sampled tokens.
     """
 
     def __init__(self, store: SampleStore, token_ids: I32, seeds: Sequence[int]) -> None:

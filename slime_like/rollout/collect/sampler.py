@@ -47,7 +47,10 @@ ABORT_AGAIN_S = 0.2  # aborts are repeated, since they miss requests that have n
 
 
 def open_generate(config: RolloutConfig) -> GenerateFn:
-    """Return ``rollout.generate``: a function, or an instance of a class, which may own servers and connections."""
+    """Return the generate function that ``rollout.generate`` names or, if it names a class, a new instance of the class.
+
+    An instance may own servers and connections. Raises ``ConfigError`` if the name cannot be resolved.
+    """
     target = resolve("rollout.generate", config.generate, names.GENERATE)
     return target(config) if isinstance(target, type) else target
 

@@ -105,7 +105,10 @@ def any_aborted(reply: Any) -> bool:
 
 
 def weight_version(reply: Any) -> int:
-    """Parse the reply to ``/model_info``: the version of the last committed update. Raises ``EngineError`` if it has none."""
+    """Return the version of the last committed update from a reply to ``/model_info``.
+
+    Raises ``EngineError`` if the reply has no version, or if it is not a number.
+    """
     return _read(reply, "weight_version", _version, "/model_info")
 
 

@@ -105,9 +105,9 @@ def _rendezvous_environment(scratch: str, host: str, node: EngineNode) -> dict[s
 
 
 def spin_count() -> str:
-    """Return the spin count of an engine's threads.
+    """Return the spin count of an engine's threads, as set in the environment variable ``SPIN``, else ``SPIN_COUNT``.
 
-    Raises ``EngineError`` if the setting is not a number, which libgomp would ignore.
+    Raises ``EngineError`` if the variable is not a number; libgomp would ignore such a value.
     """
     count = os.environ.get(SPIN, SPIN_COUNT)
     if not count.isdecimal():

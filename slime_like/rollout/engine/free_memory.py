@@ -1,4 +1,7 @@
-"""Device memory that was free at an engine's first start. A restarted engine sizes its KV cache from it (``kv_size``)."""
+"""Device memory that was free at an engine's first start.
+
+A restarted engine sizes its KV cache from this value (plugin ``kv_size``).
+"""
 
 from __future__ import annotations
 

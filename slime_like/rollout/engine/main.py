@@ -47,8 +47,9 @@ class EngineLaunch:
 def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
     """Return the arguments of SGLang's ``ServerArgs`` for an engine that reads and returns token ids.
 
-    ``spec.sglang`` overrides them, except address, keys and ``trust_remote_code``. Under DCP, an attention backend
-    becomes its sharded form. Overrides of config.json that the model needs are merged with those of ``spec.sglang``.
+    ``spec.sglang`` overrides them, except address, keys and ``trust_remote_code``. With decode context parallelism
+    (``spec.dcp`` > 1), ``sharded_backend`` then replaces the attention backends. Overrides of config.json that the model
+    needs are merged with those in ``spec.sglang``, which take precedence.
     """
     spec = launch.spec
     arguments: dict[str, Any] = {
@@ -118,7 +119,10 @@ def _device_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def die_with_parent() -> None:
-    """Start a thread that kills this process group and removes its files once the parent has exited (end-of-file on stdin)."""
+    """Start a thread that waits for the parent's exit (end-of-file on stdin).
+
+    It then removes the engine's temporary folder and shared memory, and kills this process group.
+    """
 
     scratch = Path(os.environ.get("TMPDIR", ""))
 

@@ -29,7 +29,8 @@ def override_args(model_path: str, *, keeps_float8: bool = False) -> dict[str, A
     - A hybrid model with a vision part is served as a text model, since only the text part is trained and pushed.
     - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``.
       The plugin ``dequantise`` multiplies the weights that SGLang reads by their scales. ``keeps_float8`` keeps float8.
-    - SGLang's DeepSeek models choose experts within groups, even with ``topk_method`` greedy, which has no groups.
+    - SGLang's DeepSeek models choose experts within groups even if ``topk_method`` is greedy, which has no groups: the
+      overrides declare a single group.
     - Some families need ``FamilyEntry.engine_fields``. Families with ``FamilyEntry.engine_rotary_dim`` also need
       ``rotary_dim``.
 

@@ -15,7 +15,7 @@ nodes request the ports of the groups.
 
 @dataclass(frozen=True, slots=True)
 class EngineNode:
-    """One node of an engine: SGLang's ``node_rank``, and the addresses at which its processes reach the other nodes."""
+    """One node of an engine: its rank (SGLang's ``node_rank``), and the addresses at which the engine's nodes connect."""
 
     rank: int = 0
     hosts: tuple[str, ...] = ()  # address of each node; empty for an engine on one node

@@ -41,8 +41,8 @@ DECODE_LINE = "slime_like decodes with "
 def derived_ports(dp_attention: int) -> range:
     """Return the ports that SGLang derives from an engine's port, as offsets from that port.
 
-    With data-parallel attention, these are one for the rendezvous, six for its processes, and one for each group; otherwise
-    none.
+    With data-parallel attention, SGLang derives one port for the rendezvous, six for processes, and one for each attention
+    group; otherwise none.
     """
     return range(DERIVED_PORTS, DERIVED_PORTS + 7 + dp_attention) if dp_attention > 1 else range(0)
 
@@ -149,7 +149,7 @@ class EngineServer:
         return free_gib(self._log())
 
     def decode_method(self) -> str:
-        """Return the decoding method of a CPU engine, from its log; empty on a GPU and before the engine is ready."""
+        """Return the log's description of how a CPU engine decodes (kernels, threads); empty on a GPU and before it is ready."""
         matches = re.findall(rf"{DECODE_LINE}(.*)", self._log())
         return matches[-1] if matches else ""
 

@@ -17,9 +17,9 @@ LOSSES = "transformers.loss.loss_utils"
 
 @contextmanager
 def sglang_imports() -> Generator[None]:
-    """Context manager for imports of SGLang: ``heavy_imports`` without imports of megatron, scipy and mistral_common.
+    """Make imports of SGLang in the block faster: by ``heavy_imports``, and by not importing megatron, scipy, mistral_common.
 
-    Imports of megatron fail afterwards too.
+    Imports of megatron fail after the block too.
     """
     block_megatron()
     with heavy_imports(), deferred_losses():
@@ -49,7 +49,9 @@ def import_gguf() -> None:
 
 @contextmanager
 def deferred_losses() -> Generator[None]:
-    """Keep transformers' model classes from importing its losses, two of which import scipy, until a loss is used.
+    """Let the block import transformers' model classes without its losses, two of which import scipy.
+
+    The losses are imported when one is first used.
 
     Remove this function once ``transformers.modeling_utils`` imports losses only to compute them.
     """

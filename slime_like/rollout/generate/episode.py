@@ -49,7 +49,7 @@ class Episode:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Source and weight version of all tokens so far."""
+        """Spans of all tokens so far, each with its source and weight version."""
         return self._row.columns.spans()
 
     @property
