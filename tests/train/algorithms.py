@@ -54,7 +54,7 @@ def every_algorithm(
     """
     from slime_like.train.megatron.platform.collective import DifferentiableSum
 
-    actor = make_actor(world, shared.models["tied"], layout, optim={"lr": 0.0})
+    actor = make_actor(world, shared.models["two layers"], layout, optim={"lr": 0.0})
     scores = [actor.score(micro_batch) for micro_batch in batch(1)]
     with replace_attribute(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
         metrics = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}

@@ -14,7 +14,7 @@ from slime_like.config.schema.resolved import Layout
 from tests.train import options
 from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor, save_checkpoint
-from tests.train.lifecycle import digest, train
+from tests.train.lifecycle import digest, fewest_micro_batches, train
 from tests.train.parity import DECAYS
 from tests.train.ranks import RankWorld
 from tests.train.traps import outcome, stock
@@ -23,10 +23,11 @@ from tests.train.traps import outcome, stock
 def save(world: RankWorld, shared: Shared, kind: str, layout: Layout) -> list[float | None]:
     """Take two optimizer steps, save, and return the losses of the next two."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
+    make = fewest_micro_batches(layout)
     for seed in (1, 2):
-        train(actor, layout, seed)
+        train(actor, layout, seed, make=make)
     save_checkpoint(actor, shared.scratch, 2)
-    return [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
+    return [train(actor, layout, seed, make=make).get("train/loss") for seed in (3, 4)]
 
 
 def resume(
@@ -34,10 +35,11 @@ def resume(
 ) -> dict[str, list[float | None]]:
     """Return the next two losses after loading the checkpoint of each source."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
+    make = fewest_micro_batches(layout)
     out: dict[str, list[float | None]] = {}
     for source in sources:
         actor.load(shared.scratch.with_name(source.replace(" ", "_")))
-        out[source] = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
+        out[source] = [train(actor, layout, seed, make=make).get("train/loss") for seed in (3, 4)]
     return out
 
 

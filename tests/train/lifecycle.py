@@ -39,6 +39,11 @@ def one_micro_batch(seed: int) -> list[PackedBatch]:
     return [join_rows(*batch(seed))]
 
 
+def fewest_micro_batches(layout: Layout) -> Callable[[int], list[PackedBatch]]:
+    """Return the function that makes the fewest micro-batches for ``layout``, because each needs collectives."""
+    return batch if layout.dp > 1 else one_micro_batch
+
+
 def four_micro_batches(seed: int) -> list[PackedBatch]:
     """Return four micro-batches, two for each of two data-parallel ranks."""
     return _ragged([(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)], seed, 0)
@@ -75,14 +80,15 @@ def save_then_continue(
     child processes and a random number. ``export``: also export the saved weights.
     """
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
+    make = fewest_micro_batches(layout)
     for seed in (1, 2):
-        train(actor, layout, seed)
+        train(actor, layout, seed, make=make)
     save_checkpoint(actor, shared.scratch, 2)
     random_number = float(torch.rand(()))
     children = [child.name for child in multiprocessing.active_children()]
     if export:
         actor.export_hf(shared.scratch / "hf")
-    losses = [train(actor, layout, seed).get("train/loss") for seed in (3, 4)]
+    losses = [train(actor, layout, seed, make=make).get("train/loss") for seed in (3, 4)]
     return {"losses": losses, "weights": digest(actor), "children": children, "random": random_number}
 
 
@@ -91,7 +97,7 @@ def resume(world: RankWorld, shared: Shared, saved_by: str, layout: Layout, lr: 
     actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig(), optim={"lr": lr})
     iteration = actor.load(shared.scratch.with_name(saved_by.replace(" ", "_")))
     version, random_number = actor.version, float(torch.rand(()))
-    metrics = [train(actor, layout, seed) for seed in (3, 4)]
+    metrics = [train(actor, layout, seed, make=fewest_micro_batches(layout)) for seed in (3, 4)]
     return {
         "iteration": iteration,
         "version": version,
@@ -108,19 +114,20 @@ def same_bits(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any
     Repeat the last two in a second run, in a resumed run, and (as a contrast) from the saved weights alone.
     """
     kind: dict[str, Any] = {"algo": SftConfig(), "deterministic": True}
+    folder = shared.models["two layers"]
     out: dict[str, Any] = {}
     for name in ("first run", "second run"):
-        actor = make_actor(world, shared.models["tied"], layout, **kind)
+        actor = make_actor(world, folder, layout, **kind)
         for seed in (1, 2):
             train(actor, layout, seed)
         if name == "first run":
             save_checkpoint(actor, shared.scratch, 2)
         out[name] = _two_more(actor, layout)
-    resumed = make_actor(world, shared.models["tied"], layout, **kind)
+    resumed = make_actor(world, folder, layout, **kind)
     resumed.load(shared.scratch)
     out["resumed"] = _two_more(resumed, layout)
     model = {"megatron_checkpoint": str(shared.scratch)}
-    out["weights alone"] = _two_more(make_actor(world, shared.models["tied"], layout, model=model, **kind), layout)
+    out["weights alone"] = _two_more(make_actor(world, folder, layout, model=model, **kind), layout)
     return out
 
 
@@ -134,7 +141,7 @@ def resume_from_each(
 ) -> dict[str, list[Any]]:
     """Return the next two losses after loading the checkpoint of each source, one after another on the same actor."""
     actor = make_actor(world, shared.models[kind], layout, algo=SftConfig())
-    make = batch if layout.dp > 1 else one_micro_batch
+    make = fewest_micro_batches(layout)
     out: dict[str, list[Any]] = {}
     for source in sources:
         actor.load(shared.scratch.with_name(f"reshard_from_{source}".replace(" ", "_")))

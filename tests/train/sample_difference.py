@@ -44,7 +44,7 @@ def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[s
     """Return the metrics of correct rollouts, and per fault the error and whether weights and version are unchanged."""
     actor = make_actor(
         world,
-        shared.models["tied"],
+        shared.models["two layers"],
         layout,
         algo=GrpoConfig(kl_loss_coef=0.1),
         steps_per_rollout=steps,

@@ -89,7 +89,7 @@ def save_during_training(world: RankWorld, shared: Shared, layout: Layout) -> di
     """Begin a save, train, and then let the last rank write."""
     from slime_like.checkpoint.record import read_record
 
-    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    actor = make_actor(world, shared.models["one layer"], layout, algo=SftConfig())
     train(actor, layout, 1)
     saved_digest, version = digest(actor), actor.version
     with waiting_writers() as release, hashing_threads() as hashed_by:
@@ -102,7 +102,7 @@ def save_during_training(world: RankWorld, shared: Shared, layout: Layout) -> di
         release.set()
         is_complete = actor.finish_save(wait=True)
     record = read_record(shared.scratch / "iter_0000001")
-    resumed = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    resumed = make_actor(world, shared.models["one layer"], layout, algo=SftConfig())
     resumed.load(shared.scratch, 1)
     version_loaded = resumed.version
     resumed_digest = digest(resumed)
@@ -127,7 +127,7 @@ def kill_at_every_operation(world: RankWorld, shared: Shared) -> dict[str, Any]:
     from slime_like.cluster.run.rollout_state import read_state
 
     base, run_dir = shared.scratch / "base", shared.scratch / "run"
-    actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
+    actor = make_actor(world, shared.models["one layer"], Layout(), algo=SftConfig())
     expected: dict[int, str] = {}
     for iteration in (1, 2):
         train(actor, Layout(), iteration)
@@ -232,7 +232,7 @@ def slow_disk(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any
     """Save while the last rank's disk does not answer, then again. Return the error, its time, files and iterations."""
     from slime_like.checkpoint.files import latest_iteration
 
-    actor = make_actor(world, shared.models["tied"], layout, algo=SftConfig())
+    actor = make_actor(world, shared.models["one layer"], layout, algo=SftConfig())
     folder = shared.scratch / "checkpoints"
     train(actor, layout, 1)
     save_checkpoint(actor, folder, 1)

@@ -95,6 +95,7 @@ SOURCES: dict[str, tuple[str, ...]] = {  # by target
     "ep2": (*RESHARDED, SHARDED),
     SHARDED: ("ep2", SHARDED),
 }
+FEW = "few experts"  # kind of the resharded model: blocks with experts and blocks without
 SAVED = RESHARDED | {SHARDED: LAYOUTS[2][SHARDED]}
 
 
@@ -119,14 +120,14 @@ JOBS[2] += [
     *(RankJob(fault, PARITY, ("qwen3_moe", layout, {}, fault)) for fault, layout in FAULTS.items()),
     *(RankJob(name, "tests.train.lifecycle:round_trip", case) for name, case in ROUND_TRIP.items()),
     *(
-        RankJob(f"reshard from experts {name}", "tests.train.lifecycle:save_then_continue", (layout, "qwen3_moe", True))
+        RankJob(f"reshard from experts {name}", "tests.train.lifecycle:save_then_continue", (layout, FEW, True))
         for name, layout in SAVED.items()
     ),
     *(
         RankJob(
             f"reshard experts to {name}",
             "tests.train.lifecycle:resume_from_each",
-            (folders(SOURCES[name]), layout, "qwen3_moe"),
+            (folders(SOURCES[name]), layout, FEW),
         )
         for name, layout in SAVED.items()
     ),
@@ -142,13 +143,13 @@ JOBS[1] += [
     RankJob(
         "reshard experts to single",
         "tests.train.lifecycle:resume_from_each",
-        (folders(SOURCES["single"]), Layout(), "qwen3_moe"),
+        (folders(SOURCES["single"]), Layout(), FEW),
         late=True,
     ),
     RankJob(
         "export each with experts",
         "tests.train.starting:export_each",
-        (folders(SOURCES["single"]), "qwen3_moe"),
+        (folders(SOURCES["single"]), FEW),
         late=True,
     ),
 ]

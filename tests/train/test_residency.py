@@ -13,16 +13,16 @@ from slime_like.train.megatron.rank import residency
 from tests.train.jobs import SP, RankJob, Results
 
 CASES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
-    "bfloat16 tp2": (Layout(**SP), "tied", {"dtype": "bfloat16"}),
-    "float32 dp2": (Layout(dp=2), "tied", {}),
-    "float32 without distributed optimizer": (Layout(dp=2, distributed_optimizer=False), "tied", {}),
-    "bfloat16 experts": (Layout(dp=2, ep=2), "qwen3_moe", {"dtype": "bfloat16"}),
+    "bfloat16 tp2": (Layout(**SP), "two layers", {"dtype": "bfloat16"}),
+    "float32 dp2": (Layout(dp=2), "two layers", {}),
+    "float32 without distributed optimizer": (Layout(dp=2, distributed_optimizer=False), "two layers", {}),
+    "bfloat16 experts": (Layout(dp=2, ep=2), "few experts", {"dtype": "bfloat16"}),
 }
 TARGET = "tests.train.residency:rollouts"
 JOBS = {
     2: [
         *(RankJob(f"offload {name}", TARGET, case) for name, case in CASES.items()),
-        RankJob("offload fault", TARGET, (Layout(**SP), "tied", {"dtype": "bfloat16"}, True)),
+        RankJob("offload fault", TARGET, (Layout(**SP), "two layers", {"dtype": "bfloat16"}, True)),
     ]
 }
 

@@ -176,12 +176,12 @@ def unmarked_experts(world: RankWorld, shared: Shared) -> dict[str, str]:
     from slime_like.train.megatron.step import optim
 
     layout, folder = Layout(dp=2), shared.scratch / "saved"
-    source_actor = make_actor(world, shared.models["qwen3_moe"], Layout(dp=2, ep=2), algo=SftConfig())
+    source_actor = make_actor(world, shared.models["few experts"], Layout(dp=2, ep=2), algo=SftConfig())
     train(source_actor, layout, 1)
     save_checkpoint(source_actor, folder, 1)
-    marked = make_actor(world, shared.models["qwen3_moe"], layout, algo=SftConfig())
+    marked = make_actor(world, shared.models["few experts"], layout, algo=SftConfig())
     with replace_attribute(optim, "mark_experts", lambda model: None):
-        unmarked = make_actor(world, shared.models["qwen3_moe"], layout, algo=SftConfig())
+        unmarked = make_actor(world, shared.models["few experts"], layout, algo=SftConfig())
     return {"ours": outcome(lambda: marked.load(folder)), "upstream": outcome(lambda: unmarked.load(folder))}
 
 
