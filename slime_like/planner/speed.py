@@ -49,13 +49,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
-    """Seconds that an engine takes to prefill one prompt: per token, and per squared token."""
+    """Seconds that an engine takes to prefill one prompt: ``token`` for each token, plus ``square`` times its squared length."""
 
     token: float
     square: float
 
     def seconds(self, tokens: float, squares: float) -> float:
-        """Return the seconds for a prompt of ``tokens`` and squared length ``squares``; if both are means, the mean seconds."""
+        """Return the seconds for a prompt of ``tokens`` tokens, whose square is ``squares``; the mean seconds for two means."""
         return self.token * tokens + self.square * squares
 
 
@@ -100,7 +100,7 @@ def prefill_time(shape: ModelShape, settings: EngineSettings, hardware: Hardware
 def throughput(
     shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload
 ) -> Throughput | None:
-    """Return the steady state with as many requests as fit and ``settings.max_running`` allows; None if nothing fits.
+    """Return the steady state with as many requests as memory and ``settings.max_running`` allow; None if no request fits.
 
     The engine alternates: it prefills a request in one go, and decodes all running requests together.
     """

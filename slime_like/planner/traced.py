@@ -1,4 +1,4 @@
-"""Traced peaks of trainer layouts, with the planner's predictions.
+"""Peak memory of trainer layouts in traces, with the planner's predictions.
 
 In a trace, megatron's code and torch's CUDA allocator run without a GPU.
 """

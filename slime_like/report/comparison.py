@@ -15,7 +15,7 @@ TIME_UNITS = ("s", "tokens/s")
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Curves of one metric in runs A and B."""
+    """Curves of one metric in runs A and B, and their difference."""
 
     metric: str
     a: tuple[tuple[int, float], ...]

@@ -72,9 +72,9 @@ def only_boxed(sample: Sample) -> Sample:
 
 
 def equal(label: str, answer: str) -> bool:
-    """Return whether label and answer have the same value; False if either is empty.
+    """Return whether label and answer are equal as text or have the same value; False if either is empty.
 
-    Text that is not maths, or that sympy cannot evaluate safely, is compared as text, ignoring case and appearance.
+    The comparison of text ignores case and appearance (``plain``). Values are compared only if sympy can evaluate both safely.
     """
     label, answer = label.strip(), answer.strip()
     if not plain(label) or not plain(answer):
@@ -95,7 +95,10 @@ def equal(label: str, answer: str) -> bool:
 
 
 def is_safe(latex: str) -> bool:
-    """Return whether sympy can evaluate an expression safely: bounded length, depth and size of the result."""
+    """Return whether sympy can evaluate an expression safely.
+
+    Its length, its depth and the size of its result must be within bounds, and no part of it may match ``UNSAFE``.
+    """
     depth = max_depth = 0
     for character in latex[:MAX_CHARACTERS]:
         depth += (character in "{([") - (character in "})]")

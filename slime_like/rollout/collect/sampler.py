@@ -143,7 +143,10 @@ class GroupSampler:
             await self.generate.close()
 
     def _check_samples(self, returned: object, subject: str, group_id: int) -> tuple[Sample, ...]:
-        """Return the samples of a generate function. Raises ``UserCodeError`` if it returned none or an invalid one."""
+        """Return the samples that a generate function has ``returned``.
+
+        Raises ``UserCodeError`` if this is not a sequence of samples, is empty, or contains an invalid sample.
+        """
         if isinstance(returned, Sequence):
             items = cast("Sequence[object]", returned)
             wrong_items = [item for item in items if not isinstance(item, Sample)]

@@ -51,9 +51,10 @@ def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def library_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return LD_LIBRARY_PATH with the folder of the CUDA runtime in NVIDIA's wheels; empty if they are not installed.
+    """Return the variable LD_LIBRARY_PATH with the folder of the CUDA runtime in NVIDIA's wheels added.
 
-    A library that is preloaded into Python needs the variable. Later, torch finds the runtime by itself.
+    The dict is empty if the wheels are not installed. A library that is preloaded into Python needs the variable; torch finds
+    the runtime without it.
     """
     folders = [str(file.parent) for location in _locations() for file in sorted(location.glob(f"*/lib/{RUNTIME}.*"))]
     if not folders:

@@ -24,8 +24,8 @@ def override_args(model_path: str, *, keeps_float8: bool = False) -> dict[str, A
     - For hybrid models, transformers 5 writes ``layer_types``, but SGLang reads the interval between full-attention
       layers.
     - For these models, transformers stores the rotated fraction of a head and the rotary base in ``rope_parameters``.
-      At the top level, where transformers writes a default or nothing, SGLang reads the fraction and, for Qwen3-Next,
-      also the base (10000 if absent).
+      SGLang instead reads the fraction and, for Qwen3-Next, also the base (10000 if absent) at the top level, where
+      transformers writes a default or nothing.
     - A hybrid model with a vision part is served as a text model, since only the text part is trained and pushed.
     - A model with float8 weights is served without quantisation, since the trainer pushes weights of ``model.dtype``.
       The plugin ``dequantise`` multiplies the weights that SGLang reads by their scales. ``keeps_float8`` keeps float8.

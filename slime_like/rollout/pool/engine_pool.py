@@ -52,9 +52,10 @@ class EnginePool:
 
     # ---- use ---------------------------------------------------------------------------------------------------------
     async def call_assigned[T](self, assignment: EngineAssignment, request: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of a request to the assigned engine.
+        """Return the result of ``request`` to the assigned engine; None if the engine was lost or removed.
 
-        Return None if the engine was lost, so that the group needs another engine.
+        If None, the engine is also taken from ``assignment``, so that the group moves to another one. Raises the same errors
+        as ``call``.
         """
         engine = assignment.engine
         assert engine is not None
