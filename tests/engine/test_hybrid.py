@@ -102,7 +102,7 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
 
         async def answers() -> list[list[Completion]]:
             requests = [
-                engine.client.generate(ids, [index, 50], make_sampling([0.0, 0.8][index % 2], 12 + 5 * index))
+                engine.client.generate(ids, [index, 50], make_sampling([0.0, 0.8][index % 2], 8 + 3 * index))
                 for index, ids in enumerate(prompts)
             ]
             return await asyncio.gather(*requests)

@@ -118,7 +118,7 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
 
     async def answers() -> list[list[Completion]]:
         requests = [
-            engine.client.generate(ids, [index], make_sampling(temperature, 12 + 5 * index))
+            engine.client.generate(ids, [index], make_sampling(temperature, 8 + 3 * index))
             for index, (ids, temperature) in enumerate(zip(prompts, temperatures, strict=True))
         ]
         return await asyncio.gather(*requests)
@@ -189,7 +189,7 @@ def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(
 
     async def answers(engine: RunningEngine) -> tuple[list[Completion], int]:
         await engine.client.kv_usage()
-        sampling = make_sampling(0.0, 60)
+        sampling = make_sampling(0.0, 30)
         requests = (engine.client.generate(prompt(20, seed=seed), [0], sampling) for seed in range(16))
         completions = [completion for (completion,) in await asyncio.gather(*requests)]
         return completions, (await engine.client.kv_usage()).retractions
