@@ -75,6 +75,8 @@ def _rows(path: Path, notes: list[str]) -> Iterator[LogRow]:
     content = InputFile(path).data()
     lines = content.splitlines()
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             yield parse_row(line)
         except ValueError as error:

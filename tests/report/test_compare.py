@@ -105,6 +105,15 @@ def test_an_incomplete_last_line_is_dropped_with_a_note(tmp_path: Path) -> None:
         read_record(folder)
 
 
+def test_blank_lines_are_skipped(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [{"x": 1.0}] * 2)
+    first, second = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text(f"\n{first}\n \n{second}\n\n")
+    record = read_record(folder)
+    assert record.curve("x") == [(0, 1.0), (1, 1.0)]
+    assert record.notes == ()
+
+
 def test_the_page_is_self_contained_and_escapes_run_names(tmp_path: Path) -> None:
     a = read_record(
         write_run(tmp_path / "a", [{HOSTILE: float(n), "flat": 1.0} for n in range(3)], f"run: {{name: '{HOSTILE}'}}\n")
