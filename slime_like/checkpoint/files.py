@@ -183,6 +183,7 @@ def publish(scratch: Path, target: Path) -> None:
     fsync_path(scratch)
     replaced_path = target.with_name(f"{target.name}.replaced{SCRATCH}")
     if target.exists():
+        _remove(replaced_path)  # left by a run that was killed before it removed an earlier target
         target.rename(replaced_path)
     scratch.rename(target)
     fsync_path(target.parent)

@@ -12,6 +12,7 @@ from slime_like.checkpoint.files import (
     iteration_folder,
     iterations,
     prune,
+    publish,
     side_files,
     side_of,
     write_text,
@@ -61,6 +62,16 @@ def test_a_failed_replacement_names_the_file_and_keeps_the_old_one(tmp_path: Pat
         write_text(path, "new")
     assert error.value.filename == str(path)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("state_1.json", "old")]
+
+
+def test_a_folder_is_replaced_although_an_earlier_replacement_was_killed(tmp_path: Path) -> None:
+    target, leftover, scratch = (tmp_path / name for name in ("hf", "hf.replaced.tmp", "hf.tmp"))
+    for folder, text in ((target, "second"), (leftover, "first"), (scratch, "third")):
+        folder.mkdir()
+        (folder / "config.json").write_text(text)
+    publish(scratch, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (target / "config.json").read_text() == "third"
 
 
 def test_pruning_keeps_the_newest_and_the_latest_iteration(tmp_path: Path) -> None:
