@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from pathlib import Path
+from time import perf_counter_ns as clock
 from typing import Any
 
 import pytest
@@ -144,6 +145,26 @@ def test_recording_completed_ops_keeps_a_new_work_under_a_reused_id(wrapper: Wra
     wrapper.pending_works[7] = (drop, counter, 0)  # pyright: ignore[reportArgumentType]
     wrapper.record_completed()
     assert wrapper.pending_works.pop(7) == later
+
+
+class CompletedWork:
+    """Work of an op that has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_the_recorded_end_of_an_op_that_nobody_waits_for_stays(wrapper: Wrapper) -> None:
+    dist.isend(torch.zeros(2), 1)
+    (counter,) = wrapper.counters()
+    work = CompletedWork()
+    wrapper.pending_works[id(work)] = (weakref.ref(work), counter, 0)
+    wrapper.record_completed()
+    first = times(wrapper, 1)
+    wrapper.record_completed()
+    assert times(wrapper, 1) == first
+    wrapper.add_pending(work, counter, 1, clock())  # a new work under the same id
+    assert times(wrapper, 1) == first
 
 
 def times(wrapper: Wrapper, count: int) -> list[tuple[int, int]]:

@@ -159,7 +159,7 @@ class Wrapper:
         """Register the ``work`` of an asynchronous op, which its caller may wait for later or never. Return ``work``."""
         deleted_work = self.pending_works.get(id(work))  # a deleted work whose id ``work`` has reused
         if deleted_work is not None:
-            self.record_end(deleted_work[2], start_ns)
+            self._record_unawaited_end(deleted_work[2], start_ns)
         self.pending_works[id(work)] = (weakref.ref(work), counter, index)
         if len(self.pending_works) > MAX_PENDING:
             self.record_completed()
@@ -171,6 +171,11 @@ class Wrapper:
         start = self.ring.first_word(index)
         if self.ring.words[start] == index:
             self.ring.words[start + ENDED] = time_ns
+
+    def _record_unawaited_end(self, index: int, time_ns: int) -> None:
+        """Record that op ``index``, for which nobody waited, had ended by ``time_ns``, unless its end was recorded earlier."""
+        if not self.ring.words[self.ring.first_word(index) + ENDED]:
+            self.record_end(index, time_ns)
 
     def record_failure(self, counter: Counter, index: int, error: BaseException) -> BaseException:
         """Record that an op failed. Return the error to raise: ``error`` or, if the backend raised it, a ``CollectiveError``."""
@@ -186,7 +191,7 @@ class Wrapper:
         for key, (ref, _, index) in list(self.pending_works.items()):
             work = ref()
             if work is None or work.is_completed():
-                self.record_end(index, clock())
+                self._record_unawaited_end(index, clock())
             if (
                 work is None and (current := self.pending_works.get(key)) and current[2] == index
             ):  # else a newer work has this id
