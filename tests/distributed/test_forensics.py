@@ -15,7 +15,8 @@ import pytest
 from slime_like.cluster.supervise import crash
 from slime_like.cluster.supervise.crash import write_bundle
 from slime_like.config.schema.collectives import canonical
-from slime_like.distributed.forensics.report import dump, findings, list_ranks
+from slime_like.distributed.forensics import ring as ring_module
+from slime_like.distributed.forensics.report import dump, findings, list_ranks, missing_ranks
 from slime_like.distributed.forensics.ring import (
     CODES,
     FAILED,
@@ -242,6 +243,20 @@ def test_a_rank_that_died_in_an_op_is_named(tmp_path: Path) -> None:
     readings["trainer_rank2"] = Reading(dead.name, dead.pid, "dead", dead.records)
     (finding,) = findings(readings)
     assert finding.headline == f"barrier #1 in group dp: arrived, but then: rank 2 (process {dead.pid} dead)"
+
+
+def test_a_rank_in_another_container_is_not_reported_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may share /dev/shm but not process ids."""
+    for ring in rings(tmp_path):
+        write(ring, "barrier", 1, 0, ended=0)
+        ring.words[1] = 1 << 30  # a process id that does not exist here
+        ring.record_rebuild(1)
+    assert "dead" in findings(read_rings(tmp_path))[0].headline
+    monkeypatch.setattr(ring_module, "pid_namespace", lambda: 1)
+    (finding,) = findings(read_rings(tmp_path))
+    assert finding.headline == "barrier #1 in group dp: every rank arrived"
+    assert f"trainer_rank0: process {1 << 30} in another container, " in dump(tmp_path)
+    assert missing_ranks(read_rings(tmp_path), range(3), "trainer", 1).startswith("every rank")
 
 
 def test_groups_of_other_worlds_and_roles_are_kept_separate(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def _group_findings(group: GroupInfo, ranks: Mapping[int, Reading], now: int) ->
             tuple(
                 f"rank {rank} (process {ranks[rank].pid} {ranks[rank].state})"
                 for rank in sorted(arrived)
-                if ranks[rank].state != "running"
+                if ranks[rank].is_lost
             ),
             unknown,
         )
@@ -195,7 +195,7 @@ def missing_ranks(readings: Mapping[str, Reading], ranks: Iterable[int], role: s
     absent = [
         f"rank {rank} ({_describe_rank(reading, now)})"
         for rank, reading in by_rank.items()
-        if reading is not None and (reading.state != "running" or reading.rebuilds < rebuild)
+        if reading is not None and (reading.is_lost or reading.rebuilds < rebuild)
     ]
     unreadable = list_ranks([rank for rank, reading in by_rank.items() if reading is None])
     text = f"did not arrive: {', '.join(absent)}" if absent else "every rank whose record is on this node arrived"

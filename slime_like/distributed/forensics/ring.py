@@ -34,6 +34,7 @@ REBUILDS, FREE, HELD, TOTAL, QUERIED = 5, 6, 7, 8, 9  # words of the head
 ENDED, FAILED = 2, -1  # position of the end time in a record; its value if the op failed
 OP_BITS, PHASE_BITS = 8, 8
 GROUP_SHIFT = OP_BITS + PHASE_BITS  # in a code, the group's number is in the bits above op and phase
+ELSEWHERE = "in another container"  # state of a process whose pid belongs to another namespace
 CODES = {op.name: number for number, op in enumerate(OPS)}
 
 
@@ -196,10 +197,15 @@ class Reading:
 
     name: str  # such as trainer_rank1
     pid: int
-    state: str  # running, stopped or dead
+    state: str  # running, stopped, dead or ELSEWHERE
     records: tuple[OpRecord, ...]  # oldest first
     rebuilds: int = 0  # number of rebuilds of communicators that the process started
     memory: MemoryState | None = None  # None: never queried
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the process is suspended (SIGSTOP) or dead; False if its state cannot be seen from here."""
+        return self.state in ("stopped", "dead")
 
 
 def read_rings(folder: Path) -> dict[str, Reading]:
@@ -218,13 +224,16 @@ def _read(path: Path) -> Reading | None:
         description = {"groups": [], "phases": []}
     if len(data) < HEAD or struct.unpack_from("=q", data)[0] != MAGIC:
         return None
-    _, pid, start_ticks, slots, _, rebuilds, free, process_bytes, total, query_ns = struct.unpack_from("=10q", data)
+    _, pid, start_ticks, slots, namespace, rebuilds, free, process_bytes, total, query_ns = struct.unpack_from(
+        "=10q", data
+    )
     groups = {
         number: GroupInfo(number, name, label, tuple(r), f) for number, name, label, r, f in description["groups"]
     }
     records = sorted(_records(data, slots, groups, description["phases"]), key=lambda record: record.index)
     memory = MemoryState(free, process_bytes, total, query_ns) if query_ns else None
-    return Reading(path.stem, pid, process_state(pid, start_ticks), tuple(records), rebuilds, memory)
+    state = process_state(pid, start_ticks) if namespace == pid_namespace() else ELSEWHERE
+    return Reading(path.stem, pid, state, tuple(records), rebuilds, memory)
 
 
 def _records(data: bytes, slots: int, groups: dict[int, GroupInfo], phases: list[str]) -> Iterator[OpRecord]:
