@@ -10,7 +10,10 @@ from __future__ import annotations
 
 SLIME_METRICS: dict[str, str] = {
     "rollout/raw_reward": "rollout/raw_reward",
-    "rollout/response_len/mean, median, max, min": "rollout/response_len/mean",
+    "rollout/response_len/mean": "rollout/response_len/mean",
+    "rollout/response_len/median": "rollout/response_len/median",
+    "rollout/response_len/max": "rollout/response_len/max",
+    "rollout/response_len/min": "rollout/response_len/min",
     "rollout/truncated_ratio": "rollout/truncated_ratio",
     "rollout/zero_std/count_*": "rollout/zero_std_ratio",
     "rollout/rollout_log_probs": "rollout/log_probs",
@@ -22,7 +25,9 @@ SLIME_METRICS: dict[str, str] = {
     "train/kl_loss": "train/kl_loss",
     "train/entropy_loss": "train/entropy_loss",
     "train/ois": "train/ois",
-    "train/tis, tis_abs, tis_clipfrac": "train/tis",
+    "train/tis": "train/tis",
+    "train/tis_abs": "train/tis_abs",
+    "train/tis_clipfrac": "train/tis_clipfrac",
     "train/train_rollout_logprob_abs_diff": "train/train_rollout_logprob_abs_diff",
     "train/grad_norm": "train/grad_norm",
     "train/lr-pg_0": "train/lr",
@@ -44,7 +49,9 @@ SLIME_METRICS: dict[str, str] = {
 
 VERL_METRICS: dict[str, str] = {
     "critic/score/mean, critic/rewards/mean": "rollout/raw_reward",
-    "response_length/mean, max, min": "rollout/response_len/mean",
+    "response_length/mean": "rollout/response_len/mean",
+    "response_length/max": "rollout/response_len/max",
+    "response_length/min": "rollout/response_len/min",
     "response_length/clip_ratio": "rollout/truncated_ratio",
     "val-core/<source>/acc/mean@k": "eval/<dataset>",
     "actor/pg_loss": "train/pg_loss",
@@ -71,7 +78,7 @@ VERL_METRICS: dict[str, str] = {
     "timing_s/step, perf/time_per_step": "perf/step_time",
     "perf/total_num_tokens": "train/num_tokens",
 }
-"""verl's metric -> ours. verl compares probabilities, and this project log-probabilities."""
+"""verl's metric -> ours. ``training/rollout_probs_diff_*`` compare probabilities, and our metrics log-probabilities."""
 
 OTHER_KEYS: dict[str, str] = {
     "algo.clip_range": "algo.eps_clip",
@@ -79,4 +86,4 @@ OTHER_KEYS: dict[str, str] = {
     "algo.cliprange": "algo.eps_clip",
     "algo.gae_lambda": "algo.lambd",
 }
-"""Other usual names of keys -> our key. ``clip_ratio`` is verl's key, ``cliprange`` the argument of its loss."""
+"""Common name elsewhere -> our key. ``clip_ratio`` is verl's key, ``cliprange`` the argument of its loss."""

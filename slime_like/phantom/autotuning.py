@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 NO_RESULTS = {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
-"""Variables that keep fla and Triton from writing the fastest configuration to the cache: here it would be an arbitrary one."""
+"""Environment variables that keep fla and Triton from caching the fastest configuration, which would be arbitrary here."""
 
 
 def use_first_configs() -> None:

@@ -296,7 +296,7 @@ ALWAYS: dict[str, tuple[str | None, str]] = {
     "--attention-dropout": ("0.0", "models are trained without dropout"),
     "--hidden-dropout": ("0.0", "models are trained without dropout"),
     "--overlap-cpu-optimizer-d2h-h2d": (None, "an offloaded optimizer always overlaps its copies"),
-    "--use-precision-aware-optimizer": (None, "main weights and moments are float32, as by slime's defaults"),
+    "--use-precision-aware-optimizer": (None, "main weights and moments are float32, as with slime's defaults"),
     "--rollout-skip-special-tokens": (None, "rewards read text without special tokens"),
     "--update-weight-mode": ("full", "every push sends all weights"),
     "--reward-key": ("score", "training uses the score of a reward"),
@@ -328,8 +328,8 @@ REFUSED: dict[str, str] = {
     "--offload": "use --offload-train --offload-rollout",
     "--fp16": "use --bf16, or model.dtype=float32",
     "--megatron-to-hf-mode": "HF checkpoints are read and written by our own converter",
-    "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf, run.save_hf_interval=N every N-th to run.dir/hf_iter_*",
+    "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf, run.save_hf_interval=N the weights after every N-th rollout to run.dir/hf_iter_*",
     "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key is on a command line",
     "--sglang-server-concurrency": "rollout.max_running_requests limits the concurrent requests of an engine; auto: by its free KV cache",
 }
-"""Flags of slime without a feature here -> the alternative, or an empty text."""
+"""Flags of slime and Megatron without a key here -> the reason or the alternative, or an empty text."""

@@ -27,7 +27,7 @@ class VocabularyPart:
 
 
 VocabScores = Callable[..., tuple[Tensor, Tensor | None]]
-"""``vocab_scores``, or a function with the same result in other kernels (the plugins' ``megatron_cpu/scores.py``)."""
+"""``vocab_scores``, or a function that computes the same with other kernels (the plugins' ``megatron_cpu/scores.py``)."""
 
 
 class _Scores(torch.autograd.Function):
