@@ -84,8 +84,8 @@ class WorkerProcess:
         """Send a request and return the reply.
 
         Raises ``DeadlineExceeded`` if there is no reply in time, and ``WorkerDied`` with the cause if the process ended.
-        After an error or a cancellation the process cannot be used again: call ``kill``. Threads write and read, because a
-        suspended (SIGSTOP) process can block both for ``PIPE_S``, and the event loop must not wait.
+        After an error or a cancellation the process cannot be used again: call ``kill``. The pipe is written and read in
+        threads, because a suspended (SIGSTOP) process can block either for ``PIPE_S``, and the event loop must not wait.
         """
         subject = f"reward {request.name!r} (process {self.pid})"
         try:

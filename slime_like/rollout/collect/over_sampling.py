@@ -166,7 +166,7 @@ class OverSamplingCollector(GroupCollector):
         return metrics
 
     async def close(self) -> None:
-        """Cancel all tasks."""
+        """Cancel the tasks of all groups, aborted ones included, and wait until they have ended."""
         tasks = [*(group_task.task for group_task in self._in_flight if group_task.task is not None), *self._aborted]
         for task in tasks:
             task.cancel()
