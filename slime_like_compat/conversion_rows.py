@@ -15,7 +15,7 @@ VERDICTS = {
     "code": "your code, named in the recipe: port it to this project's signature; no run starts until it can be imported",
     "dropped": "left out, with the reason: the job is the same without it",
     "refused": "changes the job and has no equivalent here",
-    "needed": "its value is not in the script",
+    "needed": "its value is not known from the script",
     "unknown": "unknown to both projects",
 }
 ESSENTIAL = frozenset({"--hf-checkpoint", "--prompt-data", "actor_rollout_ref.model.path"})

@@ -44,8 +44,14 @@ def _mapped() -> Iterator[str]:
         yield _row(f"`{flag}`", f"`{key}={format_value(value)}`")
     for flag, keys in COMBINED.items():
         yield _row(f"`{flag}`", ", ".join(f"`{key}`" for key in keys))
-    yield _row("`--sglang-NAME`", "`rollout.sglang.NAME`: any field of SGLang's ServerArgs")
-    yield _row("`--NAME`", "`model.megatron.NAME`: any field of Megatron's TransformerConfig")
+    yield _row(
+        "`--sglang-NAME`",
+        "`rollout.sglang.NAME`: any field of SGLang's ServerArgs that neither another key nor slime_like itself sets",
+    )
+    yield _row(
+        "`--NAME`",
+        "`model.megatron.NAME`: any field of Megatron's TransformerConfig that neither another key nor `config.json` nor slime_like itself sets",
+    )
 
 
 def _always() -> Iterator[str]:

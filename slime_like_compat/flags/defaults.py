@@ -36,8 +36,14 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
         "algo.aggregation",
         "sequence_mean",
     ),
-    SlimeDefault("--eps-clip-high", "as --eps-clip", "algo.eps_clip_high", "null"),
-    SlimeDefault("--eps-clip", "0.2", "algo.eps_clip", "0.2"),
+    SlimeDefault(
+        "--eps-clip-high",
+        "as --eps-clip",
+        "algo.eps_clip_high",
+        "null",
+        "differs here only for dapo (0.28), gspo (4e-4) and cispo (4.0)",
+    ),
+    SlimeDefault("--eps-clip", "0.2", "algo.eps_clip", "0.2", "differs here only for gspo (3e-4) and cispo (1.0)"),
     SlimeDefault("--kl-loss-type", "k1", "algo.kl_loss_type", "k1", needs=("--use-kl-loss",)),
     SlimeDefault(
         "--eval-temperature",

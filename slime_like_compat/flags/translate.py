@@ -18,7 +18,7 @@ from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWIT
 from slime_like_compat.flags.without_key import SGLANG_RENAMED
 
 ACTIONS = {
-    "--plan": "print the placement, the batch sizes and the value of each auto, and exit",
+    "--plan": "print the placement, the batch sizes and the value chosen for each key set to auto, and exit",
     "--plan-for": "--plan-for 8xH200: print the plan for a machine with that many GPUs, without checking this machine",
     "--trace": "with --plan or --plan-for: also run a step of the trainer on a phantom GPU and print its memory, without a GPU",
     "--doctor": "check this machine and environment, print fixes for missing parts, and exit",
