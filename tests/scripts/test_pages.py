@@ -1,4 +1,4 @@
-"""Documentation pages: the navigation has every page of docs/, and every relative link resolves to a file and heading."""
+"""Documentation pages: the navigation has every page of docs/, relative links resolve to a file and heading, and YAML parses."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob(".github/*.md")])
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]+))?\)")  # relative: no scheme
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+YAML_BLOCK = re.compile(r"^```ya?ml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -56,6 +57,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
     assert list(dead(page, page.read_text())) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_blocks_of_yaml_can_be_parsed(page: Path) -> None:
+    for block in YAML_BLOCK.findall(page.read_text()):
+        yaml.safe_load(block)
 
 
 def test_a_dead_link_is_detected() -> None:
