@@ -19,7 +19,7 @@ from slime_like.cluster.jobs.address import server_address
 from slime_like.cluster.jobs.server import JobServer
 from slime_like.errors import SlimeLikeError
 from slime_like.util.deadline import Deadline
-from tests.e2e.leftovers import MARK, RunResources, command
+from tests.e2e.leftovers import MARK, RunResources, command, living_processes
 from tests.e2e.runs import REPOSITORY
 
 START_S, END_S = 60.0, 30.0
@@ -34,7 +34,7 @@ class LocalCluster:
     gcs_port: int
     dashboard_port: int
     token: str = field(default_factory=lambda: secrets.token_hex(16))
-    resources: RunResources = field(default_factory=lambda: RunResources(f"cluster.{os.getpid()}"))
+    resources: RunResources = field(default_factory=lambda: RunResources(f"cluster.{os.getpid()}", living_processes()))
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
 
     @property
@@ -51,7 +51,9 @@ class LocalCluster:
         # Another cluster may use Ray's default port.
         agent_port = f"--dashboard-agent-listen-port={free_ports(1)[0]}"
         own = [ip, agent_port, "--min-worker-port=0", "--max-worker-port=0", "--num-cpus=4"]
-        words = [RAY, "start", *arguments, *own, "--disable-usage-stats", "--block"]
+        # Runs do not ask Ray for the logs of their workers.
+        unused = ["--include-log-monitor=false", "--disable-usage-stats"]
+        words = [RAY, "start", *arguments, *own, *unused, "--block"]
         with log:
             self.nodes.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd="/"))
 
@@ -87,6 +89,7 @@ def local_cluster(folder: Path) -> Generator[LocalCluster]:
         f"--port={gcs_port}",
         f"--dashboard-port={dashboard_port}",
         f"--ray-client-server-port={client_port}",
+        "--no-monitor",  # runs do not use Ray's autoscaler
     )
     try:
         cluster.start(*head)
