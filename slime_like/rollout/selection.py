@@ -37,7 +37,7 @@ def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, poli
     """Select whole groups, in order, up to ``samples_per_rollout`` samples, and carry or drop the others by ``policy``.
 
     If there are too few samples for a rollout, ``carry`` carries all groups, so that the caller collects more, and ``drop``
-    selects all of them for smaller steps. A first group larger than a rollout is selected alone, as it would never fit.
+    selects them all, so that optimizer steps are smaller. If the first group alone exceeds a rollout, only it is selected.
     An episode of several samples counts once.
 
     Example: of three groups of 4 samples, with 8 samples per rollout, two are used and the third is carried or dropped.
@@ -150,8 +150,8 @@ class GroupSelection:
 class LearningSignal:
     """Counter of consecutive rollouts that have no groups, or in which rewards do not differ. It warns about both.
 
-    A rollout without groups counts only if no more groups than before are carried to a later rollout. It does not end a
-    streak of rollouts in which rewards do not differ.
+    A rollout without groups that increases the number of groups carried to a later rollout is not counted, and ends the
+    streak of rollouts without groups. No rollout without groups ends a streak of rollouts in which rewards do not differ.
 
     ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
     samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.

@@ -132,7 +132,7 @@ class Slab:
 
     @staticmethod
     def allocate(size: int, experts: ExpertEntry | None, num_extents: int) -> Slab:
-        """Return a slab of uninitialised memory for ``size`` tokens, with zeros as experts.
+        """Return a slab for ``size`` tokens, whose experts, if any, are 0 and whose other columns are uninitialised.
 
         Raises ``MemoryError`` if there is not enough memory.
         """
@@ -213,7 +213,7 @@ class RowTable:
 
 
 def grow[Array: npt.NDArray[Any]](array: Array, size: int) -> Array:
-    """Return a copy padded with zeros to at least ``size`` entries and at least twice the length."""
+    """Return a copy, padded with zeros to ``size`` entries or to twice the length of ``array``, whichever is larger."""
     larger = np.zeros(max(size, 2 * len(array)), dtype=array.dtype)
     larger[: len(array)] = array
     return larger  # pyright: ignore[reportReturnType]

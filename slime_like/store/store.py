@@ -124,7 +124,7 @@ class SampleStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs, including the free space after rows, and released rows until all rows of a slab are released."""
+        """Bytes of all slabs. Free space after rows counts, and so does a released row until its slab has no other rows."""
         return sum(slab.columns.nbytes for slab in self._slabs.values())
 
     # ---- append ------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class SampleStore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreRow:
-    """One sequence of a store."""
+    """One row of a ``SampleStore``."""
 
     store: SampleStore
     index: int

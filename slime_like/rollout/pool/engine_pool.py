@@ -170,16 +170,16 @@ class EnginePool:
 
     @property
     def has_failed(self) -> bool:
-        """Return True once an error has ended the run; engines are not used any more."""
+        """True once an error has ended the run. The engines are no longer used."""
         return self._failure is not None
 
     @property
     def may_restart(self) -> bool:
-        """Return True unless restarts are deferred."""
+        """True unless restarts are deferred (``defer_restarts``)."""
         return self._may_restart.is_set()
 
     def defer_restarts(self) -> None:
-        """Start no lost engine until ``allow_restarts``: the start would need device memory that the trainer has."""
+        """Do not restart lost engines until ``allow_restarts``, because the trainer holds the device memory that they need."""
         self._may_restart.clear()
 
     def allow_restarts(self) -> None:
@@ -187,7 +187,10 @@ class EnginePool:
         self._may_restart.set()
 
     async def wait_for_reachable(self) -> list[EngineSlot]:
-        """Return the slots of the engines that a push can reach, once there is one. Raises the error that ended the run."""
+        """Wait until a push can reach at least one engine; return the slots of all engines that it can reach.
+
+        Raises the error that ended the run.
+        """
         while self._failure is None:
             if reachable := [slot for slot in self.slots if not (slot.is_restarting or slot.is_stalled)]:
                 return reachable
@@ -195,7 +198,7 @@ class EnginePool:
         raise copy_error(self._failure)
 
     async def wait_until_push_needed(self) -> None:
-        """Wait until no engine serves and a push can reach a restarted one, or until an error ends the run."""
+        """Wait until no engine serves although a push can reach at least one, or until an error ends the run."""
         while self._failure is None and (
             self.router.engines or all(slot.is_restarting or slot.is_stalled for slot in self.slots)
         ):
@@ -204,7 +207,8 @@ class EnginePool:
     def admit(self, slot: EngineSlot, version: int) -> None:
         """Let groups be assigned to the engine of ``slot``, which has all weights of ``version``.
 
-        Do nothing if the engine is restarting. If it is not proven, only record ``version``.
+        Do nothing if the engine is restarting. If it is not proven (it was added during the run, and no probe has compared
+        it with the trainer yet), only record ``version``.
         """
         if slot.is_restarting:
             return
@@ -259,7 +263,7 @@ class EnginePool:
             self.wake()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start ``work`` as a task, which ``stop`` cancels. An exception of the task ends the run."""
+        """Start ``work`` as a task, which ``stop`` cancels. An exception in the task ends the run."""
 
         def on_end(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -322,7 +326,7 @@ class EnginePool:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the tasks that wait for a change of the engines."""
+        """Wake the tasks that wait for the state of an engine to change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

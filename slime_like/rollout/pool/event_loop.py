@@ -12,9 +12,9 @@ MIN_BLOCKED_S = 0.5  # shorter delays lose no response
 
 
 class EventLoopMonitor:
-    """Context manager that measures delays of a periodic callback in the running loop.
+    """Context manager that measures how long the running loop was blocked, by the delays of a periodic callback.
 
-    Read the properties before the next ``await`` after the block, as they include the time since it ended.
+    The properties keep counting after the ``with`` block ends, so read them before the next ``await``.
     """
 
     def __init__(self) -> None:
@@ -24,12 +24,12 @@ class EventLoopMonitor:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which the loop was blocked since the context was entered."""
+        """Seconds since entry for which the loop was blocked, without delays of at most ``MIN_BLOCKED_S``."""
         return self._blocked_s + self._delay_s()
 
     @property
     def ran_s(self) -> float:
-        """Seconds for which the loop ran since the context was entered."""
+        """Seconds since entry for which the loop was not blocked."""
         return time.monotonic() - self._began - self.blocked_s
 
     def __enter__(self) -> Self:

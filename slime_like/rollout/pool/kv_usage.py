@@ -1,4 +1,4 @@
-"""Metrics of the engines' KV caches, queried once per rollout. The engines count at every batch, so no peak is missed."""
+"""Metrics of the engines' KV caches, queried once per rollout. Engines update them at every batch, so no peak is missed."""
 
 from __future__ import annotations
 

@@ -104,7 +104,10 @@ class EngineProbe:
         return tuple(probe_scores)
 
     def remember(self, groups: Sequence[SampleGroup]) -> None:
-        """Keep the first sequences of the newest rollout as probe sequences; before the first rollout these are prompts."""
+        """Keep the first sequences of a new rollout for the probe, or prompts if no rollout has had any yet.
+
+        Prompts are read without changing the position of the data source.
+        """
         sequences = [group.samples[0].token_ids for group in groups if group.samples and self._can_score(group)]
         sequences = sequences[: self._num_sequences]
         if not sequences and not self._sequences:
@@ -257,9 +260,9 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
 
 
 def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
-    """Return ``probe/logprob_abs_diff_*/<kind>``: the differences from scores that the trainer computed in another way.
+    """Return ``probe/logprob_abs_diff_*/<kind>``, which compare the engine with a variant of the trainer's computation.
 
-    ``kind`` names this way: layers of that kind in float64, or the trainer's own experts instead of the engine's.
+    ``kind`` names the variant: layers of that kind in float64, or the trainer's own experts instead of the engine's.
     """
     difference = prefill_differences(scores, trainer)
     return (

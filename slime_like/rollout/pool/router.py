@@ -81,7 +81,7 @@ class EngineRouter:
     def assign(self, tokens: int) -> Generator[EngineAssignment]:
         """Yield an assignment to the least loaded engine. ``tokens`` count as its load until they are spent or the block ends.
 
-        While no engine serves, the assignment has none; ``wait_for_engine`` waits for one.
+        If no engine serves, the assignment has no engine until ``wait_for_engine`` assigns one.
         """
         assignment = EngineAssignment(tokens, None)
         if self._engines:

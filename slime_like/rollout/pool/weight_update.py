@@ -46,11 +46,13 @@ class EngineWeightUpdate:
         self._is_open = False  # True while an update is neither resumed nor aborted
 
     async def begin(self) -> tuple[EngineAddress, ...]:
-        """Pause each engine and open its update; return the addresses of the participants.
+        """Pause each reachable engine, restore the memory that a push needs, and open the engine's update.
 
-        An update still open is discarded. If no engine remains, this waits for a restart. When a push starts over, an
-        engine may be unresponsive because it still waits for an engine lost in the first attempt: unless
-        ``health.on_stalled_engine`` is wait, the unresponsive engine counts as stalled after ``health.timeout_s``.
+        Return the addresses of these engines. An update that is still open is discarded. Deferred restarts are allowed; if
+        no engine is left, this method waits for one. When a push starts over, an engine may be unresponsive because it
+        still waits for an engine that was lost in the first attempt. Unless ``health.on_stalled_engine`` is wait, it then
+        counts as stalled after ``health.timeout_s``. Raises the error that ended the run, or an error of an engine that
+        is not lost.
         """
         seconds = (
             self._pool.health.timeout_s if self._is_open and self._pool.health.on_stalled_engine != "wait" else None
@@ -83,9 +85,9 @@ class EngineWeightUpdate:
         self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
 
     async def resume(self, version: int) -> None:
-        """Resume decoding under ``version`` and let groups be assigned to proven engines. Withdraw engines with older weights.
+        """Resume decoding under ``version``. Let groups be assigned to the updated engines, except those not proven yet.
 
-        Raises ``EngineLost`` if no engine remains.
+        Engines with older weights are withdrawn. Raises ``EngineLost`` if no updated engine remains.
         """
         resume_results = await self._on_each(self._targets, EngineClient.resume)
         for target in resume_results:
@@ -100,9 +102,10 @@ class EngineWeightUpdate:
             raise EngineLost(f"no remaining engine has the weights of version {version}")
 
     async def abort(self) -> None:
-        """Resume all responding engines whose update is committed or was not begun, after a push that failed and is not repeated.
+        """End a push that failed and is not repeated: restore the memory of all responding engines and resume some of them.
 
-        The other engines stay paused until a push is committed, because their weights are incomplete or have no version number.
+        Engines whose update is committed or was not begun are resumed. The others stay paused until a push is committed,
+        because their weights are incomplete or have no version number.
         """
         self._pool.on_push_end()
         self._is_open = False
