@@ -47,9 +47,10 @@ def main(request: Path, result: Path) -> int:
 
 
 def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
-    """Return the functions to call: request pool, and if the engine may use them, Triton attention and Gated DeltaNet.
+    """Return ``request_pool`` and the other functions whose kernels the engine may use.
 
-    Latent attention is not compiled, and the activation is compiled only if nvcc is installed.
+    Attention is left out if it is latent or the engine uses a backend other than Triton, Gated DeltaNet if the model has
+    none, and the activation if nvcc is not installed.
     """
     out: list[Callable[[Sizes], None]] = [request_pool]
     if not sizes["latent"] and sizes["attention_backend"] in ("", "triton"):  # "": the default of some models and GPUs
@@ -137,7 +138,7 @@ def convolution(sizes: Sizes) -> None:
 
 
 def gated_delta_prefill(sizes: Sizes) -> None:
-    """Apply the chunked rule to new tokens of several requests."""
+    """Apply the chunked gated delta rule to new tokens of several requests."""
     ops: Any = importlib.import_module(f"{OPS}.attention.fla.chunk")
     key_heads, value_heads, key_dim, value_dim, _ = sizes["gdn"]
     q, k = (_half(sizes, 1, TOKENS, key_heads, key_dim) for _ in range(2))
@@ -157,7 +158,7 @@ def gated_delta_prefill(sizes: Sizes) -> None:
 
 
 def gated_delta_decode(sizes: Sizes) -> None:
-    """Apply the rule to one token of each request."""
+    """Apply the recurrent gated delta rule to one token of each request."""
     ops: Any = importlib.import_module(f"{OPS}.attention.fla.fused_recurrent")
     _, value_heads, key_dim, value_dim, _ = sizes["gdn"]
     a, b = (_half(sizes, REQUESTS, value_heads) for _ in range(2))

@@ -117,7 +117,7 @@ class _Search:
 
 
 def _captured(function: FunctionType) -> Iterator[Any]:
-    """Yield the values of the variables that a function takes from functions around it."""
+    """Yield the values of a function's closure variables, except those that have no value yet."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # the variable has no value yet
             yield cell.cell_contents

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return ``number`` followed by ``noun`` if it is 1, otherwise by ``plural``, by default ``noun`` with an "s"."""
+    """Return ``number`` with ``noun`` if the number is 1, else with ``plural``, which defaults to ``noun`` plus "s"."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"

@@ -66,7 +66,7 @@ def parse(line: str) -> Gpu:
 def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:
     """Return the ``items`` that ``CUDA_VISIBLE_DEVICES=variable`` selects up to its first invalid entry, as CUDA does.
 
-    A UUID counts as the first item.
+    An entry that is a UUID is not looked up: it selects the first item.
     """
     if variable is None:
         return items

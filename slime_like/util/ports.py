@@ -70,7 +70,9 @@ def interface_towards(host: str) -> str:
 
 
 def interface_environment(host: str) -> Mapping[str, str]:
-    """Return the environment variables that bind gloo and NCCL to the interface towards ``host``; empty if both are set.
+    """Return the environment variables that bind gloo and NCCL to the interface towards ``host``.
+
+    Return an empty mapping if both variables are set already.
 
     By default gloo listens on the address that the host name resolves to, NCCL on the first non-loopback interface.
     Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.

@@ -90,7 +90,10 @@ def exclusive(path: Path, deadline: Deadline, holder: str) -> Generator[None]:
 
 
 def owned_by_another_user(path: Path) -> Path | None:
-    """Return ``path`` or its innermost parent that another user, except root, owns in a world-writable folder, or None."""
+    """Return ``path`` or its nearest parent that is in a world-writable folder and owned by another user, except root.
+
+    Return None if there is none.
+    """
     for part in (path, *path.parents):
         try:
             state, parent_state = part.lstat(), part.parent.lstat()

@@ -53,7 +53,8 @@ def returns_of(function: Callable[..., Any]) -> FunctionReturns | None:
 def may_be_filter_result(value: ast.expr | None) -> bool:
     """Return whether the value of an expression may be a valid result of a group filter: None or a non-empty string.
 
-    A value that is not known may be one. A conditional expression may be one only if both of its branches may.
+    Return True if the value cannot be determined. Both branches of a conditional expression must be possible results, but
+    only one operand of ``and`` or ``or``.
     """
     match value:
         case ast.Constant(value=constant):

@@ -56,7 +56,7 @@ class BroadcastSender:
         """Send all buckets of ``source`` in order, and return the metadata of the tensors.
 
         A collective over the ranks of a pipeline stage. Ranks other than the stage's sender send nothing and return an
-        empty list. An error is raised only after the last bucket, since the other ranks gather together with this one.
+        empty list. An error is raised only after the last bucket, because the other ranks gather every bucket with this one.
         """
         tensors: list[TensorMeta] = []
         buckets = source.buckets(self._transport.max_bytes)

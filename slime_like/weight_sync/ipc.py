@@ -172,7 +172,7 @@ class IpcSender:
         """Send all buckets. A collective over all trainer ranks.
 
         Return the metadata of the stage's tensors on the sender of a pipeline stage, an empty list on other ranks. An
-        error is raised only after the last bucket, since the other ranks gather together with this one.
+        error is raised only after the last bucket, because the other ranks gather every bucket with this one.
         """
         assert isinstance(source, ReplicatedWeightSource), "a trainer's rank can gather all weights"
         delivery = _Delivery(self._receiver, engine_ranks(self._receivers, self._transport.deadline_s))

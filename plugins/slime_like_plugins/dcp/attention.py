@@ -34,7 +34,7 @@ FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(slots=True)
 class ShardedBatch:
-    """Layout of one forward on this rank, the same for all layers."""
+    """Layout of the batch of one forward pass on this rank, the same for all layers."""
 
     stored_T: Tensor  # tokens of the packed batch that this rank stores
     rows_T: Tensor  # rows of the pool in which it stores them
@@ -60,7 +60,7 @@ class ShardedAttention(BatchedAttention):
             logger.info("each rank computes the queries of its group in %d layers", len(self._queries))
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Compute the layout of this forward."""
+        """Compute the layout of the batch for this forward pass."""
         self._batch = None
         mode, size = forward_batch.forward_mode, forward_batch.batch_size
         if mode.is_idle():

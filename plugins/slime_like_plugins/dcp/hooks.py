@@ -28,9 +28,9 @@ OFF = "set rollout.dcp=1 (--dcp-size)"
 def create_groups(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Hook around ``initialize_model_parallel``: allow DCP groups on a CPU, and measure their exchanges.
 
-    The function rejects platforms that SGLang's own attention does not support with DCP, and uses ``is_cuda`` for
-    nothing else. Raises ``SystemExit`` if its module has no ``is_cuda``. Remove when SGLang's platforms declare
-    whether they support DCP.
+    ``is_cuda`` returns True during the call: the function uses it only to reject platforms on which SGLang's own attention
+    does not support DCP. Raises ``SystemExit`` if the function's module has no ``is_cuda``. Remove when SGLang's platforms
+    declare whether they support DCP.
     """
     from sglang.srt.distributed import parallel_state
 

@@ -74,7 +74,7 @@ class RoutingReplay:
 
     @contextmanager
     def replay(self, micros: Sequence[MicroBatch], *, compare: bool) -> Generator[None]:
-        """Replay the experts of ``micros``. With ``compare``, count the tokens for which a router would choose others."""
+        """Replay the experts of ``micros``. With ``compare``, count the tokens for which a router would choose other experts."""
         by_address = {_address(micro): micro.experts for micro in micros if micro.experts is not None}
         for index, choice in enumerate(self._choices()):
             choice.replayed_experts = {address: experts[index] for address, experts in by_address.items()}
@@ -100,11 +100,17 @@ class RoutingReplay:
                 choice.recorded_experts = None
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return metrics of the comparison since the last call; () if nothing is replayed. A collective."""
+        """Return metrics of how replayed experts differed from the routers' own choices since the last call.
+
+        The result is () if nothing is replayed; otherwise, this is a collective.
+        """
         return () if self._mode == "off" else self.difference().metrics("train")
 
     def difference(self) -> RoutingDifference:
-        """Return the comparison since the last call, the same on all ranks. A collective."""
+        """Return how replayed experts differed from the routers' own choices since the last call, the same on all ranks.
+
+        A collective.
+        """
         device = self._rank_info.device
         sums_2, maxima_2 = (torch.zeros(2, dtype=torch.float64, device=device) for _ in range(2))
         for _, router in self._routers:

@@ -44,7 +44,7 @@ class SampleLogprobDifference:
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor) -> None:
-        """Add tokens ``target_N`` of a micro-batch with the trainer's ``logprobs_N``."""
+        """Add the differences at the tokens ``target_N`` of a micro-batch; ``logprobs_N`` are the trainer's."""
         batch, device = micro.batch, logprobs_N.device
         tokens = provenance(batch, self.version)
         differences_N = logprobs_N.detach() - to_device(batch.rollout_logprobs[target_N], device)
@@ -57,7 +57,10 @@ class SampleLogprobDifference:
         self.sample_ids.append(batch.sample_ids[micro.layout.sequence_of(target_N[tokens.on_policy[target_N]])])
 
     def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
-        """Add trained tokens of scored micro-batches, on cp rank 0 only: columns [T] are the same on all cp ranks."""
+        """Add the differences at all trained tokens of ``micros``; ``columns`` are the trainer's log-probabilities [T].
+
+        A micro-batch whose column is None is skipped. Only cp rank 0 adds them, as all cp ranks have the same columns.
+        """
         if self.rank_info.cp_rank:
             return
         for micro, column_T in zip(micros, columns, strict=True):

@@ -188,9 +188,9 @@ class StepReport:
 
     @torch.no_grad()
     def add(self, out: LossOutput, weight_N: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch: its loss, the means and maxima of the loss function, and further ``columns`` to average.
+        """Add a micro-batch: its loss, the loss function's means and maxima, and ``columns``, further values to average.
 
-        Raises ``UserCodeError`` if the loss returned other names than for an earlier micro-batch.
+        Raises ``UserCodeError`` if the names of the means and maxima differ from those of an earlier micro-batch.
         """
         names = [*sorted(f"means[{name!r}]" for name in out.means), *sorted(f"maxima[{name!r}]" for name in out.maxima)]
         if self._names is not None and self._names != names:
@@ -220,7 +220,7 @@ class StepReport:
         """Return global metrics, the same on every rank of ``group``.
 
         Means are weighted by ``loss_weight``. Collective.
-        Raises ``UserCodeError`` on every rank if the losses of two ranks returned different names.
+        Raises ``UserCodeError`` on every rank if the names of the loss function's means and maxima differ between ranks.
         """
         names = sorted(self.sums)
         device = self.sums["weight"].device
@@ -242,9 +242,9 @@ class StepReport:
         return [*out, *self._maxima(group)]
 
     def _require_equal_names(self, group: Any, device: torch.device) -> None:
-        """Raise ``UserCodeError`` unless all ranks have the same names. Collective.
+        """Raise ``UserCodeError`` unless the loss function's means and maxima have the same names on all ranks. Collective.
+        An all-reduce of different metrics would hang or mix them up.
 
-        An all-reduce of different names would hang or mix up metrics.
         """
         digest = float(zlib.crc32(repr(self._names).encode()))
         largest_and_smallest = torch.full((2,), digest, dtype=torch.float64, device=device)

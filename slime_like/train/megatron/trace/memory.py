@@ -106,7 +106,10 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
 
 
 def _trace_push(trainer: RankTrainer, batch: PackedBatch, peaks: _Peaks, *, offload: bool) -> None:
-    """Record the peaks of a weight transfer and, with ``offload``, of the probe's forward pass and of phase ``COLLECT``."""
+    """Record the peak of a weight transfer; with ``offload``, also the peaks of phases ``PUSH`` and ``COLLECT``.
+
+    In ``PUSH``, the trainer runs the forward pass of the probe, which verifies pushed weights, unless it has virtual stages.
+    """
     if offload:
         trainer.device_state.keep(TRAINER_PHASES[PUSH])
         gc.collect()
