@@ -33,8 +33,8 @@ class Conversion:
 def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project: str, sign: str) -> TrainConfig:
     """Return the configuration that a converted job's ``overrides`` compose to.
 
-    Raises ``ConfigError`` if they do not compose. The message ends with ``hint`` and a line for each setting of the job, or
-    default of ``project``, whose key the error names. A line has the place, the name, ``sign`` and the value.
+    Raises ``ConfigError`` if they do not compose. The message ends with ``hint`` and a line for each setting of the job or
+    default of ``project`` that sets a key named in the error: place, name, ``sign`` and value.
     """
     try:
         return load_config(overrides, files=False, machine=False, code=False)
@@ -75,9 +75,10 @@ def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) 
 
 
 def print_conversion(convert: Callable[[], Conversion | str]) -> int:
-    """Call ``convert``, print the report or the table of many jobs that it returns, and return the exit code.
+    """Call ``convert``, print the report of one job or the table of many jobs that it returns, and return the exit code.
+    The code is that of the ``Conversion``, or ``SAME`` for a table. If ``convert`` raises a ``SlimeLikeError``, the error is
+    printed to stderr and the code is ``NONE``.
 
-    A ``SlimeLikeError`` that it raises is printed to stderr and gives ``NONE``; a table gives ``SAME``.
     """
     try:
         outcome = convert()

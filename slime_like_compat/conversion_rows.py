@@ -42,7 +42,7 @@ class Row:
     note: str = ""
 
     def text(self, values: dict[str, Any]) -> str:
-        """Return ``key=value`` for each key of a recipe that the row sets; ``values`` maps the recipe's keys to their values.
+        """Return ``key=value`` for each recipe key that this row sets; ``values`` maps all keys of the recipe to values.
 
         If ``values`` is empty, return the row's keys alone.
         """
@@ -79,7 +79,7 @@ class Mapped:
 
 
 def refusal_message(rows: Sequence[Row]) -> str:
-    """Return the error message for ``rows``, which block a recipe, with ``--drop`` for each flag that is not ``ESSENTIAL``."""
+    """Return the error message for ``rows``, which block a recipe. It suggests ``--drop`` for each flag not in ``ESSENTIAL``."""
     lines = [f"  {row.flag} {row.value_text}".rstrip() + f": {row.verdict}; {row.note}" for row in rows]
     flags = dict.fromkeys(row.flag for row in rows)
     drops = " ".join(f"--drop={flag}" for flag in flags if flag not in ESSENTIAL)

@@ -1,4 +1,4 @@
-"""Metrics of slime and verl with our name for each, and common names elsewhere for our keys.
+"""Metrics of slime and verl with our name for each, and names that some of our config keys have in other projects.
 
 ``verl_keys`` has verl's configuration keys.
 

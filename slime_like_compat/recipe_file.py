@@ -68,15 +68,15 @@ def _arguments(path: Path) -> list[str]:
 def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
     """Return the recipe: every key that the job sets, with a comment that names its setting or default in ``project``.
 
-    A key that neither of them set, such as run.name, has no comment. ``mapped.config`` must not be None.
+    A key that comes from neither, such as run.name, has no comment. ``mapped.config`` must not be None.
     """
     return "\n".join(_lines(mapped, launch, project)) + "\n"
 
 
 def key_values(mapped: Mapped) -> dict[str, Any]:
-    """Return the value of each key except ``algo`` that the recipe sets; empty if ``mapped.config`` is None.
+    """Return the value of each key that the recipe sets, except ``algo`` and ``algo.name``; empty without ``mapped.config``.
 
-    Mappings with free keys (``free_root``) are flattened to a dotted key per item.
+    A mapping with free keys (``free_root``) is flattened to one dotted key per item.
     """
     if mapped.config is None:
         return {}
@@ -116,7 +116,7 @@ def _lines(mapped: Mapped, launch: Launch, project: str) -> Iterator[str]:
 
 
 def _path(key: str) -> list[str]:
-    """Return the parts of a dotted key; the part inside a mapping with free keys is one name, dots included."""
+    """Return the parts of a dotted key. In a mapping with free keys, the rest of the key is one part, dots included."""
     root = free_root(key)
     return [*root.split("."), key[len(root) + 1 :]] if root is not None else key.split(".")
 

@@ -34,7 +34,7 @@ def variables(expression: str) -> list[str]:
 
 
 def evaluate(expression: str, value_of: Callable[[str], str]) -> int | None:
-    """Return the value of an expression that ``plain`` returned; None if it has none or is not supported.
+    """Return the value of an expression that ``plain`` returned; None if it is invalid, divides by 0 or is not supported.
 
     ``value_of`` returns the text of a variable; an empty text counts as 0.
     """

@@ -62,7 +62,8 @@ def decide(words: Sequence[Word], scope: Scope, script: Path) -> bool | None:
 def matches(value: Value, pattern: Word, scope: Scope, script: Path) -> bool | None:
     """Return whether ``value`` matches a pattern of ``case`` or ``[[``, in which quoted text is literal.
 
-    None if one of them is unknown, or if the pattern has a character class that is not supported.
+    The pattern ``*`` matches even an unknown value. Otherwise return None if the value or the pattern is unknown, or if the
+    pattern has a character class that is not supported.
     """
     if pattern.keyword == "*":
         return True

@@ -229,9 +229,9 @@ class _Lexer:
         return Part("text", "$", quoted)
 
     def _substitution(self, opening: int) -> str:
-        """Return the commands up to the parenthesis that closes the ``$(`` or ``<(`` here, which has ``opening`` characters.
+        """Return the commands inside the ``$(`` or ``<(`` here, without its parentheses. ``opening``: length of ``$(``.
+        Raises ``ConfigError`` if it is not closed, if commands are nested too deeply, or if their syntax is not supported.
 
-        Raises ``ConfigError`` if there is none, or commands are nested too deeply.
         """
         file_line, self.at = self.file_line, self.at + opening
         start, depth = self.at, 0

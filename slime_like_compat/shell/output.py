@@ -14,7 +14,10 @@ _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 
 
 def file_command(text: str, file_line: str) -> list[Word]:
-    """Return the words of a single command, or ``cd FOLDER`` of ``cd FOLDER && pwd``; an empty list for anything else."""
+    """Return the words of a single command other than ``cd``; for ``cd FOLDER && pwd``, the words ``cd FOLDER``.
+
+    Return an empty list for anything else.
+    """
     try:
         parsed = list(tokens(text, file_line))
     except ConfigError:

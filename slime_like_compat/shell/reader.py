@@ -67,7 +67,7 @@ class ScriptReader:
     def _effects(self, words: Sequence[Token], script: Path, condition_text: str) -> None:
         """Apply the assignments of a command, read the file that it sources, or record the training that it starts.
 
-        ``condition_text`` is the condition under which the command runs; empty if it runs.
+        ``condition_text`` is the condition under which the command runs; empty if it surely runs.
         """
         variables = Assignments(self.scope, script, condition_text)
         variables.expand(words)
@@ -178,7 +178,7 @@ class ScriptReader:
 
 
 def training(words: Sequence[Word], programs: Sequence[str]) -> int | None:
-    """Return the index of one of ``programs`` in a command that starts it; None for any other command."""
+    """Return the index of the word that names the program if a command starts one of ``programs``, else None."""
     for index, word in enumerate(words):
         last_part = word.parts[-1] if word.parts else None
         if not index or last_part is None or last_part.kind != "text":

@@ -89,8 +89,8 @@ def _flag_overrides(kept_flags: Sequence[FlagOccurrence], flags: Flags) -> list[
     """Return the overrides of the flags that a recipe can express.
 
     If ``--actor-num-gpus-per-node`` or ``--n-samples-per-prompt`` is omitted, its default in slime is translated as well,
-    because other flags depend on it, but its own override is not returned. If the policy starts from ``--ref-load``, it is
-    the value of model.megatron_checkpoint, and of model.ref_checkpoint only if the job uses a reference model.
+    because other flags depend on it, but its own override is not returned. If the policy starts from ``--ref-load``, its value
+    sets model.megatron_checkpoint unless a flag sets that key, and model.ref_checkpoint only if the job uses a reference model.
     """
     default_flags = [
         text

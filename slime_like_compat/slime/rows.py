@@ -57,7 +57,7 @@ def row_of(item: FlagOccurrence, flags: Flags) -> Row:
 def keys_of(flag: str) -> tuple[str, ...]:
     """Return the keys that a flag of ``flags.table`` sets.
 
-    Empty if it sets none, and for any other flag, such as one that sets a field of SGLang or Megatron.
+    Empty for a flag that sets none, and for a flag outside the table, such as one that sets a field of SGLang or Megatron.
     """
     if flag in COMBINED:
         return COMBINED[flag]

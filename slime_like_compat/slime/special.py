@@ -45,7 +45,10 @@ type VerdictFunction = Callable[[FlagOccurrence, Flags], tuple[str, str] | None]
 
 
 def _needs(switch: str, project: str = "slime") -> VerdictFunction:
-    """Return a function that drops a flag if the job does not give ``switch``."""
+    """Return a function whose verdict on a flag is ``dropped`` if the job does not give ``switch``, else None.
+
+    The note of the verdict names ``project``.
+    """
 
     def drop_without_switch(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
         del item

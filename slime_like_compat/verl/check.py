@@ -24,7 +24,7 @@ CLASSES = {
 
 
 def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Sequence[str]) -> str:
-    """Return as text the number of launch scripts below ``folder`` by class, and a line for each script.
+    """Return a table of the number of launch scripts below ``folder`` by outcome, followed by a line for each script.
 
     ``variables`` (``--set``) and ``user_overrides`` (``--with``) apply to every script. Raises ``ConfigError`` if there is no
     launch script.

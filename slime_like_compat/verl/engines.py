@@ -67,7 +67,7 @@ def _run_ahead(job: Job) -> None:
 
 
 def _limits(job: Job) -> None:
-    """Set the memory, the requests and the weight buckets of an engine."""
+    """Set the keys for an engine's share of memory, its maximum number of running requests and the size of weight buckets."""
     memory = f"{ROLLOUT}.gpu_memory_utilization"
     if job.sets(memory):
         is_high = job.number(memory) > MAX_ENGINE_MEMORY and job.value(_MODE) == "sync"

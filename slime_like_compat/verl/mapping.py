@@ -91,7 +91,8 @@ def translate_settings(
 ) -> Job:
     """Translate ``settings`` key by key into a ``Job``, without composing a configuration.
 
-    ``drop`` may have any of a key's names. Raises ``ConfigError`` if it has an unknown key, or a value cannot be translated.
+    A key in ``drop`` may be given by any of its names. Raises ``ConfigError`` if neither the job nor verl has such a key, or if
+    a value or a combination of settings cannot be translated.
     """
     settings = [leaf for setting in settings for leaf in _leaves(setting)]
     user_keys = {text.partition("=")[0]: text for text in user_overrides}
@@ -192,7 +193,7 @@ def _set_foreign(job: Job, key: str) -> None:
 
 
 def settings_of_tree(tree: dict[str, Any], file_line: str, prefix: str = "") -> list[Setting]:
-    """Return a setting for each leaf of a nested mapping. ``prefix`` precedes the names; ``file_line`` is the place of all."""
+    """Return a setting for each leaf of a nested mapping. ``prefix`` precedes each key; every setting is at ``file_line``."""
     settings: list[Setting] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"
