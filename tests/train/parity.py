@@ -262,11 +262,9 @@ def _compare(
     algo = dataclasses.replace(ALGO, routing_replay="rollout") if kind == REPLAYED else ALGO
     actor = make_actor(world, shared.models[kind], layout, algo=algo, temperature=TEMPERATURE, model=model)
     micro_batches = batch(kind)
-    shard = micro_batches[actor.rank_info.dp_rank :: layout.dp]
-    if layout.vpp > 1 and layout.dp == 1:  # an odd number, which the interleaved schedule pads
-        shard = [join_rows(shard[0], shard[1]), *shard[2:]]
+    shard = _shard(micro_batches, layout, actor.rank_info.dp_rank, join=not ref.balance)
     count = count_tokens(micro_batches)
-    scores = [actor.score(r) for r in pairs(micro_batches)]
+    scores = actor.score(join_rows(*pairs(micro_batches)))
     logits = _logits_error(actor, micro_batches[0], ref) if layout.world_size == 1 else None
     errors: dict[str, float] = {}
     update = actor.optimizer.step
@@ -279,7 +277,6 @@ def _compare(
         metrics = reduce_metrics(actor.train_rollout([shard], [count]))
     if not actor.rank_info.is_reporter:
         return None
-    score = max(float(np.abs(s - e).max()) for s, e in zip(scores, ref.pairs, strict=True) if s is not None)
     decays = [error for name, error in errors.items() if name.endswith(DECAYS)]
     errors = {name: error for name, error in errors.items() if not name.endswith(DECAYS)}
     worst = max(errors, key=lambda name: errors[name])
@@ -288,11 +285,22 @@ def _compare(
         grad_norm=abs(metrics["train/grad_norm"] / ref.grad_norm - 1),
         grad=errors[worst],
         worst_grad=worst,
-        score=score,
+        score=float(np.abs(scores - np.concatenate(ref.logprobs)).max()),
         decay=max(decays, default=0.0),
         balance=_balance_error(metrics, ref) if ref.balance else 0.0,
         logits=logits,
     )
+
+
+def _shard(micro_batches: list[PackedBatch], layout: Layout, dp_rank: int, *, join: bool) -> list[PackedBatch]:
+    """Return the micro-batches of a rank. With ``join``, they are joined into fewer, which need fewer collectives.
+
+    A single rank has four. A pipeline has three: an odd number, which the interleaved schedule pads.
+    """
+    if layout.dp > 1 or layout.world_size == 1 or not join:
+        return micro_batches[dp_rank :: layout.dp]
+    joined = pairs(micro_batches)
+    return [joined[0], *micro_batches[2:]] if layout.pp > 1 else joined
 
 
 def _logits_error(actor: Any, micro_batch: PackedBatch, ref: Reference) -> float:
