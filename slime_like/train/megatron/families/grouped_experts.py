@@ -13,8 +13,8 @@ class GroupedExperts(Experts):
     """Mix-in for a decoder family with routed and shared experts after the first layers.
 
     The routing weights of a token's experts come from ``score_function``: by default a softmax over all routed experts,
-    not normalised over the chosen ones. Unless topk_method is greedy or there is one group, the token's experts are in
-    the topk_group groups with the highest scores.
+    not normalised over the chosen ones. A token's experts are chosen from the topk_group groups with the highest scores,
+    or from all groups if topk_method is greedy or there is only one group.
     """
 
     shared_name = "shared_experts"
@@ -62,7 +62,7 @@ class GroupedExperts(Experts):
 
     @property
     def groups(self) -> tuple[int, int] | None:
-        """Number of groups, and number of groups that a token's experts may be in; None if groups do not limit the choice."""
+        """Number of groups, and of those that a token's experts are chosen from; None if groups do not limit the choice."""
         if getattr(self.hf, "topk_method", None) == "greedy" or int(self.hf.n_group or 1) == 1:
             return None
         return int(self.hf.n_group), int(self.hf.topk_group or 0)
@@ -86,7 +86,7 @@ class BiasedExperts(GroupedExperts):
     """Mix-in with a bias per expert (https://arxiv.org/abs/2408.15664).
 
     Experts are chosen by sigmoid scores plus biases. Their outputs are weighted by the scores alone, normalised over
-    the chosen experts. A group is ranked by its two best experts.
+    the chosen experts. Groups are ranked by the sum of their two best biased scores.
     """
 
     score_function = "sigmoid"

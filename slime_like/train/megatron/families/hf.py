@@ -22,8 +22,8 @@ from slime_like.util.reading import reason
 class HFFolder:
     """A local HF checkpoint. Float8 weights are multiplied by their scales, which are not in ``names()``.
 
-    Raises ``CheckpointError`` if a file is missing, truncated or belongs to another model, or if config.json needs code of the
-    folder or has a quantisation that is not supported.
+    Raises ``CheckpointError`` if a file is missing, truncated or belongs to another model, or if config.json requires Python
+    code from the folder or names an unsupported quantisation.
     """
 
     def __init__(self, path: str | Path, key: str = "model.hf_checkpoint") -> None:
@@ -100,8 +100,8 @@ class HFFolder:
     def apply_scales(self, name: str, tensor: Tensor, index: int | None = None) -> Tensor:
         """Return ``tensor``, which is stored as ``name``, multiplied by its scales if it has scales.
 
-        With ``index``, ``tensor`` is that part of the stored tensor. Raises ``CheckpointError`` if the stored dtype is
-        not that of a weight, or if the scales are missing or cannot be applied.
+        With ``index``, ``tensor`` is only the entry ``index`` of the stored tensor. Raises ``CheckpointError`` if the stored
+        dtype is not that of a weight, or if the scales are missing or cannot be applied.
         """
         entry = self._entry(name)
         scale = self._all_scales().name_of(name, entry.dtype)

@@ -61,7 +61,7 @@ class HybridDecoder(DenseDecoder):
         return self._delta_net(prefix)
 
     def _with_gate(self, attention: dict[str, Weight]) -> dict[str, Weight]:
-        """Return ``attention`` with a gate per query, which makes the query projection twice as wide."""
+        """Return the weights ``attention`` with a gate per query channel: the query projection is twice as wide."""
         key = "self_attention.linear_qkv.weight"
         plain = attention[key]
         (queries, hidden), *key_value_shapes = plain.shapes
@@ -88,7 +88,7 @@ class HybridDecoder(DenseDecoder):
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Number of key (and query) channels and of value channels in a DeltaNet layer."""
+        """(Key channels, value channels) of a DeltaNet layer, which has as many query channels as key channels."""
         hf = self.hf
         return hf.linear_num_key_heads * hf.linear_key_head_dim, hf.linear_num_value_heads * hf.linear_value_head_dim
 
@@ -98,7 +98,7 @@ class HybridDecoder(DenseDecoder):
 
 
 def _text(hf: Any) -> Any:
-    """Return a copy of a composite model's text config with the outer ``tie_word_embeddings``; other configs unchanged."""
+    """Return a copy of a vision model's text config with the outer ``tie_word_embeddings``; return other configs unchanged."""
     if not hasattr(hf, "text_config"):
         return hf
     text = copy.copy(hf.text_config)

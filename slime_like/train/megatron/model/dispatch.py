@@ -26,7 +26,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
     _counts_SE: Tensor | None = None  # number of rows for this rank's experts by sender and expert, on the device
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Return the number of rows that all ranks have for each expert of this rank.
+        """Return, for each expert of this rank, the number of rows that all ranks together send to it.
 
         Collective over the expert parallel and expert tensor parallel ranks.
         """
@@ -36,13 +36,13 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
 
     @property
     def _is_spread(self) -> bool:
-        """True if the rows for this rank's experts, which come from several ranks, are not yet ordered by expert."""
+        """True if this rank has several experts and their rows come from several ranks, so the rows must be reordered."""
         return self.num_local_experts > 1 and self.tp_size * self.ep_size > 1
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """Return the rows [R, H] of hidden states [L, 1, H], and the probabilities [R] of their experts.
+        """Return a row [H] of ``hidden_states`` [L, 1, H] per token and chosen expert, and the expert's probability.
 
-        Collective, as ``preprocess`` is.
+        The results are [R, H] and [R], ordered by expert. Collective, as ``preprocess`` is.
         """
         self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
         self.tokens_per_expert = self.preprocess(routing_map)

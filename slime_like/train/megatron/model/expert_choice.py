@@ -26,7 +26,11 @@ class ChoiceCounts:
 
     @torch.no_grad()
     def add(self, known_L: Tensor, different_L: Tensor, gaps_L: Tensor) -> None:
-        """Add a micro-batch: masks of the tokens with a replayed choice and of those whose choice differs, and the gaps."""
+        """Add the tokens of a micro-batch.
+
+        ``known_L`` masks tokens with a replayed choice, ``different_L`` those for which it differs from the router's own
+        choice. ``gaps_L`` is the result of ``ExpertChoice.gap``.
+        """
         self.num_tokens = self.num_tokens + known_L.sum()
         self.num_different = self.num_different + different_L.sum()
         largest = gaps_L.masked_fill(~different_L, 0.0).amax()
@@ -112,7 +116,10 @@ class GroupLimitedChoice(ExpertChoice):
     def gap(
         self, scores: Tensor, own_LK: Tensor, chosen_LK: Tensor, num_groups: int | None, group_topk: int | None
     ) -> Tensor:
-        """See ``ExpertChoice.gap``. For a token with an expert outside the router's groups, the gap is between group scores."""
+        """Return [L], as ``ExpertChoice.gap`` does, except for tokens with a chosen expert outside the router's own groups.
+
+        For these, subtract the lowest score of a chosen expert's group from the lowest score of the router's own groups.
+        """
         assert num_groups and group_topk
         groups = self._groups(scores, num_groups)
         last = groups.topk(group_topk, -1).values.amin(-1)

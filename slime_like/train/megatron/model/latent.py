@@ -51,7 +51,10 @@ class LatentSelfAttention(MLASelfAttention):
         self.rotary_pos_emb = PrecomputedAngles(rotary_scale)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
-        """Return the class of each part. megatron's rules require TransformerEngine for queries without a latent."""
+        """Return the projections and norms of ``submodules`` unchanged, by field name.
+
+        megatron's own rules would require TransformerEngine for queries without a latent.
+        """
         parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {part: getattr(submodules, part) for part in parts}
 

@@ -218,7 +218,7 @@ class Stack(HybridStack):
 
 
 class TorchParts(LocalSpecProvider):
-    """Modules for megatron's spec builders."""
+    """Provider of modules in plain torch for megatron's spec builders."""
 
     def core_attention(self) -> type:
         return PackedAttention

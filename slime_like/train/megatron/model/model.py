@@ -175,7 +175,10 @@ class ModelSegments(torch.nn.ModuleList):
         return self.policies[-1]
 
     def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return megatron's sharded state. Names count layers from 0 in each segment; keys on disk ignore segments."""
+        """Return megatron's sharded state, by segment if there are several.
+
+        Layers are numbered from 0 in each segment, but through all segments of the model in the keys on disk.
+        """
         parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
         return parts[0] if len(parts) == 1 else {f"segment{i}": part for i, part in enumerate(parts)}
 
@@ -202,7 +205,7 @@ def build_segments(
 
 
 def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig) -> LayerParts:
-    """Return the layer parts that ``model`` selects for the layer symbols of the family.
+    """Return the modules that the config section ``model`` selects for the kinds of layers in the family.
 
     Deterministic mode on a CPU always uses ``ExactAttention`` and torch's kernels. Raises as ``build_segments`` does.
     """

@@ -89,8 +89,9 @@ class ExpertRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """Return ``probs`` with the gradient of this rank's part of T times the micro-batch's auxiliary loss attached.
+        """Return ``probs``; their backward pass adds the gradient of the micro-batch's auxiliary loss times T.
 
+        The product is a sum over tokens, of which this rank adds its own, here and to the result of ``take_load``.
         Collective over the tensor and context parallel ranks.
         """
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))

@@ -66,8 +66,8 @@ class NormedOutput(RowParallelLinear):
 class NormedQKV(ColumnParallelLinear):
     """Projection to queries, keys and values, followed by a norm over all query heads and another over all key heads.
 
-    The norms are not megatron's ``q_layernorm`` and ``k_layernorm``: megatron sums the gradients of those over tensor
-    parallel ranks, as if all heads shared their weights.
+    The norms are not megatron's ``q_layernorm`` and ``k_layernorm``, whose gradients megatron sums over tensor parallel
+    ranks as if all heads shared the weights.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:

@@ -33,8 +33,8 @@ def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
 
     ``padded_cu_seqlens`` is that of ``TokenLayout``, in which the length of each sequence is a multiple of ``2 * cp``.
 
-    Example: lengths 4 and 12 with cp=2 are ranges of 8 tokens. Rank 0 has pieces of 4 and 4, rank 1 one piece of 8
-    whose sequence has 4 tokens of history on rank 0.
+    Example: with cp=2, sequences of 4 and 12 tokens are divided into two ranges of 8 tokens. Rank 0 has pieces of 4 and 4
+    tokens. Rank 1 has one piece of 8 tokens, and the first 4 tokens of its sequence are on rank 0.
     """
     bounds = padded_cu_seqlens.astype(np.int64)
     size = int(bounds[-1]) // cp

@@ -109,7 +109,7 @@ class Reorder(torch.autograd.Function):
 def by_expert(counts_SE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the index [R] that orders rows by expert, and its inverse.
 
-    The rows are ordered by sender, then by expert; ``counts_SE`` is their number for each sender and expert.
+    The index applies to rows ordered by sender, then by expert. ``counts_SE`` has the number of rows per sender and expert.
     """
     counts_N = counts_SE.flatten()
     start_SE = (counts_N.cumsum(0) - counts_N).view_as(counts_SE)

@@ -36,7 +36,7 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueModel(PolicyModel):
-    """Decoder with a value head. Each tensor parallel rank has a copy of the head, all tokens, and the full gradient."""
+    """Decoder with a value head, which each tensor parallel rank applies to all tokens, so that each has the full gradient."""
 
     head = "value"
 
@@ -75,7 +75,7 @@ class ValueModel(PolicyModel):
 
 @torch.no_grad()
 def value_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return F32 [T] per micro-batch: the value before each trained token, 0 at other tokens. Collective.
+    """Return F32 [T] per micro-batch: the critic's value just before each trained token, 0 at other tokens. Collective.
 
     The list is empty except on the last stage. Columns are complete on every context parallel rank.
     """

@@ -37,8 +37,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 class HFExport:
     """``WeightSource`` over the live parameters of one rank.
 
-    A tensor parallel group gathers each parameter; experts are gathered by the ranks that share a copy of them. The first
-    rank of a pipeline stage is its sender. Only the first stage sends tied embeddings. Vocabulary padding is removed.
+    A tensor parallel group gathers each parameter; those of routed experts are gathered by ranks that together hold one copy
+    of a stage's experts. The first rank of a pipeline stage is its sender. Only the first stage sends tied embeddings.
+    Vocabulary padding is removed.
     """
 
     def __init__(self, model: ModelSegments, family: Family, rank_info: RankInfo) -> None:
@@ -67,7 +68,7 @@ class HFExport:
         )
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Yield the tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one tensor).
+        """Yield the tensors of the manifest, in order, in buckets of at most ``max_bytes`` (or one larger tensor).
 
         Collective over the ranks of a stage: they iterate together and get the same number of buckets, which are empty
         on ranks that do not send. A tensor may share memory with the parameter: use it before the next optimizer step.
@@ -109,9 +110,9 @@ class HFExport:
 
     @torch.no_grad()
     def _gather(self, weights: tuple[Weight, ...], parameter: Tensor, *, replicated: bool) -> tuple[Tensor, ...]:
-        """Return the complete HF tensors, in order, on the sender; () on the other ranks unless ``replicated``.
+        """Return the complete HF tensors, in order, on the sender and, if ``replicated``, on every rank; otherwise ().
 
-        Collective.
+        Collective over the ranks of a stage.
         """
         rank_info = self._rank_info
         local = parameter.detach().contiguous()
@@ -173,7 +174,7 @@ def write_hf(
 
     Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8
     weights are converted to the dtype of the export, which is not quantised. Every pipeline stage writes its own files,
-    of at most ``max_bytes`` or one tensor, into a temporary folder, which then replaces ``folder``.
+    of at most ``max_bytes`` (or one larger tensor), into a temporary folder, which then replaces ``folder``.
     Collective. Raises ``CheckpointError`` on every rank if one rank failed (the temporary folder is then removed), or if
     ``folder`` exists and either is the source's folder or contains no config.json. After an error, ``folder`` is unchanged.
     """

@@ -11,7 +11,10 @@ from slime_like.train.megatron.families.base import Family
 
 
 def fingerprint(family: Family, head: str) -> dict[str, Scalar]:
-    """Return the properties that two models must share to load each other's checkpoints."""
+    """Return the properties that two models must share to load each other's checkpoints.
+
+    ``head`` is ``PolicyModel.head`` or ``ValueModel.head``.
+    """
     hf = family.hf
     keys = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     shape = ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
@@ -26,9 +29,9 @@ def fingerprint(family: Family, head: str) -> dict[str, Scalar]:
 
 
 def check_model(manifest: Manifest, family: Family, head: str, source: Path, key: str = "model.hf_checkpoint") -> None:
-    """Raise ``CheckpointError`` unless the checkpoint has the fingerprint of ``family`` with ``head``.
+    """Raise ``CheckpointError`` unless the checkpoint ``source`` has the fingerprint of ``family`` with ``head``.
 
-    ``key`` is the config key of the model.
+    ``manifest`` is that of the checkpoint, ``key`` the config key that names the model, for the message.
     """
     check_padding(manifest, source, family.padded_vocabulary, family.tp)
     expected, saved_model = fingerprint(family, head), manifest.model

@@ -107,7 +107,7 @@ class PendingSave:
         return self._thread is not None and self._thread.is_alive()
 
     def _latest_state(self, state: float) -> float:
-        """Return the largest of all ranks' states. Collective."""
+        """Return the largest of all ranks' thread states: ``ENDED`` < ``WRITING`` < ``LATE``. Collective."""
         largest = torch.tensor([state], device=self._rank_info.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return float(largest.item())
@@ -115,10 +115,10 @@ class PendingSave:
     def finish(self, deadline_s: float) -> None:
         """Wait for the files of every rank and rename the folder.
 
-        Raises ``CheckpointError`` on every rank if one rank failed or has not written its files after ``LIMIT_SHARE`` of
-        ``deadline_s``, with the rank and the reason, or if the folder cannot be completed. The written files are removed,
-        unless a thread still writes: removing could block too. Such a thread is left alone, a later save of this process
-        waits until it ends, and the next save of the iteration removes its files.
+        Raises ``CheckpointError`` on every rank if a rank failed or has not written its files after ``LIMIT_SHARE`` of
+        ``deadline_s`` (the message names the rank and the reason), or if the folder cannot be completed. The written files
+        are then removed, unless a thread still writes, because removing them could block too. Such a thread is left alone:
+        a later save of this process waits until it ends, and the next save of the iteration removes its files.
         """
         try:
             self._gather(self._join(deadline_s))

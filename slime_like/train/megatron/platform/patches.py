@@ -274,7 +274,7 @@ def _pipeline_shapes(module: ModuleType) -> None:
 
 
 def _gated_delta_net(module: ModuleType) -> None:
-    """Allow a Gated DeltaNet without fla: upstream raises an error even if a subclass has its own kernels.
+    """Allow a Gated DeltaNet without fla (flash-linear-attention): upstream raises even if a subclass has its own kernels.
 
     Remove when megatron-core checks for fla only where it is called.
     """
