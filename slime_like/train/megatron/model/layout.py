@@ -108,7 +108,7 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
 def zigzag(position_ids: I64, padded_length_of: I64, cp: int, rank: int) -> I64:
     """Return the indices of the padded tokens in chunks ``rank`` and ``2 * cp - 1 - rank`` of each sequence's ``2 * cp`` chunks.
 
-    ``position_ids`` and ``padded_length_of``, both [P]: the position of each token and the padded length of its sequence.
+    ``position_ids`` [P] has each token's position in its sequence, ``padded_length_of`` [P] the sequence's padded length.
     """
     chunk = position_ids * (2 * cp) // padded_length_of
     return np.flatnonzero((chunk == rank) | (chunk == 2 * cp - 1 - rank)) if cp > 1 else np.arange(len(position_ids))
@@ -120,7 +120,7 @@ class AttentionPieces:
 
     The last query of a piece attends to all keys of the piece, the query before it to all but the last key, and so on.
     Without context parallelism, a piece is a sequence. With context parallelism, rank r has two pieces per sequence: the
-    queries of chunks r and ``2 * cp - 1 - r``, with the keys up to their chunk, ``2 * cp + 1`` chunks of keys in total.
+    queries of chunk r or ``2 * cp - 1 - r``, with the keys of that chunk and of all earlier chunks.
     """
 
     query_cu: I32  # [R + 1], of the local tokens
@@ -129,7 +129,7 @@ class AttentionPieces:
 
     @property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """Number of queries and of keys of each piece."""
+        """(Number of queries, number of keys) of each piece."""
         return tuple(zip(np.diff(self.query_cu).tolist(), np.diff(self.key_cu).tolist(), strict=True))
 
 

@@ -54,7 +54,7 @@ def token_rows(routing_map_TE: Tensor, counts_E: Tensor, top_k: int) -> TokenRow
 
 
 class GatherRows(torch.autograd.Function):
-    """Copies [R, H] of tokens x [T, H].
+    """Rows [R, H], each a copy of its token in x [T, H].
 
     The other inputs are the token of each row [R] and the rows of each token [T, K].
     """

@@ -34,7 +34,7 @@ READ_ERRORS = (
 
 @contextmanager
 def convert_damage(message: Callable[[str], str]) -> Generator[None]:
-    """Convert errors on damaged files to ``CheckpointError(message(summary))``.
+    """Convert errors on damaged files to ``CheckpointError(message(summary))``; ``summary`` describes the original error.
 
     Errors of this project, ``OutOfMemoryError`` and errors of collectives pass unchanged. If torch has wrapped a
     ``CheckpointError``, that error is raised.

@@ -73,8 +73,8 @@ def gather_files(folder: Path, names: Sequence[Sequence[str]], info: RankInfo) -
 def on_every_node(folder: Path, info: RankInfo) -> Generator[Path]:
     """Yield a folder with the files of rank 0's ``folder``; on nodes that do not share it, a copy. Collective.
 
-    Raises ``CheckpointError`` on every rank if a file cannot be read or written. Where a copy is made, all ranks wait for
-    each other at the end of the block, so an error in it must be raised on every rank.
+    Raises ``CheckpointError`` on every rank if a file cannot be read or written. If any node needs a copy, all ranks wait
+    for each other at the end of the block, so an error within the block must be raised on every rank.
     """
     leaders = node_leaders(info)
     if not leaders:

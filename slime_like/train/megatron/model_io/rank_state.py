@@ -80,7 +80,7 @@ def layout_sizes(rank_info: RankInfo) -> dict[str, int]:
 
 # ---- random number generators ----------------------------------------------------------------------------------------
 def rng_object(rank_info: RankInfo, state: Any) -> ShardedObject:
-    """Return the sharded form of this rank's RNG ``state``. Pass None to load the state."""
+    """Return the sharded form of this rank's RNG ``state``, which is None if it is to be loaded."""
     sizes = rank_info.layout
     shape = (sizes.pp, sizes.tp, sizes.cp, sizes.dp)
     offset = (rank_info.pp_rank, rank_info.tp_rank, rank_info.cp_rank, rank_info.dp_rank)

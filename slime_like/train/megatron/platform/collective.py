@@ -40,7 +40,7 @@ def on_rank_zero(action: Callable[[], None]) -> None:
 
 
 def make_empty(folder: Path) -> None:
-    """Create ``folder`` and its parents, or empty it."""
+    """Create ``folder`` and its parents; if it exists, empty it."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)

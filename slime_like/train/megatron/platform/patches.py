@@ -162,8 +162,8 @@ _save_errors: ContextVar[list[Exception] | None] = ContextVar("save errors", def
 def save_errors() -> Generator[list[Exception]]:
     """Yield a list that collects this thread's errors in writing a checkpoint.
 
-    For an error in writing a rank's part, upstream keeps only the class. If rank 0 raised an error in writing metadata, the
-    other ranks would wait in a broadcast.
+    When a rank fails to write its part, upstream keeps only the class of the error. If rank 0 raised an error in writing
+    metadata, the other ranks would wait for it in a broadcast.
     """
     errors: list[Exception] = []
     token = _save_errors.set(errors)

@@ -73,7 +73,7 @@ class RankCritic(RankModel):
             load_weights(self.state(), Path(spec.load))
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Return a rollout's values (None except on the reporter of each shard) and this rank's counters of collectives.
+        """Return a rollout's values (None except on the reporter of each shard) and metrics of this rank's collectives.
 
         The rollout stays open for ``update``.
         """
@@ -93,7 +93,7 @@ class RankCritic(RankModel):
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """Take the optimizer steps of the open rollout and close it.
 
-        Return global metrics on the reporter, and on every rank its own counters of collectives.
+        Return global metrics on the reporter, and on every rank the metrics of its own collectives.
         """
         with install.phase("step"):
             metrics = self._update(returns, num_tokens)

@@ -14,8 +14,8 @@ from slime_like.util import exact
 def require(device: torch.device, weights: Iterable[Weight]) -> None:
     """Require deterministic results on ``device``.
 
-    On a GPU, switch torch to deterministic kernels; an operation without such a kernel then raises an error. Raises
-    ``ConfigError`` on a CPU if a row of a matrix product depends on the other rows for a matrix size of the model.
+    On a GPU, switch torch to deterministic kernels; an operation without such a kernel then raises an error. On a CPU,
+    raise ``ConfigError`` if some weight has a size for which a row of the matrix product depends on the other rows.
     """
     if device.type == "cuda":
         torch.use_deterministic_algorithms(True)

@@ -74,9 +74,10 @@ class RankModel:
         load_initial_weights(self.model, key, folder, self.table, self.family, info, verify=verify)
 
     def read_weights(self, key: str, folder: str | None) -> dict[str, Tensor]:
-        """Return host copies of this rank's shards of the weights in ``folder``, or of the initial weights if that is None.
+        """Return host copies of this rank's shards of the weights in ``folder`` or, if that is None, of the initial weights.
 
-        Must run before the first optimizer step: the model must have its initial weights, and has them afterwards.
+        The model must still have its initial weights, and has them again afterwards. ``key`` is the config key of
+        ``folder``. Collective.
         """
         if folder in (None, self.spec.model.megatron_checkpoint or self.spec.model.hf_checkpoint):
             return self._host_copy()

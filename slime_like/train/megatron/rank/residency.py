@@ -24,7 +24,7 @@ type Tensors = Callable[[], Iterable[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class OffloadedStorage:
-    """A storage without memory, and its size on the device."""
+    """A storage whose memory on the device has been released, and the size of that memory."""
 
     key: str
     storage: torch.UntypedStorage
@@ -35,8 +35,8 @@ class DeviceState:
     """Storages of a rank by part, each on the device or in host memory.
 
     A storage that two parts share, such as float32 weights that are also the optimizer's, belongs to the first. Gradients are
-    not copied, because every optimizer step begins by setting them to 0. A storage on a CPU that NumPy reads is not moved. If a
-    call raises, the next call continues with the storages that have not been moved.
+    not copied, because every optimizer step begins by setting them to 0. A CPU storage whose memory NumPy shares cannot be
+    resized and is not moved. If a call raises, the next call continues with the storages that have not been moved.
     """
 
     def __init__(self, tensors: Mapping[str, Tensors], device: torch.device) -> None:

@@ -72,7 +72,7 @@ class RankTrainer(RankModel):
     def routing_difference(self) -> RoutingDifference | None:
         """Return the comparison of replayed experts with the routers' own choice since the last call or the last update.
 
-        None except on the reporter.
+        None except on the reporter. Collective.
         """
         difference = self.routing.difference()
         return difference if self.rank_info.is_reporter else None
@@ -82,7 +82,7 @@ class RankTrainer(RankModel):
         """Score all batches of one rollout, then take its optimizer steps.
 
         ``steps[k]`` are this dp rank's batches of optimizer step k, ``num_tokens[k]`` the step's global count of trained
-        tokens. The reporter returns the metrics of all ranks; every rank adds its own counters of collectives.
+        tokens. The reporter returns the metrics of all ranks; every rank adds metrics of its own collectives.
         Raises ``ConsistencyError`` as ``update`` does.
         """
         metrics: tuple[Metric, ...] = ()
@@ -127,7 +127,7 @@ class RankTrainer(RankModel):
     def _end_rollout(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
         """Count the rollout, even if the actor is frozen or the rollout is empty.
 
-        Return ``metrics`` with this rank's counters of collectives.
+        Return ``metrics`` and the metrics of this rank's collectives since the last call.
         """
         self.version += 1
         return (*metrics, *install.drain())
@@ -171,10 +171,10 @@ class RankTrainer(RankModel):
         return by_sample
 
     def _sample_difference(self, rollout: OpenRollout, frozen: bool) -> SampleLogprobDifference:
-        """Start the comparison with the engine on the samples of all optimizer steps but the first or, if ``frozen``, of all.
+        """Start the comparison with the engine: add the samples of all optimizer steps but the first or, if ``frozen``, of all.
 
-        The forward pass of the first step compares its own samples, because it runs after every swap of weights. The samples
-        added here are compared only if the old policy was scored.
+        The first step adds its own samples in its forward pass, which runs after every swap of weights. The samples are
+        added here only if the old policy was scored.
         """
         sample_difference = SampleLogprobDifference(self.version, self.rank_info, self.spec.sample_tolerance)
         later = [micro for micros in rollout.micros_by_step[0 if frozen else 1 :] for micro in micros]

@@ -47,7 +47,8 @@ class ExpertBalance:
     def close_step(self) -> list[Metric]:
         """Return global metrics, the same on every rank. Must run after the backward pass.
 
-        The load of a layer is the number of tokens of its busiest expert divided by the mean over its experts; 1 is balanced.
+        The metric ``train/moe_load`` is the number of tokens of a layer's busiest expert divided by the mean over its experts,
+        averaged over the layers; 1 is balanced.
         """
         if not self._has_experts:
             return []
