@@ -60,7 +60,7 @@ def relocate(folder: Path) -> int:
     """Make a cache that was copied to ``folder`` usable. Return the number of its usable kernels.
 
     Triton lists the absolute path of each file of a kernel, and ignores the kernel unless all of its files exist. This
-    function rewrites the lists with the current paths of the files that a run reads, even while a run reads the cache.
+    function rewrites the lists with the current paths of the files that a run reads. A run may be reading the cache meanwhile.
     Raises ``OSError`` if a list cannot be written. Remove this function once Triton's lists contain relative paths.
     """
     count = 0

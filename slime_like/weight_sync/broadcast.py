@@ -209,7 +209,7 @@ class BroadcastSender:
 
 
 def _destroy(group: dist.ProcessGroup) -> None:
-    """Leave a group, and only report an error, since the group may have been aborted."""
+    """Leave a group. An error is printed, not raised, because the group may have been aborted."""
     try:
         dist.destroy_process_group(group)
     except RuntimeError as error:

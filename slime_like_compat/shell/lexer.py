@@ -229,9 +229,9 @@ class _Lexer:
         return Part("text", "$", quoted)
 
     def _substitution(self, opening: int) -> str:
-        """Return the commands inside the ``$(`` or ``<(`` here, without its parentheses. ``opening``: length of ``$(``.
-        Raises ``ConfigError`` if it is not closed, if commands are nested too deeply, or if their syntax is not supported.
+        """Return the commands inside the substitution here, which begins with ``opening`` characters such as ``$(``.
 
+        Raises ``ConfigError`` if it is not closed, if commands are nested too deeply, or if their syntax is not supported.
         """
         file_line, self.at = self.file_line, self.at + opening
         start, depth = self.at, 0

@@ -121,8 +121,8 @@ def _kept_flags(
 ) -> tuple[list[FlagOccurrence], list[Row]]:
     """Return the flags that a recipe can express, and a row for every one of ``items``.
 
-    Raises ``ConfigError`` if ``drop`` contains a name that the script does not give and that neither ``NEEDED`` nor
-    ``ENVIRONMENT`` has.
+    Raises ``ConfigError`` if a name in ``drop`` is not a flag of the script and is in neither ``NEEDED`` nor ``ENVIRONMENT``,
+    and the error of ``row_of``.
     """
     if unknown_flags := sorted(set(drop) - {item.flag for item in items} - {*NEEDED, *ENVIRONMENT}):
         raise ConfigError(f"--drop {unknown_flags[0]}: the script does not give it: remove this --drop")

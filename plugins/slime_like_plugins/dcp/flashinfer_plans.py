@@ -24,7 +24,7 @@ class ShardedReads:
     """Wrapper around SGLang's page table reader that reads the rows of one rank's tokens."""
 
     def __init__(self, translator: Any, table: Tensor, size: int, rank: int) -> None:
-        """Read the rows of rank ``rank`` in a group of ``size``.
+        """Wrap the reader ``translator`` for rank ``rank`` of a group of ``size`` ranks.
 
         ``table`` contains the slots of all tokens, [requests, context].
         """

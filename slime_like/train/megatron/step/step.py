@@ -243,8 +243,8 @@ class StepReport:
 
     def _require_equal_names(self, group: Any, device: torch.device) -> None:
         """Raise ``UserCodeError`` unless the loss function's means and maxima have the same names on all ranks. Collective.
-        An all-reduce of different metrics would hang or mix them up.
 
+        An all-reduce of different metrics would hang or mix them up.
         """
         digest = float(zlib.crc32(repr(self._names).encode()))
         largest_and_smallest = torch.full((2,), digest, dtype=torch.float64, device=device)

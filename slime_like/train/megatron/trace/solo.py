@@ -87,8 +87,8 @@ def keep_objects() -> None:
 def adapt() -> None:
     """Patch torch, megatron and the trainer for tensors without meaningful values. Idempotent. This function imports megatron.
 
-    No shape depends on a value read from the device, an optimizer step does no arithmetic on the host, and metrics whose
-    checks fail are left out.
+    Afterwards, no shape depends on a value read from the device, an optimizer step does no arithmetic on the host, and
+    metrics whose checks fail are left out.
     """
     global _is_adapted
     if _is_adapted:
@@ -128,7 +128,7 @@ def _gather_own_object(objects: list[Any], own: Any, group: Any = None) -> None:
 
 
 def _keep_own_objects(objects: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Leave this rank's ``objects`` as they are, instead of receiving those of the source."""
+    """Leave this rank's ``objects`` as they are, instead of receiving those of the source rank."""
 
 
 def _only_on_device(stock: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
@@ -167,9 +167,9 @@ def _note_shape(stock: Callable[..., Any], batch: Any, rank_info: RankInfo) -> A
 def _own_shape(
     stock: Callable[..., Any], communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
 ) -> Any:
-    """Exchange shapes, and return the shape of this rank's hidden states for each of the two directions.
+    """Exchange shapes, but return the shape of this rank's hidden states for the previous and for the next stage.
 
-    The shape is [0, 0, 0] for a direction from which nothing is received.
+    The shape is [0, 0, 0] for a stage from which nothing is received.
     """
     stock(send_next, send_prev, recv_prev, recv_next)
     shape = [_hidden_shape[0], 1, int(communicator.config.hidden_size)]
