@@ -132,7 +132,7 @@ class EnginePool:
         self.mark_lost(slot, kind, error)
 
     def take_restart_counts(self) -> tuple[int, int]:
-        """Return (restarts, groups moved to other engines) since the last call.
+        """Return (number of restarts, number of groups moved to other engines) since the last call.
 
         This also resets the counts that ``health.max_restarts`` limits, except those of engines that are restarting.
         """

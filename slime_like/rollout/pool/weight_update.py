@@ -118,7 +118,7 @@ class EngineWeightUpdate:
     async def _on_each(
         self, targets: Sequence[UpdateTarget], action: Callable[[EngineClient], Coroutine[Any, Any, None]]
     ) -> list[UpdateTarget]:
-        """Run ``action`` on each engine; return the targets that remain.
+        """Run ``action`` on each engine; return the targets whose engines were not lost.
 
         Raises the first error other than the loss of an engine; the other calls are cancelled, so that none of them changes
         an engine during ``abort``.

@@ -29,7 +29,10 @@ class GroupedMLP(SequentialMLP):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  megatron annotates no result
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Map rows [R, H], with the number of rows per expert I64 [E] and probabilities [R], to [R, H]; the bias is None."""
+        """Return the experts' results [R, H] for rows [R, H], weighted by probabilities [R], and None as their bias.
+
+        ``tokens_per_expert`` I64 [E] is the number of rows per expert. Collective, as ``weights_of`` is.
+        """
         experts: Any = self.local_experts
         counts = tokens_per_expert.tolist()
         gate_up = self.product(permuted_local_hidden_states, counts, weights_of([e.linear_fc1 for e in experts]))
