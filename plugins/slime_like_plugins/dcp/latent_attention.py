@@ -41,7 +41,7 @@ class ShardedLatentAttention(KeysAsValues, ShardedAttention):
 
 
 def leave_exchange_to_backend(model: Any, pool: Any) -> None:
-    """Disable the exchanges in ``model``, and make ``pool`` accept its own rows instead of slots of the DCP group.
+    """Disable the DCP exchanges in ``model``, and tell ``pool`` that the slots it gets are already rows of this rank.
 
     Raises ``SystemExit`` if SGLang's attributes do not exist. Remove when an attention backend of SGLang can declare
     that it does the exchange.

@@ -21,7 +21,7 @@ def local_lens(lens_B: Tensor, size: int, rank: int) -> Tensor:
 def token_table(new: Sequence[int]) -> Tensor:
     """Return a page table [B, max(new)] whose slots are rows of a packed batch that has ``new[i]`` tokens of request i.
 
-    Row i is valid up to its first ``new[i]`` slots.
+    Only the first ``new[i]`` slots of row i are valid.
     """
     starts = torch.tensor([0, *new[:-1]]).cumsum(0)
     return starts[:, None] + torch.arange(max(new))[None]

@@ -38,10 +38,9 @@ def options() -> FlowOptions:
 
 
 def check_arguments(original: Callable[..., None], server_args: Any) -> None:
-    """Hook around ``ServerArgs.resolve_once``: stop the engine if FlowMLA does not support its arguments.
+    """Hook around ``ServerArgs.resolve_once``: stop the engine (``SystemExit``) if FlowMLA does not support its arguments.
 
-    It is stopped by ``SystemExit``. Divisibility is checked first, because SGLang asserts without a message that
-    ``attn_dp_size`` divides ``tp_size``.
+    The number of attention groups is checked first, because SGLang asserts without a message that it divides ``tp_size``.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
@@ -202,9 +201,9 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
 
 
 def check_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: stop the engine unless sharded weights are loaded and in their slots.
+    """Hook after ``ModelRunner.load_model``: check that sharded weights are loaded and in their slots.
 
-    It is stopped by ``SystemExit``.
+    Raises ``SystemExit``, which stops the engine, if they are not.
     """
     if not _models:
         raise SystemExit(

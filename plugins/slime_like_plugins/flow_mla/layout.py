@@ -76,7 +76,7 @@ def layer_layout(matrices: Sequence[Matrix], num_ranks: int) -> LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class FlowBytes:
-    """Bytes of a rank's sharded weights, which are W bytes in L layers before sharding."""
+    """Sizes in bytes of a rank's sharded weights; the whole weights have W bytes in L layers."""
 
     full: int  # W, without sharding
     private: int  # W / dp, plus padding
@@ -85,13 +85,13 @@ class FlowBytes:
 
 
 def slot_sizes(layers: Sequence[LayerLayout], num_slots: int) -> list[int]:
-    """Return the bytes of each slot: its largest layer. There are no more slots than layers."""
+    """Return the bytes of each slot: those of the largest layer that uses it. There are no more slots than layers."""
     num_slots = min(num_slots, len(layers))
     return [max(layer.num_bytes for layer in layers[slot::num_slots]) for slot in range(num_slots)]
 
 
 def flow_bytes(layers: Sequence[LayerLayout], num_slots: int) -> FlowBytes:
-    """Return the bytes of a rank if ``layers`` take turns in ``num_slots`` slots."""
+    """Return the sizes of a rank's sharded weights if ``layers`` share ``num_slots`` slots."""
     private = sum(layer.part_bytes for layer in layers)
     return FlowBytes(
         full=sum(item.num_bytes for layer in layers for item in layer.matrices),

@@ -120,7 +120,8 @@ class PullGather:
     def _open(self, message: Mapping[str, Any], other: Mapping[str, Any]) -> list[Tensor]:
         """Return the parts of the rank that sent ``other``; ``message`` is this rank's.
 
-        Raises ``ValueError`` if that rank is on another machine or has other layers, or an error of ``PartMemory.open``.
+        Raises ``ValueError`` if that rank is on another machine or its parts have other sizes, and the errors of
+        ``PartMemory.open``.
         """
         if other["machine"] != message["machine"]:
             raise ValueError("it runs on another machine or in another container")

@@ -33,8 +33,8 @@ class ResponseLengths:
     def estimate(cls, lengths_N: I64, ended_N: NDArray[np.bool_]) -> ResponseLengths:
         """Return the estimate from observed ``lengths_N``, which are lower bounds where ``ended_N`` is False.
 
-        ``NUM_ENDLESS`` responses without an end are added. If there are no observations, and beyond the longest one,
-        responses are therefore expected to reach their maximum length, and a few short responses have little weight.
+        ``NUM_ENDLESS`` responses that never end are added, so that a few short responses have little weight. Without
+        observations, or once longer than all of them, a response is therefore expected to reach its maximum length.
         """
         num_K = np.bincount(lengths_N, minlength=1)
         num_ended_K = np.bincount(lengths_N[ended_N], minlength=len(num_K))
@@ -44,10 +44,10 @@ class ResponseLengths:
     def reservation(self, generated_S: I64, maximum_S: I64) -> int:
         """Return the number of tokens to keep free for unfinished responses that have ``generated_S`` tokens.
 
-        This is the peak number of tokens over all future steps, minus the tokens generated so far. The number at a step
-        is the mean plus ``DEVIATIONS`` standard deviations, but at most the number if no response ends before
-        ``maximum_S``. Responses decode one token per step and end at ``maximum_S``. In each interval of steps, a
-        response that is unfinished at the start counts with its tokens at the end.
+        Responses decode one token per step and end at ``maximum_S`` at the latest. The result is the peak number of
+        tokens over all future steps, minus the tokens generated so far. The number at a step is the mean plus
+        ``DEVIATIONS`` standard deviations, but no more than if every response reached ``maximum_S``. Steps are grouped
+        into intervals: a response that is unfinished at the start of one is counted with its tokens at the end.
         """
         remaining_S = np.maximum(0, maximum_S - generated_S)
         horizon = int(remaining_S.max(initial=0))

@@ -52,7 +52,7 @@ class QkvHeads:
 
 
 class TrainKernels:
-    """Bindings to the shared object at ``path``. A weight has the dtype of the tensor that it multiplies."""
+    """Bindings to the shared object at ``path``. A weight must have the dtype of the tensor that it multiplies."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -201,7 +201,8 @@ class TrainKernels:
     ) -> None:
         """Write the logits' gradient to ``out``, which may be ``logits`` itself.
 
-        ``scores``: log-sum-exps and entropies F32 [N] of ``log_probs``; ``grads``: of log-probabilities and entropies.
+        ``scores``: log-sum-exps and entropies F32 [N] from ``log_probs``. ``grads``: gradients F32 [N] of log-probabilities and
+        entropies.
         """
         n, v = _check_logits(logits_NV, target_N)
         _check(logits_NV.dtype, (out_NV, (n, v)))
@@ -260,7 +261,11 @@ def _check_logits(logits_NV: Tensor, target_N: Tensor) -> tuple[int, int]:
 
 
 def _check_attention(qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Return the number of sequences, the rounded-up longest length, KV heads, query heads per KV head and head dimension."""
+    """Assert that the arguments of attention fit each other, and return their sizes.
+
+    These are the number of sequences, the longest length (rounded up to a multiple of ``2 * LANES``), the number of KV heads, the
+    number of query heads per KV head, and the head dimension.
+    """
     (n, h, d), g = qkv[0].shape, qkv[1].shape[1]
     assert d % LANES == 0 and h % g == 0, f"{h} query heads of dimension {d} with {g} KV heads"
     _check(torch.float32, *zip(qkv, ((n, h, d), (n, g, d), (n, g, d)), strict=True))
@@ -273,6 +278,9 @@ def _check_attention(qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> 
 
 
 def _scratch(like: Tensor, sizes: tuple[int, ...], copies: int) -> Tensor:
-    """Return the scratch memory of attention; each thread has a KV head's keys, and rows of weights and results."""
+    """Return scratch memory for attention, with room for each thread; ``sizes`` come from ``_check_attention``.
+
+    A thread has room for ``copies`` times a KV head's keys, and the weights and results of ``QUERIES`` queries.
+    """
     _, capacity, _, _, d = sizes
     return like.new_empty((_num_threads(), copies * (d * capacity + QUERIES * (capacity + d))))

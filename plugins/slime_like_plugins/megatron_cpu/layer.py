@@ -31,7 +31,10 @@ MAX_LENGTH = 1024  # maximum tokens per sequence; up to this length the kernels 
 
 
 class FusedRMSNorm(RMSNorm):
-    """RMS norm in one pass each for forward and backward; zero-centred norms, and mixed or other dtypes, run on torch."""
+    """RMS norm with one pass in forward and one in backward.
+
+    Zero-centred norms, unsupported dtypes, and inputs of another dtype than the weight run on torch.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, in the shape [..., hidden] of ``x``."""

@@ -1,4 +1,4 @@
-"""Log-probability and entropy from hidden states by the C kernels, with one pass over a chunk's logits per direction.
+"""Log-probability and entropy from hidden states by the C kernels: one pass over a chunk's logits in forward, one in backward.
 
 If a single chunk holds all tokens, its logits are saved for backward in the model's dtype. Otherwise backward recomputes the
 logits, as ``slime_like.train.megatron.model.vocab`` does. That module also handles the cases that these kernels do not support.
@@ -69,7 +69,7 @@ class ScoresFunction(torch.autograd.Function):
 
 
 def _padded(share_VH: Tensor, size: int) -> Tensor:
-    """Append zero rows for the vocabulary's padding."""
+    """Return ``share_VH`` with zero rows appended up to ``size`` rows, for the vocabulary's padding."""
     return share_VH if len(share_VH) == size else torch.nn.functional.pad(share_VH, (0, 0, 0, size - len(share_VH)))
 
 

@@ -64,7 +64,7 @@ def backward(
 
 
 def project(keys: Tensor, dkeys: Tensor, rstd: Tensor, scale: float) -> Tensor:
-    """Return the gradient of the unnormalised keys and queries, in the memory of ``dkeys`` [M, H, 2C, K]."""
+    """Return the gradients of keys and queries before normalisation, computed in place in ``dkeys`` [M, H, 2C, K]."""
     chunk = keys.shape[2] // 2
     dkeys[:, :, chunk:] *= scale
     dots = torch.linalg.vecdot(dkeys, keys)
@@ -142,9 +142,9 @@ def _gradients(x: ChunkInputs, block: ChunkBlock, scan: _Scan, dout: Tensor, gra
 def _keys_gradient(
     x: ChunkInputs, dgram: Tensor, from_read: Tensor, from_write: Tensor, out: Tensor, chunks: slice
 ) -> None:
-    """Write ``out`` [m, H, 2C, K]: gradients through both sides of the gram matrix and through the state.
+    """Write the gradients of keys and queries to ``out`` [m, H, 2C, K], summed over value heads.
 
-    They are summed over value heads.
+    They come through both sides of the gram matrix and through the state.
     """
     chunk = dgram.shape[-1]
     keys = x.keys[chunks].flatten(0, 1)

@@ -145,7 +145,7 @@ def masked_scores(x: ChunkInputs, block: ChunkBlock) -> Tensor:
 
 
 def _pairs(x: ChunkInputs, chunks: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``gram``, ``pair_decay`` and ``solve`` of ``chunks``."""
+    """Return the fields ``gram``, ``pair_decay`` and ``solve`` of ``ChunkBlock`` for ``chunks``."""
     keys, gamma = x.keys[chunks], x.gamma[chunks]
     chunk = gamma.shape[-1]
     gram = torch.matmul(keys, keys[:, :, :chunk].mT)

@@ -85,7 +85,7 @@ def lengths(cu_seqlens_cpu: Tensor, num_rows: int) -> tuple[int, ...]:
 
 
 def num_tokens(cu_seqlens_cpu: Tensor, num_rows: int) -> int:
-    """Return the number of rows without padding. Raises the ``ValueError`` of ``lengths``."""
+    """Return the number of rows that are not padding. Raises the ``ValueError`` of ``lengths``."""
     return sum(lengths(cu_seqlens_cpu, num_rows))
 
 

@@ -36,8 +36,8 @@ from slime_like_plugins.qwen_gdn.ranges import Bounds, Range, range_of
 class StatePassing:
     """``Mixing`` for any number of heads: each rank computes all of its heads over its range of the stream.
 
-    ``hidden``: number of channels of the layer's input; 0 if sequence parallelism splits it. A call, ``enter`` and ``leave``
-    may be collectives over ``group``; every rank must make them.
+    ``hidden``: number of channels of the layer's input; 0 if sequence parallelism splits it. Calls of the instance,
+    ``enter`` and ``leave`` may be collectives over ``group``: all ranks must make the same calls.
     """
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:

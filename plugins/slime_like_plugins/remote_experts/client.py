@@ -86,7 +86,7 @@ class ExpertRequest:
 
 
 class WorkerClient:
-    """Connection of an engine's rank to its worker. After any of ``FAILURES``, only close it."""
+    """Connection of an engine's rank to its worker. After any of ``FAILURES``, it can only be closed."""
 
     def __init__(self, connection: Connection, settings: ClientSettings) -> None:
         connection.keep_for(settings.deadline_s)  # a busy worker does not read

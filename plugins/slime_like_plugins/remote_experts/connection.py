@@ -52,7 +52,7 @@ class Connection:
         self.bytes_sent = self.bytes_received = 0
 
     def keep_for(self, seconds: float) -> None:
-        """Extend to ``seconds`` the timeout for a peer that reads nothing, if that is more than ``PEER_TIMEOUT_S``."""
+        """Extend the timeout for a peer that reads nothing to ``seconds`` if that exceeds ``PEER_TIMEOUT_S``. TCP only."""
         if self._socket.family != socket.AF_UNIX and seconds > PEER_TIMEOUT_S:
             end_with_lost_peer(self._socket, seconds * scale())
 
@@ -84,10 +84,11 @@ class Connection:
             raise PeerLost(self._end)
 
     def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Return the next events of the socket, or none after ``timeout_s``.
+        """Return the next events of the socket, or an empty list after ``timeout_s``.
 
-        A blocked process resumes tens of microseconds after its peer has sent, and a decode step waits twice per layer. A wait
-        therefore polls for ``SPIN_S`` first, as long as waits are that short, and yields the core to other processes meanwhile.
+        A blocked process resumes tens of microseconds after its peer has sent, and a decode step waits twice per layer. After a
+        wait of less than ``SPIN_S``, the next one therefore polls for up to ``SPIN_S`` before it blocks; meanwhile it yields the
+        core to other processes.
         """
         events = self._poll.poll(0)
         if events or timeout_s <= 0:
@@ -137,7 +138,10 @@ class Connection:
                 self._outgoing[0] = self._outgoing[0][count:]
 
     def _receive(self) -> None:
-        """Read until a frame is complete or no more bytes have arrived; ``poll`` tells whether bytes remain after a frame."""
+        """Read until a frame is complete, no bytes are left, or the connection has ended.
+
+        The next ``poll`` reports bytes that follow a complete frame.
+        """
         num_frames = len(self._incoming)
         while len(self._incoming) == num_frames:
             try:

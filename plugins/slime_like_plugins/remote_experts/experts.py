@@ -32,7 +32,7 @@ type LocalSums = Callable[[Callable[[], None]], Tensor]
 
 
 class RemoteExpertsLost(SlimeLikeError, RuntimeError):
-    """Failure of a worker of remote experts that the policy does not cover."""
+    """Failure of a worker from which ``rollout.remote_experts.policy`` does not recover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class RemoteExperts:
 
     @property
     def traffic(self) -> Traffic:
-        """Counters of all workers of this rank so far."""
+        """Sum of the counters of all workers that this rank has had."""
         total = self._traffic
         return total.plus(self._link.client.traffic) if self._link.is_open else total
 
@@ -96,7 +96,7 @@ class RemoteExperts:
         return WorkerState(self._restarts, self._is_replaced)
 
     def close(self) -> None:
-        """Close the connection, and end the worker if this rank started it. The call always returns."""
+        """Close the connection, and end the worker if this rank started it. It returns even if the worker hangs."""
         self._link.close()
 
     # ---- weights -----------------------------------------------------------------------------------------------------
@@ -142,9 +142,10 @@ class RemoteExperts:
         return self._failure
 
     def _try(self, call: Callable[[], None]) -> None:
-        """Call a method of the client, unless the worker was replaced or has failed. Abandon the worker if the call fails.
+        """Call a method of the client, unless the worker has failed before. Abandon the worker if the call fails.
 
-        Under policy ``fallback`` the engine then replaces the worker; otherwise the failure is kept for the end of the update.
+        Under policy ``fallback``, the engine then computes the worker's experts itself; otherwise the failure is kept for the
+        end of the update.
         """
         if self._is_replaced or self._failure:
             return
@@ -172,7 +173,8 @@ class RemoteExperts:
         """Return the float32 sums [T, H] of local and remote experts.
 
         Each token's remote sum is a single term, which is added to its local sum, so the result does not depend on the order of
-        replies. Raises ``RemoteExpertsLost`` if the worker failed and the policy does not allow a replacement.
+        replies. Raises ``RemoteExpertsLost`` if the worker fails under policy ``required``, or if no new worker can replace it
+        under ``respawn``.
         """
         sums: Tensor | None = None
         while not self._is_replaced:
@@ -207,7 +209,10 @@ class RemoteExperts:
 
     # ---- failures ----------------------------------------------------------------------------------------------------
     def _fail(self, error: Exception) -> None:
-        """Apply the policy after a failed request. Raises ``RemoteExpertsLost`` if it does not allow a replacement."""
+        """Apply the policy after a failed request.
+
+        Raises ``RemoteExpertsLost`` if it is ``required``, or if ``MAX_RESTARTS`` new workers in a row have failed as well.
+        """
         self._keep_counters()
         self._link.abandon()
         if self._options.policy == "fallback":
@@ -227,7 +232,7 @@ class RemoteExperts:
         )
 
     def _respawn(self) -> None:
-        """Open a new worker and send it the copy of the weights. Commit their version, unless an update is open.
+        """Open a new worker and send it this rank's copy of the weights. Commit their version, unless an update is open.
 
         Raises ``RemoteExpertsLost`` if the settings cannot be used for a new worker, one of ``FAILURES`` if that worker fails.
         """

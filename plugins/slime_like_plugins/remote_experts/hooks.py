@@ -36,9 +36,9 @@ def options() -> RemoteOptions:
 
 # ---- start -----------------------------------------------------------------------------------------------------------
 def check_resolved(result: None, server_args: Any) -> None:
-    """Hook after ``ServerArgs.resolve_once``: stop the engine if remote experts do not support its arguments.
+    """Hook after ``ServerArgs.resolve_once``: check that remote experts support the engine's arguments.
 
-    It is stopped by ``SystemExit``.
+    Raises ``SystemExit``, which stops the engine, if they do not.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
 
@@ -211,7 +211,7 @@ def commit(manager: Any) -> str:
 
 
 def _joined(manager: Any, text: str, failure: str = "") -> str:
-    """Return one line with the text of each rank, or its worker's failure if it has no text; "" if no rank has either.
+    """Join in one line each rank's ``text`` or, if that is empty, its worker's ``failure``; return "" if all are empty.
 
     Collective. Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy is ``required``.
     """

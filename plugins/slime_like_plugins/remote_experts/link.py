@@ -50,7 +50,10 @@ class WorkerLink:
         return self._client is not None
 
     def start(self) -> None:
-        """Start the worker's process, unless workers have addresses. It imports torch while the engine builds its model."""
+        """Start the worker's process, unless it runs or the option ``workers`` has the address of a worker.
+
+        The process imports torch while the engine builds its model.
+        """
         if not self._address() and self._process is None:
             o = self._options
             self._process = ExpertProcess(WorkerOrigin(threads=o.threads, device=o.device))
@@ -86,7 +89,7 @@ class WorkerLink:
                     self.client.write(layer, name, expert, 0, rows)
 
     def close(self) -> None:
-        """Close the connection, and end the process if this rank started it. The call always returns. Idempotent."""
+        """Close the connection, and end the process if this rank started it. It returns even if the worker hangs. Idempotent."""
         self._absence = "has been closed"
         if self._client is not None:
             self._client.close()

@@ -16,7 +16,7 @@ BEHIND = 2  # consecutive measurements in which the engine waited longer than it
 
 @dataclass(slots=True)
 class ModeChooser:
-    """Choice of the largest request: the worker's capacity (``batched``), or at most ``STREAM_ROWS`` rows (``stream``).
+    """Choice of the maximum rows per request: the worker's capacity (``batched``), or at most ``STREAM_ROWS`` (``stream``).
 
     Batches of up to ``STREAM_ROWS`` rows are the same in both modes, and are not measured. ``auto`` begins with ``batched``.
     While the engine waits for the worker longer than it computes, or the mode is ``stream``, the other mode is measured at
@@ -42,7 +42,7 @@ class ModeChooser:
         return _other(self.mode) if self._probe else self.mode
 
     def record(self, num_rows: int, seconds: float, wait_s: float) -> None:
-        """Record a measurement of ``next_mode``: remote rows, time of the layer's experts, and its part spent waiting."""
+        """Record a measurement of ``next_mode``: ``num_rows`` remote rows took ``seconds``, including ``wait_s`` of waiting."""
         if self.setting != "auto" or num_rows <= STREAM_ROWS:
             return
         measured_mode, rate = self.next_mode, num_rows / max(seconds, 1e-9)

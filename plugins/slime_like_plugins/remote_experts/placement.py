@@ -1,4 +1,4 @@
-"""Choice of remote experts, by count, by list or by least measured load, and the record of that load."""
+"""Choice of remote experts by count, by list or by least measured load, and counts of tokens to measure the load."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[in
 
 
 class LoadRecord:
-    """Record of the number of tokens per expert and layer."""
+    """Numbers of tokens that each layer has routed to each expert so far."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, NDArray[np.int64]] = {}
 
     def add(self, layer: int, ids: Ids, num_experts: int) -> None:
-        """Count a batch's pairs with the ``num_experts`` routed experts. Higher ids, of shared experts, are ignored."""
+        """Count a batch's tokens per routed expert. Ids outside of [0, ``num_experts``), e.g. of shared experts, are ignored."""
         counts = np.bincount(ids[(ids >= 0) & (ids < num_experts)], minlength=num_experts)
         self._tokens[layer] = self._tokens[layer] + counts if layer in self._tokens else counts
 

@@ -56,7 +56,7 @@ class ExpertProcess:
     def stop(self) -> None:
         """End the process: wait ``END_S`` for it to exit after its socket was closed, then kill it.
 
-        The call always returns.
+        It returns even if the process cannot be killed.
         """
         self.socket.close()
         try:
@@ -77,9 +77,9 @@ class ExpertProcess:
 def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
     """Connect to a listening worker, and authenticate with the key.
 
-    While nothing listens at the address, or the worker serves another engine, retry for ``seconds``. Raises
-    ``PeerLost`` after that. Raises ``PeerLost`` or ``FrameError`` if the worker has another key, ``ConfigError`` if the
-    key file cannot be used.
+    While nothing listens at the address, or the worker serves another engine, retry for ``seconds``, then
+    raise ``PeerLost``. Also raises ``PeerLost`` or ``FrameError`` if the worker has another key, and ``ConfigError`` if
+    the key file cannot be used.
     """
     assert origin.key_file is not None, "rules require a key file with an address"
     secret = key.read_key(origin.key_file)

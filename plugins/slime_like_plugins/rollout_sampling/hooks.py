@@ -178,9 +178,9 @@ def sample_from_probs(
 
 
 def draw_with_kernel(logits_BV: Tensor, info: Any, call: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return tokens and their log-probabilities from the kernel.
+    """Return tokens and their log-probabilities from the selected kernel.
 
-    The result is None if there is no kernel, or it does not support the batch.
+    The result is None if no kernel is selected, or it does not support the batch.
     """
     draw_rows = kernel.selected()
     if draw_rows is None or logits_BV.dtype is not torch.float32 or info.has_custom_logit_processor:

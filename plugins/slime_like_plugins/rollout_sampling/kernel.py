@@ -12,9 +12,9 @@ _selected: list[SamplingKernel] = []
 
 
 def select(kernel: SamplingKernel | None) -> None:
-    """Set the kernel that samples batches without top-k, nucleus and min-p sampling; None: they are sampled in torch.
+    """Set the kernel that samples batches without top-k, nucleus and min-p sampling; None to sample them in torch.
 
-    It is called as ``kernel(logits, temperatures, top_k, seeds, positions)``. It must return the tokens that ``hooks.choose``
+    The kernel is called as ``kernel(logits, temperatures, top_k, seeds, positions)``. It must return the tokens that ``hooks.choose``
     would return and their log-probabilities, or None to leave the batch to torch.
     """
     _selected[:] = [] if kernel is None else [kernel]

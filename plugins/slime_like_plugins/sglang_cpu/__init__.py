@@ -1,10 +1,10 @@
 """SGLang on a CPU: an out-of-tree platform with batched attention and a fused forward.
 
 SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform, every op uses its
-torch-native forward instead; this package supplies the rest. Decoding, where a run spends most of its time, has leaf
-kernels in C that is compiled on the machine (``csrc``, ``build``), and equivalents in torch (``kernels``). Batches that
-the kernels do not support go through SGLang's own forward. The platform is inactive unless ``SLIME_LIKE_SGLANG`` names
-``cpu``.
+torch-native forward instead; this package supplies the rest. For decoding, where a run spends most of its time, it has
+leaf kernels in C, which are compiled on the machine (``csrc``, ``build``), and equivalents in torch (``kernels``).
+Batches that the kernels do not support go through SGLang's own forward. The platform is inactive unless
+``SLIME_LIKE_SGLANG`` names ``cpu``.
 """
 
 from __future__ import annotations

@@ -50,11 +50,14 @@ class FusedForward:
 
     @property
     def packed_by(self) -> str:
-        """Return the library that packs the weights; see ``Products``."""
+        """Return the library that packs the weights for multiplications; "" if none does."""
         return self._product.packed_by
 
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
-        """Return True for a decode or prefill batch on this plugin's attention backend that needs no other feature."""
+        """Return True for a plain decode or prefill batch on this plugin's attention backend.
+
+        A plain batch has no embeddings as inputs, and ``extra``, the other arguments of the forward, are None or False.
+        """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         return (

@@ -2,7 +2,7 @@
 
 C also has attention over the page table, sampling, matrix multiplications, and a decode step that combines them.
 
-Both compute in float32 and round when storing. The caller guarantees shapes and indices. The dtypes of model tensors are
+Both versions compute in float32 and round when storing. The caller guarantees shapes and indices. The dtypes of model tensors are
 asserted here, because C would read beyond a tensor with smaller elements.
 
 Axes: B rows (in a decode step, one per request), T hidden, H query heads, K KV heads, D head dimension, S slots of the KV pool,

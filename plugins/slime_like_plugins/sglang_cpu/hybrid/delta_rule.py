@@ -54,7 +54,7 @@ def extend(  # noqa: PLR0913  (a signature of SGLang)
 
     The arguments are q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV]. ``ssm_states`` is the pool; its rows
     ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of ``track_state`` [B, HV, V, K]
-    gets the state of request b before its chunk ``track_chunk_idx[b]`` of 64 tokens, if that is above 0. This function replaces
+    gets the state of request b after its first ``64 * track_chunk_idx[b]`` tokens, if that is above 0. This function replaces
     ``sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.extend``.
     """
     packed = (q[0], k[0], v[0], g[0], beta[0])

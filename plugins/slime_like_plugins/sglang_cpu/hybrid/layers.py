@@ -80,9 +80,9 @@ def layernorm_fn(  # noqa: PLR0913  (a signature of SGLang)
 
 
 def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False) -> Tensor:
-    """Multiply attention's output [T, H D] by the sigmoid of its gate, [T, H, D] or [T, H D].
+    """Return attention's output [T, H D] times the sigmoid of its gate, [T, H, D] or [T, H D].
 
-    Raises ``NotImplementedError`` if the output is quantised.
+    If ``inplace``, overwrite ``attn_output``. Raises ``NotImplementedError`` if ``quant`` asks for a quantised result.
     """
     if quant:
         raise NotImplementedError(f"engines on a CPU do not support a quantised attention output: {FIX}")
