@@ -130,10 +130,10 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
 
 @contextmanager
 def _search_by_name(owner: str) -> Generator[None]:
-    """Return a context in which SGLang searches modules for a hooked function by its name, and not for a hooked method.
+    """Return a context in which SGLang uses ``replace_imported`` to find the modules that imported a hooked function.
 
-    SGLang compares each value of each module with the function or method. For the hooks of an engine, these searches take
-    seven tenths of a second. Remove when SGLang searches by name.
+    SGLang's own search compares each value of each module with the function or method, which takes 0.7 s for the hooks
+    of an engine. Raises ``SystemExit`` if SGLang lacks this search. Remove when SGLang searches by name.
     """
     from sglang.srt.plugins import hook_registry
 
@@ -165,7 +165,7 @@ def replace_imported(original: object, wrapped: object, source: object) -> int:
 def through_loaders(reason: str) -> Callable[..., Any]:
     """Return a hook around ``WeightUpdater.update_weights_from_tensor``.
 
-    It rejects formats that bypass the model's loaders. ``reason`` completes the error message, after the format.
+    The hook rejects formats that bypass the model's loaders. In its error message, ``reason`` follows the format.
     """
 
     def load_tensors(
@@ -179,7 +179,7 @@ def through_loaders(reason: str) -> Callable[..., Any]:
 
 
 def stop_on(owner: str, problems: Sequence[str]) -> None:
-    """Raise ``SystemExit`` naming each of ``problems``, if there are any. It stops the engine."""
+    """Raise ``SystemExit``, which stops the engine, naming each of ``problems``. Do nothing if there are none."""
     if problems:
         raise _misfit(owner, problems)
 

@@ -1,4 +1,7 @@
-"""Free memory of a rank as if on a GPU: a given size minus the model's weights. SGLang sizes its caches by it."""
+"""Free memory that a CPU rank reports to SGLang: a given limit minus the model's weights, as if the rank had a GPU.
+
+SGLang sizes its caches from this value.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ def free_bytes() -> int:
 
 
 def install() -> None:
-    """Apply the hook in this process if the memory of a rank is limited."""
+    """Replace SGLang's ``get_free_cpu_memory`` in this process if the memory of a rank is limited.
+
+    Raises ``SystemExit`` if the limit is not a number of bytes, or if the function was not replaced.
+    """
     if limit() is not None:
         install_hooks(CPU, (Hook("sglang.srt.utils.common.get_free_cpu_memory", "replace", free_bytes),))
 

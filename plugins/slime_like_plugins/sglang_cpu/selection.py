@@ -1,4 +1,4 @@
-"""Selection of an engine's leaf kernels, once per process."""
+"""Selection of an engine's leaf kernels (``kernels.py``), once per process: in C, in torch, or none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ The measurements are in docs/measurements/decode_cpu.md.
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Leaf kernels, and their description. ``leaf`` is None if SGLang's own forward runs."""
+    """Selected kernels, and a description. ``leaf`` is None if SGLang's own forward runs instead."""
 
     leaf: CKernels | TorchKernels | None
     text: str

@@ -1,4 +1,7 @@
-"""Loading of buckets in the device memory of the trainer's ranks; a bucket is closed before the engine replies."""
+"""Loading of buckets of tensors from the device memory of the trainer's ranks.
+
+A rank of the engine maps its bucket into its own process, and unmaps it before the engine replies.
+"""
 
 from __future__ import annotations
 

@@ -73,9 +73,10 @@ type GenerateStream = Callable[..., AsyncIterator[Any]]
 
 
 def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter of the runners that an update selects, and each tensor that SGLang computes from them.
+    """Yield name and value of the parameters that an update writes, and of the tensors that SGLang computes from them.
 
-    Tied parameters are yielded once. For a weight that is sharded over ranks, this rank's shard is yielded.
+    ``selector`` selects model runners (target and draft). Tied parameters are yielded once. For a weight that is sharded
+    over ranks, this rank's shard is yielded.
     """
     for role, runner in manager._select_runners(selector):
         for name, parameter in itertools.chain(runner.model.named_parameters(), latent.derived_weights(runner.model)):
@@ -178,8 +179,8 @@ async def failures_first(original: Callable[..., Awaitable[list[Any]]], communic
 async def release_memory(original: Callable[..., Awaitable[None]], manager: Any, request: Any, *args: Any) -> None:
     """Hook around ``TokenizerControlMixin.release_memory_occupation``.
 
-    Raises ``ValueError`` unless the engine is paused, because otherwise the release would end its scheduler. After the memory of
-    its weights was released, the engine rejects requests until a commit.
+    Raises ``ValueError`` unless generation is paused, because SGLang's scheduler fails if it gets this request while it is busy.
+    Once the memory of the weights has been released, the engine rejects requests until a weight update is committed.
     """
     if not manager.is_pause:
         raise ValueError("pause generation before memory is released")
