@@ -6,7 +6,7 @@
     export TRITON_CACHE_DIR=$HOME/.cache/slime_like/kernels TILELANG_CACHE_DIR=$HOME/.cache/slime_like/kernels/tilelang
 
 All other arguments are those of train.py. Kernels are launched on a phantom GPU (docs/gpu.md). The command prints the kernels
-in the cache. Set both variables for the run. To use the cache on another machine with the same versions of the packages, copy
+in the cache. Set both variables before the run starts. To use the cache on another machine with the same package versions, copy
 the folder and run `scripts/compile_kernels.py --moved --cache FOLDER` there, because Triton's cache contains absolute paths.
 """
 
@@ -40,7 +40,7 @@ PARTS: dict[str, Callable[[CompileJob], list[dict[str, Any]]]] = {"trainer": com
 def main(argv: Sequence[str]) -> int:
     """Compile for every capability, or make a copied cache usable with ``--moved``. Return the exit code.
 
-    The code is 1 if a function of SGLang failed, and that of the error if a part could not be compiled at all.
+    The code is 1 if a function of the engine could not be compiled. If an error stops the command, it is the error's code.
     """
     args, run = _parser().parse_known_args(argv)
     folder = args.cache.expanduser().resolve()

@@ -52,10 +52,10 @@ def last_name(node: ast.expr) -> str:
 
 
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
-    """Return the groups that each name in a file may stand for.
+    """Return a dict from each name in a file to the config groups that it may stand for.
 
-    A name stands for the group of that name, and for groups that an annotation with the group's class or an assignment binds
-    to it.
+    A name stands for the group with the same name, for groups whose class it is annotated with, and for the groups of names
+    that are assigned to it.
     """
     paths: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):

@@ -130,7 +130,7 @@ def figure_table(folder: Path) -> Iterator[str]:
 
 
 def figures_of(record: RunRecord) -> Iterator[tuple[str, list[float]]]:
-    """Yield the name and the values over the steps of each metric of a run that the part's page shows."""
+    """Yield the name of each metric that the page shows for a run, and its values over the steps."""
     for name in FIGURES:
         if values := [value for _, value in record.curve(name)]:
             yield name, values

@@ -37,7 +37,7 @@ ASSETS = "run.prepare=null model.hf_checkpoint={folder}/assets/model data.train=
 
 @dataclass(frozen=True, slots=True)
 class EvidencePart:
-    """Commands that run in sequence within ``minutes``. ``num_gpus`` and ``gb``, the memory of a GPU, apply to each node."""
+    """Commands that run in sequence within ``minutes``. Each node needs ``num_gpus`` GPUs with ``gb`` GB of memory each."""
 
     name: str
     title: str

@@ -1,7 +1,7 @@
 """Pack this commit and the packages that a GPU machine without a network may lack, in one archive of some 50 MB.
 
     .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz               # for the torch of the lock file
-    .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz --older-torch # for torch 2.11: without the names that it lacks
+    .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz --older-torch # for torch 2.11: avoids names that torch 2.11 lacks
     .venv/bin/python scripts/gpu_bundle.py bundle.tar.xz --kernels DIR # with a cache of scripts/compile_kernels.py
 
 On that machine, with Python 3.12, torch, Triton, transformers and pytest installed:

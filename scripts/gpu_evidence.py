@@ -157,9 +157,10 @@ def commit() -> str:
 
 
 def skip_reason(part: EvidencePart, node_gpus: Sequence[int]) -> str | None:
-    """Return the first need of the part that is found unmet; None if there is none.
+    """Return the first unmet need of the part; None if there is none.
 
-    ``node_gpus``: number of free GPUs of each node of the cluster. The memory of its GPUs is not checked.
+    ``node_gpus`` has the number of free GPUs of each node of the cluster, for parts on several nodes. The memory of the
+    cluster's GPUs is not checked.
     """
     import torch
 

@@ -111,7 +111,10 @@ def excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Add the files that base image and container engine give a container. Raises ``ImageError`` if the root has no apt-get."""
+    """Add the files that a base image and a container engine would provide.
+
+    Raises ``ImageError`` if the root has no apt-get.
+    """
     root = options.root
     if not os.access(root / "usr/bin/apt-get", os.X_OK):
         raise ImageError(f"{root} is not a Debian or Ubuntu root: create it with debootstrap")
@@ -168,7 +171,7 @@ def make_folder(path: Path, owner: tuple[int, int]) -> None:
 
 
 def copy(line: Instruction, image: Image, root: Path) -> None:
-    """Execute a COPY line with files of the build context. Raises ``ImageError`` if the context has no file of a source."""
+    """Execute a COPY line with files of the build context. Raises ``ImageError`` if one of its sources matches no file."""
     *sources, target = shlex.split(line.arguments)
     user, _, group = line.options.get("chown", "0:0").partition(":")
     owner = (int(user), int(group))
@@ -204,7 +207,10 @@ def run(line: Instruction, image: Image, options: Options) -> None:
 
 
 def link_cache(mount: str, cache: Path, root: Path) -> None:
-    """Fill the folder of a cache mount, if empty, with hard links to the files of ``cache``; its folders get the mount's user."""
+    """Fill the folder of a cache mount with hard links to the files of ``cache``, unless the folder has files already.
+
+    The mount's user owns the folder and its subfolders.
+    """
     fields = dict(part.split("=", 1) for part in mount.split(","))
     folder = root / fields["target"].lstrip("/")
     if any(folder.iterdir()):

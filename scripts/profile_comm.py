@@ -4,10 +4,10 @@ python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS O
 python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                      profile each op alone
 python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                     read a profiled run, even a failed one
 
-It prints a table and writes DIR/guard/NAME.yaml with a reason for each op. Drops of memory are maxima over ranks, in MiB.
-The drop of the allocator is the growth of the process's memory, that of the driver the drop of free memory; on a CPU
-they are the growth of resident memory and the drop of free memory of the host and its control groups. First use is the
-first call and every call with more bytes than any before; all other calls are the steady state. Use the policy with
+It prints a table and writes DIR/guard/NAME.yaml with a reason for each op. Memory is in MiB, the maximum over ranks.
+"Allocator drop" is the growth of the process's device memory, "driver drop" the decrease of the device's free memory; on a
+CPU they are the growth of resident memory, and the decrease of free memory of the host and its control groups. First use is
+the first call and every call with more bytes than any before; all other calls are the steady state. Use the policy with
 ``--config-dir DIR guard=NAME``.
 """
 

@@ -15,7 +15,7 @@ from slime_like.report.write import write_report
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, or 2 if the folder is not a run's or cannot be read or written."""
+    """Return the exit code: 0, or 2 if the folder holds no run, or a file cannot be read or written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of a run")
     parser.add_argument("--out", type=Path, help="file to write; default: report.html in the run's folder")

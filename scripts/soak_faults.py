@@ -115,12 +115,12 @@ class SoakPart:
 
     @property
     def clean(self) -> bool:
-        """True if the part ended as its fault requires, with the expected crash bundle."""
+        """True if the part did not hang, and its exit code and crash bundles are those that its final fault requires."""
         return not self.hung and self.code == CODES.get(self.end, 1) and self.explained
 
     @property
     def explained(self) -> bool:
-        """True if there is one crash bundle that names the target or, if the final fault requires no bundle, none."""
+        """True if the part left one crash bundle that names the target of its final fault, or none if none is required."""
         if self.end not in TARGETS:
             return not self.causes
         return len(self.causes) == 1 and TARGETS[self.end] in self.causes[0]
@@ -182,7 +182,7 @@ class FaultSoak:
 
     @property
     def good(self) -> bool:
-        """True if every part ended as required, left nothing behind, and the samples so far equal the undisturbed run's."""
+        """True if every part ended as required and left nothing behind, and no result so far differs from ``reference``."""
         return all(part.clean and not part.leftovers for part in self.parts) and not self._differences()
 
     def reference(self) -> None:

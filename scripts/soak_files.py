@@ -54,7 +54,10 @@ def main() -> int:
 
 
 def soak(num_files: int, seed: int, kind: str, *, show: bool) -> list[Trial]:
-    """Damage and read ``num_files`` files, alternating between the kinds; return the trials."""
+    """Damage and read ``num_files`` files, taking in turn the kinds whose names contain ``kind``; return the trials.
+
+    Trials that find a fault are printed; with ``show``, all trials are.
+    """
     kinds = [name for name in FILES if kind in name]
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -196,9 +196,10 @@ def phase_at(run_dir: Path, moment: float) -> str:
 
 
 def soak(num_kills: int, seed: int, folder: Path, table: TableFile | None, limit_s: float) -> Iterator[str]:
-    """Kill nodes ``num_kills`` times, or fewer within ``limit_s``; yield a line for each kill, and the page at the end.
+    """Kill nodes ``num_kills`` times, but none after ``limit_s`` seconds; yield a line for each kill, then the page's text.
 
-    Raises ``AssertionError`` if the run does not end as expected or its samples are wrong.
+    The page is also written to ``table`` after each kill of a trainer rank's node and at the end. Raises ``AssertionError``
+    if the run does not end as expected or its samples are wrong.
     """
     kills = plan(num_kills, seed)
     command = f"python scripts/soak_nodes.py --kills {num_kills} --seed {seed}"
@@ -225,7 +226,7 @@ def soak(num_kills: int, seed: int, folder: Path, table: TableFile | None, limit
 
 
 def main() -> int:
-    """Return exit code 0 if the run recovered from every kill, or was resumed, and trained on every sample once."""
+    """Print a line for each kill, then the page. Return 0; a fault of the run raises ``AssertionError`` as in ``soak``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

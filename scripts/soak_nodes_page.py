@@ -64,7 +64,7 @@ class TrainerKill:
 
 @dataclass(frozen=True, slots=True)
 class SampleCount:
-    """Numbers of a run's rollouts and samples, each trained on once, and the largest difference in a probe."""
+    """Counts from ``check_samples``, and the largest |engine - trainer| log-probability in the run's probes."""
 
     num_rollouts: int
     num_samples: int
@@ -74,8 +74,8 @@ class SampleCount:
 def check_samples(run_dir: Path, *, is_ended: bool) -> SampleCount:
     """Count the samples of a run. Raises ``AssertionError`` if one is missing, doubled or sampled with other weights.
 
-    The group ids of all rollouts are consecutive, each rollout has its own weights, and at the end of the run the data cursor
-    of its checkpoint is behind the last group.
+    Steps are logged once each, group ids are consecutive over all rollouts, and rollout ``i`` was sampled with weights ``i``.
+    If ``is_ended``, the newest checkpoint is that of the last rollout, and its data cursor points just past the last group.
     """
     rows = metrics(run_dir)
     num_rollouts = int(rows[-1]["step"])

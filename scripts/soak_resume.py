@@ -61,7 +61,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Comparison of a run after its kills with the undisturbed run."""
+    """Comparison of a run after its kills with the undisturbed run. ``drift`` is 0 if engine and trainer agree."""
 
     run: int
     differences: list[str]
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def main() -> int:
-    """Return exit code 0 if every kill succeeded and every run had the results of the undisturbed run, without drift."""
+    """Return exit code 0 if ``good``: every kill succeeded, and every run had the undisturbed run's results and no drift."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -109,7 +109,7 @@ class ResumeSoak:
 
     @property
     def good(self) -> bool:
-        """True if every kill succeeded and every run has the results of the undisturbed run, without drift."""
+        """True if every kill succeeded, and every run had the undisturbed run's results and no ``drift`` (see ``Verdict``)."""
         return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
 
     def reference(self) -> None:
