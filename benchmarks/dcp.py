@@ -1,4 +1,4 @@
-"""Benchmark of decode context parallelism on this CPU: engines of two ranks without it, and with each kind of exchange.
+"""Benchmark of decode context parallelism on this CPU: engines of two ranks without it, and with each value of rollout.dcp_comm.
 
     python benchmarks/dcp.py --write
     python benchmarks/dcp.py --rounds 5 --case narrow
@@ -152,9 +152,9 @@ async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCas
 
 
 def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
-    """Return the Markdown table, with the medians of the rounds' ratios to the first engine in brackets.
+    """Return the Markdown table, with ratios to the first engine in brackets.
 
-    Values are medians over rounds, but the number of requests at once is a maximum, and that of equal responses a sum.
+    Values and ratios are medians over the rounds, except the requests at once (the maximum) and the equal responses (the sum).
     """
     base = next(iter(results.values()))
     lines = [

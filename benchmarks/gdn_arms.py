@@ -219,7 +219,10 @@ def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.d
 
 
 def kernels_seen(run: Callable[[], object], device: str, max_names: int = 4) -> list[str]:
-    """Return the names of a call's most expensive kernels by torch's profiler: up to ``max_names`` of the rule, then of all."""
+    """Return the names of a call's most expensive kernels, as measured by torch's profiler.
+
+    First come up to ``max_names`` kernels of the delta rule, then up to ``max_names`` of all kernels, without repetition.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as profiler:
         run()

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_step.py                                      # every arm, each in a process of its own
     python benchmarks/gpu_step.py --arms dense hybrid-flashqla --steps 8
-    python benchmarks/gpu_step.py --traced                             # also the peak that a phantom GPU has (docs/gpu.md)
+    python benchmarks/gpu_step.py --traced                             # also the peak on a phantom GPU (docs/gpu.md)
     python benchmarks/gpu_step.py --device cpu --tiny --arms dense     # rehearsal on a CPU
 
 Weights are random. A step has four micro-batches of sequences of 2048 tokens, full recompute, bfloat16, and one AdamW
 update; the last three quarters of each sequence are trained on (in the traced step, all tokens). Seconds are the median
-over steps after two that are left out; peak GiB is torch's peak over these steps.
+over the steps after two warm-up steps; peak GiB is torch's peak over the same steps.
 Synchronisations are listed by line, as torch.cuda.set_sync_debug_mode reports them in one step.
 """
 
@@ -94,7 +94,7 @@ class StepFigures:
 def main(argv: Sequence[str]) -> int:
     """Print a table of the arms. Return 1 if one failed, else 0.
 
-    With ``--result``, which it passes to the process of an arm, measure that arm and end the process.
+    Each arm runs in a process with the option ``--result``, in which this function measures the arm and ends the process.
     """
     args = _parser().parse_args(argv)
     if args.result is not None:
@@ -189,7 +189,7 @@ def run_arm(arm: StepArm, args: argparse.Namespace) -> int:
 
 
 def timed_steps(name: str, step: Callable[[], float], number: int, device: str) -> tuple[list[float], float]:
-    """Run ``number`` steps after two that are left out. Return their seconds and their peak memory in GiB, 0 on a CPU.
+    """Run ``number`` steps after two warm-up steps. Return their seconds and their peak memory in GiB, 0 on a CPU.
 
     ``step`` returns the gradient norm.
     """

@@ -102,7 +102,7 @@ def ops() -> dict[str, Callable[[], object]]:
 
 
 def wait(work: dist.Work | None) -> None:
-    """Wait for the op, as its callers do later."""
+    """Wait for an asynchronous op."""
     assert work is not None
     work.wait()
 

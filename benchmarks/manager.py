@@ -2,14 +2,15 @@
 
 python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists] [--managers 1 2] [--group 8] [--profile 12]
 
-The manager is the real one, in a process of its own for each line: HTTP client, columnar store, text, reward pool, the pickle
-that Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all requests of
-a rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this project's plugin.
+The manager is the real one, in a new process for each line of the table: HTTP client, columnar store, text, reward pool, the
+pickle that Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all
+requests of a rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this
+project's plugin.
 
 With `--managers K`, K managers collect the rollout at the same time, each with a process and an engine for its share.
-The manager's time is the CPU time of the busiest process; tokens/s are those of K cores at its time per token. Memory
-and the times of reward processes and driver are means over the managers; the driver reads a manager's pickle and
-selects its groups.
+The time per token is the CPU time of the busiest manager; tokens/s are K times that manager's rate. Memory and the times
+of reward processes and driver are means over the managers; the driver's time is for reading a manager's pickle and for
+the selection of groups from it.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ def main(argv: list[str] | None = None) -> int:
 def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the values of a rollout by several managers.
 
-    Time and profile are those of the busiest manager, tokens/s those of all together at its speed; the rest are means.
+    Time and profile are those of the busiest manager, and tokens/s are its rate times the number of managers. The other
+    values are means.
     """
     busiest = max(records, key=lambda record: record["cpu_ns"])
     means = {

@@ -2,9 +2,9 @@
 
 python benchmarks/products.py [--rows 32 64] [--rounds 5] [--cold-mb 40]
 
-GFLOP/s of the fastest round, in CPU seconds of the thread, so that other processes have little influence. Torch's products are
-those of an engine without C products: oneDNN with packed weights in bfloat16, `torch.mm` in float32. `cold`: the C kernels with
-different weights in every call, `--cold-mb` in total, as in a decode step of a model.
+Values are GFLOP/s of the fastest round, by the thread's CPU time, so that other processes have little influence. Torch's
+products are those of an engine without C products: oneDNN with packed weights in bfloat16, `torch.mm` in float32. `cold`: the C
+kernels with different weights in every call, `--cold-mb` in total, as in a decode step of a model.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Speed of decode steps with half of the experts in a worker, relative to all experts in one process, by size of experts.
+"""Speed of decode steps with half of the experts in a worker, relative to all experts in one process, for several sizes.
 
 python benchmarks/remote_decode.py [--rounds 20] [--real-time]
 
 Layers and steps are those of `remote_experts.py`, which also has larger experts; requests travel in shared memory. Two
-arms compute all experts in one process: by SGLang's function, as in an engine on a CPU without remote experts, and by
-the plugin's function, which also computes the halves. Times are those of the fastest round, in which the machine's
-other work disturbs least: a worker needs a second core.
+arms compute all experts in one process: one by SGLang's function, as in an engine on a CPU without remote experts, and
+one by the plugin's function, which the third arm uses for each half. Times are those of the fastest round, which other
+work on the machine disturbs least. The third arm needs a second core, for the worker.
 With `--real-time` (needs root) no other process gets a core while both processes compute.
 """
 

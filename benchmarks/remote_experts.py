@@ -231,9 +231,9 @@ def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str
 
 
 def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
-    """Return the results of the arms of a setting, and before them those of all experts in one process.
+    """Return the results of a setting: two with all experts in one process (SGLang's function, the plugin's), then its arms'.
 
-    Raises ``SystemExit`` if the sums of an arm differ.
+    Raises ``SystemExit`` if the hidden states of an arm differ from SGLang's.
     """
     torch.set_num_threads(1)
     layers = make_layers(setting.size)
@@ -292,7 +292,7 @@ def traffic(run: Local | Remote) -> Traffic:
 
 
 def table(arms: Mapping[str, ArmResult]) -> list[str]:
-    """Return the lines of a table. Calls and payload are compared with stream in float32, times are medians."""
+    """Return the lines of a table. Times are medians; percentages compare calls and payload with stream in float32."""
     base = arms["stream, float32"]
     lines = [
         "| experts | calls | payload, MiB | prefill, s | decode, tokens/s |",

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def compare(size: str, args: argparse.Namespace, work: Path, python: Path) -> str:
-    """Run all arms of one size in turn and return a table."""
+    """Run all arms of one model size in turn and return the size's part of the page."""
     folder = work / size
     folder.mkdir(exist_ok=True)
     inputs, steps = write_inputs(folder, size), args.steps or STEPS[size]
@@ -104,7 +104,7 @@ def compare(size: str, args: argparse.Namespace, work: Path, python: Path) -> st
 
 
 def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tuple[str, str], ArmRecord]) -> str:
-    """Return the Markdown of one size: ratio of the faster dtype of each side, then every arm."""
+    """Return the Markdown for one model size: TRL's time per step over ours, each in its faster dtype, then every arm."""
     best = {
         side: min((r for (s, _), r in records.items() if s == side), key=lambda r: r.seconds)
         for side in ("slime_like", "TRL")

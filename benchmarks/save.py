@@ -3,7 +3,7 @@
 python benchmarks/save.py [--rounds 3] [--rollouts 3] [--tokens 512] [--threads 1]
 
 One trainer rank on a CPU with a Qwen3 of 20 million parameters, in float32; a rollout is one optimizer step on random rows.
-In each round the kinds take turns. Each runs a few rollouts and waits for the last checkpoint.
+In each round the three kinds take turns: each runs a few rollouts and waits for its last checkpoint.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _rollouts(actor: Any, run: Any, numbers: range, tokens: int) -> tuple[float, float]:
-    """Return the seconds per rollout, and the part of them that training waits for the save."""
+    """Run rollouts. Return the seconds per rollout, and how many of them training spends in calls of ``run.save``."""
     start, waited_s = time.perf_counter(), 0.0
     for k in numbers:
         _step(actor, tokens, k)

@@ -1,4 +1,4 @@
-"""Control traffic of many engines and trainer ranks without models, under the run's own code.
+"""Control traffic of many engines and trainer ranks without models, handled by the code of a real run.
 
 python benchmarks/scale.py --engines 4 32 128
 python benchmarks/scale.py --ranks 16 64 256

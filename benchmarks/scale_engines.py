@@ -68,7 +68,7 @@ class SimulatedSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Seconds of the manager's part of a push and of health checks of all engines, and CPU seconds of manager and servers."""
+    """Seconds of the manager's steps in a push and of a health check of every engine; CPU seconds of manager plus servers."""
 
     num_engines: int
     begin: float

@@ -94,7 +94,7 @@ def _start_ranks(num_ranks: int, stacks: str) -> TrainerGroup:
 def _start_actors(num_ranks: int, stacks: str) -> list[ActorHandle[SimulatedRank]]:
     """Start the ranks, a few at a time; each is suspended (SIGSTOP) until all have started.
 
-    An idle worker of Ray wakes up 100 times a second, for 1.5% of a core: later actors would wait for the idle ones.
+    An idle worker of Ray wakes up 100 times a second and takes 1.5% of a core, which would slow down the start of later actors.
     """
     start_rank = start_actor(SimulatedRank, num_cpus=0)
     actors: list[ActorHandle[SimulatedRank]] = []

@@ -31,7 +31,7 @@ MAX_RINGS = 256
 
 @dataclass(frozen=True, slots=True)
 class RingTimes:
-    """CPU seconds for the records of one rank, of the ranks of a node, and of ``num_rings`` ranks; bytes of a rank's files."""
+    """CPU seconds to describe one rank's groups and to report on the rings of a node and of ``num_rings`` ranks; ring size."""
 
     num_ranks: int
     num_rings: int

@@ -25,7 +25,7 @@ LINE = re.compile(r"^\w[\w-]*: (?P<step>.+?) after \d+ s")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Times of a round in seconds: the bare import, and from the command to each line of the start and to the first rollout."""
+    """Seconds of the bare import, and from the command to each line printed at the start and to the first rollout."""
 
     bare: float
     lines: dict[str, float]
@@ -86,7 +86,7 @@ def _round(run_dir: Path) -> Round:
 
 
 def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
-    """Describe the origin of the recipe's initial model: creating it takes a minute."""
+    """Return a sentence on when the recipe's initial model (the warm start) was created, which takes a minute."""
     creating_rounds = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
     if creating_rounds:
         return f"The warm start was created in round {', '.join(creating_rounds)}, which took that much longer."
@@ -95,7 +95,7 @@ def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
 
 
 def report(all_rounds: Sequence[Round], machine: str, command: str) -> str:
-    """Return Markdown with the ratio, all rounds except the first, and the split of the median round."""
+    """Return Markdown: the median ratio, all rounds except the first, and the times of the round nearest to the median."""
     first, *rounds = all_rounds
     ratio = statistics.median(round_.ratio for round_ in rounds)
     middle = min(rounds, key=lambda round_: abs(round_.ratio - ratio))

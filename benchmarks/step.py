@@ -181,7 +181,7 @@ def make_rows(sequences: int, vocabulary: int) -> PackedBatch:
 
 
 def parts(rounds: int) -> Iterator[str]:
-    """Yield a table of median milliseconds of each part with C kernels, forward and backward, on one thread."""
+    """Yield a table of median milliseconds of each part that has C kernels, forward and backward, on one thread."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield "| part, forward and back, one thread | torch, wall (CPU), ms | c, wall (CPU), ms | ratio, wall (CPU) |"
@@ -214,7 +214,7 @@ def alternate(arms: Mapping[str, Callable[[], object]], rounds: int) -> Times:
 
 
 def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict[str, Callable[[], object]]:
-    """Return functions that compute log-probabilities from hidden states by vocabulary products, and their backward."""
+    """Return one function per arm: log-probabilities (and entropies) from hidden states and the output layer, and backward."""
     from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
     from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 
@@ -229,7 +229,7 @@ def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict
 
 
 def attention(sequences: int, length: int, shape: Mapping[str, int]) -> dict[str, Callable[[], object]]:
-    """Return functions that compute packed causal attention in float32, rounded to bfloat16, and its backward."""
+    """Return one function per arm: packed causal attention in float32, rounded to bfloat16, and its backward."""
     from slime_like.train.megatron.model.sdpa import attention_batches, in_batches
     from slime_like_plugins.megatron_cpu.functions import AttentionFunction
     from slime_like_plugins.megatron_cpu.kernels import kernels
