@@ -221,7 +221,7 @@ def check_loaded(result: Any, runner: Any) -> Any:
 def run_forward(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around ``ModelRunner.forward``: fill slots that are empty, as after a weight push.
 
-    CUDA graphs of the model start with filled slots.
+    A CUDA graph of the model was captured with filled slots, so it does not fill them itself.
     """
     for weights in _models:
         weights.pipeline.begin()

@@ -140,5 +140,5 @@ def machine() -> str:
 
 
 def part_memory(device: torch.device, num_slots: int) -> PartMemory:
-    """Return the memory for parts on ``device``."""
+    """Return memory for parts on ``device``, a CPU or a GPU."""
     return DeviceParts(device, num_slots) if device.type == "cuda" else HostParts(num_slots)

@@ -43,12 +43,12 @@ class ExpertKernels:
                 self._functions[name, dtype] = function
 
     def multiplies(self, rows_RI: Tensor, weight_OI: Tensor) -> bool:
-        """Return True if these kernels support this shape and dtype and are faster than torch on this CPU."""
+        """Return True if these kernels support shape and dtype of the arguments, and are faster than torch on this CPU."""
         is_even = rows_RI.dtype is torch.float32 or not any(n % 2 for n in weight_OI.shape)  # bf16 is summed in pairs
         return rows_RI.dtype in self._dtypes and weight_OI.dtype is rows_RI.dtype and is_even
 
     def products(self, rows: Tensor, counts: Sequence[int], weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
-        """Return each expert's rows times its weight, or times the weight's transpose."""
+        """Return each expert's rows times its weight [O, I], or with ``transpose`` times the weight's transpose."""
         shape = tuple(weights[0].shape)
         inputs, outputs = reversed(shape) if transpose else shape
         _check(rows.dtype, (rows, (sum(counts), inputs)), *((weight, shape) for weight in weights))

@@ -74,9 +74,9 @@ class Mixing(Protocol):
         ...
 
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
-        """Return the hidden states [L, 1, hidden] of the tokens that this rank projects.
+        """Return the hidden states [L, 1, hidden] of the tokens for which this rank computes the projections.
 
-        ``hidden`` [L, 1, hidden] holds those of the rank's tokens in attention, which ``model.layout.zigzag`` selects.
+        ``hidden`` [L, 1, hidden] has those of the tokens that the rank has in attention (``model.layout.zigzag``).
         """
         ...
 

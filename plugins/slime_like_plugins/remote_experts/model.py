@@ -86,7 +86,10 @@ class RemoteModel:
         self.experts.open(shapes)
 
     def _loader(self, layer: Any, rows: ExpertRows) -> Callable[..., None]:
-        """Return a loader for a layer's parameters, with the signature of SGLang's loader."""
+        """Return a loader for a layer's parameters, with the signature of SGLang's loader.
+
+        It sends the remote experts to the worker, after connecting to it if necessary.
+        """
 
         def load(parameter: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:
             local = int(rows.local_rows[expert_id])
@@ -111,7 +114,10 @@ class RemoteModel:
         return load
 
     def forward(self, layer: Any, x_TH: Tensor, topk: Any, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the hidden states after the experts. ``compute`` runs SGLang's GPU kernels on ids of local experts."""
+        """Return the hidden states after the experts. Raises the error of ``RemoteExperts.add_sums``.
+
+        On a GPU, ``compute`` runs SGLang's kernels with the indices of local experts; on a CPU, it is not called.
+        """
         rows: ExpertRows = getattr(layer, ROWS)
         ids = topk.topk_ids.to("cpu", torch.int32).numpy()
         weights = topk.topk_weights.to("cpu", torch.float32).numpy()

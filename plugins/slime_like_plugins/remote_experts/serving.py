@@ -75,7 +75,10 @@ class Service:
         return frame
 
     def _handle(self, frame: Frame) -> None:
-        """Answer a request; its errors leave the connection open. Raises ``FrameError`` if the frame's kind has no handler."""
+        """Answer a request. An error of the request is sent to the engine, and leaves the connection open.
+
+        Raises ``FrameError`` if the frame's kind has no handler.
+        """
         handler = self._handlers.get(frame.header.kind)
         if handler is None:
             raise FrameError(f"a worker received a frame of kind {frame.header.kind.name}")
@@ -164,7 +167,7 @@ class Service:
     def _payload(self, frame: Frame) -> memoryview:
         """Return a frame's payload, in the socket's buffer or in a slot.
 
-        Raises ``FrameError`` if there is no such slot.
+        Raises ``FrameError`` if no memory is shared, or there is no such slot of sufficient size.
         """
         if frame.header.slot == INLINE:
             return memoryview(frame.payload)

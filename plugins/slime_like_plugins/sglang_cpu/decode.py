@@ -67,7 +67,7 @@ class DecodeStep:
         return logits_BV
 
     def _table(self, pool: Any, dtype: torch.dtype) -> Tensor:
-        """Return the addresses [layers, 14] in the layout of ``csrc/step.h``, rebuilt if one has changed."""
+        """Return the addresses of each layer's tensors [layers, 14], laid out as in ``csrc/step.h``; rebuilt if one changed."""
         pointers: list[int] = []
         for block in self._blocks:
             layer = block.attention.layer_id

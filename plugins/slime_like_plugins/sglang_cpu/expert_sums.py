@@ -35,7 +35,7 @@ class ExpertSums:
         self._threads.argtypes, self._threads.restype = [], integer
 
     def supports(self, w13: Tensor, w2: Tensor) -> bool:
-        """Return True if the kernel multiplies these matrices."""
+        """Return True if the kernel can multiply by these matrices."""
         return w13.dtype in SUFFIX and all(
             matrix.dtype is w13.dtype and matrix.device.type == "cpu" and matrix.is_contiguous() for matrix in (w13, w2)
         )

@@ -76,7 +76,7 @@ def split_rule(
 ) -> tuple[Tensor, Tensor]:
     """Apply ``packed_rule`` to the first ``splits[b]`` tokens of each request b, then to its other tokens.
 
-    Row b of ``states`` gets the state of request b between the two, unless ``splits[b]`` is 0.
+    Row b of ``states`` gets the state of request b after the first part, unless ``splits[b]`` is 0.
     """
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     middles = [start + split for start, split in zip(starts, splits, strict=False)]
@@ -157,7 +157,7 @@ def recurrent_rule(
 ) -> tuple[Tensor, Tensor]:
     """Apply the rule token by token to all requests together. Return [T, HV, V] and the final states [B, HV, V, K].
 
-    Requests are sorted longest first, so that those with tokens left are a prefix of the batch.
+    The function itself sorts the requests longest first, so that those with tokens left are a prefix of the batch.
     """
     heads = v.shape[1]
     order = sorted(range(len(lengths)), key=lambda request: -lengths[request])
