@@ -9,8 +9,8 @@ Each arm has one thread by default. transformers gets the same prompts in one ba
 log-probabilities. The script prints four rows per batch size: wall time and CPU time of whole calls, including the
 prefill, and of decoding alone (a call minus a call for one token). CPU time is the user and system time of all
 processes of an engine; other work on the machine affects it least. Each row has medians of tokens/s and of milliseconds
-per token of a sequence, and the speed relative to transformers (if it does not run, to the first arm): the median of
-the rounds' ratios.
+per token of a sequence, and the median of the rounds' speeds relative to transformers, or to the first arm if
+transformers does not run.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def measure_in_children(
 def measure(
     size: tuple[int, int], replies: str, group: int, profile: int, share: ManagerShare = SINGLE
 ) -> dict[str, Any]:
-    """Collect a rollout of ``size`` to warm up; return measurements of a manager's share of a second one."""
+    """Collect a manager's ``share`` of two rollouts of ``size``; return measurements of the second. The first warms up."""
     with tempfile.TemporaryDirectory() as folder, engine(replies) as url:
         write_tokenizer(Path(folder))
         return asyncio.run(_measure(_spec(size, folder, group, share), url, profile))

@@ -113,7 +113,7 @@ SETTINGS: Mapping[str, TableSetting] = {
 
 
 def make_layers(size: LayerSize = SMALL, seed: int = 0) -> list[BenchLayer]:
-    """Return layers with random weights and routes: the ``TOP_K`` largest of a token's random scores."""
+    """Return layers with random weights, and with random routes of each token to ``TOP_K`` experts."""
     generator = torch.Generator().manual_seed(seed)
     layers: list[BenchLayer] = []
     hidden, intermediate = size.hidden, size.intermediate

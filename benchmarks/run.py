@@ -155,7 +155,7 @@ def _page(tables: list[str], machine_line: str, command: str) -> str:
 
 
 def commit() -> str:
-    """Return the measured commit, with a mark if files outside docs differ from it; a note if git does not know it."""
+    """Return a sentence on the measured commit: its hash, and a note if files outside docs differ from it; or unknown."""
     try:
         options = [
             ["rev-parse", "--short", "HEAD"],

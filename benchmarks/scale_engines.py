@@ -100,7 +100,10 @@ async def serve(num_engines: int) -> AsyncGenerator[list[EngineClient]]:
 
 
 async def measure(num_engines: int, rounds: int) -> EngineTimes:
-    """Return medians over ``rounds`` pushes with health checks of all engines, after one that opens the connections."""
+    """Return medians over ``rounds`` pushes, each followed by a health check of every engine.
+
+    Another push before them opens the connections.
+    """
     async with serve(num_engines) as clients:
         pool = EnginePool([SimulatedSupervisor(client) for client in clients], HealthConfig(), receives_pushes=True)
         update = EngineWeightUpdate(pool)

@@ -43,7 +43,7 @@ CLASSES = {
 
 
 def last_name(node: ast.expr) -> str:
-    """Return the last name of an expression (``cfg.rollout``: rollout, ``self._config``: config); else empty."""
+    """Return the last name of an expression (``cfg.rollout``: rollout, ``self._config``: config); empty if it has none."""
     match node:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name.lstrip("_")

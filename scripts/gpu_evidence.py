@@ -46,7 +46,7 @@ GIGABYTE = 10**9
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts, or list them with ``--list``. Return the exit code, 1 if a part failed or was killed."""
+    """Run the parts, or list them with ``--list``. Return 0, 1 if a part failed or was killed, or an error's exit code."""
     args = _parser().parse_args(argv)
     parts = [part for part in PARTS if not args.parts or part.name in args.parts]
     try:

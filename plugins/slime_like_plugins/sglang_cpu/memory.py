@@ -44,7 +44,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def free_bytes() -> int:
-    """Return a rank's free bytes times the number of NUMA nodes, by which SGLang divides.
+    """Return a rank's free bytes times the number of NUMA nodes, because SGLang divides the result by that number.
 
     This function replaces ``get_free_cpu_memory``.
     """

@@ -20,7 +20,7 @@ def install() -> None:
 
 
 def with_unscaled(scaled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``scaled``, or SGLang's general function for models without ``rope_scaling``."""
+    """Return a function that calls ``scaled`` for models with ``rope_scaling``, and SGLang's general function for others."""
 
     def get_rope(  # noqa: PLR0913  (a signature of SGLang)
         head_size: int,
