@@ -26,10 +26,9 @@ import torch  # noqa: E402  (after the lines above, as the imports below)
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.options import at_least  # noqa: E402
-from benchmarks.processes import RUN_S  # noqa: E402
+from benchmarks.processes import join_ranks  # noqa: E402
 from benchmarks.run import machine  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
-from slime_like.util.deadline import Deadline  # noqa: E402
 from slime_like_plugins.flow_mla.gather import Gather, GroupGather, Pending, create_groups  # noqa: E402
 from slime_like_plugins.flow_mla.host_parts import HostParts  # noqa: E402
 from slime_like_plugins.flow_mla.layout import Matrix, layer_layout  # noqa: E402
@@ -183,13 +182,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/store", options.rounds, results)
         ranks = torch.multiprocessing.start_processes(run_rank, arguments, RANKS, join=False)
-        assert ranks is not None, "start_processes returns ranks with join=False"
-        deadline = Deadline("benchmark", "prefetch", RUN_S)
-        while results.empty():  # join raises the error of a rank that failed
-            ranks.join(min(1.0, deadline.remaining("the ranks")))
-        timings: list[PrefetchResult] = results.get()
-        while not ranks.join(deadline.remaining("the end of the ranks")):
-            pass
+        join_ranks(ranks)
+        timings: list[PrefetchResult] = results.get()  # rank 0 has put them: they fit into the pipe of the queue
     print(visible("\n".join(table(timings))))
     for result in (timings[len(BATCHES) - 1], timings[-1]):
         print(visible("\n".join(["", f"{result.transport}, {result.batch} tokens:", "", *result.timeline])))

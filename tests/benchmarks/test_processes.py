@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import time
+from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -62,6 +65,19 @@ def test_ranks_that_do_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> No
     assert ranks is not None
     with pytest.raises(DeadlineExceeded, match=r"benchmark waited .* for its ranks"):
         join_ranks(ranks, limit_s=0.5)
+    assert not any(psutil.pid_exists(pid) for pid in ranks.pids())
+
+
+def test_ranks_of_a_benchmark_that_hang_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # set by the benchmark, restored after the test
+    ranks = mp.start_processes(hang, nprocs=2, join=False, start_method="fork")
+    assert ranks is not None
+    flow_prefetch: Any = importlib.import_module("benchmarks.flow_prefetch")
+    monkeypatch.setattr(mp, "start_processes", lambda *args, **kwargs: ranks)
+    monkeypatch.setattr(flow_prefetch, "join_ranks", partial(join_ranks, limit_s=0.5))
+    with pytest.raises(DeadlineExceeded):
+        flow_prefetch.main([])
     assert not any(psutil.pid_exists(pid) for pid in ranks.pids())
 
 
