@@ -150,10 +150,12 @@ def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
     lines = LOG_LINE.findall(Path(spec.log_path).read_text())
     counts = {(int(weight_text), int(loading_text)) for weight_text, loading_text in lines}
     counts = counts or {(sharded_bytes(False), sharded_bytes(False))}
-    ((weight_bytes, loading_bytes),) = counts  # equal on all ranks
-    if weight_bytes != sharded_bytes(bool(spec.flow_mla)):
-        raise SystemExit(f"the engine {name} holds {weight_bytes} bytes of sharded weights on its ranks")
-    return FlowArm(rounds, planned_tokens(spec), weight_bytes, loading_bytes)
+    expected = sharded_bytes(bool(spec.flow_mla))
+    if wrong_counts := sorted({weight_bytes for weight_bytes, _ in counts} - {expected}):
+        raise SystemExit(
+            f"a rank of the engine {name} holds {wrong_counts[0]} bytes of sharded weights instead of {expected}"
+        )
+    return FlowArm(rounds, planned_tokens(spec), expected, max(loading_bytes for _, loading_bytes in counts))
 
 
 def table(results: Mapping[str, FlowArm]) -> list[str]:

@@ -54,6 +54,37 @@ def test_the_table_compares_capacities_and_responses() -> None:
     assert "In each of 1 rounds" in flow_mla.page(arms, "Machine: this one.", "python benchmarks/flow_mla.py")
 
 
+@pytest.mark.parametrize(("counts", "wrong"), [((7, 7), 7), ((None, 7), 7), ((None, None), None)])
+def test_a_rank_with_other_bytes_ends_the_benchmark(
+    counts: tuple[int | None, ...], wrong: int | None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank logs its bytes; None stands for the expected number."""
+    expected = flow_mla.sharded_bytes(True)
+
+    class LoggingServer:
+        def __init__(self, spec: Any, admin_key: str) -> None:
+            lines = [
+                f"slime_like FlowMLA shards x: {count or expected} bytes of each rank and at most {rank} while loading\n"
+                for rank, count in enumerate(counts)
+            ]
+            Path(spec.log_path).write_text("".join(lines))
+            self.start = self.wait_ready = self.stop = lambda: None
+
+    async def measure(*args: object) -> tuple[()]:
+        return ()
+
+    monkeypatch.setattr(flow_mla, "EngineServer", LoggingServer)
+    monkeypatch.setattr(flow_mla, "measure", measure)
+    if wrong is None:
+        arm = flow_mla.run_arm("FlowMLA", model, 1)
+        assert (arm.weight_bytes, arm.loading_bytes) == (expected, 1)
+    else:
+        with pytest.raises(
+            SystemExit, match=f"a rank of the engine FlowMLA holds {wrong} bytes .* instead of {expected}"
+        ):
+            flow_mla.run_arm("FlowMLA", model, 1)
+
+
 def test_gathers_are_hidden_as_far_as_a_layer_does_not_wait() -> None:
     result = flow_prefetch.PrefetchResult("p2p", 16, 2e-3, 4e-3, 1e-3, 3e-2, 2e-2, 1.5, ())
     assert flow_prefetch.table([result])[-1] == "| p2p | 16 | 2.00 | 4.00 | 1.00 | 75% | 20.0 | 30.0 (1.50) |"
