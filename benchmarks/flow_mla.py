@@ -85,8 +85,8 @@ class FlowArm:
 def sharded_bytes(flow_mla: bool) -> int:
     """Return the bytes of the sharded projections on a rank.
 
-    If the projections of all ``L`` layers have ``W`` bytes, a rank holds ``W`` bytes without FlowMLA. With it, a rank of
-    ``dp`` attention groups holds ``W / dp + 2 W / L``: its part of each layer, and two slots for complete layers.
+    If the projections of all ``L`` layers have ``W`` bytes, a rank holds ``W`` bytes without FlowMLA. With FlowMLA over
+    ``dp`` attention groups it holds ``W / dp + 2 W / L``: its part of each layer, and two slots for complete layers.
     """
     full = MODEL["num_hidden_layers"] * LAYER_BYTES
     return full // GROUPS + 2 * LAYER_BYTES if flow_mla else full
