@@ -1,6 +1,7 @@
-"""Lexer of bash scripts: words and operators, with quotes, ``$`` expansions, arrays and here-documents.
+"""Lexer of bash scripts: words, with quotes and unevaluated ``$`` expansions, arrays and operators.
 
-It covers the part of bash's grammar that launch scripts use; anything else stays text.
+Comments, redirections and here-documents are skipped. Syntax that the lexer does not know, such as globs and braces, stays
+text in a word, unless it raises ``ConfigError`` (``tokens``).
 """
 
 from __future__ import annotations

@@ -169,7 +169,10 @@ class ShardedWeights:
         return problems
 
     def aliases(self) -> list[str]:
-        """Return an error message for each tensor that is still a view of the slot that its layer had while loading."""
+        """Return an error message for each tensor of a sharded layer that lies in the slot of another layer.
+
+        Such a tensor is still a view of the slot that all layers used while loading.
+        """
         slots = self.pipeline.slots
         return [
             f"sharded layer {index}: {name} of {type(module).__name__} is in the slot of another layer"

@@ -1,4 +1,4 @@
-"""Remote experts of an engine's rank: their sums, their weights, and the policy for a worker that fails."""
+"""Remote experts of an engine's rank: weighted sums of their outputs, updates of their parameters, and lost workers."""
 
 from __future__ import annotations
 

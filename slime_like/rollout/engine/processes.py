@@ -130,7 +130,7 @@ def headline(lines: list[str]) -> str:
     """Return ": " and the line of a log that best explains a failure; empty if no line does.
 
     A plugin's message takes precedence: the plugin has stopped a worker, and the server's own errors are consequences.
-    Next is the last exception of this project, then the last line that looks like an error.
+    Next is the last exception of this project, then the last line that looks like an error among the last ``LOG_LINES``.
     """
     plugin = [line.strip() for line in lines if line.lstrip().startswith("slime_like plugin")]
     plugin += [line.strip() for line in lines if re.match(r"slime_like(_plugins)?\.[\w.]+: ", line)][-1:]

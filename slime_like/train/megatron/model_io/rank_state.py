@@ -1,6 +1,7 @@
 """State of one rank in megatron's sharded form: weights, optimizer state and random number generators.
 
-megatron saves and loads the sharded form in any layout, but RNG states only in the same layout, because they belong to ranks.
+A checkpoint in this form can be loaded in any layout. RNG states are restored only in the layout of the save, because they
+belong to ranks.
 """
 
 from __future__ import annotations
