@@ -11,7 +11,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -100,12 +100,22 @@ def problem(hook: Hook) -> str | None:
         wrapper = _resolve(hook.target)
     except (ImportError, AttributeError) as error:
         return _missing(hook.target, error)
-    while wrapper is not None:
-        cells = getattr(wrapper, "__closure__", None) or ()
-        if wrapper is hook.function or any(cell.cell_contents is hook.function for cell in cells):
-            return None
-        wrapper = getattr(wrapper, "__wrapped__", None)
+    if _contains(wrapper, hook.function):
+        return None
     return f"{hook.target} is not wrapped by {hook.function.__module__}.{hook.function.__qualname__}"
+
+
+def _contains(wrapper: Any, function: Callable[..., Any], original: object = None) -> bool:
+    """Return True if ``function`` is ``wrapper`` or one of SGLang's wrappers around ``original`` calls it.
+
+    Without ``original``, all wrappers are searched.
+    """
+    while wrapper is not None and wrapper is not original:
+        cells = getattr(wrapper, "__closure__", None) or ()
+        if wrapper is function or any(cell.cell_contents is function for cell in cells):
+            return True
+        wrapper = getattr(wrapper, "__wrapped__", None)
+    return False
 
 
 def install(owner: str, hooks: Sequence[Hook]) -> None:
@@ -121,7 +131,7 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
     registry._patched.difference_update(earlier)
     for hook in hooks:
         registry.register(hook.target, hook.function, HookType[hook.kind.upper()])
-    with _search_by_name(owner):
+    with _search_by_name(owner, hooks):
         registry.apply_hooks()
     for target, applied in earlier.items():
         registry._hooks[target][:0] = applied
@@ -129,16 +139,22 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
 
 
 @contextmanager
-def _search_by_name(owner: str) -> Generator[None]:
-    """Return a context in which SGLang uses ``replace_imported`` to find the modules that imported a hooked function.
+def _search_by_name(owner: str, hooks: Sequence[Hook]) -> Generator[None]:
+    """Return a context in which SGLang uses ``replace_imported`` to find the modules that imported a function of ``hooks``.
 
     SGLang's own search compares each value of each module with the function or method, which takes 0.7 s for the hooks
-    of an engine. Raises ``SystemExit`` if SGLang lacks this search. Remove when SGLang searches by name.
+    of an engine. It remains in use for the hooks of other packages, whose functions a module may import under another
+    name. Raises ``SystemExit`` if SGLang lacks this search. Remove when SGLang searches by name.
     """
     from sglang.srt.plugins import hook_registry
 
     search: Callable[..., int] = resolve_target(owner, f"{hook_registry.__name__}.{SEARCH}")
-    setattr(hook_registry, SEARCH, replace_imported)
+
+    def replace(original: object, wrapped: object, source: object) -> int:
+        by_name = any(_contains(wrapped, hook.function, original) for hook in hooks)
+        return (replace_imported if by_name else search)(original, wrapped, source)
+
+    setattr(hook_registry, SEARCH, replace)
     try:
         yield
     finally:
@@ -148,7 +164,8 @@ def _search_by_name(owner: str) -> Generator[None]:
 def replace_imported(original: object, wrapped: object, source: object) -> int:
     """Replace function ``original`` of module ``source`` by ``wrapped`` in the modules that imported it under its name.
 
-    Return the number of these modules. Do nothing if ``source`` is a class, because methods are not imported.
+    Return the number of these modules, without those that forbid it. Do nothing if ``source`` is a class, because methods
+    are not imported.
     ``tests/upstream`` checks that no module imports a hooked function under another name.
     """
     if isinstance(source, type):
@@ -156,10 +173,11 @@ def replace_imported(original: object, wrapped: object, source: object) -> int:
     names = [name for name, value in vars(source).items() if value is wrapped]
     values: list[Any] = list(sys.modules.values())  # any object may be in sys.modules
     modules = [module for module in values if isinstance(module, ModuleType)]
-    imported = [(module, name) for module in modules for name in names if vars(module).get(name) is original]
-    for module, name in imported:
-        setattr(module, name, wrapped)
-    return len(imported)
+    importers = [(module, name) for module in modules for name in names if vars(module).get(name) is original]
+    for module, name in importers:
+        with suppress(AttributeError, TypeError):  # as SGLang does, which would otherwise apply the hook again
+            setattr(module, name, wrapped)
+    return sum(vars(module).get(name) is wrapped for module, name in importers)
 
 
 def through_loaders(reason: str) -> Callable[..., Any]:

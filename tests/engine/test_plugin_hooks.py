@@ -97,6 +97,51 @@ def test_a_hooked_function_is_replaced_in_the_modules_that_imported_it(monkeypat
         hook_registry.HookRegistry.reset()
 
 
+def test_functions_hooked_by_other_packages_are_replaced_under_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``install`` also applies hooks that other packages registered before."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.utils import weight_versions
+
+    def foreign() -> str:
+        return "a"
+
+    importer: Any = ModuleType("importer")
+    importer.alias = foreign
+    monkeypatch.setitem(sys.modules, "importer", importer)
+    monkeypatch.setattr(weight_versions, "foreign", foreign, raising=False)
+    monkeypatch.setattr(weight_versions, "tested", lambda: "a", raising=False)
+    try:
+        HookRegistry.register("sglang.srt.utils.weight_versions.foreign", lambda result: result + "b")
+        install("weight_commit", [Hook("sglang.srt.utils.weight_versions.tested", "after", self_hook)])
+        assert importer.alias() == "ab"
+    finally:
+        HookRegistry.reset()
+
+
+def test_a_module_that_forbids_to_replace_a_function_does_not_prevent_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would not record the hook as applied, and the next plugin would apply it a second time."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.utils import weight_versions
+
+    class ReadOnly(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    tested: Callable[[], str] = lambda: "a"  # noqa: E731
+    importer = ReadOnly("importer")
+    vars(importer)["tested"] = tested
+    monkeypatch.setitem(sys.modules, "importer", importer)
+    monkeypatch.setattr(weight_versions, "tested", tested, raising=False)
+    target = "sglang.srt.utils.weight_versions.tested"
+    try:
+        install("weight_commit", [Hook(target, "after", lambda result: result + "b")])
+        install("weight_commit", [])
+        assert resolve_target("weight_commit", target)() == "ab"
+        assert sglang_hooks.replace_imported(tested, weight_versions.tested, weight_versions) == 0  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        HookRegistry.reset()
+
+
 def test_an_attribute_is_replaced_or_wrapped_if_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     thing: Any = ModuleType("thing")
     thing.name, thing.Owner = "a", SimpleNamespace(name="b")
