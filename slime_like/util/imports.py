@@ -21,7 +21,8 @@ def heavy_imports() -> Generator[None]:
     First, the garbage collector repeatedly scans a growing heap. It is disabled during the import, and the imported objects
     are then frozen, which also shortens later collections. Second, transformers reads the file list of every installed
     package to map modules to distributions. Here the few modules that it needs are looked up one by one. Third, torch and
-    SGLang read the entry points of every installed package once for each group. Here they are read once.
+    SGLang read the entry points of every installed package once for each group. Here they are read once. Modules imported
+    inside the block with ``from importlib.metadata import entry_points`` keep the cached version afterwards.
     ``scan_models_once`` avoids a further one.
     """
     collecting, original = gc.isenabled(), importlib.metadata.packages_distributions
@@ -40,6 +41,7 @@ def heavy_imports() -> Generator[None]:
             gc.enable()
 
 
+# The original is read at import, because inside ``heavy_imports`` the name leads back to ``select_entry_points``.
 _read_entry_points = importlib.metadata.entry_points
 
 

@@ -11,18 +11,39 @@ from pathlib import Path
 import pytest
 
 from slime_like.util.deadline import scale
-from slime_like.util.imports import Distributions, heavy_imports
+from slime_like.util.imports import Distributions, heavy_imports, select_entry_points
 from tests.conftest import read_distributions
 
 
 def test_collector_and_metadata_are_restored() -> None:
-    original_lookup = importlib.metadata.packages_distributions
+    original_lookup, original_reader = importlib.metadata.packages_distributions, importlib.metadata.entry_points
     with pytest.raises(KeyError), heavy_imports():
         assert not gc.isenabled()
+        assert importlib.metadata.entry_points is select_entry_points
         raise KeyError("an import that fails")
     assert gc.isenabled()
     assert importlib.metadata.packages_distributions is original_lookup
+    assert importlib.metadata.entry_points is original_reader
     gc.unfreeze()
+
+
+def test_entry_points_are_read_again_if_the_path_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry points of a group are those that the original returns, inside ``heavy_imports`` too."""
+    original = importlib.metadata.entry_points
+    with heavy_imports():
+        assert importlib.metadata.entry_points(group="console_scripts") == original(group="console_scripts") != ()
+    gc.unfreeze()
+    assert not select_entry_points(group="added_group")
+    folder = tmp_path / "added_package-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: added-package\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[added_group]\nname = added_package:run\n")
+    assert not select_entry_points(group="added_group")
+    monkeypatch.syspath_prepend(tmp_path)
+    (entry_point,) = select_entry_points(group="added_group")
+    assert (entry_point.name, entry_point.value) == ("name", "added_package:run")
+    monkeypatch.undo()
+    assert not select_entry_points(group="added_group")
 
 
 def test_lookups_equal_the_complete_mapping() -> None:
