@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slime_like.hardware import Hardware
 from slime_like.planner import constants
@@ -11,7 +11,7 @@ from slime_like.planner.engine_settings import EngineSettings, check_engine
 from slime_like.planner.flow_mla import check_flow_mla, flow_saving, flow_slots
 from slime_like.planner.shapes import ATTENTION, LATENT, RECURRENT, ModelShape, latent_parts
 from slime_like.planner.static_fraction import graph_bytes, graph_requests, prefill_tokens, static_fraction
-from slime_like.planner.table import Item, MemoryTable, items
+from slime_like.planner.table import Item, MemoryTable, gib, items
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 """Bytes per weight of the linear layers. Embedding, output layer, router and norms of an FP8 model stay bfloat16."""
@@ -174,13 +174,16 @@ def _reserve_items(runtime: tuple[Item, ...], reserve: float) -> tuple[Item, ...
     """Split the ``reserve`` of a tuned engine, the bytes that it leaves free of weights and caches, into items.
 
     The items are those of ``runtime`` that stay on the device when the engine releases its memory, and one for the rest.
+    An item larger than the bytes that the items before it leave is cut to them, and its note says so.
     """
-    kept: list[Item] = []
+    rows: list[tuple[str, float, str]] = []
     for item in runtime:
         if item.name in ENGINE_REMAINDER:
-            kept.append(replace(item, num_bytes=min(item.num_bytes, reserve)))
-            reserve -= kept[-1].num_bytes
-    return (*kept, *items(("reserve", reserve, "for activations and buffers, without the items above")))
+            num_bytes = min(item.num_bytes, reserve)
+            cut = f"cut to the reserve from {gib(item.num_bytes)}" if num_bytes < item.num_bytes else ""
+            rows.append((item.name, num_bytes, ", ".join(filter(None, (item.note, cut)))))
+            reserve -= num_bytes
+    return items(*rows, ("reserve", reserve, "for activations and buffers, without the items above"))
 
 
 def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> EngineMemory:

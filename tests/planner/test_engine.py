@@ -144,6 +144,17 @@ def test_parts_of_a_tuned_engine_do_not_exceed_its_reserve() -> None:
     reserve = constants.LEAST_RESERVE.value + 8 * constants.SGLANG_PARALLEL.value
     assert table.of("CUDA context", "communicators", "CUDA graphs") == reserve, "graphs alone would exceed it"
     assert table.of("reserve") == 0
+    notes = {item.name: item.note for item in table.items}
+    assert notes["communicators"] == "NCCL" and notes["CUDA graphs"].startswith("cut to the reserve from ")
+
+
+def test_a_tuned_engine_has_no_empty_item_after_a_reserve_that_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = constants.LEAST_RESERVE.value + 8 * constants.SGLANG_PARALLEL.value
+    monkeypatch.setattr(constants, "CUDA_CONTEXT", replace(constants.CUDA_CONTEXT, value=reserve))
+    settings = EngineSettings(8, weights="fp8", tuned=True)
+    table = engine_memory(find_shape("MODEL", "DeepSeek-R1"), settings, H20).table
+    names = [item.name for item in table.items]
+    assert "CUDA context" in names and not {"communicators", "CUDA graphs", "reserve"} & {*names}
 
 
 def test_weights_above_the_gpu_leave_no_pool_and_no_negative_item() -> None:
