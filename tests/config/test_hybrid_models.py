@@ -76,7 +76,8 @@ def test_the_plan_explains_the_context_parallel_mode(
 def test_a_missing_size_of_linear_attention_is_named(key: str, argv: list[str], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", **{name: value for name, value in HYBRID.items() if name != key})
     with refusal(
-        [f"model.hf_checkpoint={str(folder)!r}", "config.json", repr(key), "download it again"], CheckpointError
+        [f"model.hf_checkpoint={str(folder)!r}", "config.json", repr(key), "download or export the model again"],
+        CheckpointError,
     ):
         load_config(options(argv, folder))
 

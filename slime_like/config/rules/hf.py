@@ -168,10 +168,11 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
         raise CheckpointError(
             f"{key}={folder!r}: config.json has no {missing[0]!r}; is it the config of a causal language model?"
         )
-    missing = [name for name in GDN_REQUIRED if name not in text]
-    if 0 < len(missing) < len(GDN_REQUIRED):
+    missing_sizes = [name for name in GDN_REQUIRED if name not in text]
+    if 0 < len(missing_sizes) < len(GDN_REQUIRED):
         raise CheckpointError(
-            f"{key}={folder!r}: config.json has no {missing[0]!r}, which Gated DeltaNet layers need; download it again"
+            f"{key}={folder!r}: config.json has no {missing_sizes[0]!r}, which Gated DeltaNet layers need; add the value with which "
+            "the model was made, or download or export the model again"
         )
     file.typed(text, Sizes)
     refuse_windows(key, folder, text, top.get("model_type") or "")
