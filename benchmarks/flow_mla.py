@@ -150,12 +150,12 @@ def run_arm(name: str, model: Path, num_rounds: int) -> FlowArm:
     lines = LOG_LINE.findall(Path(spec.log_path).read_text())
     counts = {(int(weight_text), int(loading_text)) for weight_text, loading_text in lines}
     counts = counts or {(sharded_bytes(False), sharded_bytes(False))}
-    expected = sharded_bytes(bool(spec.flow_mla))
-    if wrong_counts := sorted({weight_bytes for weight_bytes, _ in counts} - {expected}):
+    expected_bytes = sharded_bytes(bool(spec.flow_mla))
+    if wrong_counts := sorted({weight_bytes for weight_bytes, _ in counts} - {expected_bytes}):
         raise SystemExit(
-            f"a rank of the engine {name} holds {wrong_counts[0]} bytes of sharded weights instead of {expected}"
+            f"a rank of the engine {name} holds {wrong_counts[0]} bytes of sharded weights instead of {expected_bytes}"
         )
-    return FlowArm(rounds, planned_tokens(spec), expected, max(loading_bytes for _, loading_bytes in counts))
+    return FlowArm(rounds, planned_tokens(spec), expected_bytes, max(loading_bytes for _, loading_bytes in counts))
 
 
 def table(results: Mapping[str, FlowArm]) -> list[str]:

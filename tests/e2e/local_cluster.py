@@ -52,8 +52,8 @@ class LocalCluster:
         agent_port = f"--dashboard-agent-listen-port={free_ports(1)[0]}"
         own = [ip, agent_port, "--min-worker-port=0", "--max-worker-port=0", "--num-cpus=4"]
         # Runs do not ask Ray for the logs of their workers.
-        unused = ["--include-log-monitor=false", "--disable-usage-stats"]
-        words = [RAY, "start", *arguments, *own, *unused, "--block"]
+        service_flags = ["--include-log-monitor=false", "--disable-usage-stats"]
+        words = [RAY, "start", *arguments, *own, *service_flags, "--block"]
         with log:
             self.nodes.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd="/"))
 
