@@ -165,8 +165,7 @@ def replace_imported(original: object, wrapped: object, source: object) -> int:
     """Replace function ``original`` of module ``source`` by ``wrapped`` in the modules that imported it under its name.
 
     Return the number of these modules, without those that forbid it. Do nothing if ``source`` is a class, because methods
-    are not imported.
-    ``tests/upstream`` checks that no module imports a hooked function under another name.
+    are not imported. ``tests/upstream`` checks that no module imports a hooked function under another name.
     """
     if isinstance(source, type):
         return 0
