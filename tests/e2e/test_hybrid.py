@@ -90,7 +90,7 @@ def test_a_hybrid_model_learns(name: str, tmp_path: Path) -> None:
             f"data.train={tmp_path / 'train.jsonl'}",
             f"evaluation.datasets={{heldout: '{tmp_path / 'heldout.jsonl'}@[0:64]'}}",
             f"evaluation.interval={ROLLOUTS}",
-            "reward.name=tests.e2e.custom:num_digits",
+            *("reward.name=tests.e2e.custom:num_digits", "reward.workers=1"),
             "algo.kl_loss_coef=0.1",  # a fifth of the recipe's
             *SMALL_ROLLOUTS,
             *SHAPE,

@@ -40,6 +40,7 @@ def test_two_ranks_replay_the_experts_of_a_latent_model(tmp_path: Path) -> None:
         "run.prepare=null",
         f"model.hf_checkpoint={model}",
         f"data.train={tmp_path / 'train.jsonl'}",
+        "reward.workers=1",
         "reward.name=tests.e2e.custom:digits",  # random answers have different scores
         "evaluation.datasets={}",
         "evaluation.interval=null",

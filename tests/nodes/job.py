@@ -27,7 +27,7 @@ class SmallJob:
             f"model.hf_checkpoint={self.folder / 'model'}",
             f"data.train={self.folder / 'train.jsonl'}",
             "evaluation.datasets={}",
-            "reward.name=tests.e2e.custom:num_digits",
+            *("reward.name=tests.e2e.custom:num_digits", "reward.workers=1"),
             f"rollout.batch_size={self.BATCH}",
             f"rollout.n_samples_per_prompt={self.SAMPLES}",
             "optim.warmup_steps=0",
