@@ -74,11 +74,16 @@ class WorkerProcess:
     def alive(self) -> bool:
         """Return whether the process is running.
 
-        A process that has ended is not reaped, so that ``kill`` still reaches its group.
+        A process that has ended is not reaped here, so that ``kill`` still reaches its group.
         """
         if self._process.returncode is not None:
             return False
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            # It was reaped, because user code ignores SIGCHLD or waits for any child. ``poll`` records that, as ``kill`` must
+            # not signal an id that another process may have by now.
+            return self._process.poll() is None
 
     async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
         """Send a request and return the reply.

@@ -150,12 +150,13 @@ def test_processes_are_limited(score: Score) -> None:
     assert scores(score([group("a", rm_type=f"{USERS}:limits")])[0]) == [4.0]
 
 
-def test_an_idle_process_that_was_killed_costs_nothing(pool: RewardPool, score: Score) -> None:
+@pytest.mark.parametrize("is_reaped", [False, True])  # by user code that ignores SIGCHLD or waits for any child
+def test_an_idle_process_that_was_killed_costs_nothing(pool: RewardPool, score: Score, is_reaped: bool) -> None:
     score([group("4")])
     pool.metrics()
     for worker in pool._idle:  # pyright: ignore[reportPrivateUsage]
         os.kill(worker.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | (0 if is_reaped else os.WNOWAIT))
     assert scores(score([group("4", "5")])[0]) == [1.0, 0.0]
     assert reduce_metrics(pool.metrics()) == counts(calls=2)
 
