@@ -49,7 +49,9 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
     Each run has ``rollouts`` steps and evaluates nothing, unless ``overrides`` say otherwise.
     """
     overridden = {override.partition("=")[0] for override in overrides}
-    defaults = {"loop.num_rollout": str(rollouts), "evaluation.datasets": "{}"}
+    defaults = {"evaluation.datasets": "{}"}
+    if "loop.num_epoch" not in overridden:
+        defaults |= {"loop.num_rollout": str(rollouts), "loop.num_epoch": "null"}  # a recipe may set epochs
     short = [f"{key}={value}" for key, value in defaults.items() if key not in overridden]
     rows, kernels_of, reasons = [], {}, {}
     with tempfile.TemporaryDirectory() as scratch:

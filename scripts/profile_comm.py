@@ -89,6 +89,7 @@ def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
     """
     short = [
         f"loop.num_rollout={steps}",
+        "loop.num_epoch=null",
         "optim.warmup_steps=0",
         "optim.warmup_fraction=null",
     ]  # the schedule does not affect the profile

@@ -86,3 +86,21 @@ def test_a_run_becomes_a_row(script: Any, tmp_path: Path) -> None:
     tflops = train_flops(shape, [3, 5]) / 0.5 / 2 / 1e12
     assert row == ["torch", "-", "0.500", "2.000", "40", "16", f"{tflops:.4g}"]
     assert runs.table([row])[0].count("|") == len(row) + 1
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("+recipe=quickstart_gdn", ["loop.num_rollout=9", "loop.num_epoch=null"]),  # a recipe may set epochs
+        ("loop.num_rollout=4", ["loop.num_rollout=4", "loop.num_epoch=null"]),
+        ("loop.num_epoch=2", ["loop.num_epoch=2"]),
+    ],
+)
+def test_the_length_of_a_run_may_be_overridden(
+    monkeypatch: pytest.MonkeyPatch, override: str, expected: list[str]
+) -> None:
+    runs = importlib.import_module("benchmarks.gdn_runs")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(runs, "run", lambda arguments: commands.append(arguments) or (1, [], "not run"))
+    assert runs.compare(["torch"], [override], 9) == 1
+    assert [argument for argument in commands[0] if argument.startswith("loop.")] == expected

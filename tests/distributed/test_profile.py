@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slime_like.cluster.plan.guard import guard_spec
+from slime_like.cluster.plan.guard import guard_spec, profile_folder
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.distributed.guard import advice
@@ -90,6 +92,19 @@ def test_first_and_later_uses_are_measured_separately() -> None:
 def test_a_rank_with_two_groups_of_the_same_label_counts_once() -> None:
     *_, line = advice.table({"rank0": [CLEAN, CLEAN], "rank1": [CLEAN], "rank2": [FIRST]})
     assert line.startswith("| broadcast | dp | 2 | 30 |")
+
+
+def test_a_recipe_that_sets_epochs_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script: Any = importlib.import_module("scripts.profile_comm")
+    recipe = tmp_path / "recipe" / "epochs.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("# @package _global_\ndefaults:\n  - quickstart\n  - _self_\nloop:\n  num_epoch: 3\n")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(script, "train_main", lambda argv: commands.append(argv) or 0)
+    overrides = [f"--config-dir={tmp_path}", "+recipe=epochs", f"run.dir={tmp_path / 'run'}"]
+    assert script.run(overrides, 2) == (0, profile_folder(str(tmp_path / "run")))
+    (command,) = commands
+    assert load_config(command, files=False).loop.num_rollout == 2
 
 
 @pytest.mark.ranks
