@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from slime_like.util.reading import InputFile, abbreviate, parse_json, reason, t
 
 FILE = "faults.jsonl"
 REWARD_SERVER = "reward server"  # target of a fault, and name of the lost component
+_append_lock = threading.Lock()  # a failed append must not remove the records of another thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +65,30 @@ class Outcome:
 def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
     """Append records to the run's file in a single write, because a fault may kill the driver immediately afterwards.
 
-    Raises ``DataError`` if the file cannot be written.
+    Raises ``DataError`` if the file cannot be written; it then has none of the records.
     """
     if not records:
         return
     text = "".join(json.dumps({"kind": type(record).__name__, **asdict(record)}) + "\n" for record in records)
     try:
-        with (run_dir / FILE).open("a") as file:
-            file.write(text)
+        with _append_lock, (run_dir / FILE).open("ab", buffering=0) as file:
+            _write_all(file, text.encode())
     except OSError as error:
         raise DataError(
             f"{run_dir / FILE} cannot be written ({reason(error)}): free some space, or move the file away"
         ) from error
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    """Append ``data`` to an unbuffered file. If the disk becomes full, remove the part that was written."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        while data:  # a write ends early if the disk becomes full; the next one raises the error
+            data = data[file.write(data) :]
+    except OSError:
+        with suppress(OSError):  # the error of the write matters more
+            file.truncate(size)
+        raise
 
 
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Callable
@@ -80,11 +81,14 @@ def test_a_phase_that_fails_gets_no_fault_at_its_end(tmp_path: Path) -> None:
 def test_a_fault_that_cannot_be_recorded_is_not_injected(tmp_path: Path) -> None:
     injector, engine = chaos(tmp_path, "kill_engine:step:3:0")
     (tmp_path / "faults.jsonl").symlink_to("/dev/full")
+    (fault,) = injector.pending
+    injector._inject_early(fault)
+    assert injector.pending == [fault]
     with pytest.raises(DataError, match=r"faults\.jsonl cannot be written"), injector("step", 3):
-        injector._inject_early(injector.pending[0])
+        pass
     assert engine.signals == []
     assert report_lines(injector.injections, [], injector.pending)[1:] == [
-        "  kill_engine:step:3:0 was not injected: this part of the run did not reach it"
+        "  kill_engine:step:3:0 was not injected in this part of the run"
     ]
 
 
@@ -272,8 +276,22 @@ def test_the_report_lists_the_outcome_of_each_fault(tmp_path: Path) -> None:
     assert line.endswith(", 1 group moved to another engine")
     assert report_lines([], []) == []
     assert report_lines([], [], [parse_fault("kill_engine:save:3")])[1:] == [
-        "  kill_engine:save:3:0 was not injected: this part of the run did not reach it"
+        "  kill_engine:save:3:0 was not injected in this part of the run"
     ]
+
+
+def test_a_failed_append_leaves_no_part_of_a_record(tmp_path: Path) -> None:
+    fault = InjectedFault("kill_engine:step:3:0", "engine 0", 100.0)
+    append(tmp_path, fault)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "faults.jsonl").stat().st_size + 9, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"faults\.jsonl cannot be written"):
+            append(tmp_path, fault)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append(tmp_path, fault)
+    assert read(tmp_path) == ([fault, fault], [])
 
 
 def test_a_torn_file_is_named(tmp_path: Path) -> None:

@@ -201,5 +201,5 @@ def report_lines(
     return [
         head,
         *results,
-        *(f"  {fault} was not injected: this part of the run did not reach it" for fault in pending),
+        *(f"  {fault} was not injected in this part of the run" for fault in pending),
     ]
