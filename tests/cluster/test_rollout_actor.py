@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slime_like.cluster.workers import rollout_actor
+from slime_like.data.share import SINGLE
 from slime_like.rollout.manager import RolloutManager
 
 
@@ -44,8 +47,16 @@ def test_processes_of_user_code_end_even_if_the_manager_fails_to_stop(
         raise OSError("the reward pool is gone")
 
     monkeypatch.setattr(RolloutManager, "stop", fail)
+    monkeypatch.setattr(RolloutManager, "__init__", lambda *_: None)
+    spec: Any = SimpleNamespace(share=SINGLE, rollout=None, routing=None, health=SimpleNamespace(timeout_s=1.0))
+    source: Any = None
+    template: Any = SimpleNamespace(reserved=())
     actor = rollout_actor.RolloutActor(str(tmp_path), {}, str(tmp_path / "log"))
-    actor._is_connected = True
+
+    async def run() -> None:
+        await actor.connect(spec, source, {}, [], template)
+        await actor.stop()
+
     with pytest.raises(OSError, match="reward pool is gone"):
-        asyncio.run(actor.stop())
+        asyncio.run(run())
     assert reaper.closed
