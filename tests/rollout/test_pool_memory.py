@@ -100,7 +100,12 @@ def test_memory_is_restored_once_if_a_commit_is_cancelled_during_the_restore() -
 
 
 @pytest.mark.parametrize(
-    ("refused_path", "resumed"), [("/pause_generation", [False, True]), ("/update_weight_version", [True, False])]
+    ("refused_path", "resumed"),
+    [
+        ("/pause_generation", [False, True]),
+        ("/begin_weight_update", [False, True]),
+        ("/update_weight_version", [True, False]),
+    ],
 )
 def test_an_abort_resumes_engines_whose_update_is_committed_or_not_begun(
     refused_path: str, resumed: list[bool]
@@ -110,6 +115,8 @@ def test_an_abort_resumes_engines_whose_update_is_committed_or_not_begun(
     async def scene(pool: EnginePool, engines: list[Any]) -> None:
         (_, first), (client, second) = record(pool, 0), record(pool, 1)
         update, connection = EngineWeightUpdate(pool), client._connection
+        for slot in pool.slots:
+            pool.router.admit(slot.client)
 
         async def request(phase: str, verb: str, path: str, body: dict[str, Any] | None, **_: object) -> Any:
             if path == refused_path:
@@ -128,6 +135,7 @@ def test_an_abort_resumes_engines_whose_update_is_committed_or_not_begun(
         second.clear()
         await update.abort()
         assert [("continue_generation", None) in requests for requests in (first, second)] == resumed
+        assert [slot.client in pool.router.engines for slot in pool.slots] == resumed
 
     play(SlowSupervisor, HealthConfig(), scene)
 

@@ -277,10 +277,16 @@ class EngineClient:
     async def begin_update(self) -> None:
         """Open a weight update on a paused engine: from now on every parameter of the served model counts as unwritten.
 
-        An update that is already open is discarded.
+        An update that is already open is discarded, unless the engine refuses the request.
         """
-        self.is_updating = True
-        await self._connection.post("begin update", "/begin_weight_update", UPDATE_SELECTOR)
+        was_updating, self.is_updating = self.is_updating, True  # stays True if there is no reply: it may be open
+        try:
+            await self._connection.post("begin update", "/begin_weight_update", UPDATE_SELECTOR)
+        except EngineLost:
+            raise
+        except EngineError:
+            self.is_updating = was_updating
+            raise
 
     async def end_update(self, version: int) -> None:
         """Commit the update as ``version``. Raises ``EngineError`` naming the parameters that were not completely written."""

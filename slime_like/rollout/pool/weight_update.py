@@ -104,11 +104,16 @@ class EngineWeightUpdate:
     async def abort(self) -> None:
         """End a push that failed and is not repeated: restore the memory of all responding engines and resume some of them.
 
-        Engines whose update is committed or was not begun are resumed. The others stay paused until a push is committed,
-        because their weights are incomplete or have no version number.
+        Engines whose update is committed or was not begun are resumed. The others are withdrawn and stay paused until a push
+        is committed, because their weights are incomplete or have no version number; requests that they already have wait
+        until then, or until their deadline.
         """
         self._pool.on_push_end()
         self._is_open = False
+        for slot in self._pool.slots:
+            if slot.client.is_updating:
+                self._pool.router.withdraw(slot.client)
+        self._pool.wake()  # ``wait_until_push_needed``
         for undo in (_restore_all, _resume_unless_updating):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_S * scale()):
