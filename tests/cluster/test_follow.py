@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import re
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 import pytest
 
 from slime_like.cluster.jobs import follow as following
+from slime_like.cluster.jobs import server as jobs_server
 from slime_like.cluster.jobs.address import ServerAddress
 from slime_like.cluster.jobs.follow import follow, wait_for_nodes
 from slime_like.cluster.jobs.job import ClusterJob
@@ -29,7 +33,7 @@ def followed(state: ServerState, write: Callable[[str], None]) -> ClusterJob:
     """Follow job a of ``state`` and return it."""
 
     async def run() -> ClusterJob:
-        async with job_server(state) as server:
+        async with asyncio.timeout(20), job_server(state) as server:
             return await follow(server, "a", write)
 
     return asyncio.run(run())
@@ -59,6 +63,46 @@ def test_a_log_of_an_ended_job_that_stays_unreadable_is_given_up() -> None:
     log: list[str] = []
     assert followed(state, log.append).code == 1
     assert "".join(log).startswith(f"{LOG[:40]}\nthe rest of the output is missing: the log of a ")
+    assert 100 - len(state.breaks) == 1 + following.MAX_READS
+
+
+def test_a_log_of_an_ended_job_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_reads = 0
+    read_log = JobServer.log
+
+    async def log(server: JobServer, job_id: str) -> AsyncGenerator[str]:
+        nonlocal num_reads
+        num_reads += 1
+        async with aclosing(read_log(server, job_id)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(JobServer, "log", log)
+    monkeypatch.setattr(following, "REST_S", 0.1)
+    monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
+    state = ServerState(logs={"a": LOG}, breaks=[40], ends_at_break=True)
+    state.add("a", "RUNNING")
+    written: list[str] = []
+    assert followed(state, written.append).code == 1
+    reason = r"scripts/submit.py waited \d s for the log of a in phase 'rest of the log'"
+    assert re.search(f"\nthe rest of the output is missing: {reason}", "".join(written)) and num_reads == 2
+
+
+def test_a_server_that_does_not_start_to_send_a_log_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_server, "REQUEST_S", 0.1)
+    monkeypatch.setenv("SLIME_LIKE_DEADLINE_FACTOR", "1")
+
+    async def run() -> None:
+        async with asyncio.timeout(20), JobServer(ServerAddress(url)) as server:
+            await anext(server.log("a"))
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts no connection
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(
+            ProcessLost, match=rf"the log of a cannot be read \(scripts/submit.py waited \d s for {url}"
+        ):
+            asyncio.run(run())
 
 
 def test_a_server_that_is_gone_ends_the_wait_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,35 +17,44 @@ POLL_S = 0.5
 RETRY_S = 2.0
 LOST_S = 180.0  # without an answer from the job server, before giving up
 MAX_READS = 5  # attempts to read the rest of the log of a job that has ended
+REST_S = 600.0  # limit of these attempts together
 
 
 async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -> ClusterJob:
     """Write the job's log from its beginning until the job ends; return the ended job.
 
     After a lost connection, read the log again and skip the part that was already written. If the job has ended and
-    ``MAX_READS`` further connections break too, write the reason in place of the rest. Raises ``DeadlineExceeded`` if the
-    server does not answer for ``LOST_S``; the job itself is not affected.
+    ``MAX_READS`` further connections break too, or the rest takes longer than ``REST_S``, write the reason in place of the
+    rest. Raises ``DeadlineExceeded`` if the server does not answer for ``LOST_S``; the job itself is not affected.
     """
     num_written, num_reads = 0, 0
+    rest: Deadline | None = None  # of a job that ended while the connection was lost
     while True:
         position, problem = 0, ""
         try:
-            async with aclosing(server.log(job_id)) as chunks:
+            limit_s = None if rest is None else rest.limit - rest.elapsed()
+            async with asyncio.timeout(limit_s), aclosing(server.log(job_id)) as chunks:
                 async for chunk in chunks:
                     new = chunk[max(0, num_written - position) :]
                     position += len(chunk)
                     num_written = max(num_written, position)
                     if new:
                         write(new)
+        except TimeoutError:
+            assert rest is not None
+            problem = str(rest.exceeded(f"the log of {job_id}"))
         except ProcessLost as error:
             problem = str(error)
             await asyncio.sleep(RETRY_S)
         job = await _patient(lambda: server.job(job_id), f"the job server at {server.address.url}")
-        if job.has_ended and (not problem or num_reads == MAX_READS):
+        is_late = rest is not None and rest.elapsed() >= rest.limit
+        if job.has_ended and (not problem or is_late or num_reads == MAX_READS):
             if problem:
                 write(f"\nthe rest of the output is missing: {problem}\n")
             return job
-        num_reads += job.has_ended
+        if job.has_ended:
+            num_reads += 1
+            rest = rest or Deadline("scripts/submit.py", "rest of the log", REST_S)
         await asyncio.sleep(POLL_S)
 
 

@@ -1,11 +1,12 @@
 """HTTP client of a Ray cluster's job server, the dashboard on the head node.
 
-Every request has a deadline, except the request for a job's log: it lasts until the job ends. Ray's own client has no
-deadlines, lets RAY_ADDRESS override its argument, and imports a module that the address names.
+Every request has a deadline. The connection to a job's log has one only for its start, as it lasts until the job ends. Ray's
+own client has no deadlines, lets RAY_ADDRESS override its argument, and imports a module that the address names.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -139,12 +140,12 @@ class JobServer:
     async def log(self, job_id: str) -> AsyncGenerator[str]:
         """Yield the job's output from its beginning, as it appears.
 
-        Raises ``ProcessLost`` if the server refuses the request, for example for an unknown job, or if the connection
-        breaks before the job ends, and ``DataError`` if ``job_id`` cannot be the id of a job.
+        Raises ``ProcessLost`` if the server refuses the request, for example for an unknown job, does not answer it within
+        ``REQUEST_S``, or if the connection breaks before the job ends, and ``DataError`` if ``job_id`` cannot be the id of a job.
         """
         path = f"/api/jobs/{_valid_id(job_id)}/logs/tail"
         try:
-            async with self._http().ws_connect(self.address.url + path, heartbeat=HEARTBEAT_S) as socket:
+            async with await self._connect(path) as socket:
                 async for message in socket:
                     if message.type == aiohttp.WSMsgType.TEXT:
                         yield message.data
@@ -194,6 +195,15 @@ class JobServer:
             raise deadline.exceeded(f"{self.address.url}{path}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ProcessLost(f"{self.address.url}{path}: {error or type(error).__name__}") from error
+
+    async def _connect(self, path: str) -> aiohttp.ClientWebSocketResponse:
+        """Open a websocket. Raises ``DeadlineExceeded`` after ``REQUEST_S``."""
+        deadline = Deadline("scripts/submit.py", "job server", REQUEST_S)
+        try:
+            async with asyncio.timeout(deadline.limit):
+                return await self._http().ws_connect(self.address.url + path, heartbeat=HEARTBEAT_S)
+        except TimeoutError as error:
+            raise deadline.exceeded(f"{self.address.url}{path}") from error
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
