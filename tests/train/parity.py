@@ -262,7 +262,7 @@ def _compare(
     algo = dataclasses.replace(ALGO, routing_replay="rollout") if kind == REPLAYED else ALGO
     actor = make_actor(world, shared.models[kind], layout, algo=algo, temperature=TEMPERATURE, model=model)
     micro_batches = batch(kind)
-    shard = _shard(micro_batches, layout, actor.rank_info.dp_rank, join=not ref.balance)
+    shard = shard_of(micro_batches, layout, actor.rank_info.dp_rank, join=not ref.balance)
     count = count_tokens(micro_batches)
     scores = actor.score(join_rows(*pairs(micro_batches)))
     logits = _logits_error(actor, micro_batches[0], ref) if layout.world_size == 1 else None
@@ -292,15 +292,18 @@ def _compare(
     )
 
 
-def _shard(micro_batches: list[PackedBatch], layout: Layout, dp_rank: int, *, join: bool) -> list[PackedBatch]:
+def shard_of(micro_batches: list[PackedBatch], layout: Layout, dp_rank: int, *, join: bool) -> list[PackedBatch]:
     """Return the micro-batches of a rank. With ``join``, they are joined into fewer, which need fewer collectives.
 
-    A single rank has four. A pipeline has three: an odd number, which the interleaved schedule pads.
+    A single rank has four. A pipeline has three: an odd number, which the interleaved schedule pads. The second, which
+    has one sequence, is never joined, because kernels may treat such a packed row in another way.
     """
     if layout.dp > 1 or layout.world_size == 1 or not join:
         return micro_batches[dp_rank :: layout.dp]
-    joined = pairs(micro_batches)
-    return [joined[0], *micro_batches[2:]] if layout.pp > 1 else joined
+    first, second, third, fourth = micro_batches
+    if layout.pp > 1:
+        return [first, second, join_rows(third, fourth)]
+    return [join_rows(join_rows(first, third), fourth), second]
 
 
 def _logits_error(actor: Any, micro_batch: PackedBatch, ref: Reference) -> float:

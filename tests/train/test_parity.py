@@ -12,7 +12,7 @@ import pytest
 
 from slime_like.config.schema.resolved import Layout
 from tests.train.jobs import SP, RankJob, Results
-from tests.train.parity import comparison
+from tests.train.parity import batch, comparison, shard_of
 
 pytestmark = pytest.mark.ranks
 
@@ -73,6 +73,13 @@ for size, names in {2: ("cp2", "pp2 vpp2"), 4: ("tp2 cp2", "dp2 cp2")}.items():
     JOBS[size] += [job(f"full recompute {n}", "tied", LAYOUTS[size][n], RECOMPUTE["full recompute"]) for n in names]
 JOBS[2] += [job(fault, "tied", layout, fault=fault) for fault, layout in FAULTS.items()]
 NAMES = [job.name for jobs in JOBS.values() for job in jobs if job.name not in FAULTS]
+
+
+@pytest.mark.parametrize("layout", [layout for layouts in LAYOUTS.values() for layout in layouts.values()])
+def test_a_packed_row_of_one_sequence_is_compared_in_every_layout(layout: Layout) -> None:
+    shards = [shard_of(batch(), layout, rank, join=True) for rank in range(layout.dp)]
+    assert 1 in [len(row.cu_seqlens) - 1 for shard in shards for row in shard]
+    assert sum(len(row.token_ids) for shard in shards for row in shard) == sum(len(row.token_ids) for row in batch())
 
 
 @pytest.mark.parametrize("name", NAMES)
