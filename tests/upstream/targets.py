@@ -80,7 +80,10 @@ def sglang() -> dict[str, str | None]:
 
 
 def other_names() -> None:
-    """Check that no module imports a hooked function under another name, which ``sglang_hooks.install`` does not replace."""
+    """Check that no module imports a hooked function under another name, which ``sglang_hooks.install`` does not replace.
+
+    A class that a hook replaces is not checked, because the new class does not refer to the original.
+    """
     registry: Any = pkgutil.resolve_name("sglang.srt.plugins.hook_registry:HookRegistry")
     originals: dict[int, str] = {}
     for target in registry._patched:
@@ -91,8 +94,8 @@ def other_names() -> None:
     assert originals, "no function is hooked"
     modules = [module for module in list(sys.modules.values()) if inspect.ismodule(module)]
     values = [(module.__name__, name, id(value)) for module in modules for name, value in list(vars(module).items())]
-    found = [f"{module}.{name} is {originals[value]}" for module, name, value in values if value in originals]
-    assert not found, f"imported under another name: {', '.join(found)}"
+    aliases = [f"{module}.{name} is {originals[value]}" for module, name, value in values if value in originals]
+    assert not aliases, f"imported under another name: {', '.join(aliases)}"
 
 
 def platform() -> None:
@@ -229,8 +232,8 @@ def remote_experts() -> None:
 def unused_libraries() -> None:
     """Import SGLang's server, check that ``sglang_imports`` defers its libraries, and use a deferred loss."""
     pkgutil.resolve_name("sglang.srt.entrypoints.http_server")
-    imported = sorted({"megatron.core", "mistral_common.tokens", "scipy"} & sys.modules.keys())
-    assert not imported, f"SGLang imports {', '.join(imported)}"
+    libraries = sorted({"megatron.core", "mistral_common.tokens", "scipy"} & sys.modules.keys())
+    assert not libraries, f"SGLang imports {', '.join(libraries)}"
     losses: Any = pkgutil.resolve_name("transformers.modeling_utils:LOSS_MAPPING")
     assert isinstance(losses, DeferredLosses)
     del sys.modules[LOSSES]  # as at the end of ``sglang_imports``
