@@ -33,9 +33,13 @@ def ranks(size: int, num_slots: int = SLOTS) -> GlooRanks:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_ranks_afterwards() -> Iterator[None]:
-    """Close the ranks after the tests: each of their groups has a thread that wakes up 100 times per second."""
+    """Close the ranks after the tests, because each of their groups has a thread that wakes up 100 times per second.
+
+    Free the weights and layers that the tests shared.
+    """
     yield
-    ranks.cache_clear()
+    for cached in (ranks, weights_of, expected):
+        cached.cache_clear()
     gc.collect()
 
 
