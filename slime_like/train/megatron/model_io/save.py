@@ -90,7 +90,9 @@ class PendingSave:
             results: queue.Queue[Any] = arguments[-1]
             outcome = results.get_nowait()
             if isinstance(outcome, Exception):
-                raise outcome
+                # Not raised: its traceback and this frame would refer to each other and keep the snapshot.
+                self._error = summarize_error(errors[0] if errors else outcome)
+                return
             results.put(outcome)  # read by a finalizer
             files = {name: Path(path) for path, name, _ in arguments[1]}
             self._hashes = dict(zip(files, hash_files(list(files.values())), strict=True))
