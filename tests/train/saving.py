@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
+import io
+import queue
 import resource
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,9 +262,44 @@ def slow_disk(world: RankWorld, shared: Shared, layout: Layout) -> dict[str, Any
     return {"error": message, "seconds": seconds, "files": files, "latest": latest_iteration(folder)}
 
 
+def failed_write(world: RankWorld, shared: Shared) -> dict[str, Any]:
+    """Write an object to a full disk while garbage collection is off. Return the error, and if the object is freed."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+    from slime_like.train.megatron.model_io.save import PendingSave
+
+    data = io.BytesIO(bytes(100_000))
+    item = WriteItem(MetadataIndex("object"), WriteItemType.BYTE_IO)
+    buckets = [("/dev/full", "full", ([(item, data)], []))]
+    write = functools.partial(
+        FileSystemWriterAsync.write_preloaded_data_multithread, [_StorageWriterTransforms()], False
+    )
+    request = SimpleNamespace(
+        finalize_fns=[],
+        async_fn=write,
+        async_fn_args=[0, buckets, queue.Queue()],
+        async_fn_kwargs={},
+        preload_fn=lambda buckets=buckets: buckets,
+    )
+    unused: Any = None
+    gc.disable()
+    try:
+        save = PendingSave(request, shared.scratch / "iter_0000001", unused, unused)
+        assert save._thread is not None
+        save._thread.join(60)
+        freed = weakref.ref(data)
+        del data, buckets, request
+        return {"error": save._error, "freed": freed() is None}
+    finally:
+        gc.enable()
+
+
 def full_disk_of_a_run(world: RankWorld, shared: Shared) -> dict[str, Any]:
     """Save from the driver on a full disk: stop or continue as configured, but always stop at the end of a run."""
-    actor = make_actor(world, shared.models["tied"], Layout(), algo=SftConfig())
+    actor = make_actor(world, shared.models["one layer"], Layout(), algo=SftConfig())
     out: dict[str, Any] = {}
     for name, final in (("stop", False), ("continue", False), ("continue", True)):
         run_dir = shared.scratch / f"{name}{final}"

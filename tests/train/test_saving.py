@@ -17,6 +17,7 @@ JOBS = {
     1: [
         RankJob("save during training, single", "tests.train.saving:save_during_training", (Layout(),)),
         RankJob("kill at every operation", "tests.train.saving:kill_at_every_operation"),
+        RankJob("failed write", "tests.train.saving:failed_write"),
         RankJob("full disk of a run", "tests.train.saving:full_disk_of_a_run"),
     ],
     2: [
@@ -95,6 +96,12 @@ def test_a_disk_that_does_not_answer_fails_the_save_on_all_ranks(results: Result
         assert "90% of loop.step_deadline_s=1" in rank["error"]
         assert rank["files"] == ["iter_0000001", "iter_0000002.tmp", "latest_checkpointed_iteration.txt"]
         assert rank["latest"] == 2
+
+
+def test_a_failed_write_leaves_no_cycle_to_the_garbage_collector(results: Results) -> None:
+    """Python before 3.12.2 crashes on a cycle with the buffer of a BytesIO."""
+    (result,) = results["failed write"]
+    assert result == {"error": "OSError: [Errno 28] No space left on device", "freed": True}
 
 
 @pytest.mark.parametrize(("name", "raises"), [("stop False", True), ("continue False", False), ("continue True", True)])

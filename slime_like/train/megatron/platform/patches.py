@@ -190,7 +190,9 @@ def _collect_errors(write: Callable[..., None]) -> Callable[..., None]:
 def _checkpoint_writer(module: ModuleType) -> None:
     """Pass a save's results through a plain queue, and add its errors to the list of ``save_errors``.
 
-    Upstream's queue spawns a Manager process that imports __main__.
+    Upstream's queue spawns a Manager process that imports __main__. Upstream's frame and the error of a failed write refer to
+    each other and keep the ``BytesIO.getbuffer()`` that was written: the garbage collector of Python before 3.12.2 crashes on
+    such a cycle (gh-111049), at the next save. So the error is kept without its traceback.
     """
 
     def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
@@ -200,8 +202,11 @@ def _checkpoint_writer(module: ModuleType) -> None:
 
     def write_preloaded_data(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         worker, outcome = stock(*args, **kwargs)
-        if isinstance(outcome, Exception) and (errors := _save_errors.get()) is not None:
-            errors.append(outcome)
+        if isinstance(outcome, Exception):
+            # If closing the file failed too, the context is the first error, which has a traceback of its own.
+            outcome.__traceback__ = outcome.__context__ = outcome.__cause__ = None
+            if (errors := _save_errors.get()) is not None:
+                errors.append(outcome)
         return worker, outcome
 
     replace(module, "get_write_results_queue", get_write_results_queue)
