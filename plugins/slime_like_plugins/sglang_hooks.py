@@ -140,7 +140,7 @@ def install(owner: str, hooks: Sequence[Hook]) -> None:
 
 @contextmanager
 def _search_by_name(owner: str, hooks: Sequence[Hook]) -> Generator[None]:
-    """Return a context in which SGLang uses ``replace_imported`` to find the modules that imported a function of ``hooks``.
+    """Context manager in which SGLang uses ``replace_imported`` to find the modules that imported a target of ``hooks``.
 
     SGLang's own search compares each value of each module with the function or method, which takes 0.7 s for the hooks
     of an engine. It remains in use for the hooks of other packages, whose functions a module may import under another

@@ -16,14 +16,14 @@ from slime_like.util.model_scan import scan_models_once
 
 @contextmanager
 def heavy_imports() -> Generator[None]:
-    """Avoid three costs, the first two of which make up a third of SGLang's import time (measured: docs/measurements/startup.md).
+    """Avoid four costs, the first two of which make up a third of SGLang's import time (measured: docs/measurements/startup.md).
 
     First, the garbage collector repeatedly scans a growing heap. It is disabled during the import, and the imported objects
     are then frozen, which also shortens later collections. Second, transformers reads the file list of every installed
     package to map modules to distributions. Here the few modules that it needs are looked up one by one. Third, torch and
     SGLang read the entry points of every installed package once for each group. Here they are read once. Modules imported
-    inside the block with ``from importlib.metadata import entry_points`` keep the cached version afterwards.
-    ``scan_models_once`` avoids a further one.
+    inside the block with ``from importlib.metadata import entry_points`` keep the cached version afterwards. Last, transformers
+    scans its model files twice. ``scan_models_once`` lets both uses share one scan.
     """
     collecting, original = gc.isenabled(), importlib.metadata.packages_distributions
     entry_points = importlib.metadata.entry_points

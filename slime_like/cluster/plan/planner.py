@@ -86,11 +86,10 @@ class Plan:
 
 
 def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
-    """Resolve ``cfg`` for ``machine``.
+    """Resolve ``cfg`` for ``machine``, with config.json and weight headers of the run's models.
 
-    This reads config.json and weight headers of the run's models. Those of ``model.hf_checkpoint`` may be missing if
-    ``run.prepare`` creates them, or if ``machine`` is not this one and the planner's table contains the model. Raises
-    ``ConfigError`` if settings conflict or the run does not fit, and ``CheckpointError`` if a model cannot be read.
+    Those of ``model.hf_checkpoint`` may be missing if ``run.prepare`` creates them, or if ``machine`` is not this one and the
+    planner's table contains the model. Raises ``ConfigError`` or, if a model cannot be read, ``CheckpointError``.
     """
     decisions = PlanDecisions([])
     model = model_config(cfg, machine)

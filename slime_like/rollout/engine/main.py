@@ -47,9 +47,8 @@ class EngineLaunch:
 def server_arguments(launch: EngineLaunch) -> dict[str, Any]:
     """Return the arguments of SGLang's ``ServerArgs`` for an engine that reads and returns token ids.
 
-    ``spec.sglang`` overrides them, except address, keys and ``trust_remote_code``. With decode context parallelism
-    (``dcp`` > 1), ``sharded_backend`` then replaces the attention backends. Overrides of config.json that the model
-    needs are merged with those in ``spec.sglang``, which take precedence.
+    ``spec.sglang`` overrides them, except address, keys and ``trust_remote_code``; its overrides of config.json are merged with
+    those that the model needs. With decode context parallelism, ``sharded_backend`` then replaces the attention backends.
     """
     spec = launch.spec
     arguments: dict[str, Any] = {
