@@ -112,7 +112,7 @@ class Generator(GenerateFn, Protocol):
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics since the last call. Each name needs an entry in ``metrics.dictionary``.
 
-        The driver reduces the metrics of all rollout managers. Of several ``Last``, it keeps that of the last manager.
+        The driver reduces the metrics of all rollout managers. Of ``Last`` metrics with one name, it keeps the last manager's.
         """
         ...
 
@@ -214,9 +214,9 @@ class Trainer(Protocol):
         ...
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Return True if the save is complete on all ranks; with ``wait``, block until it is.
+        """Complete any pending save and return True. Without ``wait``, return False if a rank is still writing.
 
-        Raises ``CheckpointError`` if a rank could not write, or not in time.
+        Raises ``CheckpointError`` if a rank failed to write its part or did not write it in time.
         """
         ...
 
@@ -341,7 +341,7 @@ class WeightSender(Protocol):
     """Transport of one rank's weights to the engines."""
 
     async def send(self, source: WeightSource) -> list[TensorMeta]:
-        """Send all buckets. Return the metadata of the stage's tensors on the sender of a pipeline stage, [] on other ranks.
+        """Send all buckets. The sender of a pipeline stage returns the metadata of the stage's tensors, other ranks return [].
 
         This is a collective over the ranks of the stage (with IPC, over all trainer ranks). If sending fails, for example
         because an engine is lost, the rank completes the collective before it raises the error.

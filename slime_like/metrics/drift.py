@@ -13,7 +13,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}  # upper bound on the mean differ
 
 @dataclass(slots=True)
 class DriftWatch:
-    """Comparison of the mean difference of each rollout with the median of the earlier rollouts of this run.
+    """Comparison of each rollout's mean log-probability difference with the median of this run's earlier rollouts.
 
     It warns if the mean is above ``ceiling``, or above both ``rounding`` and ``factor`` times that median.
     """
@@ -25,9 +25,10 @@ class DriftWatch:
     _last_warnings: dict[str, float] = field(default_factory=dict[str, float])  # metric -> value of its last warning
 
     def warnings(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return a warning for each metric of a rollout above its limit, and record the mean difference for later rollouts.
+        """Return a warning for each log-probability difference in ``metrics`` that is above its limit or nan.
 
-        Call this once per rollout. A warning is repeated only when its metric has grown by ``factor`` since the last one.
+        Call this once per rollout: it also records the mean difference, for the limit of later rollouts. While a metric stays
+        above its limit, its warning is repeated only when the metric has grown by ``factor`` since the last one.
         """
         if self.factor is None:
             return []

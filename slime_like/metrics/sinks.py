@@ -95,10 +95,10 @@ class SinkGroup:
 class JsonlSink:
     """Sink that writes one line per step: ``{"step", "time", <metric>: number, ..., "spans": {name: [start, stop]}}``.
 
-    A step with warnings also has ``"warnings": [text, ...]``. On resume, lines after ``first_step`` move to
-    metrics_dropped.jsonl, since the run repeats these steps, and unreadable lines to ``metrics.damaged.jsonl``. In a new run,
-    all lines of an existing file move to metrics_dropped.jsonl, and ``message`` gives their number. The constructor raises
-    ``ConfigError`` if the file cannot be read or written.
+    A step with warnings also has ``"warnings": [text, ...]``. On resume, lines of steps after ``first_step``, which the
+    run repeats, and an incomplete last line move to metrics_dropped.jsonl. Other unreadable lines move to
+    metrics.damaged.jsonl. In a new run, all lines of an existing file move to metrics_dropped.jsonl, and ``message`` gives their
+    number. The constructor raises ``ConfigError`` if the file cannot be read or written.
     """
 
     path: Path

@@ -67,7 +67,7 @@ class SoloStore(dist.Store):
 
 
 def join_world(rank: int, world_size: int, backend: str = "nccl") -> None:
-    """Make this process rank ``rank`` of a world without other processes."""
+    """Initialize ``torch.distributed`` in this process, as ``rank`` of a world that has no other processes."""
     store = SoloStore()
     _stores.append(store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Number of requests that an engine can run at the same time, its limiting factor, and the effect of changes of the layout.
+"""Number of requests that an engine can run at the same time, the factor that limits it, and the effect of other layouts.
 
 ``phases`` returns the memory of a GPU that an engine shares with a trainer.
 """
@@ -19,7 +19,7 @@ from slime_like.planner.table import MemoryTable
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """Result for one engine layout under a workload."""
+    """Memory, number of requests and throughput of one engine layout under a workload."""
 
     settings: EngineSettings
     memory: EngineMemory
@@ -42,7 +42,7 @@ class EngineAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Memory of a shared GPU in each phase, for one way in which trainer and engine share it."""
+    """Memory of a shared GPU during training and during sampling, for one way in which trainer and engine share it."""
 
     name: str
     training: float  # bytes

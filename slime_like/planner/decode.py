@@ -68,7 +68,10 @@ def _group_rows(settings: EngineSettings, gpu: GpuKind, requests: float) -> floa
 
 
 def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, rows: float) -> float:
-    """Return the seconds to read a rank's weights or, if slower, compute with them, and to write and sum experts' outputs."""
+    """Return the seconds that a decode step takes to read a rank's weights or, if that is slower, to compute with them.
+
+    The time to write and sum the outputs of the experts is included.
+    """
     linear, seconds = WEIGHT_BYTES[settings.weights], 0.0
     tokens = {"attention": rows, "output layer": requests / (settings.dp_attention if settings.replicated_head else 1)}
     for item in weight_items(shape, replace(settings, flow_mla=())):

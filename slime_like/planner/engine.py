@@ -100,7 +100,7 @@ WEIGHT_ITEMS = ("attention", "FlowMLA slots", "experts", "MLP", "router and norm
 
 
 def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...]:
-    """Return the items of the weights of one engine rank, in bytes. ``WEIGHT_ITEMS`` lists their names."""
+    """Return the memory of one engine rank's weights, one item per kind. ``WEIGHT_ITEMS`` lists the items' names."""
     s = settings
     linear = WEIGHT_BYTES[s.weights]
     wide = max(linear, 2)
@@ -148,7 +148,7 @@ def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> tuple[Item, ...]:
-    """Return the items of an engine rank's memory outside the static fraction: context, buffers, graphs, activations."""
+    """Return the items of an engine rank's memory outside SGLang's static fraction: context, buffers, graphs, activations."""
     s = settings
     width = max(
         2 * shape.dense_width / s.gpus,
@@ -171,10 +171,10 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def _reserve_items(runtime: tuple[Item, ...], reserve: float) -> tuple[Item, ...]:
-    """Split the ``reserve`` of a tuned engine, the bytes that it leaves free of weights and caches, into items.
+    """Return the items of ``reserve``: the bytes that an engine with ``tuned`` settings leaves free of weights and caches.
 
     The items are those of ``runtime`` that stay on the device when the engine releases its memory, and one for the rest.
-    An item larger than the bytes that the items before it leave is cut to them, and its note says so.
+    An item larger than what is left of the reserve is cut to that, and its note says so.
     """
     rows: list[tuple[str, float, str]] = []
     for item in runtime:

@@ -50,9 +50,9 @@ def host_pool(shape: ModelShape, settings: EngineSettings, available: float, num
 
 
 def host_engine(shape: ModelShape, settings: EngineSettings, pool: HostPool) -> MemoryTable:
-    """Return the resident memory of the processes of one engine, each as ``ps`` shows it, after a batch.
+    """Return the resident memory of one engine's processes after a batch: the sum of what ``ps`` shows for each process.
 
-    The memory of the processes alone is a measured constant; all other items follow from the model and ``pool``.
+    The memory of each process without weights and caches is a measured constant; all other items are computed.
     """
     ranks, weights = settings.gpus, rank_weights(shape, settings)
     states = (pool.slots + 1) * state_bytes(shape, settings) if pool.slots else 0.0
@@ -97,7 +97,11 @@ def rank_weights(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def _slots(shape: ModelShape, settings: EngineSettings, free_bytes: float) -> int:
-    """Return the number of recurrent states: as configured, the CPU platform's default, or SGLang's share of ``free_bytes``."""
+    """Return the number of recurrent states of an attention group.
+
+    It is the CPU platform's default if ``settings.state_slots`` is None and the default fits ``MAX_STATE_BYTES``; otherwise
+    the function ``state_slots`` determines it.
+    """
     slots = SLOTS_PER_REQUEST * (settings.max_running or RUNNING)
     everywhere = state_bytes(shape, replace(settings, gpus=1, dp_attention=1, dcp=1, weights="float32"))
     if settings.state_slots is None and slots * everywhere <= MAX_STATE_BYTES:

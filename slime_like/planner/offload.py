@@ -1,4 +1,4 @@
-"""Host memory of a trainer rank on a GPU: offloaded optimizer, copies of weights, and the snapshot of a checkpoint."""
+"""Host memory of a trainer rank that uses a GPU: offloaded optimizer, copies of weights, and the snapshot of a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def offload_items(
     in_rollouts: bool = False,
     stage: int | None = None,
 ) -> MemoryTable:
-    """Return the host memory of a rank of pipeline ``stage`` (None: mean over all), including ``num_copies`` of its weights.
+    """Return the host memory of a rank of pipeline ``stage`` (None: mean of all stages).
 
-    ``in_rollouts``: weights and optimizer state move to pinned memory while rollouts are sampled. The memory is not freed.
+    ``num_copies``: copies of the rank's weights that it keeps in pinned memory. ``in_rollouts``: weights and optimizer state
+    move to pinned memory while rollouts are sampled; this memory is not freed afterwards. A rank that only scores has no
+    copies, optimizer or snapshot.
 
     megatron's offload keeps float32 weights, moments and pinned gradients on the host. A save first copies weights, main
     weights and moments from the device to pinned memory, and clones those that are on the host.

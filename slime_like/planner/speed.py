@@ -55,7 +55,10 @@ class PrefillTime:
     square: float
 
     def seconds(self, tokens: float, squares: float) -> float:
-        """Return the seconds for a prompt of ``tokens`` tokens, whose square is ``squares``; the mean seconds for two means."""
+        """Return the seconds to prefill a prompt of ``tokens`` tokens; ``squares`` is the square of ``tokens``.
+
+        If the arguments are means over several prompts, the result is the mean of their seconds.
+        """
         return self.token * tokens + self.square * squares
 
 

@@ -204,7 +204,7 @@ class Reading:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the process is suspended (SIGSTOP) or dead; False if its state cannot be seen from here."""
+        """Return whether the process is suspended (SIGSTOP) or dead; False if its pid namespace hides its state."""
         return self.state in ("stopped", "dead")
 
 
@@ -262,7 +262,7 @@ def process_state(pid: int, start_ticks: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot, -1 if it does not exist. It differs if a pid is reused."""
+    """Return the start time of a process in clock ticks since boot, or -1 if it does not exist. A reused pid has another one."""
     return _stat(pid)[1]
 
 
@@ -276,7 +276,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def pid_namespace() -> int:
-    """Return the inode of this process's pid namespace, 0 if unknown: containers may share /dev/shm but not pids."""
+    """Return the inode of this process's pid namespace, or 0 if unknown. Containers with a common /dev/shm may differ in it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

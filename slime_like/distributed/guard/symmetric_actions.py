@@ -82,7 +82,7 @@ class SymmetricActions:
 
     @property
     def _current_number(self) -> int:
-        """Number of the request in the word, on which this rank may not have acted yet."""
+        """Number of the newest request in the word. This rank may not have acted on it yet."""
         return self._word[0] >> ACTION_BITS
 
     def _set_last_word(self, word: int) -> None:

@@ -40,7 +40,7 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
 
 
 def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
-    """Return the findings of the rings.
+    """Return the suspicious ops that the rings of this node's ranks show; [] if this rank's ring has no folder.
 
     ``wait_for_peers``: first wait up to ``ARRIVAL_WAIT_S`` until no op is missing on a running rank.
     """
@@ -56,7 +56,7 @@ def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
 
 
 def memory(w: Wrapper) -> str:
-    """Describe this rank's memory or, if the query of it fails, the error and the last query recorded in the ring."""
+    """Describe this rank's memory. If it cannot be queried, describe the error and the last query recorded in the ring."""
     source = w.guard.source
     try:
         return (

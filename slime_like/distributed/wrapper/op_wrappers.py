@@ -192,7 +192,7 @@ def composite(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]
 
 
 def group_position(raw: Callable[..., Any]) -> int | None:
-    """Return the position of the parameter ``group`` of a torch.distributed function; None for a batch of ops."""
+    """Return the position of the parameter ``group`` of a torch.distributed function; None for ``batch_isend_irecv``."""
     parameters = list(inspect.signature(raw).parameters)
     return parameters.index("group") if "group" in parameters else None
 
