@@ -40,7 +40,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _similarity(name: str, option: str) -> float:
-    """Return a score above 0 if ``option`` is similar to ``name``, else 0. A similar permutation of ``name`` scores highest."""
+    """Return a score above 0 if ``option`` is similar to ``name``, else 0.
+
+    A similar option that consists of the same characters in any order scores highest.
+    """
     ratio = difflib.SequenceMatcher(None, option, name).ratio()
     words, option_words = _WORDS.split(name), _WORDS.split(option)
     same_words = 2 * len(words) >= len(option_words) and all(
@@ -103,7 +106,7 @@ def check_path(key: str, name: str) -> None:
 
 
 def not_one_of(value: str, choices: Iterable[str]) -> str:
-    """Return the end of an error message that follows an invalid ``value``: all ``choices``, and the closest if similar."""
+    """Return the text after an invalid ``value`` in an error message: all ``choices``, and the closest one if it is similar."""
     options = list(choices)
     close = closest(value, options)
     return f"is not one of {', '.join(options)}: {f'did you mean {close!r}?' if close else 'choose one of these'}"
@@ -117,7 +120,7 @@ def own_entry(table_name: str) -> str:
 
 
 def _own_path(name: str) -> str:
-    """Return a hint to name a user's component by its import path, with the path that ``name`` probably stands for."""
+    """Return a hint to give the import path of a user's component, with a path guessed from ``name`` or else two examples."""
     module, _, function = name.rpartition(".")
     likely = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}" if module else ""
     example = likely or "my_package.my_module:my_function or my_file.py:my_function"

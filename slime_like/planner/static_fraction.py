@@ -65,9 +65,9 @@ def prefill_tokens(settings: EngineSettings, gpu: GpuKind) -> int:
 
 
 def graph_requests(settings: EngineSettings, gpu: GpuKind) -> int:
-    """Return the size, in requests, of the largest decode batch for which SGLang reserves memory.
+    """Return the size, in requests, of the largest CUDA graph of decoding.
 
-    SGLang reserves it with or without CUDA graphs.
+    Even without CUDA graphs, this size determines the padding that SGLang reserves for data-parallel attention.
     """
     if settings.graph_requests is not None:
         return settings.graph_requests

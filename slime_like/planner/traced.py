@@ -25,7 +25,7 @@ class TracedRun:
 def traced_layouts() -> tuple[TracedRun, ...]:
     """Return the traced layouts of whole models.
 
-    Each peak is that of a rank's second optimizer step, in which two thirds of the tokens are trained.
+    Each peak is that of a rank's second optimizer step, in which two thirds of the tokens are trained on.
     """
 
     def layout(model: str, peak: float, **fields: object) -> TracedRun:

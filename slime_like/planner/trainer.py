@@ -200,9 +200,9 @@ def stage_items(shape: ModelShape, settings: TrainerSettings, stage: int) -> Mem
 def build_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) -> float:
     """Return the peak bytes of the tensors of one rank of a pipeline stage while its model and optimizer are built.
 
-    For each segment, megatron allocates gradients and, for the distributed optimizer, copies the weights into one buffer:
-    dense parameters first, then experts. The optimizer's main weights come last; its moments are allocated in the first step.
-    With a part of the optimizer on the host, an optimizer over all parameters of the rank is built first
+    For each segment, first for dense parameters and then for experts, megatron allocates gradients and, with the distributed
+    optimizer, copies the weights into one buffer. The optimizer's main weights come last; its moments follow in the first step.
+    If a part of the optimizer is on the host, an optimizer over all parameters of the rank is built first
     (``HybridDeviceOptimizer``).
     """
     s, parameters = settings, stage_parameters(shape, settings, stage)
@@ -220,7 +220,7 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
     """Return the bytes per token that one layer keeps for its backward pass, as slime_like's layers save them.
 
     Around mixer and MLP, the residual stream and each norm's output are saved: five tensors of the hidden size. Attention
-    saves queries before and after rotation and its output, keys and values twice, cosines and sines. An MLP saves both
+    saves its queries before and after rotation, its output, its keys and values twice, and cosines and sines. An MLP saves both
     halves of its first GEMM's output, their activation, and the second GEMM's input: five tensors of its width. Grouped
     experts save only both halves and the second GEMM's input. Each of the etp ranks that share an expert has all of its
     tokens and a part of its width. Gated DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU);

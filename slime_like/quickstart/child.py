@@ -53,7 +53,10 @@ def run_child(name: str, command: Sequence[str], deadline: Deadline) -> int:
 
 @contextmanager
 def _record_signals(name: str, signals: list[str]) -> Generator[None]:
-    """Append the names of received SIGINT and SIGTERM to ``signals``. Outside the main thread, signals are not handled."""
+    """Handle SIGINT and SIGTERM in the block: append their names to ``signals``, and print that ``name`` is being stopped.
+
+    Outside the main thread, do nothing, since only the main thread can set handlers.
+    """
 
     def record(number: int, frame: FrameType | None) -> None:
         del frame

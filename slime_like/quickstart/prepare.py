@@ -93,8 +93,8 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
 def check_folders(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if the quickstart cannot use the folders of ``data.train`` and ``model.hf_checkpoint``.
 
-    It cannot use a folder that has files but no stamp, unless this is a finished warm start of the user
-    (``_is_users_warm_start``), or a ``model.hf_checkpoint`` that does not end in /``EXPORT``. With algo=sft, only the folder
+    A folder is refused if it has files but no stamp. That of ``model.hf_checkpoint`` may instead be a finished warm start of the
+    user (``_is_users_warm_start``), but not an unfinished one, and its path must end in /``EXPORT``. With algo=sft, only the folder
     of ``data.train`` is checked.
     """
     _check_owned("data.train", Path(cfg.data.train).parent)
@@ -200,7 +200,7 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
 def _check_no_other_files(folder: Path, old_stamp: Mapping[str, object]) -> None:
     """Raise ``ConfigError`` if ``folder`` may have files that the warm start of ``old_stamp`` did not write.
 
-    An empty ``old_stamp`` means that the warm start has not ended. It then counts as the writer of every file.
+    If ``old_stamp`` is empty, the warm start has not ended, and every file counts as its own.
     """
     if not old_stamp:
         return

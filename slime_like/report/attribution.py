@@ -27,9 +27,9 @@ class DifferenceCause:
 
 
 def attribute(record: RunRecord, tables: Sequence[TokenTable]) -> list[DifferenceCause]:
-    """Return the total difference and its causes staleness, temperature, precision and kernel.
+    """Return the total difference, then its possible causes: staleness, temperature, precision and kernel.
 
-    Each has a measurement, or the option that measures it.
+    Each entry has a measurement, or says why there is none or which option enables it.
     """
     return [_overall(record), _staleness(record, tables), _temperature(record, tables), *_rounding(record)]
 

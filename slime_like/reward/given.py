@@ -6,9 +6,9 @@ from slime_like.types import Prompt, Reward, Sample, Status
 
 
 def given(prompt: Prompt, sample: Sample) -> Reward:
-    """Return a reward of 0 for a truncated sample, because its scorer did not reach the end.
+    """Return a reward of 0 for a truncated sample, whose generate function or agent may have ended before scoring it.
 
-    Raises ``ValueError`` for any other sample: its generate function or agent should have scored it.
+    Raises ``ValueError`` for any other sample, since it should have been scored.
     """
     if sample.status is Status.TRUNCATED:
         return Reward(0.0)

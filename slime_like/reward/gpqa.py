@@ -95,8 +95,8 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
 def gpqa(prompt: Prompt, sample: Sample) -> Reward:
     """Return score and accuracy 1 if the response chooses the correct option, else 0.
 
-    Only the text after the last ``</think>`` counts, if there is one. If it states no letter, or the row's correct letter is
-    unknown, it is correct if it contains the text of the correct option.
+    Only the text after the last ``</think>`` counts, if there is one. If this text states no letter, or the row's correct
+    letter is unknown, the response is correct if this text contains the text of the correct option.
     """
     parsed = question(prompt.label, prompt.metadata)
     text = sample.text.rpartition(THOUGHT)[2]
@@ -112,8 +112,8 @@ def gpqa(prompt: Prompt, sample: Sample) -> Reward:
 def chosen_letter(text: str, letters: tuple[str, ...]) -> str | None:
     """Return the letter that a response chooses; None if it chooses none of ``letters``.
 
-    The patterns in ``STATEMENTS`` are tried in order, the most explicit first. The last match of the first pattern that
-    matches one of ``letters`` counts.
+    The patterns in ``STATEMENTS`` are tried in order, the most explicit first. The first pattern that finds one of
+    ``letters`` decides; if it finds several, the last one in the text counts.
 
     Example: ``chosen_letter("B looks right, but the answer is (C).", ("A", "B", "C")) == "C"``.
     """

@@ -110,7 +110,7 @@ def is_safe(latex: str) -> bool:
 
 
 def plain(latex: str) -> str:
-    """Return LaTeX for comparison as text.
+    """Return a normalised form of ``latex``, to be compared as text.
 
     It is in lower case, without most spaces, and without the commands that only change the appearance.
     """

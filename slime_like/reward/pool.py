@@ -109,7 +109,11 @@ class RewardPool:
         )
 
     def _with_reward(self, sample: Sample, reward: Reward | None) -> Sample:
-        """Return the sample with ``reward``, else with ``reward.fallback``, else (both are None) marked as failed."""
+        """Return the sample with ``reward`` or, if this is None, with ``reward.fallback``.
+
+        If both are None, the sample gets a reward of 0 and is marked as failed. The metric ``reward/fallbacks``
+        counts the samples for which ``reward`` is None.
+        """
         if reward is not None:
             return replace(sample, reward=reward)
         self._counts["fallbacks"] += 1
@@ -129,7 +133,7 @@ class RewardPool:
     async def _is_for_groups(self, name: str) -> bool:
         """Return whether the reward takes groups, importing it on first use.
 
-        Raises ``RewardError`` if the import fails, or if its process is killed ``LOAD_TRIES`` times.
+        Raises ``RewardError`` if the import fails, or if the importing process is killed ``LOAD_TRIES`` times.
         """
         async with self._loading:
             for attempt in range(LOAD_TRIES):

@@ -87,7 +87,7 @@ class RemoteReward:
         self._outages.append(Outage(seconds))
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the records of injected outages. An outage is forgotten once its record is complete."""
+        """Return the records of injected outages, and forget the outages whose record is complete."""
         recoveries = tuple(recovery for outage in self._outages for recovery in outage.recoveries())
         for outage in self._outages:
             if outage.is_over:

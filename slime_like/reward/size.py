@@ -168,7 +168,7 @@ class _FormulaReader:
         return ONE
 
     def _braced(self) -> Size:
-        """Read an argument of a command, which is a group or the next token; return its bound."""
+        """Read the argument of a command, either a group or the next token, and return its bound."""
         return self._atom() if self._peek() and self._peek() not in CLOSING else ONE
 
     def _function(self) -> Size:
@@ -200,7 +200,7 @@ def _binomial(top: Size, bottom: Size) -> Size:
 
 
 def _product(size: Size, n: float) -> float:
-    """Return a bound on the terms that sympy creates when it expands ``(m + n)!`` or ``\\binom{n}{m}`` for a symbol m.
+    """Return a bound on the number of terms that sympy creates when it expands ``(m + n)!`` or ``\\binom{n}{m}`` (symbol m).
 
     Sympy multiplies out ``n`` factors one by one.
     """

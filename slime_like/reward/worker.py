@@ -1,7 +1,7 @@
 """Worker process that runs reward functions, one call at a time: ``python -m slime_like.reward.worker <fd> <seconds> <bytes>``.
 
-``fd`` is this end of a pipe to the parent, ``seconds`` the time limit of a call. The kernel limits the memory of this process
-and of each process it starts to ``bytes``, and the CPU time of each call. Imports are minimal: a reward imports its own
+``fd`` is the worker's end of a pipe to the parent, ``seconds`` the time limit of a call. The kernel limits the memory of this
+process and of each process it starts to ``bytes``, and the CPU time of each call. Imports are minimal: a reward imports its own
 dependencies.
 """
 
@@ -151,7 +151,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let this process use ``seconds`` more CPU time per core, after which SIGXCPU ends it; children inherit the limit."""
+    """Let this process use ``seconds`` of further CPU time per core; SIGXCPU then ends it. Child processes inherit the limit."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(usage.ru_utime + usage.ru_stime + seconds * (os.cpu_count() or 1)) + 1

@@ -278,8 +278,8 @@ class RolloutManager:
     def last_recoveries(self) -> tuple[Recovery, ...]:
         """Return recoveries of engines that are new or changed since the last call (``collect`` calls this function too).
 
-        Also return every injected outage of the reward server that caused a failed request, changed or not. A call that
-        returns it as complete is the last to return it.
+        Also return every injected outage of the reward server that caused a failed request, changed or not, until a call has
+        returned its complete record.
         """
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 

@@ -84,7 +84,10 @@ def _join(content: JsonValue) -> JsonValue:
 
 
 def _parse(arguments: JsonValue) -> JsonValue:
-    """Return arguments in JSON as an object, since templates serialize objects themselves; invalid JSON is left as text."""
+    """Return a tool call's arguments, parsed if they are JSON text, since templates serialize objects themselves.
+
+    Invalid JSON is left as text; null becomes an empty object.
+    """
     try:
         value: JsonValue = from_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

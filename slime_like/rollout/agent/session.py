@@ -38,7 +38,7 @@ class Turn:
 
     @property
     def ends_episode(self) -> bool:
-        """Return True if this call's answer is the end of the episode: a call that continues this turn then extends it."""
+        """Return whether the episode ends with this call's answer. If so, a call that continues this turn extends the episode."""
         return len(self.episode) == self.length
 
 
@@ -127,7 +127,7 @@ class Session:
     def _prompt(self, request: ChatRequest, turn: Turn | None) -> tuple[I32, I32]:
         """Return the prompt in two parts: the tokens up to and including the answer of ``turn``, and the new tokens after it.
 
-        The tokens of the first part are as sampled. Without ``turn``, the first part is the entire conversation, and the second
+        The first part consists of recorded tokens. Without ``turn``, it is instead the entire conversation, and the second
         part is empty.
         """
         if turn is None:

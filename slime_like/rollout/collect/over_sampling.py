@@ -34,7 +34,7 @@ DEFAULT_PARTIAL_STALENESS = 4  # versions beyond loop.max_staleness
 
 
 def max_group_staleness(cfg: RolloutConfig, loop: LoopConfig) -> int:
-    """Return the number of versions that a group may lag behind the trainer when it is trained on."""
+    """Return the maximum number of weight versions that a group may lag behind the trainer when it is trained on."""
     if not cfg.partial_rollout:
         return loop.max_staleness + 1
     return cfg.max_partial_staleness or loop.max_staleness + DEFAULT_PARTIAL_STALENESS
@@ -76,8 +76,8 @@ class OverSamplingCollector(GroupCollector):
         max_staleness: float,
         share: ManagerShare = SINGLE,
     ) -> None:
-        """``max_staleness`` is the number of versions that a continued group may lag behind the trainer when it is trained
-        on; inf if no weights are pushed.
+        """``max_staleness`` is the maximum number of weight versions that a continued group may lag behind the trainer when it
+        is trained on; inf if no weights are pushed.
         """
         super().__init__(cfg, sampling, source, sampler, share)
         self._max_staleness = max_staleness
@@ -88,10 +88,10 @@ class OverSamplingCollector(GroupCollector):
         self._counts: Counter[str] = Counter()
 
     async def _collect(self, rollout_id: int) -> tuple[Sequence[SampleGroup], int, int]:
-        """Return the first ``batch_size`` groups that pass, ordered by id, the number of started groups, and that of refills.
+        """Return the first ``batch_size`` groups that pass the filters, the number of started groups, and the number of refills.
 
-        Required groups (``_is_required``) take precedence. Raises ``DataError`` if ``max_refills`` is above 0 and too few
-        groups pass the filters. Any error, or a cancellation, cancels all groups.
+        The groups are ordered by id; required groups (``_is_required``) take precedence. If too few groups pass, return them if
+        ``max_refills`` is 0, else raise ``DataError``. Any error, or a cancellation, cancels all groups.
         """
         try:
             return await self._collect_first(rollout_id)
@@ -225,7 +225,7 @@ class OverSamplingCollector(GroupCollector):
         )
 
     def _select(self, rollout_id: int) -> list[GroupTask]:
-        """Take the groups of this rollout: required groups first, then in order of completion."""
+        """Take up to ``batch_size`` groups that passed: required groups first, then the others in order of completion."""
         passed_groups = [group_task for group_task in self._in_flight if group_task.group is not None]
         passed_groups.sort(key=lambda group_task: not self._is_required(group_task, rollout_id))
         selected = passed_groups[: self._batch_size]

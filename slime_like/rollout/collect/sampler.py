@@ -294,7 +294,7 @@ class ResumableEngine:
     async def _extend(
         self, engine: EngineClient, call: EngineCall, indices: Sequence[int], sampling: Sampling
     ) -> tuple[list[Completion], bool]:
-        """Return the continuations of ``indices``, and whether an abort of this run may have ended them."""
+        """Return new tokens of the completions ``indices``, and whether an abort of this run may have ended their sampling."""
         aborts = engine.num_ended_aborts
         parts = await engine.extend(
             [call.sequence(i).token_ids for i in indices],

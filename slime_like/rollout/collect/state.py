@@ -71,7 +71,10 @@ class RolloutState:
     partial_groups: tuple[PartialGroup, ...]
 
     def in_flight(self) -> list[SampleGroup]:
-        """Return everything but the cursor as groups to be saved; prompts given back become groups with negative ids."""
+        """Return the prompts given back and the unfinished groups, all in the form of groups to be saved.
+
+        A prompt given back becomes a group without samples, whose negative id encodes how often its groups were aborted.
+        """
         queued = [SampleGroup(-1 - item.num_aborts, item.prompt, ()) for item in self.queued]
         return [*queued, *map(to_group, self.partial_groups)]
 

@@ -159,7 +159,10 @@ class EngineClient:
         return await self._complete("generate", token_ids, params, self._routing if for_training else None, dp_rank)
 
     async def continuations(self, token_ids: Sequence[I32], temperature: float, num_tokens: int) -> list[Completion]:
-        """Sample and return ``num_tokens`` tokens after each sequence, ignoring end-of-sequence; fewer after ``abort_all``."""
+        """Sample and return ``num_tokens`` tokens after each sequence; fewer if ``abort_all`` ends the request.
+
+        An end-of-sequence token does not end the sampling.
+        """
         base = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
         return await self._complete(
             "continue", token_ids, [{**base, "sampling_seed": seed} for seed in range(len(token_ids))], self._routing

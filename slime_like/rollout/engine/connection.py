@@ -57,7 +57,7 @@ def scored_experts(reply: Any, lengths: Sequence[int], routing: RoutingShape) ->
 
 @dataclass(frozen=True, slots=True)
 class KvUsage:
-    """KV cache usage of an engine since the previous report. The engine's scheduler counts at every batch.
+    """KV cache usage of an engine since the previous report. The engine's scheduler updates it at every batch.
 
     With data-parallel attention, the engine has a cache per attention group: ``capacity_tokens`` and ``used_tokens_max`` are
     those of the fullest cache, ``running_requests_max`` and ``retractions`` are sums, and the others are maxima over groups.
@@ -168,7 +168,7 @@ def _experts(item: Any, num_tokens: int, routing: RoutingShape) -> RoutedExperts
 
 
 def _prompt(meta: dict[str, Any]) -> tuple[int, int]:
-    """Return (prompt tokens, cached prompt tokens); zeros for a request aborted before it was scheduled."""
+    """Return (number of prompt tokens, number of cached ones); zeros for a request aborted before it was scheduled."""
     num_prompt, num_cached = (
         _read(meta, name, int) if name in meta else 0 for name in ("prompt_tokens", "cached_tokens")
     )

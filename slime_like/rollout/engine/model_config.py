@@ -103,9 +103,10 @@ def interval(types: list[str], model_path: str) -> int:
 
 
 def other_models(model_path: str) -> list[str]:
-    """Return the names of SGLang's model modules that do not define the architecture of ``model_path``; empty if unknown.
+    """Return the names of SGLang's model modules that do not define the architecture of ``model_path``.
 
-    SGLang imports all of these modules, about 250, to find one class, except those in ``SGLANG_DISABLED_MODEL_ARCHS``.
+    The list is empty if SGLang or the architecture is not found. To find one class, SGLang imports all of its model modules,
+    about 250, except those in ``SGLANG_DISABLED_MODEL_ARCHS``.
     """
     spec = find_spec("sglang")
     config = Path(model_path) / "config.json"

@@ -63,7 +63,7 @@ class EngineServer:
         node: EngineNode = SINGLE_NODE,
         first_free_gib: float | None = None,
     ) -> None:
-        """``first_free_gib``: result of ``free_before_load`` of the engine's first server, if this is a later server."""
+        """``first_free_gib``: result of ``free_before_load`` of the engine's first server; None if unknown or for that server."""
         self._first_free_gib = first_free_gib
         self._spec = spec
         self._admin_key = admin_key

@@ -17,7 +17,7 @@ LOSSES = "transformers.loss.loss_utils"
 
 @contextmanager
 def sglang_imports() -> Generator[None]:
-    """Make imports of SGLang in the block faster: by ``heavy_imports``, and by not importing megatron, scipy, mistral_common.
+    """Speed up imports of SGLang in the block: use ``heavy_imports``, and do not import megatron, scipy and mistral_common.
 
     Imports of megatron fail after the block too.
     """

@@ -54,8 +54,8 @@ class EnginePool:
     async def call_assigned[T](self, assignment: EngineAssignment, request: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of ``request`` to the assigned engine; None if the engine was lost or removed.
 
-        If None, the engine is also taken from ``assignment``, so that the group moves to another one. Raises the same errors
-        as ``call``.
+        In that case, the engine is also removed from ``assignment``, if that still names it, so that the group moves to
+        another engine. Raises the same errors as ``call``.
         """
         engine = assignment.engine
         assert engine is not None
