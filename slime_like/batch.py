@@ -82,7 +82,7 @@ def split_equally[Item](items: Sequence[Item], ranks: int, filler: Item) -> list
 
 
 def shards(batch: TrainBatch, ranks: int) -> list[Shard]:
-    """Return one shard per data-parallel rank, even if ``batch`` was assembled for a number of ranks other than ``ranks``."""
+    """Return one shard for each of ``ranks`` data-parallel ranks, even if ``batch`` was assembled for another number of ranks."""
     steps = [
         split_equally([micro for rank in step.micro_batches for micro in rank], ranks, EMPTY_BATCH)
         for step in batch.steps

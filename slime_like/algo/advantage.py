@@ -23,10 +23,10 @@ EPSILON = 1e-6  # keeps nearly equal rewards from being scaled up to unit varian
 
 
 def grpo(rewards_G: F32) -> F32:
-    """Return [G]: reward minus the group's mean, divided by the standard deviation plus ``EPSILON``.
+    """Return [G]: ``(reward - mean) / (std + EPSILON)`` with mean and standard deviation of the group.
 
-    It is the sample standard deviation (divisor G - 1), as in slime and TRL. All advantages are 0 if all rewards are equal
-    or there is one episode.
+    The standard deviation is that of a sample (divisor G - 1), as in slime and TRL. All advantages are 0 if all rewards are
+    equal or there is one episode.
     Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2.
     """
     if len(rewards_G) < 2 or np.ptp(rewards_G) == 0:

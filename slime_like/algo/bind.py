@@ -42,7 +42,7 @@ def bind_loss(config: AlgoConfig) -> LossFn:
 def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
     """Return the token advantage that ``config`` names, constructed with ``config``; None if ``algo.token_advantage`` is null.
 
-    Raises ``ConfigError`` if it is unknown or not importable, or is shipped but does not support the algorithm of ``config``.
+    Raises ``ConfigError`` if it is unknown or not importable, or if an advantage of this project does not support ``config``.
     """
     name = config.token_advantage
     return None if name is None else resolve(TOKEN, name, TOKEN_ADVANTAGES)(config)

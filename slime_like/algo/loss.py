@@ -2,7 +2,7 @@
 
 The caller sums ``loss * loss_weight``, so a loss does not depend on packing, micro-batches or ranks. A policy loss consists of
 a surrogate, off-policy corrections, KL and entropy. A surrogate computes a loss from advantages and the ratio of new to old
-policy. Losses must be finite, because infinity times a weight of 0 would be nan, so the log of this ratio is clamped to ±20.
+policy. The log of this ratio is clamped to ±20 to keep losses finite, because infinity times a weight of 0 would be nan.
 Axes: T = tokens, S = sequences.
 """
 

@@ -203,10 +203,10 @@ def remove_scratch(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove old iterations: keep the newest ``keep`` among those up to the one that the tracker file names.
+    """Remove old iterations, up to the one that the tracker file names; keep the newest ``keep`` of them.
 
-    The critic's folders and the rollout files are removed with their iteration. Rollout files of an earlier iteration that was
-    never completed are removed too.
+    The critic's folders and the rollout files are removed with their iteration. Rollout files of an earlier save that was
+    never completed are removed too. Raises ``CheckpointError`` as ``latest_iteration`` does.
     """
     latest = latest_iteration(folder)
     old = [k for k in iterations(folder) if k <= latest][:-keep]

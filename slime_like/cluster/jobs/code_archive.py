@@ -28,7 +28,7 @@ class Package:
 
 
 def make_package(repository: Path) -> Package:
-    """Return a package of the files under ``PARTS`` as they are on disk, without symbolic links and ignored untracked files.
+    """Return a package of the files under ``PARTS`` as on disk, except symbolic links and untracked files that git ignores.
 
     Raises ``ConfigError`` if git cannot list the files, for example outside a checkout, or if the package is larger than
     ``MAX_BYTES``.

@@ -71,7 +71,7 @@ async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> Cl
 
 
 async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> tuple[ClusterNode, ...]:
-    """Wait for at least ``num_nodes`` live nodes, or for one if it is 0, and return all live nodes.
+    """Wait until at least ``num_nodes`` nodes, and at least one, are live; return all live nodes.
 
     Raises ``DeadlineExceeded`` after ``seconds``, with the number of nodes that have joined. A request in progress at that
     time is not interrupted.

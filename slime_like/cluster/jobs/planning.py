@@ -34,7 +34,7 @@ class JobPlan:
 
 
 def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: bool = False) -> JobPlan:
-    """Load the config of ``arguments`` and plan it on ``nodes``.
+    """Return the config and the plan of the run that ``arguments`` start, for the cluster's ``nodes``.
 
     Weights, tokenizer and data are not checked: they are on the cluster, and the run checks them when it starts. If
     the model's config.json cannot be read on this machine and is not in the planner's table, only the run's config is

@@ -61,7 +61,7 @@ class JobServer:
             await self._session.close()
 
     async def check(self) -> None:
-        """Raise ``ConfigError`` unless a Ray cluster's job server answers, and ``WorkerError`` if it fails (5xx)."""
+        """Raise ``ConfigError`` if no Ray job server responds at the address, and ``WorkerError`` if it responds with 5xx."""
         try:
             reply = await self._request("GET", VERSION)
         except ProcessLost as error:
@@ -118,7 +118,7 @@ class JobServer:
     async def job(self, job_id: str) -> ClusterJob:
         """Return one job.
 
-        Raises ``DataError`` if the server has no such job, or if ``job_id`` is a driver that was not submitted as a job.
+        Raises ``DataError`` if the server has no such job, or if the id is that of a driver that was not submitted as a job.
         """
         job = read_job(await self._request("GET", f"/api/jobs/{_valid_id(job_id)}"))
         if job is None:
@@ -140,8 +140,9 @@ class JobServer:
     async def log(self, job_id: str) -> AsyncGenerator[str]:
         """Yield the job's output from its beginning, as it appears.
 
-        Raises ``ProcessLost`` if the server refuses the request, for example for an unknown job, does not answer it within
-        ``REQUEST_S``, or if the connection breaks before the job ends, and ``DataError`` if ``job_id`` cannot be the id of a job.
+        Raises ``ProcessLost`` if the server refuses the request (for example for an unknown job), if it does not answer
+        within ``REQUEST_S``, or if the connection breaks before the job ends. Raises ``DataError`` if ``job_id`` cannot be
+        the id of a job.
         """
         path = f"/api/jobs/{_valid_id(job_id)}/logs/tail"
         try:

@@ -61,10 +61,10 @@ def fixed_limit(rollout: RolloutConfig) -> int | None:
 def add_admission_decision(
     rollout: RolloutConfig, dcp: int, predicted: EngineMemory | None, decisions: PlanDecisions
 ) -> None:
-    """If ``rollout.max_running_requests`` is auto, record how it is resolved for engines with ``predicted`` memory.
+    """Record how ``rollout.max_running_requests=auto`` is resolved for engines with ``predicted`` memory.
 
-    ``dcp`` ranks share the KV cache of a sequence. Raises ``ConfigError`` if the configured KV cache cannot hold one response,
-    because SGLang would truncate the response.
+    Do nothing for other values. ``dcp`` ranks share the KV cache of a sequence. Raises ``ConfigError`` if the configured KV
+    cache cannot hold one response, because SGLang would truncate the response.
     """
     if rollout.max_running_requests != AUTO:
         return

@@ -19,7 +19,7 @@ def advice(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...], device: 
 
 
 def _nodes(cfg: TrainConfig, machine: Machine) -> Iterator[str]:
-    """Report a plan for several nodes if the run would use only one of them."""
+    """Report that the plan is for several nodes although the run would use only one of them."""
     if machine.nodes > 1 and cfg.placement.ray_address is None:
         yield (
             f"placement.ray_address=null starts Ray on one machine, but the plan is for {machine.nodes} nodes: start Ray on "

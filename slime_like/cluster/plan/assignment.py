@@ -212,7 +212,7 @@ def node_blocks(cfg: TrainConfig, plan: Plan, nodes_per_engine: int) -> Iterator
 
 
 def _parts(role: str, indices: tuple[int, ...], num_nodes: int) -> Iterator[NodeBlock]:
-    """Yield a block for each of the ``num_nodes`` nodes of an engine."""
+    """Yield one block of an engine's GPUs for each of its ``num_nodes`` nodes."""
     size = -(-len(indices) // num_nodes)
     for begin in range(0, len(indices), size):
         yield NodeBlock(role, indices[begin : begin + size], indices[0] if num_nodes > 1 else -1)

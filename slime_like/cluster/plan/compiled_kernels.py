@@ -151,8 +151,8 @@ def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> En
 def _environment(job: CompileJob) -> dict[str, str]:
     """Return the variables to set in a child's environment.
 
-    They select the phantom GPU, the kernel cache without autotuning results, and the CUDA compiler of NVIDIA's wheels if
-    installed.
+    They select the phantom GPU, the folder of the compiled kernels and, if installed, the CUDA compiler of NVIDIA's wheels.
+    They also keep autotuning results, which a phantom GPU makes meaningless, out of the cache.
     """
     # The limit is above the largest host tensor of the compilers, which run in the child and need its values.
     gpu = replace(TRACED_GPU, capability=job.capability, host_limit=32 << 20)

@@ -120,7 +120,7 @@ class Demand:
     def role_settings(self, rank: RankSpec, task: str) -> TrainerSettings:
         """Return the planner settings of a critic's or teacher's ranks.
 
-        They inherit a proposed change of an actor's setting unless their value already differed from the actor's.
+        A proposed change of an actor's setting applies here too, unless the role's value already differed from the actor's.
         """
         settings, actor = trainer_settings(self.cfg, rank, task), trainer_settings(self.cfg, self.actor)
         changes = {

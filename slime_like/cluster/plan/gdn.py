@@ -49,7 +49,7 @@ def resolve_gdn(
 def _auto_cp(setting: bool | None, backend: str, actor: RankSpec) -> tuple[bool, str]:
     """Return True if FlashQLA may split sequences automatically, and the reason for the decision.
 
-    With the split, a no-grad pass differs bitwise from the update.
+    With the split, log-probabilities of a no-grad pass differ bitwise from those of the update.
     """
     if setting is not None or backend != "flashqla":
         return bool(setting), ""

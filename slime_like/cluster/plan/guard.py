@@ -48,10 +48,10 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False, memory: st
 
 
 def memory_source(cfg: TrainConfig, device: str, note: Callable[[str, object, str], None]) -> str:
-    """Return the value of ``guard.memory``, the memory that the guard queries, adapted to ``device``; it may be auto.
+    """Return ``guard.memory``, the setting for which memory the guard queries, adapted to ``device``.
 
-    On a CPU, ``host`` replaces a value that stands for the memory of a GPU, so that recipes for GPUs also run on a CPU. If the
-    guard is used, ``note`` records the replacement.
+    On a CPU, ``host`` replaces a value that stands for the memory of a GPU, so that recipes for GPUs also run on a CPU; auto
+    is kept. If the guard is used, ``note`` records the replacement.
     """
     setting = cfg.guard.memory
     if device != "cpu" or setting in ("auto", "host"):
@@ -64,8 +64,8 @@ def memory_source(cfg: TrainConfig, device: str, note: Callable[[str, object, st
 def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str, object, str], None]) -> bool:
     """Return True if the trainer's communicators are destroyed during rollouts.
 
-    ``note`` records the decision on an unset key. The default is False: releasing gloo's small buffers gains nothing,
-    and releasing NCCL's large ones has not been tested.
+    If ``guard.release`` is not set, the result is False, because releasing gloo's small buffers gains nothing and releasing
+    NCCL's large ones has not been tested. If the guard is used, ``note`` records this decision.
     """
     setting = cfg.guard.release
     if setting is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":

@@ -75,13 +75,16 @@ def _tables(
 
 
 def _engine(table: MemoryTable, phase: str) -> MemoryTable:
-    """Return the items of an engine that take memory in a phase: all of them during rollouts and at the end of a push."""
+    """Return the items of an engine that take memory in ``phase``.
+
+    In phases collect and push these are all items, in phase save the weights and ``FIXED``, in phase step only ``FIXED``.
+    """
     if phase in (COLLECT, PUSH):
         return table
     return _part(table, WEIGHT_ITEMS if phase == SAVE else ())
 
 
 def _part(table: MemoryTable, names: Collection[str], *, communicators: bool = True) -> MemoryTable:
-    """Return the items with these names and those that a process never releases; communicators only if ``communicators``."""
+    """Return the items in ``names`` and in ``FIXED``, without the communicators if ``communicators`` is False."""
     item_names = {*names, *FIXED} - ({COMMUNICATORS} if not communicators else set())
     return MemoryTable(tuple(item for item in table.items if item.name in item_names), table.place)

@@ -86,10 +86,10 @@ class Plan:
 
 
 def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
-    """Resolve ``cfg`` for ``machine``, with config.json and weight headers of the run's models.
+    """Resolve ``cfg`` for ``machine``, from config.json and the headers of the weight files of the run's models.
 
-    Those of ``model.hf_checkpoint`` may be missing if ``run.prepare`` creates them, or if ``machine`` is not this one and the
-    planner's table contains the model. Raises ``ConfigError`` or, if a model cannot be read, ``CheckpointError``.
+    The files of ``model.hf_checkpoint`` may be missing if ``run.prepare`` creates them, or if ``machine`` is not this one and
+    the planner's table contains the model. Raises ``ConfigError`` or, if a model cannot be read, ``CheckpointError``.
     """
     decisions = PlanDecisions([])
     model = model_config(cfg, machine)

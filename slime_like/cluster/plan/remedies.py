@@ -87,7 +87,7 @@ def _limit_refusal(spec: EngineSpec) -> str:
 
 
 def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the error message if the static fraction of a CPU engine leaves a cache smaller than one sequence, else "".
+    """Return the error message for a CPU engine whose ``mem_fraction_static`` leaves a KV cache smaller than a sequence, else "".
 
     A KV cache that is too small only because of ``max_total_tokens`` is accepted.
     """
@@ -115,7 +115,7 @@ def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
 
 
 def _engine_remedies(demand: Demand) -> Iterator[tuple[str, Demand]]:
-    """Yield changes that each give an engine enough memory: the smallest static fraction and tensor parallel size that do."""
+    """Yield changes that each let an engine start: the smallest sufficient static fraction and tensor parallel size, if any."""
     statics = (percent / 100 for percent in range(10, 95, 5))
     changes = ((f"rollout.sglang.mem_fraction_static={share:g}", replace(demand, static=share)) for share in statics)
     yield from next(([change] for change in changes if _starts(change[1])), [])

@@ -95,7 +95,7 @@ def _rank(actor: RankSpec, role: str, folder: str | None, layout: Layout) -> Ran
 
 
 def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Layout, key: str, folder: str) -> Layout:
-    """Return the actor's layout with the role's sizes, and an evenly split pipeline without virtual stages.
+    """Return the actor's layout with the parallel sizes that ``role`` sets, and an even pipeline without virtual stages.
 
     ``folder`` contains the role's model; ``key`` is the config key that names it. The model's experts are distributed like the
     actor's if their number and width and the number of ranks allow it.

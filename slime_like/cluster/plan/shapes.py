@@ -62,7 +62,7 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
 def config_values(cfg: TrainConfig) -> dict[str, Any] | None:
     """Return the values of config.json of ``model.hf_checkpoint``.
 
-    If the folder is missing, return the values that a default job will write or, if ``run.prepare`` is not of a default job,
+    If the folder is missing, return the values that the run's default job will write or, if the run is not a default job,
     those in the planner's table of public models; None if the table lacks the model. Raises ``CheckpointError`` if the folder
     exists but has no valid config.json.
     """

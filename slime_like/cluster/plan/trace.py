@@ -136,9 +136,9 @@ def _comparison_row(name: str, traced: float, planned: float | None) -> tuple[st
 def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
     """Return the bytes on a trainer's GPU by traced phase: the memory that torch reserves for the rank, plus the planned rest.
 
-    The planned rest is the rank's CUDA context and communicators, and the other roles on the GPU. During the transfer of
-    weights, an engine has only its weights in memory, as in phase save. If all phases need the same memory, there is one phase,
-    with an empty name.
+    The planned rest is the rank's CUDA context and communicators, and the other roles on the GPU. The transfer of weights takes
+    the place of phase save: an engine has only its weights in memory in both. If all phases need the same memory, there is one
+    phase, with an empty name.
     """
     reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
     reserved[""] = max(reserved.values())
@@ -166,7 +166,7 @@ def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
 
 
 def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return the row for a rank's tensors in main memory; none if they are below ``SMALL`` or have no estimate."""
+    """Return the row for a rank's tensors in main memory; no row if they are below ``SMALL`` or there is no estimate."""
     traced, planned = trace["pinned"] + trace["pageable"], planned_host_bytes(plan, trace["stage"])
     if traced < SMALL or planned is None:
         return []
@@ -174,7 +174,7 @@ def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
 
 
 def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
-    """Return the planner's estimate of the tensors of a rank of this stage; None if there is no estimate."""
+    """Return the planner's estimate of the tensors of a rank of pipeline stage ``stage``; None if there is no estimate."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None
@@ -182,7 +182,7 @@ def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
 
 
 def planned_build_bytes(plan: Plan, stage: int) -> float | None:
-    """Return the planner's estimate of the bytes that torch allocates while this stage is built; None if there is none."""
+    """Return the planner's estimate of the bytes that torch allocates while a rank of ``stage`` is built, or None."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None

@@ -43,12 +43,12 @@ def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
 
 
 def on_ranks(cfg: TrainConfig) -> bool:
-    """Return True if the trainer's ranks compare the large files."""
+    """Return True if the trainer's ranks, not the driver, compare a checkpoint's large files with the recorded hashes."""
     return cfg.run.verify_checkpoint == "full" and cfg.placement.actor_num_nodes > 1
 
 
 def verify_initial_checkpoints(cfg: TrainConfig) -> None:
-    """Verify the checkpoints with the run's initial weights. Those that slime_like did not write are skipped."""
+    """Verify the checkpoints from which the run loads initial weights, except those that slime_like did not write."""
     paths = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
     sources = [megatron_folder(Path(path)) for path in paths if path is not None]
     if isinstance(cfg.algo, PpoConfig) and cfg.critic.load is not None:

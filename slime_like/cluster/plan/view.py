@@ -41,7 +41,7 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
 
     On this machine, files are checked unless ``run.prepare`` will create them; then only the model that a default job will
     create is checked. For another machine, only config.json or the planner's table of public models is read; weights,
-    tokenizer and data may be missing. With ``trace``, run a step of the trainer on a phantom GPU and append its memory.
+    tokenizer and data may be missing. With ``trace``, run a step of the trainer on a phantom GPU and append the traced memory.
     """
     cfg = load_config(argv, files=False, machine=description is None)
     num_rollout_known = cfg.loop.num_epoch is None

@@ -103,7 +103,7 @@ class Chaos:
             self._inject(fault)
 
     def record_recoveries(self, recoveries: Sequence[Recovery]) -> None:
-        """Record losses and recoveries of engines and of the reward server. If the file cannot be written, warn."""
+        """Record losses and recoveries of engines and of the reward server in faults.jsonl, or warn if it cannot be written."""
         self.recoveries = faults.newest([*self.recoveries, *recoveries])
         try:
             faults.append(self.run_dir, *recoveries)

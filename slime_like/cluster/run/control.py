@@ -78,7 +78,7 @@ class _File:
 
 @dataclass(slots=True)
 class Control:
-    """Reader of requests in the driver, which also reports results.
+    """The driver's side of run control: reads requests and reports their results.
 
     A bad request is reported once and does not end the run.
     """
@@ -109,7 +109,7 @@ class Control:
     def read(self, num_trained: int) -> tuple[Request, ...]:
         """Read new requests, after ``num_trained`` rollouts; return the unanswered ones in order of execution.
 
-        Requests of one kind count once.
+        Several requests of one kind count as one: the newest.
         """
         self._status = replace(self._status, step=num_trained)
         for text, time_s, by in sorted(self._take(), key=lambda entry: entry[1]):
@@ -212,7 +212,7 @@ class Control:
 
 
 def _read_entry(path: Path) -> Iterator[_File]:
-    """Yield the entry at ``path``, or nothing if it is hidden (from editors, NFS) or was removed in the meantime."""
+    """Yield the entry at ``path``; nothing if it was removed or is hidden, like files that editors and NFS create."""
     if path.name.startswith("."):
         return
     try:

@@ -47,7 +47,7 @@ class EngineStates:
 
 @dataclass(slots=True)
 class Residency:
-    """Controller of the parts of trainer and engines that are on their devices. Parts already in place are not moved."""
+    """Controller that moves parts of trainer and engines onto and off their devices, unless they are already in place."""
 
     actor: RankStates | None = None  # None: the trainer's ranks stay on their devices
     other_roles: tuple[RankStates, ...] = ()  # critic and teacher, which have no part in a push
@@ -115,7 +115,10 @@ class ResidentTrainer:
         return StepStats(stats.version, (*stats.metrics, *self.residency.drain_metrics()))
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
-        """Enter phase step, because the step of the same rollout follows, and return [T] log-probabilities."""
+        """Return the log-probabilities [T] of ``batch``, after moving the state for phase step to the devices.
+
+        The step of the same rollout follows and needs the same state.
+        """
         self.residency.enter(STEP)
         return self.trainer.score(batch, float64_kind)
 
@@ -131,11 +134,11 @@ class ResidentTrainer:
         return self.trainer.token_advantages(sample_ids)
 
     def release_communicators(self) -> None:
-        """Release communicators until the next call."""
+        """Release the communicators if ``guard.release`` is set; the next call that needs them creates them again."""
         self.trainer.release_communicators()
 
     def begin_save(self, folder: Path, iteration: int) -> None:
-        """Begin a checkpoint. It is written from a copy in host memory."""
+        """Begin to save a checkpoint. Its files are written from a copy in host memory."""
         self.residency.enter(SAVE)
         self.trainer.begin_save(folder, iteration)
 
@@ -185,7 +188,7 @@ class ResidentRollout:
 
 
 def pushes_within(push: Callable[[], object], residency: Residency) -> Callable[[], object]:
-    """Return a function that pushes to engines restarted during a rollout, then gives the memory back to the engines."""
+    """Return a function that pushes weights to engines restarted during a rollout, then gives the memory back to the engines."""
 
     def push_and_continue() -> None:
         push()

@@ -34,13 +34,13 @@ from slime_like.util.deadline import Deadline
 
 @dataclass(frozen=True, slots=True)
 class ManagerGroup:
-    """Actors of all rollout managers, in the order of their shares."""
+    """Actors of all rollout managers, in the order of their shares of engines and data."""
 
     actors: tuple[ActorHandle[RolloutActor], ...]
 
     @property
     def shares(self) -> tuple[ManagerShare, ...]:
-        """Share of each manager."""
+        """Share of each manager: its index and the number of managers."""
         return tuple(ManagerShare(index, len(self.actors)) for index in range(len(self.actors)))
 
     def start[**P, R](

@@ -46,7 +46,7 @@ class NoSync:
 
 @dataclass(frozen=True, slots=True)
 class EngineSync:
-    """Push from a ``TrainerGroup`` to the engines of all rollout managers."""
+    """Push of weights from a ``TrainerGroup`` to the engines of all rollout managers."""
 
     trainer: TrainerGroup
     managers: ManagerGroup
@@ -117,7 +117,7 @@ class EngineSync:
         return tuple(metrics)
 
     def _without_replay(self, probe_scores: Sequence[ProbeScores]) -> list[Metric]:
-        """Score the probe's sequences again, with experts chosen by the trainer instead of replayed; return the metrics."""
+        """Score the probe's sequences again with experts chosen by the trainer, not replayed ones; return the metrics."""
         trainer = TrainerScores(probe_scores, self.max_score_tokens)
         trainer.set_columns([self.trainer.score(rows) for rows in trainer.rows])
         return [metric for scores in probe_scores for metric in probe.layer_metrics(scores, trainer, OWN_EXPERTS)]

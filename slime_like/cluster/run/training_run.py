@@ -100,14 +100,15 @@ class Run:
 
     @contextmanager
     def timer(self, name: str) -> Generator[None]:
-        """Time a phase (``perf/<name>_time`` and a span in metrics.jsonl) and inject its faults of ``chaos.*``."""
+        """Time a phase (``perf/<name>_time`` and a span in metrics.jsonl) and inject the faults of ``chaos.*`` in this phase."""
         with self.spans(name), self.chaos(PHASES.get(name, name), self.rollout_id):
             yield
 
     def assemble(self, rollout_id: int, collected: CollectedRollout) -> TrainBatch:
-        """Assemble the train batch of a rollout.
+        """Record losses and recoveries of the rollout's engines and reward server, and assemble its train batch.
 
-        With ``run.dump_rollouts`` in a run with a trainer, also score some samples before the step, for ``token_table``.
+        With ``run.dump_rollouts`` in a run with a trainer, also score some samples with the weights before the step, for
+        the token table that is dumped later.
         """
         self.chaos.record_recoveries(collected.recoveries)  # before this rollout's step or push, which may end the run
         batch = assemble(collected.groups, self.assembly, rollout_id)
@@ -122,7 +123,7 @@ class Run:
     def finish_rollout(
         self, rollout_id: int, collected: CollectedRollout, stats: StepStats, probe_metrics: tuple[Metric, ...]
     ) -> None:
-        """Finish a rollout after its push: dump, evaluate, log and save as due, and handle control requests."""
+        """Finish a rollout after its push: dump it, evaluate and save a checkpoint if due, log metrics, and handle requests."""
         if rollout_id == self.first_rollout:
             self._print_kernels()
         self.spans.add("rollout", collected.started, collected.stopped)
@@ -222,7 +223,7 @@ class Run:
         )
 
     def _save_if_due(self, num_trained: int) -> None:
-        """Save and export if due; mark a pending checkpoint as the latest if it is complete."""
+        """Save a checkpoint and export the weights, each if due; mark a pending checkpoint as the latest if it is complete."""
         run = self.cfg.run
         with self.timer("save"):
             if run.save_interval is not None and num_trained % run.save_interval == 0:

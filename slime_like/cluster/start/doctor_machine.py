@@ -122,7 +122,7 @@ def check_limits() -> Iterator[DoctorFinding]:
 
 
 def check_network() -> Iterator[DoctorFinding]:
-    """Check that a loopback port can be bound and reached, as engines, Ray and process groups require, without a proxy."""
+    """Check that ports of 127.0.0.1, which engines, Ray and process groups use, can be bound, and are reached without a proxy."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,

@@ -35,7 +35,7 @@ _NO_END = (
 
 @dataclass(frozen=True, slots=True)
 class _Stops:
-    """EOS tokens as in generation_config.json and config.json."""
+    """Form of the EOS tokens in generation_config.json and config.json."""
 
     eos_token_id: Count | list[Count] | None
 
@@ -133,9 +133,10 @@ def _every_row_needs_label(rm_type: str | None) -> bool:
 
 
 def stop_tokens(cfg: TrainConfig, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a response: EOS of the tokenizer, of the checkpoint, and ``rollout.stop_token_ids``.
+    """Return the tokens that end a response: EOS tokens of tokenizer and checkpoint, and ``rollout.stop_token_ids``.
 
-    Raises ``DataError`` if an EOS token of the checkpoint is outside the vocabulary, so that no response could end with it.
+    Raises ``DataError`` if one of the EOS tokens is outside the vocabulary (no response could end with it), and
+    ``CheckpointError`` if generation_config.json or config.json cannot be used.
     """
     folder = Path(cfg.model.hf_checkpoint)
     ends: dict[str, list[int]] = {}

@@ -284,7 +284,7 @@ def _stay_on_loopback() -> None:
     """Make Ray's servers bind to 127.0.0.1.
 
     Ray 2.60 replaces a loopback address given to ``ray.init`` with the machine's external one and listens on every
-    interface. The constant that Ray has for platforms without clusters keeps it on loopback; the environment variable
+    interface. A constant that Ray clears on platforms without clusters keeps Ray on loopback; an environment variable
     does the same for Ray's daemons. Remove this function once ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
     """
     assert hasattr(ray_constants, "ENABLE_RAY_CLUSTER"), (

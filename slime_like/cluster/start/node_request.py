@@ -65,7 +65,7 @@ class NodeRequest:
         self._group: Any = None
 
     def renew(self, bundles: list[dict[str, float]]) -> None:
-        """Create the group if there is none. Otherwise, if Ray places it within ``PLACED_S``, remove it.
+        """Create the placement group if there is none. Otherwise, if Ray places it within ``PLACED_S``, remove it.
 
         A placed group reserves resources that the run itself needs. Call this repeatedly while nodes are missing.
         """
@@ -75,7 +75,7 @@ class NodeRequest:
             self.withdraw()
 
     def withdraw(self) -> None:
-        """Remove the group. Idempotent."""
+        """Remove the placement group, if there is one. Idempotent."""
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None

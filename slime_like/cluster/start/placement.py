@@ -85,9 +85,10 @@ class Placement:
         self._cfg = cfg
 
     def open(self) -> ClusterPlan:
-        """Start Ray, or join the cluster that ``placement.ray_address`` names and plan on its nodes; reserve GPUs.
+        """Start Ray, or join the cluster that ``placement.ray_address`` names and adapt the plan to it; reserve the GPUs.
 
-        Return the plan. Raises ``MissingResources`` or ``ConfigError`` if the run's nodes or GPUs are not free in time.
+        Return the plan. Raises ``MissingResources`` or ``ConfigError`` if the run's nodes or GPUs are not free in time,
+        ``ConfigError`` if the plan does not fit the nodes, and the errors of ``start`` and ``join`` in ``local_ray``.
         """
         cfg = self._cfg
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -271,7 +272,7 @@ class Placement:
         return options
 
     def _on_node(self, role: str, index: int) -> dict[str, Any]:
-        """Return Ray options of process ``index`` of a role; on the CPUs of a joined cluster, they tie it to its node."""
+        """Return Ray options for process ``index`` of a role. In a run on a cluster's CPUs, they select its assigned node."""
         options: dict[str, Any] = {"num_cpus": 0}
         if self._assignment.processes is not None:
             options["scheduling_strategy"] = on_node(self._assignment.processes[role][index].node_id)

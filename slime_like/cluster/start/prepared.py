@@ -44,8 +44,8 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
 def _check_unwritten(cfg: TrainConfig) -> None:
     """Before ``run.prepare`` is called, check that the model that it will write and the run's device fit the config.
 
-    Raises ``ConfigError`` or ``CheckpointError`` if they do not. If the model's folder already exists, the model is not
-    checked here: ``run.prepare`` either writes it again or returns quickly.
+    Raises ``ConfigError`` or ``CheckpointError`` if they do not. A model whose folder already exists is checked only after
+    ``run.prepare``, which either writes it again or returns quickly.
     """
     machine = probe_machine()
     if cfg.run.prepare in PREPARED:

@@ -130,7 +130,7 @@ class Cluster:
         )
 
     def _open_placement(self) -> None:
-        """Start or join Ray, plan on its nodes, and print the decisions."""
+        """Start Ray, or join a cluster and adapt the plan to its nodes; print the decisions and warnings."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"), self.say)
         planned = self.placement.open()
         self.plan = planned.plan
@@ -159,9 +159,9 @@ class Cluster:
         return addresses, rollout
 
     def _with_moves(self, trainer: Trainer, rollout: RolloutSource) -> tuple[Trainer, RolloutSource]:
-        """Return wrappers around trainer and rollout source that move the state needed by a call to the devices before the call.
+        """Return trainer and rollout source in wrappers that, before a call, move the state that it needs to the devices.
 
-        If the run moves no state, return the arguments themselves.
+        The ``push_weights`` of an ``EngineRollout`` is replaced as well. If the run moves no state, return the arguments.
         """
         if self.residency is None:
             return trainer, rollout
@@ -306,10 +306,10 @@ class Cluster:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """Return one cause of death for each dead engine, among those that reply within ``POST_MORTEM_S``.
+        """Return one cause of death for each dead engine. Engines that do not respond within ``POST_MORTEM_S`` are left out.
 
-        If a death is ``suspected``, an engine whose server still runs waits a few seconds for it to end before it replies.
-        An engine whose actor is lost is left out if the manager restarts engines.
+        If a death is ``suspected``, an engine whose server still runs first waits a few seconds for the server to end.
+        With ``health.on_dead_engine=restart``, an engine whose actor is lost is left out: the manager has replaced it.
         """
         refs = {
             f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(self.engines)
