@@ -88,7 +88,7 @@ class WorkerError(SlimeLikeError, RuntimeError):
 class ProcessLost(SlimeLikeError, RuntimeError):
     """The driver, a Ray process or another process of the run that died or was stopped, or an unreachable job server.
 
-    A run that ends with this error is resumed by the same command.
+    To resume a run that ended with this error, run the same command again.
     """
 
 

@@ -148,9 +148,10 @@ def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]
 
 
 def _merge_records(recoveries: Sequence[Recovery]) -> Recovery:
-    """Merge the records of the losses that one fault caused.
+    """Return a single record that merges all records caused by one fault.
 
-    A fault of an engine causes one. An outage of the reward server has one from each rollout manager whose requests failed.
+    A fault of an engine causes one record. An outage of the reward server causes one for each rollout manager whose
+    requests failed.
     """
     is_up = all(recovery.up for recovery in recoveries)
     return replace(

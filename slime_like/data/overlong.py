@@ -36,7 +36,7 @@ class OverlongPenalty:
         return [replace(group, samples=tuple(self._penalise(sample) for sample in group.samples)) for group in groups]
 
     def metrics(self, groups: Sequence[SampleGroup]) -> list[Metric]:
-        """Return ``rollout/overlong_penalty``, the mean over trained samples; empty if there are none."""
+        """Return ``rollout/overlong_penalty``, the mean penalty of trained samples; [] if there are none."""
         penalties = [self.penalty(s) for group in groups for s in group.samples if s.status not in UNTRAINED]
         return [Mean("rollout/overlong_penalty", float(np.mean(penalties)))] if penalties else []
 

@@ -1,4 +1,4 @@
-"""Routed experts: the experts that an engine chose for each token, an extra column of samples and batches.
+"""Routed experts: the experts that an engine chose for each token, stored as an extra column of samples and batches.
 
 Axis suffixes: L tokens, N tokens whose experts an engine computed, B blocks of the decoder, K experts per token. A row of
 zeros means that no experts are recorded: a recorded row has K different experts, and K is at least 2.
@@ -84,10 +84,10 @@ def routing_column(experts_NBK: RoutedExperts | None, num_tokens: int) -> dict[s
 
 
 def with_routing(groups: Sequence[SampleGroup], shape: RoutingShape) -> tuple[SampleGroup, ...]:
-    """Return ``groups`` with a column of experts in every sample, zeros in untrained samples that have none.
+    """Return ``groups`` with a column of experts in every sample. An untrained sample without experts gets zeros.
 
-    Raises ``EngineError`` if the experts of a token from which a trained token was sampled are missing, or if a column
-    of experts has another shape or dtype.
+    Raises ``EngineError`` if the experts of a token that precedes a trained one are missing, or if a column of experts
+    has another shape or dtype than the sample and ``shape`` require.
     """
     return tuple(
         replace(group, samples=tuple(_with_experts(sample, shape) for sample in group.samples)) for group in groups

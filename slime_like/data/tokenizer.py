@@ -69,7 +69,7 @@ def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
 
 
 def _check_files(folder: Path, key: str) -> None:
-    """Raise ``ConfigError`` if a tokenizer file is not a JSON object or text, or a setting has a wrong type."""
+    """Raise ``ConfigError`` if a tokenizer file is damaged or a setting has a wrong type. Missing files are allowed."""
     for name in JSON_FILES:
         file = InputFile(folder / name, ConfigError, "copy the tokenizer files there again", key)
         if file.path.exists():
@@ -139,7 +139,7 @@ def _auto_tokenizer(folder: str) -> Any:
 def _plain(folder: Path) -> PlainTokenizer | None:
     """Return the tokenizer of ``folder`` loaded without transformers.
 
-    The result is None if transformers could change the tokenizer's behaviour or a file is unreadable.
+    The result is None if transformers might build a different tokenizer, or if a file is missing or unreadable.
     """
     try:
         settings = parse_json((folder / "tokenizer_config.json").read_bytes())

@@ -21,8 +21,8 @@ def join_store(
     """Return this rank's client of the store, which the master serves from a socket that listens on ``address.host``.
 
     torch's own master listens on every address of the machine, and any client can read and delete keys. The master takes over
-    the listener of ``address``, so an address with a listener serves one call. Raises ``SlimeLikeError`` if the master cannot
-    listen. Other ranks wait up to ``timeout`` for the master.
+    the listener of ``address``, so an address with a listener can be used only once. Raises ``SlimeLikeError`` if the master
+    cannot listen. Other ranks wait up to ``timeout`` for the master.
     """
     fd = None
     if is_master:
@@ -40,9 +40,9 @@ def join_store(
 
 
 def register_scheme() -> None:
-    """Make ``torch.distributed.init_process_group`` of this process accept the URL of a store (``SCHEME``). Idempotent.
+    """Make ``torch.distributed.init_process_group`` of this process accept URLs that begin with ``SCHEME``. Idempotent.
 
-    With a URL of ``tcp://``, torch's master listens on every address of the machine.
+    The store of such a URL listens on one address. With ``tcp://``, torch's store would listen on every address of the machine.
     """
     if not _registered:
         dist.register_rendezvous_handler(SCHEME, _meet)

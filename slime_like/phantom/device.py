@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class PhantomGpu:
-    """Phantom GPUs. Each process has the full memory of each GPU to itself, and can open others' memory by CUDA IPC."""
+    """Phantom GPUs of a process. It has their full memory to itself, and can open other processes' memory by CUDA IPC."""
 
     memory_bytes: int = 80 * GIB
     num_devices: int = 1

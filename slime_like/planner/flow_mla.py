@@ -36,17 +36,17 @@ def check_flow_mla(shape: ModelShape, settings: EngineSettings) -> None:
 
 
 def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the number ``W`` of weights that FlowMLA shards: those that one rank would have without it."""
+    """Return ``W``: the number of weights per rank, before sharding, in the projections that FlowMLA shards."""
     weights = _layer_weights(shape, settings) if settings.flow_mla else {}
     return _num_layers(shape) * sum(weights[name] for name in settings.flow_mla)
 
 
 def flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the number of weights in buffers for gathered layers.
+    """Return the number of weights in a rank's buffers for gathered layers; 0 without FlowMLA.
 
-    Each of this project's ``settings.flow_slots`` buffers contains a whole layer. None stands for the implementation of the
-    FlowMLA article (docs/flow_mla.md), which maps the rank's own part of a layer into the buffer and therefore needs
-    ``2 * W / layers * (dp - 1) / dp``.
+    This project has ``settings.flow_slots`` buffers, each for a whole layer. If that is None, the result is for the
+    implementation of the FlowMLA article (docs/flow_mla.md): two buffers, into which the rank's own part of a layer is mapped,
+    so that they need only ``2 * W / layers * (dp - 1) / dp``. ``W`` is the result of ``flow_weights``.
     """
     s = settings
     if not s.flow_mla:
@@ -58,7 +58,7 @@ def flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def flow_saving(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the number of weights per rank that FlowMLA saves: ``W (1 - 1/dp)`` less the slots."""
+    """Return the number of weights per rank that FlowMLA saves: ``flow_weights * (1 - 1 / dp) - flow_slots``."""
     return flow_weights(shape, settings) * (1 - 1 / settings.dp_attention) - flow_slots(shape, settings)
 
 

@@ -144,7 +144,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that process one token: without idle experts and a separate input embedding."""
+        """Number of parameters that process one token: all except idle experts and a separate input embedding."""
         idle = 0
         if self.experts is not None:
             idle = self.sparse_layers * (self.experts.num_experts - self.experts.per_token) * self.expert_parameters
@@ -193,7 +193,7 @@ class ModelShape:
 
 
 def latent_parts(hidden: int, latent: LatentAttention) -> dict[str, int]:
-    """Return a dict from projections of a latent attention layer to their numbers of parameters.
+    """Return the number of parameters of each projection of a latent attention layer, by name.
 
     ``down`` stands for all down-projections and their norms.
     """

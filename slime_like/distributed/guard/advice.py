@@ -52,7 +52,7 @@ class Advice:
 
 
 def write_rows(path: Path, rows: Iterable[MeasuredOp]) -> None:
-    """Write a rank's rows atomically."""
+    """Write one rank's measurements to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
@@ -60,7 +60,10 @@ def write_rows(path: Path, rows: Iterable[MeasuredOp]) -> None:
 
 
 def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
-    """Return the rows of each rank. Raises ``DataError`` if a file is damaged or has another version."""
+    """Read the files in ``folder``. Return the measurements of each rank by the rank's name.
+
+    Raises ``DataError`` if a file is damaged or has another version.
+    """
     files = [InputFile(path, fix=f"remove {folder} and profile again") for path in sorted(folder.glob("*.json"))]
     return {file.path.stem: file.typed(file.json(), list[MeasuredOp]) for file in files}
 
@@ -68,8 +71,8 @@ def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
     """Yield a Markdown table with a row per op and kind of group.
 
-    Drops (in MiB) and query durations are maxima over all ranks, numbers of calls are sums, bytes per call are means. The
-    column ``ranks`` counts a rank with several groups of a kind once.
+    Memory drops (MiB) and query durations (us) are maxima over all ranks. The calls of all ranks are added up, and bytes per
+    call are their mean. The column ``ranks`` counts a rank with several groups of a kind once.
     """
     columns = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
     yield f"| op | group | ranks | calls | bytes per call | {columns} | query us |"
@@ -85,7 +88,7 @@ def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
 
 
 def advise(ranks: Mapping[str, list[MeasuredOp]]) -> list[Advice]:
-    """Return a policy for each measured op, over all groups and ranks."""
+    """Return one policy for each measured op, derived from its calls in all groups on all ranks."""
     recommendations: list[Advice] = []
     for (op,), rows in sorted(_group_by(ranks, lambda row: (row.op,)).items()):
         maxima, calls = _maxima(rows), sum(row.calls for row in rows)
@@ -121,7 +124,7 @@ def threshold(ranks: Mapping[str, list[MeasuredOp]]) -> tuple[int, str]:
 
 
 def to_yaml(ranks: Mapping[str, list[MeasuredOp]], origin: str) -> str:
-    """Return a YAML file for the config group ``guard``."""
+    """Return the content of a YAML file for the config group ``guard``. ``origin`` describes the measured run."""
     size, reason = threshold(ranks)
     lines = [
         f"# Measured by scripts/profile_comm.py: {origin}.",

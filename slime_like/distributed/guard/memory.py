@@ -175,13 +175,13 @@ class RecordingMemorySource:
         self.trim, self.clear = source.trim, source.clear
 
     def free(self) -> int:
-        """Return and record the source's reading."""
+        """Return the free memory, and record it in the ring."""
         num_free = self._source.free()
         self._ring.record_free(num_free, self.total)
         return num_free
 
     def process_bytes(self) -> int:
-        """Return and record the source's reading."""
+        """Return the memory held by this process, and record it in the ring."""
         process_bytes = self._source.process_bytes()
         self._ring.record_held(process_bytes)
         return process_bytes

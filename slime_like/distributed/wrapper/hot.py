@@ -60,14 +60,14 @@ def load() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class NativeHooks:
-    """The extension's objects for one ring."""
+    """The extension, bound to one ring: creates the replacements of torch's methods and functions."""
 
     module: Any
     ring: Any
 
     @classmethod
     def attach(cls, module: Any, ring: Ring) -> NativeHooks:
-        """Return the objects of ``module`` for ``ring``. From now on, the extension allocates the ring's records."""
+        """Bind the extension ``module`` to ``ring``. From now on, the extension also allocates the records of ops in Python."""
         native_ring = module.Ring(ring.memory, HEAD, ring.slots)
         ring.next_record, ring.before_close = native_ring.next_record, native_ring.close
         return cls(module, native_ring)

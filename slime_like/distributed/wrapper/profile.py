@@ -38,7 +38,10 @@ class MemoryDelta:
     max_num_bytes: int = -1  # largest payload so far
 
     def add(self, allocator: int, driver: int, query_ns: int, num_bytes: int) -> None:
-        """Add a call with a payload of ``num_bytes`` that took ``allocator`` and ``driver`` bytes."""
+        """Add a call with a payload of ``num_bytes``. ``query_ns``: duration of one query of free memory.
+
+        ``allocator``: growth of the memory that the process holds. ``driver``: drop of free memory.
+        """
         self.calls += 1
         self.query_ns += query_ns
         if num_bytes > self.max_num_bytes:

@@ -1,4 +1,4 @@
-"""Release and rebuild of this process's releasable communicators (``guard.release``). ``releasable`` defines their backends."""
+"""Functions that release and rebuild releasable communicators (``guard.release``). ``releasable`` defines their backends."""
 
 # torch has no public registry of process groups and backends.
 # pyright: reportPrivateUsage=false
@@ -106,7 +106,7 @@ def rebuild(w: Wrapper) -> None:
 
 
 def _delete_address_keys(store: Any) -> None:
-    """Delete the addresses of rebuilt communicators, which all ranks have read, from the store. Other keys stay."""
+    """On rank 0, delete from a ``TCPStore`` the addresses of rebuilt communicators, which all ranks have read."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if dist.get_rank() == 0 and isinstance(store, dist.TCPStore):

@@ -137,7 +137,7 @@ class Wrapper:
         return sorted(all_counters, key=lambda c: (c.group.info.label, c.op.name))
 
     def set_phase(self, name: str) -> None:
-        """Assign the ops from now on to this phase of the step."""
+        """Assign all ops from now on to the phase ``name``."""
         self.phase_name, self.phase = name, self.ring.phase_number(name) << OP_BITS
         for counter in self.counters():
             counter.code = counter.code & ~PHASE_MASK | self.phase
@@ -199,7 +199,10 @@ class Wrapper:
 
     @contextlib.contextmanager
     def in_composite(self, counter: Counter, index: int, start_ns: int) -> Generator[None]:
-        """Record the composite function of ``counter``, which runs in the block; do not guard its ops on this thread."""
+        """Record the end of the composite function that runs in the block; do not guard the ops that this thread issues in it.
+
+        ``counter`` and ``index``: those of the function. Raises the error that ``record_failure`` returns if the block fails.
+        """
         outer, self.composite_thread = self.composite_thread, get_ident()
         try:
             yield
