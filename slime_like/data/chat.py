@@ -56,7 +56,7 @@ def render(
 
 
 def tokenizer_folder(tokenizer: Tokenizer) -> str:
-    """Return the tokenizer's folder for messages, or its config key if the tokenizer does not know its folder."""
+    """Return the tokenizer's folder for use in error messages, or its config key if the tokenizer does not know its folder."""
     return tokenizer.name_or_path or "model.hf_checkpoint"
 
 

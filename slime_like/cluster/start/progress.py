@@ -26,11 +26,14 @@ class Progress:
         self._started = self._last_message = self.clock()
 
     def ready(self, component: str, waits_for: str = "") -> None:
-        """Report ``component``, such as "trainer is up", and that ``waits_for`` is next."""
+        """Print the text ``component``, such as "trainer is up", and what the run waits for next; empty: nothing."""
         self._say(f"{component} after {self._seconds()} s" + (f"; waiting for {waits_for}" if waits_for else ""))
 
     def waiting(self, waits_for: str) -> None:
-        """Report a wait if there was no line for ``QUIET_S``. Callers call this about every second."""
+        """Print that the run still waits for ``waits_for``, unless it has printed a line within the last ``QUIET_S``.
+
+        Callers call this about every second.
+        """
         if self.clock() - self._last_message >= QUIET_S:
             self._say(f"still waiting for {waits_for} after {self._seconds()} s")
 

@@ -63,7 +63,8 @@ def connect(line: socket.socket) -> None:
     """Use ``line`` as the connection to the supervisor.
 
     Set ``process_tree.MARK`` in the environment of this process. Later descendants inherit this variable and are found by it.
-    Start a thread that, when the supervisor dies, kills this process and its descendants and removes the reported folders.
+    Start a thread that, when the supervisor dies, kills this process and its descendants and removes the folders that
+    ``report_folder`` was given.
     """
     global _line
     _line = line
@@ -99,7 +100,7 @@ def report_ray(pids: dict[str, int], logs: Path | None) -> None:
 
 
 def confirm_ray() -> None:
-    """Wait until the supervisor confirms that Ray is alive, at most ``CONFIRM_S`` (scaled).
+    """Wait until the supervisor confirms that Ray is alive, at most ``CONFIRM_S`` times the deadline factor.
 
     If a Ray process has died, the supervisor ends the run instead. When Ray dies, its actors die too: without this check
     the driver might blame the first lost actor.

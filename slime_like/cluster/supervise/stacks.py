@@ -41,7 +41,7 @@ def request_stacks(folder: Path) -> None:
 
 
 def gather_stacks(folder: Path, seconds: float) -> None:
-    """Request stacks and wait until all are written, at most ``seconds`` (scaled).
+    """Request stacks and wait until all are written, at most ``seconds`` times the deadline factor.
 
     A suspended (SIGSTOP) process writes none. faulthandler writes from a signal handler and gives no notice: a file
     counts as complete once it has grown and its size no longer changes.

@@ -224,7 +224,7 @@ class Supervisor:
     def _kill_all(self, code: int) -> int:
         """Kill all processes of the run, remove the folders that the driver reported and return ``code``.
 
-        Also write the report if the driver did not finish.
+        Also write report.html if the driver did not finish.
         """
         deadline = Deadline("supervisor", "teardown", process_tree.END_S)
         self._end_driver(deadline)

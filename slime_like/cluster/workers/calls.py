@@ -160,7 +160,7 @@ def wait_first[R](
 ) -> tuple[str, R]:
     """Return the name and result of the first ready ref. If several are ready, ``refs`` come before ``optional_refs``.
 
-    If that call failed, raises its error, of the same type as in ``wait_all``, without a search for the root cause. Raises
+    Raises the error of a ready call that failed, with the same type as in ``wait_all`` but no search for the root cause. Raises
     ``DeadlineExceeded`` if no ref is ready in time; it does not name ``optional_refs``, because they may stay pending until
     the end of the run.
     """
@@ -178,8 +178,8 @@ def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dic
 
     The death of a process is raised at once, another error only after a wait for the other calls. ``EngineLost`` is
     raised when no call is pending any more, so that the calls can be repeated; if a call is still pending at the
-    deadline, ``DeadlineExceeded`` is raised instead. After any other error, the pending calls have ``SETTLE_S`` (scaled) to
-    end. Errors have the same types as in ``wait_all``.
+    deadline, ``DeadlineExceeded`` is raised instead. After any other error, the pending calls have ``SETTLE_S`` times the
+    deadline factor to end. Errors have the same types as in ``wait_all``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}

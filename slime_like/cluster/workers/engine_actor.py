@@ -40,7 +40,7 @@ class EngineActor:
     ) -> None:
         """Start the server on the address that Ray uses: loopback in a single-machine cluster, else the node's address.
 
-        ``gpus``: see ``EngineAddress``.
+        Also start the parts of the engine on ``other_nodes``. ``gpus``: see ``EngineAddress``.
         """
         prepare_process(name, spec, stacks_dir, env)
         self._name = name
@@ -147,9 +147,10 @@ class EngineActor:
                 os.kill(pid, number)
 
     def cause_of_death(self, suspected: bool) -> str:
-        """Return why the server died: any loss of a part on another node, its exit code and last log lines; empty if alive.
+        """Return why the server died; an empty text if it is alive.
 
-        If its death is ``suspected``, wait a few seconds for it.
+        The text names any loss of a part on another node, then the exit code of the server and the end of its log. If the
+        death is only ``suspected``, wait a few seconds for it.
         """
         cause = self._server.cause_of_death() if suspected or not self._server.alive() else ""
         if self._server.alive():

@@ -40,7 +40,7 @@ class EnginePart:
         """Wait until the server or a rank ends; return how it ended, or an empty text once ``stop`` is called.
 
         If a rank has ended, kill the server: in an engine without data-parallel attention, the server of a node other than
-        the first stays alive when a signal ends one of the node's ranks. Remove this watch of the ranks once SGLang's
+        the first stays alive when a signal ends one of the node's ranks. This watch of the ranks is needed until SGLang's
         watchdog of subprocesses covers all nodes.
         """
         ended_pids: tuple[int, ...] = ()

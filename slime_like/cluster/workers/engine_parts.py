@@ -86,15 +86,18 @@ class EngineParts:
     def raise_loss(self, error: EngineError) -> None:
         """Raise ``EngineNodeLost`` if the actor of a part has ended, or ``EngineError`` if only its server has.
 
-        Do nothing if no part is lost. The message includes ``error``, the error of the first node, because either may have
-        caused the other.
+        Do nothing if no part is lost. The message includes ``error``, the error of the first node: the loss may have caused
+        it, or the reverse.
         """
         if self.cause_of_loss:
             text = f"{self.cause_of_loss}\nfirst node: {error}"
             raise (EngineNodeLost if self._node_lost else EngineError)(text) from error
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the suspended (SIGSTOP) processes of all parts that answer within ``ANSWER_S`` (scaled)."""
+        """Return the pids of suspended (SIGSTOP) processes on all parts that answer in time.
+
+        The time limit is ``ANSWER_S`` times the deadline factor.
+        """
         refs = [call(actor, EnginePart.stopped_pids) for actor in self._actors.values()]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S * scale()) if refs else ([], [])
         pids: list[int] = []

@@ -116,8 +116,8 @@ class EngineStarter:
     async def start(self, index: int) -> ActorHandle[EngineActor]:
         """Stop engine ``index`` if it has an actor, and start an actor for it on live nodes.
 
-        Raises ``EngineError`` if too few nodes can run the engine. If the engine needs GPUs, waits for them for at most
-        ``placement.wait_deadline_s``, and raises the errors of ``_reserve``.
+        Wait for missing GPUs for at most ``placement.wait_deadline_s``. Raises ``EngineError`` if too few nodes can run the
+        engine, and the errors of ``_reserve``.
         """
         await self.end(index)
         slots = self._remaining_slots(index)
@@ -132,7 +132,10 @@ class EngineStarter:
         return actor
 
     def _remaining_slots(self, index: int) -> list[NodeSlot]:
-        """Return those slots reserved for the engine since the start of the run whose nodes are still alive."""
+        """Return the slots that the engine had at the start of the run, without those on nodes lost since then.
+
+        Engines on one node, and engines added later, have none.
+        """
         live = {node.node_id for node in cluster_nodes(ray.nodes())} if index < len(self._template.reserved) else set()
         return [slot for slot in self._template.reserved[index] if slot.node_id in live] if live else []
 
@@ -228,7 +231,7 @@ def spread_group(bundle: dict[str, float], num_nodes: int, excluded: Sequence[st
 
 
 def gpu_order(gpu: str) -> tuple[int, str]:
-    """Return the sort key of a GPU id: a number, or the name of a MIG slice."""
+    """Return the sort key of a GPU id, which is a number or the name of a MIG slice."""
     return (int(gpu), "") if gpu.isdecimal() else (0, gpu)
 
 

@@ -109,7 +109,7 @@ class MultiRoleTrainer:
     def finish_save(self, *, wait: bool) -> bool:
         """Return True if the checkpoints of actor and critic are complete; with ``wait``, block until they are.
 
-        Raises ``CheckpointError`` if one of them cannot be written, once the other one is complete.
+        Raises ``CheckpointError`` if one of them cannot be written, but only after a wait for the other one to end.
         """
         try:
             critic_done = self.critic is None or self.critic.finish_save(wait=wait)

@@ -17,7 +17,7 @@ class FrozenTrainer:
     version: int
 
     def step(self, batch: object) -> StepStats:
-        """Return no metrics and the next version, as after a step. ``version`` stays that of the engines' weights."""
+        """Return no metrics, and ``version + 1`` as after a step. The attribute ``version`` itself does not change."""
         del batch
         return StepStats(self.version + 1, ())
 

@@ -131,15 +131,18 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return [put(shard) for shard in shards(batch, self._spec.layout.dp)]
 
     def start_open(self, batch: TrainBatch) -> Refs[None]:
-        """Start the first part of a step with other roles: ship each shard once and score it."""
+        """Start the score part of a step with several roles (``MultiRoleTrainer``): ship each shard once and score it."""
         return self.start_sharded(TrainerWorker.open_rollout, self._ship(batch))
 
     def start_advantages(self, columns: Sequence[Mapping[str, Columns]]) -> Refs[Columns | None]:
-        """Start the second part: compute advantages from the ``columns`` of other roles. Results are the critic's targets."""
+        """Start the advantages part of a step with several roles: compute advantages from the other roles' ``columns``.
+
+        The results are the critic's targets, and None for ranks that do not report a shard, or if there is no critic.
+        """
         return self.start_sharded(TrainerWorker.compute_advantages, [put(column) for column in columns])
 
     def start_update(self, batch: TrainBatch, *, frozen: bool) -> Refs[tuple[Metric, ...]]:
-        """Start the last part: the optimizer steps, none if ``frozen``."""
+        """Start the update part of a step with several roles: the optimizer steps, none if ``frozen``."""
         return self.start(TrainerWorker.update, [step.num_tokens for step in batch.steps], frozen)
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:

@@ -153,14 +153,14 @@ class TrainerWorker(RankWorker):
             self.trainer.open_rollout(steps)
 
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
-        """Run the second part: compute advantages.
+        """Run the second part of ``train_rollout``: compute advantages from scores and the ``columns`` of other roles.
 
         Return the critic's targets on the rank that reports its shard; None on other ranks, or if there is no critic.
         """
         return self.trainer.compute_advantages(columns)
 
     def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
-        """Run the last part: the optimizer steps, none if ``frozen``; return metrics."""
+        """Run the last part of ``train_rollout``: take the optimizer steps, none if ``frozen``; return metrics."""
         with self._peaks("step"):
             metrics = self.trainer.update(num_tokens, frozen=frozen)
         return self._with_peaks(metrics)
@@ -170,14 +170,17 @@ class TrainerWorker(RankWorker):
         return self.trainer.token_advantages(sample_ids)
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
-        """Return [T] log-probabilities on the reporter, else None."""
+        """Return log-probabilities [T] on the rank that reports global metrics; None on the others.
+
+        Layers of kind ``float64_kind``, if not None, are computed in float64.
+        """
         with self._peaks("score"):
             return self.trainer.score(batch, float64_kind)
 
     def routing_difference(self) -> RoutingDifference | None:
         """Return how replayed experts differ from this model's choice in the batches scored since the last call.
 
-        The result is None except on the reporter.
+        The result is None except on the rank that reports global metrics.
         """
         return self.trainer.routing_difference()
 
@@ -199,7 +202,7 @@ class TrainerWorker(RankWorker):
         return self.trainer.finish_save(wait=wait)
 
     def load(self, folder: str, iteration: int) -> int:
-        """Load this rank's part of a checkpoint; return its version."""
+        """Load this rank's part of a checkpoint; return the version of the loaded weights."""
         self.trainer.load(Path(folder), iteration)
         return self.trainer.version
 

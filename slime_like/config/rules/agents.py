@@ -22,7 +22,7 @@ AGENT_SIGNATURE = "async def agent(base_url, api_key, prompt, metadata) -> float
 def check_agent(config: RolloutConfig) -> None:
     """Raise ``ConfigError`` if ``rollout.generate`` runs an agent and ``rollout.agent`` is missing or not an import path.
 
-    If ``rollout.generate`` runs no agent, it is an error to set one of ``KEYS``. The agent is not imported:
+    If it runs no agent, it is an error to change one of ``KEYS``, which only agents read. The agent is not imported:
     ``agent_function`` does that.
     """
     if config.generate != OPENAI_AGENT:

@@ -17,9 +17,9 @@ def has_transformer_engine() -> bool:
 
 
 def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
-    """Check a config with ``model.attention=te``; other values are not checked. ``device`` and ``dtype`` may be auto.
+    """Raise ``ConfigError`` if ``model.attention=te`` conflicts with the device, the dtype or other keys.
 
-    Raises ``ConfigError`` if TransformerEngine's attention is not supported with other keys.
+    Other values of ``model.attention`` are not checked. ``device`` and ``dtype`` may be auto.
     """
     if cfg.model.attention != "te":
         return

@@ -186,7 +186,7 @@ def device_obstacles(
 def state_obstacles(cfg: TrainConfig, device: str, model: HfConfig | None) -> Iterator[DcpObstacle]:
     """Yield the setting that makes SGLang cache the states of a hybrid ``model`` at the last token of a sequence.
 
-    With DCP, a cached prefix has to end at a page boundary instead, with pages of ``rollout.dcp`` tokens.
+    With DCP, a cached prefix has to end at a page boundary instead; a page has ``rollout.dcp`` tokens.
     """
     options = cfg.rollout.sglang
     strategy = options.get("mamba_radix_cache_strategy", "auto")

@@ -1,4 +1,4 @@
-"""Rules that read files: checks of the model folder, of the layout for the model's shape, and of the data files."""
+"""Rules that read files: checks of the model folder, of the data files, and of the parallel layout against the model's shape."""
 
 from __future__ import annotations
 

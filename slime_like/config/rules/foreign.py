@@ -161,9 +161,9 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
 
 
 def describe_owner(setting: str, owner: str, removable: str) -> str:
-    """Return the error message for ``setting`` a field of ``OWNED``, whose value there is ``owner``.
+    """Return the error message for a ``setting`` of a field in ``OWNED``; ``owner`` is the value of the field there.
 
-    ``removable`` is the message's phrase for what the user should remove, such as "this key".
+    ``removable`` is what the message asks the user to remove, such as "this key".
     """
     if owner in (ALL_TOKENS, TE_EXPERTS):
         return f"{setting} cannot be set: {owner}; remove {removable}"
@@ -179,7 +179,7 @@ def settable(annotation: str) -> bool:
 def accepts(annotation: str, value: Any) -> bool:
     """Return whether ``value`` fits a type annotation in source form, such as ``Optional[List[int]]``.
 
-    A class in the annotation other than numbers, strings, lists and mappings accepts no value.
+    Only booleans, numbers, strings, lists, mappings and None can fit: any other class in the annotation accepts no value.
     """
     return _accepts(ast.parse(annotation, mode="eval").body, value)
 

@@ -101,9 +101,9 @@ class Scales:
     def check(self, weight: str, shape: tuple[int, ...], scales: StoredTensor) -> None:
         """Raise ``CheckpointError`` unless ``scales`` fits the float8 weight ``weight`` of ``shape``.
 
-        The weight must have at least two dimensions. The dtype of the scales must be one of ``SCALES``, and their shape
-        the one that config.json implies; the only scale of a matrix may have any shape. ``scales`` must be the tensor
-        that ``name_of`` names.
+        The weight must have at least two dimensions. The dtype of the scales must be one of ``SCALES``, and their shape the
+        one that config.json implies. If a matrix has one scale for all its elements, any shape with one element is accepted
+        for that scale. ``scales`` must be the tensor that ``name_of`` names.
         """
         assert self.float8 is not None, "name_of refuses float8 weights without it"
         name = weight + SCALE

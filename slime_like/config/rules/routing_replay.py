@@ -58,7 +58,7 @@ def check_routing_replay(cfg: TrainConfig) -> None:
 
 
 def check_replayed_model(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if ``model`` has no experts, or fewer per token than the 2 that ``data.routing`` needs."""
+    """Raise ``ConfigError`` if experts are to be replayed, but ``model`` has none or chooses fewer than 2 per token."""
     if not isinstance(cfg.algo, PolicyConfig) or cfg.algo.routing_replay == "off":
         return
     key = f"algo.routing_replay={cfg.algo.routing_replay}"

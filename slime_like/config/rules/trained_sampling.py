@@ -93,7 +93,10 @@ new SGLang has such variables in neither.
 
 
 def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` on a key or variable that makes an engine sample from another distribution."""
+    """Raise ``ConfigError`` on a key or variable that makes an engine sample from a distribution other than the trainer's.
+
+    Runs that train on no samples (``run.mode=rollout_only``, algo=sft) are not checked.
+    """
     if cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
         return
     for key, value, off in (("rollout.top_p", cfg.rollout.top_p, 1.0), ("rollout.top_k", cfg.rollout.top_k, -1)):
@@ -134,8 +137,8 @@ def changing_variables(environment: Mapping[str, str]) -> set[str]:
 def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
     """Raise ``ConfigError`` if the rollouts in ``folder`` were not sampled from the distribution of ``cfg``.
 
-    The settings are read from ``config.yaml`` in the folder of the run that dumped them. A rollouts folder that was
-    copied without this file is not checked.
+    Their settings are read from the ``config.yaml`` of the run that dumped the rollouts, in the folder that contains ``folder``.
+    If this file is missing, for example because only the rollouts were copied, or with algo=sft, nothing is checked.
     """
     path = folder.parent / "config.yaml"
     if isinstance(cfg.algo, SftConfig) or not path.is_file():
@@ -176,7 +179,7 @@ def _is_harmless(field: str, value: Any) -> bool:
 
 
 def _is_off(value: str) -> bool:
-    """Return whether SGLang reads the value of a switch, number or probability as off."""
+    """Return whether SGLang reads the ``value`` of a variable (a switch, a number or a probability) as off."""
     try:
         return float(value) <= 0
     except ValueError:

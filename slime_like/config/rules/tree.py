@@ -225,7 +225,11 @@ def _check_algorithm(cfg: TrainConfig) -> None:
 
 
 def _check_schema(algo: AlgoConfig, algorithm: str) -> None:
-    """Raise ``ConfigError`` if the schema of ``algorithm`` lacks keys that its loss reads, or the advantage that a loss needs."""
+    """Raise ``ConfigError`` if the schema of ``algorithm`` lacks something that its loss needs.
+
+    The schema must have the keys that the loss reads. If the loss weights tokens by an advantage, the schema must name an
+    advantage, unless ``algo`` sets token_advantage.
+    """
     schema, default = names.ALGORITHMS[algorithm], ALGORITHMS[algorithm]()
     base = LOSS_SCHEMAS.get(algo.loss, AlgoConfig)
     if not isinstance(algo, base) and algo.loss == default.loss:

@@ -25,7 +25,8 @@ class Kind(StrEnum):
 class Op:
     """Communication op. ``methods`` are the ``ProcessGroup`` methods that issue it; wrapping them covers every caller.
 
-    A composite has no methods. Its ``functions`` in torch.distributed are wrapped, and its policy covers the ops inside.
+    A composite, an op that calls other ops, has no methods. Its ``functions`` in torch.distributed are wrapped instead, and its
+    policy covers the ops that it calls.
     """
 
     name: str

@@ -90,8 +90,9 @@ def replicated_q_obstacle(
 ) -> str | None:
     """Return why an engine cannot replicate query projections within a DCP group, or None if it can.
 
-    ``output_gates``: the model's query projection also computes output gates. ``projection_norms``: the model normalizes
-    queries over all heads, not each head by itself.
+    ``exchange`` is ``rollout.dcp_comm``. ``output_gates``: the model's query projection also computes output gates.
+    ``projection_norms``: the model normalizes queries over all heads, not each head by itself. ``latent``: it has multi-head
+    latent attention.
     """
     if latent:
         return (

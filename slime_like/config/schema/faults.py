@@ -56,7 +56,7 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parse ``kill_engine:collect:3`` or ``kill_engine:collect:3:0.25``. Raises ``ConfigError`` on other text."""
+    """Parse ``fault:phase:rollout[:seconds]``, such as ``kill_engine:collect:3:0.25``; raise ``ConfigError`` on other text."""
     match = re.fullmatch(r"(\w+):(\w+):(\d+)(?::(\d+(?:\.\d+)?))?", text)
     for name, choices in ((match[1], FAULTS), (match[2], PHASES)) if match else ():
         if name not in choices:
@@ -141,7 +141,7 @@ class ChaosConfig(Config):
             )
 
     def check_rollout_ids(self, num_rollout: int) -> None:
-        """Raise ``ConfigError`` on a fault after the last rollout."""
+        """Raise ``ConfigError`` on a fault that would be injected after the last rollout."""
         for text in self.faults:
             if parse_fault(text).rollout_id >= num_rollout:
                 raise ConfigError(

@@ -55,12 +55,12 @@ def type_of(item: Field[Any]) -> str:
 
 @functools.cache
 def free_keys() -> frozenset[str]:
-    """Return the keys whose value is a mapping with free keys, such as rollout.sglang or evaluation.datasets."""
+    """Return the config keys whose value is a mapping with keys of the user's choice, such as rollout.sglang."""
     return frozenset(name for name, item in known_keys().items() if type_of(item).startswith("dict["))
 
 
 def free_root(key: str) -> str | None:
-    """Return the key of the free mapping that ``key`` names or lies in; None if there is none."""
+    """Return the key among ``free_keys`` that ``key`` equals or lies below; None if there is none."""
     return next((root for root in free_keys() if key == root or key.startswith(f"{root}.")), None)
 
 

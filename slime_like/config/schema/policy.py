@@ -19,8 +19,8 @@ REJECTIONS = ("none", "product", "geometric")
 class AlgoConfig(Config):
     """Keys of every algorithm: names registered in ``schema.names`` and the aggregation of token losses.
 
-    The loader sets ``name`` to the algorithm's key in ``ALGORITHMS``. The schemas of this project repeat it for code that
-    constructs them without the loader.
+    The loader sets ``name`` to the algorithm's key in ``ALGORITHMS``. The schemas of this project also have this key as the
+    default of ``name``, for code that constructs them without the loader.
     """
 
     name: str = key("grpo", "Algorithm.")
