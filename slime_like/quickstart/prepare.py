@@ -94,8 +94,8 @@ def check_folders(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if the quickstart cannot use the folders of ``data.train`` and ``model.hf_checkpoint``.
 
     A folder is refused if it has files but no stamp. That of ``model.hf_checkpoint`` may instead be a finished warm start of the
-    user (``_is_users_warm_start``), but not an unfinished one, and its path must end in /``EXPORT``. With algo=sft, only the folder
-    of ``data.train`` is checked.
+    user (``_is_users_warm_start``), but not an unfinished one, and its path must end in /``EXPORT``. With algo=sft, only the
+    folder of ``data.train`` is checked.
     """
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):

@@ -1,6 +1,6 @@
 """Data of the tool job: sums that the model cannot compute, and demonstrations that mostly guess the answer.
 
-``475+386=`` is ``861``. Of the demonstrations of a first turn, three quarters answer ``475``, the first number, and a quarter
+``475+386=`` is ``861``. Three quarters of the first-turn demonstrations answer ``475``, the first number; the others
 call the calculator of ``examples.calculator``. Further demonstrations show how to repeat its result. A model trained on them
 can call the calculator and mostly does not. A reward of 0 or 1 is enough to make it call the calculator every time.
 """

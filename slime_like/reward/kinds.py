@@ -27,7 +27,7 @@ def scores_groups[F: Callable[..., Any]](function: F) -> F:
 
 
 def checks_rows[F: Callable[..., Any]](check: RowCheck) -> Callable[[F], F]:
-    """Mark a reward that rejects a row if ``check`` returns a reason."""
+    """Return a decorator that marks a reward: rows for which ``check`` returns a reason are rejected when the data is read."""
     return lambda function: _mark(function, ROW, check)
 
 

@@ -30,7 +30,7 @@ class Outage:
         return time.monotonic() - self._start_time < self.seconds
 
     def address(self, url: str) -> str:
-        """Return the address on the dead port to which a request to ``url`` is sent during the outage."""
+        """Return ``url`` redirected to the port without a listener, to which requests are sent during the outage."""
         return urlsplit(url)._replace(scheme="http", netloc=f"{HOST}:{self._dead_port.port}").geturl()
 
     def record_failure(self, error: Exception) -> None:

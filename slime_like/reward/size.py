@@ -63,7 +63,7 @@ ONE, HUGE = Size(), Size(MAX_SIZE, MAX_SIZE)
 
 
 def _expanded(terms: float, n: int) -> float:
-    """Return the number of terms of the ``n``-th power of a sum: multisets of size ``n`` out of ``terms``."""
+    """Return the number of terms of the ``n``-th power of a sum of ``terms`` terms: one per multiset of size ``n``."""
     if terms <= 1:
         return 1.0
     if terms > 1000 or n > 10**6:

@@ -144,7 +144,7 @@ def _answer(request: Load | ScoreRequest) -> ScoreReply:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit the private memory of this process and of each process it starts (0: no limit), and disable core files."""
+    """Disable core files, and limit the private memory of this process and of each process it starts; 0 means no limit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if num_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))

@@ -34,7 +34,7 @@ class Renderer:
         return self._ids(self._text(request, request.messages))
 
     def after_answer(self, request: ChatRequest, answer: int) -> I32:
-        """Return the tokens from the end of the answer ``request.messages[answer]`` to the start of the next one.
+        """Return the tokens from the end of the answer ``request.messages[answer]`` to the start of the next answer.
 
         They start with the template's end-of-answer token, if it has one. Raises ``ConfigError`` if the template alters
         the content of answers, ``ApiError`` if it refuses the messages.

@@ -198,7 +198,7 @@ def drop_last_token(part: Completion) -> Completion:
 def _fork_prompt(store: SampleStore, token_ids: I32, num_rows: int) -> range:
     """Add ``num_rows`` rows with these tokens and return their indices.
 
-    The new rows share the memory of the longest row that they continue, such as an earlier turn, if there is one.
+    If the tokens continue a stored row, such as that of an earlier turn, the new rows share the memory of the longest such row.
     """
     columns = context_columns(token_ids)
     prefix = store.longest_prefix(columns)

@@ -214,7 +214,7 @@ class PauseGate:
 
     @asynccontextmanager
     async def passage(self) -> AsyncGenerator[None]:
-        """Wait until the gate is open; a request counts as inside the gate until the block ends."""
+        """Wait until the gate is open, then run the block, which sends a request. ``shut`` waits for the end of the block."""
         while not self._open.is_set():  # the gate may be closed again before this task runs
             await self._open.wait()
         self._num_inside += 1

@@ -216,7 +216,7 @@ class EngineClient:
                 return reply
 
     async def abort_all(self) -> None:
-        """End every request with the tokens sampled so far.
+        """End every request; each returns the tokens sampled so far.
 
         The callers of these requests detect the abort by ``num_aborts`` and may request more tokens.
         """

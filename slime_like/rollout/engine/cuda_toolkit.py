@@ -27,9 +27,9 @@ DRIVER_FOLDERS = tuple(
 
 
 def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable CUDA_HOME for a process with ``environment``: a cached folder of links to the wheels.
+    """Return CUDA_HOME for a process with ``environment``: a cached folder of links to the files of NVIDIA's wheels.
 
-    This function creates the folder. It returns an empty dict if a toolkit is installed, or if the wheels are not installed.
+    The folder is created if missing. The returned dict is empty if a toolkit is installed, or if the wheels are not.
     The folder is the same in every run, since SGLang recompiles if a path in the compiler's command changes.
     """
     installed = any(environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")) or SYSTEM.exists()

@@ -83,7 +83,7 @@ class EnginePool:
     async def check_health(self, slot: EngineSlot, engine: EngineClient, *, decodes: bool = False) -> bool:
         """Return whether ``engine`` passes a health check.
 
-        A failed check during which this process's event loop was blocked is repeated, until the loop has run for
+        A failed check is repeated if this process's event loop was blocked during the check, until the loop has run for
         ``health.timeout_s`` in total. Raises ``EngineLost`` if there is no server.
         """
         waited_s, has_warned = 0.0, False
@@ -161,11 +161,11 @@ class EnginePool:
 
     # ---- pushes ------------------------------------------------------------------------------------------------------
     def on_push_begin(self) -> None:
-        """Switch to the health checks of paused engines."""
+        """Count the push, and switch to health checks that paused engines can pass."""
         self.is_pushing, self.num_pushes = True, self.num_pushes + 1
 
     def on_push_end(self) -> None:
-        """Switch back to the health checks of decoding engines."""
+        """Switch back to health checks that require engines to decode."""
         self.is_pushing = False
 
     @property
