@@ -80,7 +80,7 @@ def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]
 
 
 def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> list[list[int]]:
-    """Split ``rows`` into ``num_rows``, always halving the row with the most tokens among rows of several sequences.
+    """Split ``rows`` into ``num_rows`` rows, always halving the row with the most tokens among rows of several sequences.
 
     The result has fewer rows if no row with several sequences is left.
     """

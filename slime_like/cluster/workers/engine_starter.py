@@ -71,9 +71,10 @@ class EngineTemplate:
         other_nodes: Sequence[NodeSlot] = (),
         gpus: tuple[int, ...] = (),
     ) -> ActorHandle[EngineActor]:
-        """Start the actor of an engine with Ray's ``options``; its server sees only ``gpu_ids``, comma-separated ids, if given.
+        """Start the actor of an engine with Ray's ``options``. If ``gpu_ids`` is not empty, the server sees only these GPUs.
 
-        ``other_nodes``: slots of the engine on nodes other than the first. ``gpus``: see ``EngineAddress``.
+        ``gpu_ids``: comma-separated ids. ``other_nodes``: slots of the engine on nodes other than the first. ``gpus``: see
+        ``EngineAddress``.
         """
         log_path = str(Path(self.spec.log_path).with_name(f"engine_{index}.log"))
         spec = replace(self.spec, seed=self.spec.seed + index, log_path=log_path)

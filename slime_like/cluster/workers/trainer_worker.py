@@ -41,7 +41,10 @@ class RankWorker:
     """Base of the Ray actors that hold Megatron ranks."""
 
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
-        """Set the environment variables ``env``, which torch reads at import."""
+        """Set the environment variables ``env``, which torch reads at import, and prepare stack dumps in ``stacks_dir``.
+
+        Raises the errors of ``keep_caches_private``.
+        """
         os.environ.update(env)
         keep_caches_private()
         dump_stacks_on_signal(Path(stacks_dir), f"{name}_rank{rank}")

@@ -270,7 +270,7 @@ def refuse_windows(key: str, folder: str, text: Mapping[str, Any], model_type: s
 
 
 def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """Return the number of rows of the embedding and the output layer.
+    """Return the number of rows, including padding, that the embedding and the output layer each have.
 
     It is a multiple of 128 if tp divides 128, so that checkpoints can be resharded, and a multiple of 128 * tp
     otherwise.
@@ -280,7 +280,7 @@ def padded_vocabulary(vocab_size: int, tp: int) -> int:
 
 
 def rope_type(model: HfConfig) -> Any:
-    """Return the ``rope_type`` of config.json as written, which may be a value of any type."""
+    """Return ``rope_type`` or ``type`` of the rotary settings in config.json, of any type, as written; "default" if absent."""
     return model.rope.get("rope_type", model.rope.get("type", "default"))
 
 

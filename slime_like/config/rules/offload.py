@@ -14,7 +14,10 @@ GRAPHS = {
 
 
 def check_offload(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if no other process would use the released memory, or if engines could not release or restore it."""
+    """Raise ``ConfigError`` if trainer and engines do not take turns on the same devices, or engines cannot release memory.
+
+    ``placement.offload_rollout`` also excludes a skipped push, because a released engine loses its weights.
+    """
     for name in ("offload_train", "offload_rollout"):
         if getattr(cfg.placement, name):
             _check_turns(cfg, f"placement.{name}=true")
@@ -37,7 +40,7 @@ def _check_turns(cfg: TrainConfig, setting: str) -> None:
 
 
 def _check_engines(cfg: TrainConfig, setting: str) -> None:
-    """Raise ``ConfigError`` if engines could not release their memory, or if a skipped push would leave them without weights."""
+    """Raise ``ConfigError`` if engines could not release their memory, or would have no weights after a skipped push."""
     if cfg.weights.debug_skip_push_at is not None:
         raise ConfigError(
             f"{setting} with weights.debug_skip_push_at={cfg.weights.debug_skip_push_at}: the weights of a released engine are lost, "

@@ -10,7 +10,7 @@ from slime_like.errors import ConfigError
 
 
 def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
-    """Return the actor's number of optimizer steps in the run, and the formula of this number in config keys."""
+    """Return the actor's number of optimizer steps in the run, and a formula for it in terms of config keys."""
     warmup, formula = cfg.critic.warmup_rollouts, "loop.num_rollout * loop.steps_per_rollout"
     if warmup:
         formula = "(loop.num_rollout - critic.warmup_rollouts) * loop.steps_per_rollout"
