@@ -37,9 +37,9 @@ class ReverseKL:
         self._config = config
 
     def __call__(self, views: Sequence[TokenView], reduce: Reduce) -> list[Tensor]:
-        """Return F32 [T] for each view, 0 at untrained tokens.
+        """Return the advantages F32 [T] for each view, 0 at untrained tokens.
 
-        If ``algo.normalize_advantages`` is set, this is a collective that whitens the advantages over all ranks.
+        If ``algo.normalize_advantages`` is set, this is a collective that whitens them over all ranks.
         """
         advantages_T = [self._advantages(view) for view in views]
         if not self._config.normalize_advantages:

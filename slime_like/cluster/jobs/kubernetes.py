@@ -41,7 +41,7 @@ class KubernetesOptions:
 def ray_job(layout: NodeLayout, options: KubernetesOptions) -> dict[str, Any]:
     """Return the manifest of the ``RayJob``.
 
-    Raises ``ConfigError`` naming the option if one is invalid.
+    Raises ``ConfigError`` naming an option that is invalid.
     """
     _check(options, layout)
     workers = layout.num_nodes - 1

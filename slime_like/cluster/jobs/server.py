@@ -1,6 +1,6 @@
 """HTTP client of a Ray cluster's job server, the dashboard on the head node.
 
-Every request has a deadline. The connection to a job's log has one only for its start, as it lasts until the job ends. Ray's
+Every request has a deadline. The connection to a job's log lasts until the job ends; only its start has a deadline. Ray's
 own client has no deadlines, lets RAY_ADDRESS override its argument, and imports a module that the address names.
 """
 
@@ -126,7 +126,7 @@ class JobServer:
         return job
 
     async def stop(self, job_id: str) -> None:
-        """Ask Ray to end the job by SIGTERM and, ``RAY_JOB_STOP_WAIT_TIME_S`` later (set by ``job_request``), by SIGKILL."""
+        """Ask Ray to send SIGTERM and, if the job outlives ``RAY_JOB_STOP_WAIT_TIME_S`` (set by ``job_request``), SIGKILL."""
         await self._request("POST", f"/api/jobs/{_valid_id(job_id)}/stop")
 
     async def remove(self, job_id: str) -> None:

@@ -70,7 +70,7 @@ class SlurmOptions:
 
 
 def slurm_script(layout: NodeLayout, options: SlurmOptions) -> str:
-    """Return the batch script. Raises ``ConfigError`` naming the option if one is invalid."""
+    """Return the batch script. Raises ``ConfigError`` naming an option that is invalid."""
     if not TIME.fullmatch(options.time):
         raise ConfigError(f"--time {options.time!r} is not a time limit of sbatch: write e.g. 24:00:00 or 2-00:00:00")
     if not 1 <= options.save_s <= MAX_SAVE_S:

@@ -43,7 +43,7 @@ def plan_dcp(
 ) -> DcpPlan:
     """Resolve ``rollout.dcp`` and ``rollout.dcp_comm``. ``engine`` is an engine whose DCP size is 1.
 
-    Before a Ray cluster is joined, ``auto`` is taken as 1; ``plan_on_nodes`` decides it later.
+    For a run that has yet to join a Ray cluster, ``auto`` is taken as 1; ``plan_on_nodes`` decides it later.
     """
     largest, obstacle = _largest(cfg, machine, model, shapes, engine)
     predicted = predict_engine(cfg, machine, shapes, engine)

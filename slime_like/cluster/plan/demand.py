@@ -160,7 +160,7 @@ class Demand:
 
 
 def trainer_settings(cfg: TrainConfig, spec: RankSpec, task: str = POLICY) -> TrainerSettings:
-    """Return the planner's settings of a Megatron rank, with the largest number of micro-batches: one sample in each."""
+    """Return the planner's settings of a Megatron rank, assuming the most micro-batches that are possible: one per sample."""
     layout, model = spec.layout, spec.model
     return TrainerSettings(
         tp=layout.tp,

@@ -68,8 +68,9 @@ def run_on_phantom(
 ) -> list[dict[str, Any]]:
     """Run ``python -m module REQUEST RESULT`` in a child process; return the contents of RESULT.
 
-    ``variables`` are added to the child's environment and select its phantom GPU. Raises ``ConfigError`` with the last line of
-    the child's stderr if it fails, or if it takes longer than ``seconds`` times ``SLIME_LIKE_DEADLINE_FACTOR``.
+    ``subject`` names the work in error messages. ``variables`` are added to the child's environment and select its phantom
+    GPU. Raises ``ConfigError`` with the last line of the child's stderr if the child fails, or if it takes longer than
+    ``seconds`` times ``SLIME_LIKE_DEADLINE_FACTOR``.
     """
     limit = Deadline("driver", subject, seconds).remaining(module)
     environment = {**os.environ, **variables}

@@ -75,7 +75,7 @@ def traceable(spec: RankSpec, folder: str, *, own_kernels: bool = False) -> tupl
 
 
 def traced(plan: Plan, spec: RankSpec, stage: int) -> dict[str, Any]:
-    """Return the trace of one rank of a pipeline stage, with the sizes of its batches."""
+    """Return the trace of the first rank of a pipeline stage, with the number and length of its micro-batches."""
     with heavy_imports():
         from slime_like.train.megatron.trace.memory import TracedBatch, trace_rank
 

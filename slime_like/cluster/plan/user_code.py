@@ -43,7 +43,7 @@ APPLIED_BY = {
 
 
 def code_rows(cfg: TrainConfig) -> list[tuple[str, str, str]]:
-    """Return key, name and place of each function of the user. ``run.prepare`` is not imported."""
+    """Return config key, name and source location of each function of the user. ``run.prepare`` is not imported."""
     rows: list[tuple[str, str, str]] = []
     for key, name, table in user_functions(cfg):
         if key == "run.prepare":

@@ -1,4 +1,4 @@
-"""Sources of the loop's groups: live engines behind rollout managers, a dumped run, or demonstrations."""
+"""Sources of the sample groups of the loop: live engines behind rollout managers, a dumped run, or demonstrations."""
 
 from __future__ import annotations
 

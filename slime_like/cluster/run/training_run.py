@@ -180,7 +180,7 @@ class Run:
         self.control.answer(Request.EVAL, scores or "no engines or no evaluation.datasets", failed=not scores)
 
     def _handle_requests(self, requests: tuple[Request, ...], num_trained: int) -> None:
-        """Handle requests for a checkpoint (complete on return), a report, another number of engines, or a stop."""
+        """Handle requests for a report, another number of engines, a stop, or a checkpoint, which is then complete on return."""
         if Request.SAVE in requests:
             with self.timer("save"):
                 complete = self.checkpoints.save(num_trained, wait=True)

@@ -46,10 +46,10 @@ SINK_S = 180.0  # for wandb to respond and to accept the remaining data
 
 
 def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> RunInputs:
-    """Load the inputs. Check the checkpoint's rollout state, if the run resumes, and the record of injected faults.
+    """Load the inputs; check the record of injected faults and, if the run resumes, the checkpoint's rollout state.
 
     Without these checks, unusable files would be noticed only after processes have started. Raises ``CheckpointError`` or
-    ``DataError`` naming the file if one cannot be used, and the errors of ``load_inputs``.
+    ``DataError`` naming a file that cannot be used, and the errors of ``load_inputs``.
     """
     if first and plan.needs_engines:
         check_num_managers(checkpoint_folder(cfg, run_dir), first, cfg.rollout.num_managers)

@@ -47,8 +47,8 @@ def _nodes_per_engine(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]
 def request_strategy(plan: Plan) -> str:
     """Return Ray's placement strategy for the bundles: on different nodes, or packed if several may share a node.
 
-    Bundles for CPUs need different nodes. So do bundles that are all for trainer nodes, because ``assign`` never puts two
-    trainer nodes on one node.
+    Bundles for CPUs need different nodes. So do the bundles of a run that uses only the trainer's GPUs, because ``assign``
+    never puts two trainer nodes on one node.
     """
     only_trainers = plan.needs_trainer and plan.num_gpus == plan.actor.layout.world_size
     return "STRICT_SPREAD" if plan.device == "cpu" or only_trainers else "PACK"

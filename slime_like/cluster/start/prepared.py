@@ -20,7 +20,7 @@ from slime_like.util.user_code import name_user_errors
 
 
 def load_prepared(argv: Sequence[str]) -> TrainConfig:
-    """Load a config and check ``run.dir``, call ``run.prepare``, then check the files; return the config.
+    """Load a config, check ``run.dir``, call ``run.prepare``, check the files, and return the config.
 
     Raises ``ConfigError``, ``CheckpointError`` or ``DataError`` if a check fails, and ``UserCodeError`` if ``run.prepare``
     raises anything but a ``SlimeLikeError``.

@@ -89,7 +89,7 @@ class Cluster:
         control: Control,
         record: Mapping[str, Any],
     ) -> Run:
-        """Start every process that the mode needs and return the run. ``record`` is stored in each checkpoint.
+        """Start every process that the run needs and return the run. ``record`` is stored in each checkpoint.
 
         Trainer and engines start concurrently unless they share GPUs. In that case the engines start first, because SGLang
         derives the size of its KV cache from the memory that is free before and after it loads the model.
