@@ -54,7 +54,7 @@ class AgentError(SlimeLikeError, RuntimeError):
 
 
 class StoreFull(SlimeLikeError, MemoryError):
-    """A group whose samples need memory for more tokens than its ``SampleStore`` may hold, or more than is free."""
+    """A group whose samples need memory for more tokens than its ``SampleStore`` may hold, or more memory than is free."""
 
 
 class EngineError(SlimeLikeError, RuntimeError):

@@ -50,8 +50,8 @@ class SourceContext:
 def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
     """Return the number of consecutive prompts that must be distinct, even across the border of two epochs; at least 1.
 
-    This is the larger of two numbers: ``batch_size``, but at most all rows; and the prompts of ``MIN_ROLLOUTS_APART`` rollouts
-    with ``max_prompts`` each, but at most half of the rows, so that epochs stay shuffled.
+    It is ``batch_size`` or, if larger, the number of prompts in ``MIN_ROLLOUTS_APART`` rollouts of ``max_prompts`` each. The
+    first is limited to all rows, the second to half of them, so that epochs stay shuffled.
     """
     return max(min(batch_size, num_rows), min(MIN_ROLLOUTS_APART * max_prompts, num_rows // 2), 1)
 

@@ -1,9 +1,9 @@
 """Floating-point operations (FLOPs) of a decoder, from its config.json.
 
 FLOPs are counted as for model-FLOPs utilisation: two per multiply-add of the model's formulas. The count leaves out
-recomputed, masked and padded values, and norms, activations and rotations, whose cost is linear in the width. Causal
-attention counts only the pairs of tokens that attend to each other. The gated delta rule counts as its recurrence, which is
-three matrix-vector products with the state per token; chunked kernels do more work.
+recomputed, masked and padded values, and norms, activations and rotations, whose cost is linear in the width. In
+causal attention, only the pairs of tokens that attend to each other count. In the gated delta rule, only the recurrence
+counts: three matrix-vector products with the state per token, although chunked kernels do more work.
 Source: Chowdhery et al., "PaLM", appendix B.
 """
 

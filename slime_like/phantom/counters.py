@@ -10,7 +10,7 @@ _PROCESS = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class CallCounts:
-    """Counts of calls, by default since the process started, in the order of ``enum counter`` in ``csrc/phantom.c``."""
+    """Counts of calls since the process started, or between two readings. ``csrc/phantom.c`` has the same order."""
 
     launches: int = 0
     products: int = 0  # calls to cuBLAS, such as GEMMs

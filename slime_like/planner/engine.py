@@ -50,9 +50,9 @@ class EngineMemory:
 
 
 def useful_dcp(shape: ModelShape, settings: EngineSettings) -> int:
-    """Return the largest DCP size that adds KV capacity: ranks per attention group / KV heads, at least 1.
+    """Return the largest size of decode context parallelism that adds KV capacity: ranks per attention group / KV heads.
 
-    Return 1 for a model without a KV cache.
+    The result is at least 1, and 1 for a model without a KV cache.
     """
     return max(1, settings.attention_tp // shape.kv_heads) if shape.count(RECURRENT) < len(shape.layers) else 1
 

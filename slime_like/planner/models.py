@@ -266,9 +266,9 @@ REFUSED = {"DeepSeek-V3.2": "deepseek_v32", "GLM-4.7-Flash": "glm4_moe_lite", "G
 
 
 def refused_type(name: str) -> str | None:
-    """Return the model_type of the unsupported public model that ``name`` (a path or owner/name) ends with.
+    """Return the model_type of an unsupported public model; None if the model is not in ``REFUSED``.
 
-    The name of the model may have any suffix. The result is None if the model is not in ``REFUSED``.
+    The last part of ``name`` (a path or owner/name) has to begin with the model's name in ``REFUSED``.
     """
     last = Path(name).name.lower()
     return next((kind for model, kind in REFUSED.items() if last.startswith(model.lower())), None)

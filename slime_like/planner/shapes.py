@@ -11,7 +11,7 @@ NORM_WEIGHTS = 2  # norms of a layer: before the token mixer and before the MLP
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention."""
+    """Sizes of grouped-query attention."""
 
     heads: int
     kv_heads: int
@@ -33,7 +33,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (https://arxiv.org/abs/2405.04434)."""
+    """Sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434)."""
 
     heads: int
     query_rank: int  # 0: queries are projected directly
@@ -45,7 +45,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Gated DeltaNet."""
+    """Sizes of a Gated DeltaNet layer, which is recurrent."""
 
     key_heads: int
     value_heads: int
@@ -66,7 +66,7 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """Routed experts of a layer, and the shared expert's width (0: none)."""
+    """Sizes of a layer's routed experts, and the width of its shared expert (0: none)."""
 
     num_experts: int
     per_token: int

@@ -80,7 +80,7 @@ class MemoryState:
     query_ns: int  # time of the query, in ns of perf_counter_ns
 
     def describe(self, now_ns: int) -> str:
-        """Return a short description."""
+        """Return the age and the values of the query as text."""
         return (
             f"memory {(now_ns - self.query_ns) / 1e9:.1f} s ago: {self.free / 2**30:.2f} of {self.total / 2**30:.2f} GiB "
             f"free, it held {self.process_bytes / 2**30:.2f}"

@@ -103,9 +103,9 @@ def counter_type(hot_fields: type = HotCounterFields) -> type[Counter]:
 
 
 def metrics(counters: Iterable[Counter], min_free: int | None) -> Iterator[Metric]:
-    """Yield the metrics ``comm/...`` and ``guard/...`` of one rank, counted since ``metrics`` was last called.
+    """Yield the metrics ``comm/...`` and ``guard/...`` of one rank since ``metrics`` was last called.
 
-    Over ranks, counts are summed and times are reduced to their maximum. ``min_free``: lowest free memory in bytes.
+    The driver adds up the counts of all ranks, and keeps the longest times. ``min_free``: lowest free memory in bytes.
     """
     sums: dict[str, list[int]] = {}  # by group label and op: several groups may have one label
     for counter in counters:

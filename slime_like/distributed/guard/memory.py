@@ -1,4 +1,4 @@
-"""Memory sources of the guard (CUDA driver, torch's allocator, host): readings of free memory, and release of cached memory."""
+"""Memory sources of the guard (CUDA driver, torch's allocator, host), which read free memory and release cached memory."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _recording_source(spec: GuardSpec, device: torch.device, ring: Ring) -> Memo
 def remove() -> None:
     """Restore torch's methods and functions, and remove the files in shared memory.
 
-    Raises ``CollectiveError`` if a group with releasable communicators exists, because it would refuse every op.
+    Raises ``CollectiveError`` if a group with releasable communicators exists, because the group would then refuse every op.
     """
     _remove(replaced=False)
 

@@ -115,7 +115,7 @@ def restore(originals: list[tuple[str, Any]]) -> None:
 def _creator(name: str, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a function that creates releasable backends.
 
-    For groups that were split from another, or that contain outside processes, it creates torch's own backends.
+    For a group that was split from another or contains processes outside this world, it creates torch's own backends.
     """
 
     def create(request: Any, options: Any) -> Any:
