@@ -33,7 +33,7 @@ def share_gloo_device() -> None:
 
 
 def create_on_shared_device(request: Any, options: Any) -> Any:
-    """Return a gloo backend on the devices of ``options``; without any, on those of its network interface, created on first use."""
+    """Return a gloo backend on the devices of ``options``; without any, on those of its network interface, created once."""
     interface = os.environ.get(INTERFACE, "")
     own_devices: list[Any] | None = getattr(options, "_devices", None)
     if not own_devices and interface not in _devices:
