@@ -126,7 +126,7 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
 
 
 def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> None:
-    """Raise ``ConfigError`` if ``--static`` is too low for weights that fit on a GPU or too high for the engine's other memory."""
+    """Raise ``ConfigError`` if ``--static`` is too low for weights that fit a GPU or too high for the engine's other memory."""
     if settings.static is None:
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))
