@@ -21,9 +21,9 @@ PASSED = "Result: passed"
 HEADING = "## Parts of the script"
 NOT_RUN = "NOT_RUN.md"
 INTRODUCTION = (
-    "`.venv/bin/python scripts/gpu_evidence.py --write-not-run` writes this section. Run a part with `--parts NAME`; `--list` prints its "
-    "commands and what this machine lacks for it. Every command should exit with 0: a run ends with an error if engine and trainer differ by "
-    "more than the tolerance of a probe."
+    "`.venv/bin/python scripts/gpu_evidence.py --write-not-run` writes this section. Run a part with `--parts NAME`; `--list --parts NAME` "
+    "prints its commands and what this machine lacks for it. In parentheses: GPUs, packages and files that the part needs, and its time "
+    "limit. Every command should exit with 0: a run ends with an error if engine and trainer differ by more than the probe's tolerance."
 )
 WIDTH = 138
 FIGURES = (

@@ -79,19 +79,20 @@ ONE_GPU: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "trainer", "Trainer against transformers", tests("tests/train/test_gpu.py tests/train/test_grouped_products.py"), 15,
-        "FlashQLA in the trainer, determinism, context parallelism of two GPUs; the other tests passed on one H100 with torch 2.11",
+        "FlashQLA in the trainer, determinism, TransformerEngine (its context parallelism needs a second GPU); the other tests passed on one "
+        "H100 with torch 2.11",
         needs=("megatron",),
     ),
     EvidencePart(
         "flow_mla", "FlowMLA's copies between two processes", tests("--noconftest tests/engine/test_flow_mla_gpu.py"), 5,
         "slots that are allocated after the load; the tests of an earlier version passed on one H100",
-        "`hidden` is the share of a copy during which the previous layer computes",
+        "`hidden`, the share of a copy's time during which the previous layer computes, above 0.5",
     ),
     EvidencePart(
         "ipc", "Weights from one process to another over CUDA IPC",
         tests("--noconftest tests/weight_sync/test_ipc_gpu.py tests/weight_sync/test_shared_gpu.py"), 5,
         "a driver's handles between two processes, page-locked shared memory, the rate of a push",
-        "`share_of_the_limit`, which three copies of each byte on the device set, above 0.2",
+        "`share_of_the_limit` above 0.2; the limit is the rate of copying each byte three times on the device",
     ),
     EvidencePart(
         "step", "Speed, memory and synchronisations of a training step", command("benchmarks/gpu_step.py --traced"), 20,
@@ -100,11 +101,11 @@ ONE_GPU: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "gdn", "Gated DeltaNet's kernels", tests("tests/gdn/test_gpu.py"), 15,
-        "FlashQLA's speed, and context parallelism of two GPUs; the tests of values passed on one H100 with torch 2.11",
+        "FlashQLA's speed, and context parallelism, which needs a second GPU; the tests of values passed on one H100 with torch 2.11",
         "FlashQLA at least 1.5 times as fast as fla at 32,768 tokens", ("fla",),
     ),
     EvidencePart(
-        "gdn_speed", "fla and FlashQLA",
+        "gdn_speed", "Speed of fla and FlashQLA",
         command("benchmarks/gdn.py --arms fla flashqla --shapes 32768,16,32,128 8x4096,16,32,128 2048,16,32,128 --rounds 30"), 15,
         "FlashQLA's speed; fla's was measured on one H100 in one round", "FlashQLA twice as fast as fla, forward and backward",
         ("fla", "flash_qla"),
@@ -127,7 +128,7 @@ ONE_GPU: tuple[EvidencePart, ...] = (
             *runs("+recipe=quickstart run.deterministic=true loop.num_rollout=25", a="", b=""),
             *command("scripts/compare.py {folder}/a {folder}/b --rtol 0 --atol 0 --metrics 'train/*' --metrics 'eval/*'"),
         ), 30,
-        "deterministic kernels of SGLang and NCCL", "all metrics of the runs have the same bits", ENGINE,
+        "deterministic kernels of SGLang and NCCL", "all metrics `train/*` and `eval/*` are the same bit for bit", ENGINE,
     ),
     EvidencePart(
         "residency", "Memory by phase",
@@ -136,12 +137,12 @@ ONE_GPU: tuple[EvidencePart, ...] = (
             restart="placement.offload_train=true placement.offload_rollout=true chaos.faults=[kill_engine:collect:3]",
         ), 20,
         "released memory that another process takes, replay of released graphs, time of the copies; bytes were counted on a phantom GPU",
-        "`memory/collect` of `offload` far below that of `resident`; `rollout/kv_capacity_tokens` of `restart` does not change",
+        "`memory/collect` of `offload` far below its `memory/step`; `rollout/kv_capacity_tokens` of `restart` does not change",
         ENGINE,
     ),
     EvidencePart(
         "transports", "Push by IPC and through host memory", runs(SHORT, ipc="weights.transport=ipc", tensor="weights.transport=tensor"), 15,
-        "SGLang's loaders with tensors in the trainer's memory", "a push of `ipc` takes less time", ENGINE,
+        "SGLang's loaders with tensors in the trainer's memory", "a push of `ipc` takes less time than one of `tensor`", ENGINE,
     ),
     EvidencePart(
         "one_gpu_options", "Options of the trainer",

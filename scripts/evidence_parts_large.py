@@ -37,7 +37,7 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
             critic="algo=ppo algo.kl_loss_coef=0 critic.placement=split",
         ), 45,
         "an engine over two bundles of Ray, context parallelism by `varlen_attn`, communicators that are released between steps, a critic "
-        "on a GPU of its own",
+        "with its own GPU",
         f"{CURVE} for all but `critic`, whose `train/value_loss` falls; a push of `tp` takes less time than that of `host`",
         ENGINE, num_gpus=2,
     ),
@@ -52,7 +52,7 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
             p2p="rollout.flow_mla.enabled=true rollout.flow_mla.transport=p2p", ctas_2="rollout.flow_mla.enabled=true rollout.flow_mla.max_ctas=2",
             ctas_32="rollout.flow_mla.enabled=true rollout.flow_mla.max_ctas=32",
         ), 60,
-        "`rollout.dp_attention` and `rollout.flow_mla` on GPUs, NCCL's limit of thread blocks",
+        "`rollout.dp_attention` and `rollout.flow_mla` on GPUs, the limit `max_ctas` on NCCL's thread blocks",
         "`perf/rollout_time` shows the effect of `max_ctas`", ENGINE, num_gpus=2,
     ),
     EvidencePart(
@@ -67,8 +67,8 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
             ),
         ), 60,
         "this project's `flashinfer_dcp` in an engine",
-        "`rollout/kv_capacity_tokens` doubles with DCP; if it decodes faster than `triton`, make it the default "
-        "(`DEFAULT_BACKENDS` in `slime_like/config/schema/dcp.py`)",
+        "`rollout/kv_capacity_tokens` doubles with DCP; if `flashinfer_dcp` decodes faster than `triton`, which has to be run by hand, "
+        "make it the default (`DEFAULT_BACKENDS` in `slime_like/config/schema/dcp.py`)",
         ENGINE, num_gpus=2,
     ),
     EvidencePart(
@@ -89,7 +89,7 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
             "chaos.faults=[kill_engine:push:3:0.01,kill_engine:collect:5,stop_engine:push:7:0.01] health.interval_s=2 health.timeout_s=10 "
             "weights.push_deadline_s=120",
         ), 45,
-        "broadcast over NCCL to an engine, and its abort after the loss of an engine; a stopped engine; both were tested over gloo, and with "
+        "broadcast over NCCL to an engine, and its abort after an engine is lost or stopped; these were tested over gloo, and with "
         "stand-ins for NCCL",
         f"{CURVE}; each line of the recovery report of `lost` says `serves version`", ENGINE, num_gpus=4,
     ),
@@ -118,7 +118,7 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
             "+recipe=qwen3_30b_a3b loop.num_rollout=3", recipe="", sharded="rollout.num_engines=1 rollout.tp=8 rollout.dcp=2",
         ), 180,
         "expert parallelism over NCCL",
-        "probes above the tolerance only by tokens whose experts are nearly tied; `train/moe_load` between 1 and 3", ENGINE,
+        "a probe is above the tolerance, if at all, only at tokens whose experts are nearly tied; `train/moe_load` between 1 and 3", ENGINE,
         ("models/Qwen3-30B-A3B", GSM8K, DAPO), 8, 80,
     ),
     EvidencePart(
@@ -129,7 +129,7 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
             for guard in ("always", "slime")
             for one in runs(f"+recipe=qwen3_5_35b_a3b model.gdn.backend={gdn} guard={guard} loop.num_rollout=10", **{f"{gdn}_{guard}": ""})
         ), 360,
-        "the arms of slime's PR #1947", "`flashqla_slime` takes less time than `fla_always`", (*ENGINE, "fla", "flash_qla"),
+        "the comparison of slime's PR #1947", "`flashqla_slime` takes less time than `fla_always`", (*ENGINE, "fla", "flash_qla"),
         ("models/Qwen3.5-35B-A3B", DAPO), 8, 80,
     ),
     EvidencePart(
@@ -142,8 +142,9 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
                 f"--cuda-graph-backend-prefill disabled --batch-size 256 --input-len 1024 --output-len 128{flag}"
             )
         ), 60,
-        "weights in FP8 blocks with SGLang's kernels, the KV cache that the memory becomes",
-        "`max_total_num_tokens` grows by the bytes of the line `slime_like FlowMLA shards`", ENGINE, ("models/DeepSeek-V3",), 8, 140,
+        "block-quantised FP8 weights with SGLang's kernels, the larger KV cache",
+        "`max_total_num_tokens` grows by the tokens that fit into the bytes saved, which the line `slime_like FlowMLA shards` shows", ENGINE,
+        ("models/DeepSeek-V3",), 8, 140,
     ),
     EvidencePart(
         "deepseek_r1_h20", "DeepSeek-R1 with engines in float8", runs("", r1="+recipe=deepseek_r1_h20 loop.num_rollout=10"), 600,
@@ -167,7 +168,7 @@ SEVERAL_NODES: tuple[EvidencePart, ...] = (
             "", split="+recipe=qwen3_4b_gsm8k_async placement.actor_num_gpus_per_node=4 rollout.num_engines=2 loop.num_rollout=5",
             colocated="+recipe=qwen3_4b_gsm8k placement.actor_num_nodes=2 run.save_interval=1 loop.num_rollout=2",
         ), 120,
-        "a bundle per GPU on its node, NCCL between nodes",
+        "Ray's bundle of each GPU on the GPU's node, NCCL between nodes",
         "the line `nodes:` names both nodes if one has fewer free GPUs than the run needs", ENGINE,
         ("models/Qwen3-4B", GSM8K), 8, 80, 2,
     ),
