@@ -136,13 +136,17 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         "",
         f"{commit()} Torch {torch.__version__}, {options.dtype}, {machine(options.device)}; medians of "
         f"{options.rounds} rounds; in a round each arm runs once.",
-        f"Ratios are medians over the rounds of `{arms[0].name}` to the arm: above 1 the arm is faster.",
+        f"Ratios are medians over the rounds of `{arms[0].name}` to the arm: above 1 the arm is faster. If `{arms[0].name}` cannot compute a shape, "
+        "they are to the first arm that can. Times are device time on a GPU, and the process's CPU time on a CPU.",
+        "Shapes: T tokens of one sequence (N x T: N packed sequences of T), H key and HV value heads of size D.",
         "",
         "## What ran",
         *kernel_lines,
         *(f"- `{name}` did not run: {reason}" for name, reason in missing.items()),
         "",
         "## Parity with the recurrence in float64",
+        "Largest error of output, final state and gradients, relative to the largest value; `dinitial` is the gradient of the initial states.",
+        "",
         *parity_rows,
         "",
         "## Speed and memory (ratio: forward, forward + backward)",
