@@ -142,7 +142,7 @@ class GroupSelection:
         write_groups(path, self._leftover)
 
     def load(self, path: Path) -> None:
-        """Continue with the groups that ``save`` wrote."""
+        """Continue with the groups that ``save`` wrote. Raises ``DataError`` as ``load_groups`` does."""
         self._leftover = load_groups(path)
 
 
@@ -150,8 +150,8 @@ class GroupSelection:
 class LearningSignal:
     """Counter of consecutive rollouts that have no groups, or in which rewards do not differ. It warns about both.
 
-    A rollout without groups that increases the number of groups carried to a later rollout is not counted, and ends the
-    streak of rollouts without groups. No rollout without groups ends a streak of rollouts in which rewards do not differ.
+    A rollout without groups is not counted, and ends the streak of such rollouts, if it increases the number of groups carried
+    to a later rollout. A streak of rollouts in which rewards do not differ continues over rollouts without groups.
 
     ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
     samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.
@@ -191,7 +191,7 @@ class LearningSignal:
         return []
 
     def metrics(self) -> list[Metric]:
-        """Return the lengths of both streaks."""
+        """Return the lengths of the current streaks: rollouts without groups, and rollouts in which rewards do not differ."""
         return [
             Last("rollout/empty_in_a_row", self.num_empty),
             Last("rollout/without_signal_in_a_row", self.num_flat),

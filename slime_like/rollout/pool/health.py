@@ -46,7 +46,7 @@ class HealthMonitor:
                 pass
 
     async def _check(self, slot: EngineSlot) -> bool:
-        """Check one engine. Return False if the check must be repeated because a push paused the engine during it."""
+        """Check one engine. Return False if a push paused the engine meanwhile, so that the check must be repeated."""
         health, engine, pushes = self._pool.health, slot.client, self._pool.num_pushes
         if not slot.has_responded and time.monotonic() - slot.ready_since < health.first_wait_s * scale():
             return True

@@ -15,8 +15,8 @@ async def kv_metrics(pool: EnginePool) -> tuple[list[Metric], list[str]]:
     """Return metrics of KV cache usage since the last call, and a warning for each engine that sent no report.
 
     An engine that serves no requests is not queried, and one that does not respond within ``health.timeout_s`` is left
-    to the health checks. The metrics cover the other engines; ``rollout/kv_engines_without_report`` counts the missing
-    ones.
+    to the health checks. The metrics cover the other engines; ``rollout/kv_engines_without_report`` counts the engines
+    that sent no report.
     """
     replies = await asyncio.gather(*(_usage(pool, slot.client) for slot in pool.slots))
     usages = [reply for reply in replies if isinstance(reply, KvUsage)]

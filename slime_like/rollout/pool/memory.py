@@ -28,8 +28,8 @@ class PoolMemory:
         A push restores the parts that it needs; an engine whose weights were released stays paused until then, even in phase
         collect. An engine that was lost earlier restarts before the release, because its start needs memory. An engine that
         is lost during the release is stopped, because a hung engine would keep its memory; it restarts in the next push or in
-        phase collect, as does an engine that is lost afterwards. If an error has ended the run, all engines are stopped,
-        since the last checkpoint may still be written.
+        phase collect, as does an engine that is lost afterwards. If an error has ended the run, all engines are stopped, so
+        that they hold no device memory while the last checkpoint may still be written.
         """
         if phase == COLLECT:
             self._pool.allow_restarts()
@@ -61,7 +61,7 @@ class PoolMemory:
             await asyncio.wait(running)
 
     async def _stop(self, slots: Sequence[EngineSlot]) -> None:
-        """Kill the processes of engines, which may still hold device memory."""
+        """Kill the engines' processes, because they may still hold device memory."""
 
         async def stop(slot: EngineSlot) -> None:
             with contextlib.suppress(EngineError):  # its actor is lost, and the server with it
@@ -70,7 +70,7 @@ class PoolMemory:
         await asyncio.gather(*(stop(slot) for slot in slots))
 
     async def _restore(self, engine: EngineClient) -> None:
-        """Restore an engine's memory and resume decoding, unless its weights were released: the next push replaces them."""
+        """Restore an engine's released memory and resume decoding. If weights were released, leave this to the next push."""
         if engine.released and ENGINE_WEIGHTS not in engine.released:
             await engine.restore_memory(ENGINE_PARTS)
             await engine.resume()

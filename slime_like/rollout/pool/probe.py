@@ -104,7 +104,7 @@ class EngineProbe:
         return tuple(probe_scores)
 
     def remember(self, groups: Sequence[SampleGroup]) -> None:
-        """Keep the first sequences of a new rollout for the probe, or prompts if no rollout has had any yet.
+        """Keep the first sequences of a new rollout for the probe; keep prompts if no rollout has had suitable ones yet.
 
         Prompts are read without changing the position of the data source.
         """

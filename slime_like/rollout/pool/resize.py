@@ -48,7 +48,7 @@ class PoolResizer:
         factory: EngineFactory,
         share: ManagerShare = SINGLE,
     ) -> None:
-        """``share`` is the pool's share of all engines of the run."""
+        """``share`` is this pool's share of the run's engines; it maps an index in the pool to the index in the run."""
         self._pool, self._monitor, self._factory, self._share = pool, monitor, factory, share
         self._slots = {share.global_id(i): slot for i, slot in enumerate(pool.slots)}
         self._starts: dict[int, asyncio.Task[None]] = {}

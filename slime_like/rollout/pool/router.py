@@ -142,7 +142,7 @@ class RequestCounts:
         self._requests += len(completions)
 
     def drain(self) -> list[Metric]:
-        """Return the metrics since the last call. Metrics that slime has too have slime's names."""
+        """Return the metrics since the last call. Metrics that slime also reports have slime's names."""
         metrics: list[Metric] = []
         if self._prompt:
             metrics += [

@@ -48,11 +48,11 @@ class EngineWeightUpdate:
     async def begin(self) -> tuple[EngineAddress, ...]:
         """Pause each reachable engine, restore the memory that a push needs, and open the engine's update.
 
-        Return the addresses of these engines. An update that is still open is discarded. Deferred restarts are allowed; if
-        no engine is left, this method waits for one. When a push starts over, an engine may be unresponsive because it
-        still waits for an engine that was lost in the first attempt. Unless ``health.on_stalled_engine`` is wait, it then
-        counts as stalled after ``health.timeout_s``. Raises the error that ended the run, or an error of an engine that
-        is not lost.
+        Return the addresses of these engines. An update that is still open is discarded. Deferred restarts may begin; if no
+        engine is reachable, this method waits until one is. When a push starts over, an engine may be unresponsive because
+        it still waits for an engine that was lost in the first attempt. Such an engine counts as stalled after
+        ``health.timeout_s``, unless ``health.on_stalled_engine`` is wait. Raises the error that ended the run, or an error
+        of an engine that is not lost.
         """
         seconds = (
             self._pool.health.timeout_s if self._is_open and self._pool.health.on_stalled_engine != "wait" else None
@@ -85,9 +85,10 @@ class EngineWeightUpdate:
         self._targets = await self._on_each([target for target in self._targets if target.is_current], close)
 
     async def resume(self, version: int) -> None:
-        """Resume decoding under ``version``. Let groups be assigned to the updated engines, except those not proven yet.
+        """Resume decoding under ``version``, and let groups be assigned to the updated engines.
 
-        Engines with older weights are withdrawn. Raises ``EngineLost`` if no updated engine remains.
+        An engine that was added during the run gets no groups until a probe has compared it with the trainer. Engines with
+        older weights are withdrawn. Raises ``EngineLost`` if no updated engine remains.
         """
         resume_results = await self._on_each(self._targets, EngineClient.resume)
         for target in resume_results:
