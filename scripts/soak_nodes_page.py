@@ -113,7 +113,8 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         _setting(command),
         "",
         "The nodes are network namespaces of one machine with a raylet each. The driver and trainer rank 0 are on node 1, trainer "
-        "rank 1 is on node 2. In parts with `broadcast` two engines start on nodes 3 and 4; in parts with `tensor` one is on node 1 "
+        "rank 1 is on node 2. The run consists of parts, one call of train.py each, with `weights.transport=broadcast` or `tensor` in "
+        "turn. With `broadcast` two engines start on nodes 3 and 4; with `tensor` one is on node 1 "
         "and gets weights through shared memory, and two start on nodes 3 and 4 and get them in requests. An engine that was lost "
         "starts on another node. All processes of a node "
         'are ended by SIGKILL; with "power" the cable of the node is cut first, so its peers receive no packet about its end. '
@@ -121,16 +122,16 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "",
         f"{len(kills)} kills, {count.num_rollouts} rollouts, {count.num_samples} samples: none lost, none trained on twice. The group "
         "ids of all rollouts are consecutive, every group is complete, and every token of a rollout was sampled with that "
-        f"rollout's weights. Largest |engine - trainer| log-probability in a probe: {count.max_probe_difference:.1e}."
+        f"rollout's weights. Largest |engine - trainer| log-probability difference in a probe: {count.max_probe_difference:.1e}."
         + (
-            " At the end the checkpoint was that of the last rollout, with the data cursor behind its last group."
+            " At the end the checkpoint was that of the last rollout, with the data cursor just past its last group."
             if is_ended
             else " The soak did not reach its end."
         ),
         "",
         "## Nodes of engines",
         "",
-        "The run continued after each kill. The phase is that of the rollout at the kill, by its spans.",
+        "The run continued after each kill. The phase is the one that the run was in at the kill, by its timings in metrics.jsonl.",
         "",
         *_engine_table(kills),
         "",
@@ -140,7 +141,7 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "## Nodes of a trainer rank",
         "",
         "The run ended with exit code 1 after each kill, and its message named the rank and the node's address. The node was started "
-        "again, and the same command with the other transport resumed the run from its newest checkpoint (one in four rollouts). "
+        "again, and the same command with the other transport resumed the run from its newest checkpoint (one every four rollouts). "
         "The phase is the one at which the kill was planned.",
         "",
         *_trainer_table(kills),
