@@ -154,7 +154,7 @@ async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCas
 def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
     """Return the Markdown table, with ratios to the first engine in brackets.
 
-    Values and ratios are medians over the rounds, except the requests at once (the maximum) and the equal responses (the sum).
+    Values and ratios are medians over the rounds, except that simultaneous requests are a maximum and equal responses a sum.
     """
     base = next(iter(results.values()))
     lines = [

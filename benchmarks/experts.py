@@ -209,7 +209,7 @@ def difference(arms: Mapping[str, Arm], hidden: Tensor, limit: float) -> str:
 
 
 def measure(arm: Arm, hidden: Tensor) -> Times:
-    """Return the times of a forward and a backward pass, which replaces ``hidden.grad``."""
+    """Return the times of a forward pass and of a backward pass; the backward pass replaces ``hidden.grad``."""
     hidden.grad = None
     wall, cpu = [time.perf_counter()], [time.process_time()]
     out = arm(hidden)

@@ -3,7 +3,7 @@
     python benchmarks/flow_mla.py --rounds 2 --write
 
 All engines serve one random DeepSeek-V3 with two groups of data-parallel attention. Each rank has a fixed amount of
-memory, and SGLang uses the part that the weights leave for its KV cache, as on a GPU. Engines run one after another,
+memory, and the KV cache gets the part that the weights leave free, as on a GPU. Engines run one after another,
 because four of them exceed a laptop's memory. In a round, an engine decodes one request; then it gets more simultaneous
 requests than its cache holds. Requests are greedy, so the engines return the same tokens.
 """

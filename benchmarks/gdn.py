@@ -75,7 +75,7 @@ def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
 
 
 def speed(arms: list[GdnArm], options: argparse.Namespace) -> list[str]:
-    """Return rows per shape and arm, with ratios to the first arm that was measured on the shape."""
+    """Return a table: one row per shape and arm, with the speed relative to the first arm measured on the shape."""
     rows = [
         "| T, H/HV x D | arm | first call ms | forward ms | forward + backward ms | peak MiB | ratio |",
         "|---|---|---|---|---|---|---|",

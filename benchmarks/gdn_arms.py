@@ -43,7 +43,7 @@ class GdnShape:
 
 @dataclass(frozen=True, slots=True)
 class GdnArm:
-    """Implementation of the gated delta rule. ``packs``: it supports several sequences in one call."""
+    """Implementation of the gated delta rule. If ``packs`` is True, one call may contain several sequences."""
 
     name: str
     kernels: str
@@ -190,7 +190,7 @@ def cold_seconds(run: Callable[[], object], device: str) -> float:
 
 
 def peak_mib(run: Callable[[], object], device: str) -> float:
-    """Return the peak memory of one call in MiB, beyond the memory before it: of the GPU, or on a CPU by torch's profiler."""
+    """Return the MiB by which one call raises memory at its peak: GPU memory, or on a CPU what torch's profiler records."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         bytes_before = torch.cuda.memory_allocated()

@@ -143,9 +143,9 @@ def build(rank_info: Any, spec: RankSpec, args: argparse.Namespace) -> tuple[Any
 
 
 def measure(layer: Any, hidden: torch.Tensor, packed: Any, repeats: int) -> tuple[int, int, float]:
-    """Return the bytes saved for backward except parameters, the bytes of collectives, and the lowest CPU seconds.
+    """Return bytes kept for backward (parameters excluded), bytes of collectives, and CPU seconds of the fastest pass.
 
-    Collective over the ranks of the layout.
+    Each of the ``repeats`` passes is forward and backward. Collective over the ranks of the layout.
     """
     from slime_like.distributed.wrapper import install
 

@@ -12,7 +12,7 @@ Line = Sequence[tuple[float, float]]
 
 
 def plot(title: str, x_label: str, y_label: str, lines: Mapping[str, Line]) -> str:
-    """Return an SVG plot. ``lines`` maps at most ten names to their points above 0; each line has at least one point."""
+    """Return an SVG plot of at most ten named ``lines``, each with one point or more; coordinates are above 0."""
     xs = [x for line in lines.values() for x, _ in line]
     ys = [y for line in lines.values() for _, y in line]
     x_at = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
@@ -50,7 +50,7 @@ def _segment(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 class _Axis:
-    """A logarithmic axis from values to pixels."""
+    """Logarithmic axis that maps values to pixels."""
 
     def __init__(self, low: float, high: float, first: float, last: float) -> None:
         self._low, self._span = math.log(low), math.log(high / low) or 1.0

@@ -37,14 +37,14 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps of one run after the warm-up: its metrics, and the length of every sequence trained on."""
+    """Metrics of a run's steps after the warm-up, and the lengths of the sequences trained on in each of them."""
 
     metrics: Sequence[Mapping[str, float]]
     lengths: Sequence[Sequence[int]]
 
 
 def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) -> int:
-    """Run each backend, and print the table, the kernels that ran and reasons of failures. Return 1 if all failed.
+    """Run train.py with each backend; print a table, the kernels that ran and why runs failed. Return 1 if all failed, else 0.
 
     Each run has ``rollouts`` steps and evaluates nothing, unless ``overrides`` say otherwise.
     """
@@ -100,7 +100,7 @@ def read_steps(folder: Path) -> Steps:
 
 
 def row(name: str, steps: Steps, shape: DecoderShape, ranks: int) -> list[str]:
-    """Return the row of backend ``name``: medians over the steps. FLOP/s are per rank, of ``ranks`` trainer ranks."""
+    """Return the row of backend ``name``: medians over the steps. FLOP/s are those of one of ``ranks`` trainer ranks."""
     train = [step["perf/actor_train_time"] for step in steps.metrics]
     tokens = [sum(lengths) / seconds for lengths, seconds in zip(steps.lengths, train, strict=False)]
     flops = [

@@ -94,7 +94,7 @@ class StepFigures:
 def main(argv: Sequence[str]) -> int:
     """Print a table of the arms. Return 1 if one failed, else 0.
 
-    Each arm runs in a process with the option ``--result``, in which this function measures the arm and ends the process.
+    Each arm runs in a child process: this script with ``--result``. There, this function measures the arm and exits.
     """
     args = _parser().parse_args(argv)
     if args.result is not None:
@@ -255,7 +255,7 @@ def make_rows(seed: int, tokens: int, length: int, vocabulary: int) -> PackedBat
 
 
 def synchronisations(step: Any) -> dict[str, int]:
-    """Return the host synchronisations of a call by file and line, as torch reports them, most frequent first."""
+    """Return how often one call of ``step`` synchronises the host, by file and line as torch reports them, largest first."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as records:

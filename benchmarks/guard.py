@@ -83,7 +83,7 @@ class SlowDriver:
 
 
 def ops() -> dict[str, Callable[[], object]]:
-    """Return calls of the ops that megatron-core uses, by name."""
+    """Return functions by name; each runs an op that megatron-core uses, and waits for it if it is asynchronous."""
     small, large = torch.zeros(8), torch.zeros(16)
     batch = [dist.P2POp(dist.isend, small, 1), dist.P2POp(dist.irecv, small, 1)]
     gather, scatter = getattr(dist, "all_gather_into_tensor"), getattr(dist, "reduce_scatter_tensor")  # noqa: B009
@@ -108,7 +108,7 @@ def wait(work: dist.Work | None) -> None:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Return the time of one call, averaged over ``CALLS``."""
+    """Return the microseconds of one call, averaged over ``CALLS`` calls."""
     start = time.perf_counter()
     for _ in range(CALLS):
         call()
@@ -125,7 +125,7 @@ ARMS = {
 
 
 def wrapped_calls(call: Callable[[], object]) -> int:
-    """Return the number of wrapped calls in ``call``, including waits. The wrapper is installed for this call only."""
+    """Run ``call`` with the wrapper installed, remove the wrapper, and return the number of wrapped calls, including waits."""
     wrapper = install.install(GuardSpec(wrap=True), CPU, 0)
     assert wrapper is not None
     works: Any = dist.Work
@@ -168,7 +168,7 @@ def cost(rounds: int) -> Iterator[str]:
 
 
 def simulate(steps: int) -> Iterator[str]:
-    """Yield a table of every preset on the simulated trainer. Run it in ``world``."""
+    """Yield a table with a row for each guard preset, from steps of a simulated trainer. Run it in ``world``."""
     calls = ops()
     plan = [name for name, n in PER_STEP.items() for _ in range(n)]
     for _ in range(MICRO_BATCHES):

@@ -113,7 +113,7 @@ def make_arms(c: CKernels, shape: tuple[int, int, int, int], dtype: torch.dtype)
 
 
 def cpu_ms(function: Callable[[], object]) -> float:
-    """Return the CPU time of a call on this thread."""
+    """Return the CPU milliseconds of one call, on this thread."""
     start = time.thread_time()
     function()
     return 1e3 * (time.thread_time() - start)

@@ -103,7 +103,7 @@ class Prompts:
         return {"position": self._position}
 
     def load_state(self, state: Mapping[str, object]) -> None:
-        """Continue at a position."""
+        """Continue at the position in ``state``."""
         self._position = int(str(state["position"]))
 
 

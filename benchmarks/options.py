@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 
 
 def at_least(minimum: int, *, multiple: int = 1) -> Callable[[str], int]:
-    """Return the type of an option: a number of ``minimum`` or more, a multiple of ``multiple``.
+    """Return the type of an option: a whole number of at least ``minimum`` that is a multiple of ``multiple``.
 
     It raises ``ArgumentTypeError`` on other text.
     """
@@ -27,9 +27,9 @@ def comma_separated[T](parse: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def name_of(names: Container[str], description: str) -> Callable[[str], str]:
-    """Return the type of an option: one of ``names``, which ``description`` lists.
+    """Return the type of an option: one of ``names``.
 
-    It raises ``ArgumentTypeError`` on other text.
+    On other text it raises ``ArgumentTypeError``, whose message names the choices by ``description``.
     """
 
     def parse(text: str) -> str:

@@ -1,8 +1,9 @@
-"""Prefill time of mode ``auto`` relative to ``batched``: both take turns, so that other work on the machine slows down both.
+"""Prefill time of remote experts in mode ``auto`` relative to ``batched``; the modes alternate, so that other work slows both.
 
     python benchmarks/remote_auto.py [--rounds 20]
 
-The settings are the same as in ``remote_experts.py``. In all of them ``batched`` is the faster mode.
+The settings are those of ``remote_experts.py``, in all of which prefill is faster in mode ``batched`` than in ``stream``. Mode
+``auto`` has to choose between these two.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 python benchmarks/remote_decode.py [--rounds 20] [--real-time]
 
-Layers and steps are those of `remote_experts.py`, which also has larger experts; requests travel in shared memory. Two
+Layers and steps are those of `remote_experts.py`, which also measures larger experts; requests travel in shared memory. Two
 arms compute all experts in one process: one by SGLang's function, as in an engine on a CPU without remote experts, and
 one by the plugin's function, which the third arm uses for each half. Times are those of the fastest round, which other
 work on the machine disturbs least. The third arm needs a second core, for the worker.
@@ -61,7 +61,7 @@ def undisturbed(is_real_time: bool) -> Generator[None]:
 
 
 def measure(size: LayerSize, rounds: int, is_real_time: bool) -> list[float]:
-    """Return tokens/s with all experts in one process, by SGLang and by the plugin, and with a worker."""
+    """Return three rates in tokens/s: all experts in one process by SGLang, the same by the plugin, half of them in a worker."""
     layers = make_layers(size)
     x = torch.randn((PROMPT, size.hidden), generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -132,7 +132,7 @@ class Local:
         self._layers = layers
 
     def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the weighted sum of expert outputs of each token of ``x`` in layer ``index``."""
+        """Return, for each token of ``x``, the weighted sum of its experts' outputs in layer ``index``."""
         layer = self._layers[index]
         return expert_sums(x, ids, weights, layer.w13, layer.w2)
 
@@ -153,7 +153,7 @@ class LocalSGLang(Local):
         self._config = SimpleNamespace(apply_router_weight_on_input=False, activation="silu", **fields)
 
     def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the weighted sum of expert outputs of each token of ``x`` in layer ``index``."""
+        """Return, for each token of ``x``, the weighted sum of its experts' outputs in layer ``index``."""
         topk = self._topk(torch.from_numpy(weights), torch.from_numpy(ids), None)
         return self._forward(self._experts[index], x, topk, self._config)
 
@@ -180,7 +180,7 @@ class Remote:
             raise SystemExit(problem)
 
     def sums(self, index: int, x: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the weighted sum of expert outputs of each token of ``x`` in layer ``index``."""
+        """Return, for each token of ``x``, the weighted sum of its experts' outputs in layer ``index``."""
         local, buckets = split(ids, weights, ROWS)
         w13, w2 = self._local[index]
 
@@ -203,7 +203,7 @@ def prefill(run: Local | Remote, layers: Sequence[BenchLayer], x: Tensor) -> Ten
 
 
 def decode(run: Local | Remote, layers: Sequence[BenchLayer], x: Tensor) -> None:
-    """Run decode steps of a batch, whose routes are those of consecutive tokens of the prompt."""
+    """Run decode steps of a batch, in which each row has the routes of one token of the prompt."""
     for step in range(DECODE_STEPS):
         part = slice(step * DECODE_BATCH, (step + 1) * DECODE_BATCH)
         hidden = x[part]
@@ -231,7 +231,7 @@ def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str
 
 
 def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
-    """Return the results of a setting: two with all experts in one process (SGLang's function, the plugin's), then its arms'.
+    """Return results by name: all experts in one process, by SGLang and by the plugin, then the arms of ``setting``.
 
     Raises ``SystemExit`` if the hidden states of an arm differ from SGLang's.
     """
@@ -267,7 +267,7 @@ def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
 def results(
     runs: Mapping[str, Local | Remote], layers: Sequence[BenchLayer], x: Tensor, rounds: int, decodes: bool
 ) -> dict[str, ArmResult]:
-    """Measure each arm once per round."""
+    """Return the results of ``runs``, each measured once per round; decode steps are run only if ``decodes``."""
     prefills: dict[str, list[float]] = {name: [] for name in runs}
     steps: dict[str, list[float]] = {name: [] for name in runs}
     traffic_counts: dict[str, tuple[int, int]] = dict.fromkeys(runs, (0, 0))
@@ -292,7 +292,7 @@ def traffic(run: Local | Remote) -> Traffic:
 
 
 def table(arms: Mapping[str, ArmResult]) -> list[str]:
-    """Return the lines of a table. Times are medians; percentages compare calls and payload with stream in float32."""
+    """Return the lines of a table. Times are medians; percentages compare calls and payload with the arm "stream, float32"."""
     base = arms["stream, float32"]
     lines = [
         "| experts | calls | payload, MiB | prefill, s | decode, tokens/s |",

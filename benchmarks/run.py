@@ -155,7 +155,7 @@ def _page(tables: list[str], machine_line: str, command: str) -> str:
 
 
 def commit() -> str:
-    """Return a sentence on the measured commit: its hash, and a note if files outside docs differ from it; or unknown."""
+    """Return a sentence with the commit, noting changes to tracked files outside docs, or one that says it is unknown."""
     try:
         options = [
             ["rev-parse", "--short", "HEAD"],
@@ -177,7 +177,7 @@ def cpu_model() -> str:
 
 
 def machine(load: float) -> str:
-    """Return a line with machine and commit."""
+    """Return a line with the machine, the load average ``load`` before the run, package versions and the commit."""
     features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in CPU_INFO.read_text()]
     names = ("torch", "sglang", "megatron-core", "ray", "transformers")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)

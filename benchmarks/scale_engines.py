@@ -68,7 +68,7 @@ class SimulatedSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Seconds of the manager's steps in a push and of a health check of every engine; CPU seconds of manager plus servers."""
+    """Seconds of a push's three steps in the manager and of a health check of all engines, and CPU seconds of the process."""
 
     num_engines: int
     begin: float
@@ -102,7 +102,7 @@ async def serve(num_engines: int) -> AsyncGenerator[list[EngineClient]]:
 async def measure(num_engines: int, rounds: int) -> EngineTimes:
     """Return medians over ``rounds`` pushes, each followed by a health check of every engine.
 
-    Another push before them opens the connections.
+    One more push at the beginning opens the connections and is not measured.
     """
     async with serve(num_engines) as clients:
         pool = EnginePool([SimulatedSupervisor(client) for client in clients], HealthConfig(), receives_pushes=True)

@@ -1,4 +1,7 @@
-"""CPU time to find the rank that missed a collective in the rings of many trainer ranks, for ``benchmarks/scale.py``."""
+"""CPU time to find, from the rings of many ranks, which rank missed a collective; for ``benchmarks/scale.py``.
+
+A ring is a rank's record of its last collectives (``slime_like.distributed.forensics.ring``).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ MAX_RINGS = 256
 
 @dataclass(frozen=True, slots=True)
 class RingTimes:
-    """CPU seconds to describe one rank's groups and to report on the rings of a node and of ``num_rings`` ranks; ring size."""
+    """CPU seconds to describe a rank's groups and to report on rings, and the bytes of one rank's ring."""
 
     num_ranks: int
     num_rings: int
@@ -43,9 +46,10 @@ class RingTimes:
 
 
 def measure(num_ranks: int, rounds: int) -> RingTimes:
-    """Write the rings of a node and of all ``num_ranks`` ranks; return the CPU times of the reports.
+    """Write rings for a node and for ``num_ranks`` ranks, in which one rank missed the last op; return CPU times of reports.
 
-    If there are more than ``MAX_RINGS`` ranks, only ``NODE`` of them get a ring. The last rank of the node misses the last op.
+    If there are more than ``MAX_RINGS`` ranks, only the first ``NODE`` of them get a ring. Raises ``AssertionError`` if a report
+    does not name the rank that missed the op.
     """
     late, num_rings = NODE - 1, num_ranks if num_ranks <= MAX_RINGS else NODE
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +119,7 @@ def _report(folder: Path) -> str:
 
 
 def _reported(report: Callable[[Path], str], folder: Path, late: int, rounds: int) -> float:
-    """Return the median CPU seconds of ``report``. Raises ``AssertionError`` if it does not name the rank ``late``."""
+    """Return the median CPU seconds of ``report``. Raises ``AssertionError`` if its text does not name rank ``late``."""
     results = [_timed(report, folder) for _ in range(rounds)]
     for _, text in results:
         headline = text.partition("\n")[0]

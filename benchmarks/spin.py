@@ -1,4 +1,4 @@
-"""Benchmark of the number of turns that an engine's threads spin before they sleep: our recipe with several numbers, alternating.
+"""Benchmark of our recipe with several numbers of turns that an engine's threads spin before they sleep; the runs alternate.
 
 It reports the time of a rollout, which includes the rollout manager, HTTP and the prefill, and the time of a decode
 step in SGLang's scheduler, from the throughput that the engine logs every ``INTERVAL`` steps.
@@ -26,7 +26,7 @@ LINE = re.compile(r"Decode batch.*#running-req: (\d+),.*gen throughput \(token/s
 
 @dataclass(slots=True)
 class SpinArm:
-    """Runs with one number of turns."""
+    """Runs in which engine threads spin for the same number of turns before they sleep."""
 
     record: ArmRecord
     decode_s: list[list[float]] = field(default_factory=list[list[float]])  # by run: seconds per decode step

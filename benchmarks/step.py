@@ -1,4 +1,4 @@
-"""Cost of a training step on a CPU under each of model.cpu_kernels: one Megatron rank, arms that take turns.
+"""Cost of a training step on a CPU with model.cpu_kernels=torch and with =c: one Megatron rank, arms that take turns.
 
     python benchmarks/step.py                                           # both tables of this machine
     python benchmarks/step.py --cases tiny,float32,1 --rounds 1         # one case, quickly
@@ -214,7 +214,7 @@ def alternate(arms: Mapping[str, Callable[[], object]], rounds: int) -> Times:
 
 
 def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict[str, Callable[[], object]]:
-    """Return one function per arm: log-probabilities (and entropies) from hidden states and the output layer, and backward."""
+    """Return one function per arm: log-probabilities (with ``entropy``, entropies too) from hidden states, and backward."""
     from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
     from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 
