@@ -89,7 +89,7 @@ def span_versions(spans: Iterable[Span]) -> I32:
 
 
 def join(parts: Iterable[TokenColumns]) -> TokenColumns:
-    """Concatenate the columns of sequences, without their experts. A single sequence is returned itself, with its experts."""
+    """Concatenate the columns of sequences, without their experts. A single sequence is returned unchanged, with its experts."""
     items = list(parts)
     if len(items) == 1:
         return items[0]

@@ -62,7 +62,7 @@ class GroupedExperts(Experts):
 
     @property
     def groups(self) -> tuple[int, int] | None:
-        """Number of groups, and of those that a token's experts are chosen from; None if groups do not limit the choice."""
+        """(Number of groups, number of groups that a token's experts are chosen from); None if groups do not limit the choice."""
         if getattr(self.hf, "topk_method", None) == "greedy" or int(self.hf.n_group or 1) == 1:
             return None
         return int(self.hf.n_group), int(self.hf.topk_group or 0)

@@ -76,7 +76,10 @@ class HFFolder:
         return sorted(name for name in self._locations() if not self.is_scale(name))
 
     def read_as_stored(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return tensor ``name`` of ``names()`` in its stored shape and dtype; a float8 weight in ``dtype``."""
+        """Return tensor ``name`` in its stored shape and dtype; multiply a float8 weight by its scales and cast it to ``dtype``.
+
+        ``name`` is one of ``names()``.
+        """
         tensor: Tensor = self._open(self._locations()[name]).get_tensor(name)
         scaled = self.apply_scales(name, tensor)
         return scaled if scaled is tensor else scaled.to(dtype)

@@ -16,14 +16,14 @@ def _shard(sections: Sequence[Tensor], tp: int, rank: int) -> Tensor:
 
 
 def _join(shards: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Return the complete sections, with the given numbers of ``rows``, from the shards of all ranks."""
+    """Return the complete sections from the shards of all ranks; section i has ``rows[i]`` rows."""
     parts = zip(*(shard.split([n // len(shards) for n in rows], 0) for shard in shards), strict=True)
     return [torch.cat(part, 0) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class Sections(Weight):
-    """HF tensors whose concatenated rows are sections with the given numbers of ``rows``, such as query, key and value."""
+    """HF tensors whose concatenated rows form sections, such as query, key and value; section i has ``rows[i]`` rows."""
 
     rows: tuple[int, ...]
 

@@ -118,7 +118,7 @@ class GroupLimitedChoice(ExpertChoice):
     ) -> Tensor:
         """Return [L], as ``ExpertChoice.gap`` does, except for tokens with a chosen expert outside the router's own groups.
 
-        For these, subtract the lowest score of a chosen expert's group from the lowest score of the router's own groups.
+        For such a token, return the lowest score of the router's own groups minus that of the groups of its chosen experts.
         """
         assert num_groups and group_topk
         groups = self._groups(scores, num_groups)
@@ -127,5 +127,5 @@ class GroupLimitedChoice(ExpertChoice):
         return torch.where(between > 0, between, super().gap(scores, own_LK, chosen_LK, num_groups, group_topk))
 
     def _groups(self, scores: Tensor, num_groups: int) -> Tensor:
-        """Return [L, groups]: the score of each group, the sum of its ``num_group_scores`` best scores."""
+        """Return [L, groups]: the score of each group, which is the sum of its ``num_group_scores`` best scores."""
         return scores.unflatten(-1, (num_groups, -1)).topk(self.num_group_scores, -1).values.sum(-1)

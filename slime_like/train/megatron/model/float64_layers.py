@@ -48,7 +48,10 @@ def _maker(name: str) -> MakeFloat64:
 
 
 def attention(model: nn.Module, stack: ExitStack) -> int:
-    """Make core attention compute in float64: scores, softmax and the weighted sum of values, but not the projections."""
+    """Make core attention compute in float64 until ``stack`` closes; return the number of layers.
+
+    Scores, softmax and the weighted sum of values are in float64, the projections are not.
+    """
     layers = [module for module in model.modules() if isinstance(module, PackedAttention)]
     for layer in layers:
         stack.enter_context(replace_attribute(layer, "forward", in_float64(layer.forward, layer.config.params_dtype)))
@@ -56,7 +59,10 @@ def attention(model: nn.Module, stack: ExitStack) -> int:
 
 
 def mlp(model: nn.Module, stack: ExitStack) -> int:
-    """Make the MLP (or router and experts) after each mixer compute in float64, with float64 copies of its weights."""
+    """Make each layer's MLP, or router and experts, compute in float64 until ``stack`` closes; return the number of layers.
+
+    They use float64 copies of their weights.
+    """
     mlps: list[Any] = [module.mlp for module in model.modules() if isinstance(module, MLPLayer)]
     for part in mlps:
         stack.enter_context(replace_attribute(part, "forward", with_weights_in_float64(part)))

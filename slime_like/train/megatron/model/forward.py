@@ -131,9 +131,10 @@ def run_schedule(
 
 
 def _padding_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return empty micro-batches that make the total a multiple of the interleaved schedule's group size.
+    """Return empty micro-batches that make the number of micro-batches a multiple of the interleaved schedule's group size.
 
-    They must run first, because gradients are reduced in the backward pass of the last micro-batch.
+    The list is empty without virtual stages. Empty micro-batches must run first, because gradients are reduced in the
+    backward pass of the last micro-batch.
     """
     if len(wrapped) == 1 or not micros:
         return []

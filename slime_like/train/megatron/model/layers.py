@@ -70,7 +70,7 @@ class PackedRows(PackedSeqParams):
         return self.attention_batches
 
     def cos_sin_of(self, angles: Tensor) -> Tensor:
-        """Return F32 [P, dim]: cosines, then sines of the first dim / 2 of the rotary ``angles`` [P, 1, 1, dim].
+        """Return F32 [P, dim]: the cosines of the first dim / 2 rotary ``angles`` [P, 1, 1, dim], then their sines.
 
         Only the first call computes them: all layers have the same angles.
         """
@@ -80,7 +80,7 @@ class PackedRows(PackedSeqParams):
         return self.cos_sin
 
     def on_device(self) -> PackedSeqParams:
-        """Return TransformerEngine's parameters, with bounds on the device that cover the tokens of all cp ranks.
+        """Return packed-sequence parameters for TransformerEngine: on the device, for the sequences of all cp ranks.
 
         The bounds of a sequence include its padding. This changes no output: padding follows the tokens, and a causal
         query never sees later ones.

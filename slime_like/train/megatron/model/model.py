@@ -30,7 +30,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class Rotary(torch.nn.Module):
-    """Rotary angles at positions, for the first channels of a head (the fraction ``partial_rotary_factor`` of them).
+    """Rotary angles at positions. Only the first channels of a head are rotated, the fraction ``partial_rotary_factor`` of them.
 
     ``scale`` is the factor of the angles' cosines and sines; it is 1 except with YaRN (https://arxiv.org/abs/2309.00071). Raises
     ``ConfigError`` on unsupported scaling.
@@ -135,7 +135,7 @@ class PolicyModel(HybridModel):
     def scores(
         self, hidden: Tensor, source_N: Tensor, target_N: Tensor, *, temperature: float, chunk: int, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probabilities and (if ``entropy``) the entropies F32 [N] of tokens ``target_N``.
+        """Return the log-probabilities F32 [N] of tokens ``target_N`` and, if ``entropy``, the entropies F32 [N], otherwise None.
 
         ``source_N`` indexes the hidden states [L] that predict the tokens. Collective over the tensor parallel ranks.
         """
@@ -177,13 +177,14 @@ class ModelSegments(torch.nn.ModuleList):
     def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]:
         """Return megatron's sharded state, by segment if there are several.
 
-        Layers are numbered from 0 in each segment, but through all segments of the model in the keys on disk.
+        In the dict, layers are numbered from 0 in each segment; in the keys on disk, they are numbered through all segments
+        of the model.
         """
         parts = [policy.sharded_state_dict(metadata=metadata) for policy in self.policies]
         return parts[0] if len(parts) == 1 else {f"segment{i}": part for i, part in enumerate(parts)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict with the structure of the result of ``sharded_state_dict``."""
+        """Load a state dict structured like the result of ``sharded_state_dict``."""
         policies = self.policies
         parts = [state_dict] if len(policies) == 1 else [state_dict[f"segment{i}"] for i in range(len(policies))]
         for policy, part in zip(policies, parts, strict=True):

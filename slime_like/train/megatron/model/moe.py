@@ -27,7 +27,7 @@ def moe_builder(
 ) -> partial[MoELayer]:
     """Return the builder of an MoE layer, whose experts (and shared expert, if any) are MLPs of ``backend``'s linear layers.
 
-    With moe_grouped_gemm, the experts are ``grouped``; otherwise megatron computes them one by one.
+    With moe_grouped_gemm, a ``grouped`` module computes the experts of a layer; otherwise megatron computes them one by one.
     """
     stock: Any = get_moe_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts)
     submodules = dataclasses.replace(stock.keywords["submodules"], router=ExpertRouter)
@@ -89,9 +89,10 @@ class ExpertRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """Return ``probs``; their backward pass adds the gradient of the micro-batch's auxiliary loss times T.
+        """Return ``probs``, whose backward pass adds this rank's part of the gradient of T times the auxiliary loss.
 
-        The product is a sum over tokens, of which this rank adds its own, here and to the result of ``take_load``.
+        T is the micro-batch's number of tokens (see the class), so the product is a sum over these tokens. Each rank adds the
+        terms of its own tokens: here with the loss's coefficient, and to the result of ``take_load`` without it.
         Collective over the tensor and context parallel ranks.
         """
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))
@@ -104,7 +105,10 @@ class ExpertRouter(TopKRouter):
         return scaled
 
     def take_load(self) -> tuple[Tensor, Tensor]:
-        """Return and reset this rank's load F64 [E], and its auxiliary loss without coefficient, summed over tokens, F64 []."""
+        """Return and reset this rank's load F64 [E], and its sum F64 [] of the auxiliary loss.
+
+        The sum is over this rank's tokens in training passes since the last call, without the loss's coefficient.
+        """
         load_E, balance = self._load_E, self._balance
         self._reset_load()
         zeros = torch.zeros(self.num_experts or 0, dtype=torch.float64, device=self.weight.device)

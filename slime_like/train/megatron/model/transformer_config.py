@@ -52,8 +52,8 @@ def choose_family(spec: RankSpec, hf: Any) -> Family:
 def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     """Return the TransformerConfig of one rank.
 
-    Raises ``ConfigError`` on a key of ``model.megatron`` that is no field of it or is derived from the rest of the config,
-    and on values that megatron-core rejects.
+    Raises ``ConfigError`` on a key of ``model.megatron`` that is not a field of the TransformerConfig or is derived from the
+    rest of the config, and on values that megatron-core rejects.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 

@@ -1,4 +1,4 @@
-"""Critic model, a policy's decoder with a value head instead of the output layer, and its values of micro-batches."""
+"""Critic model (a policy's decoder with a value head instead of the output layer), and its values for micro-batches."""
 
 from __future__ import annotations
 

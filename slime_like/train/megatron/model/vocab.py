@@ -133,7 +133,7 @@ def vocab_scores(
     chunk: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return F32 [N] each: the log-probabilities of ``target_N`` and (if ``entropy``, else None) the entropies.
+    """Return the log-probabilities F32 [N] of ``target_N`` and, if ``entropy``, the entropies F32 [N], otherwise None.
 
     The distribution is ``softmax(hidden @ weight.T / temperature)`` over the vocabulary without padding rows;
     ``weight_VH`` is this rank's part of the weight. Results are equal on all ranks. The gradient of ``hidden_NH`` is

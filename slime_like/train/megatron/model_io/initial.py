@@ -1,7 +1,7 @@
-"""Initial weights from a Megatron ``torch_dist`` folder, written by this trainer or by megatron's GPTModel.
+"""Initial weights from an HF folder, or from a Megatron ``torch_dist`` folder of this trainer or of megatron's GPTModel.
 
-GPTModel's folders differ from this trainer's. A decoder block has one layer number, not two as in HybridModel. If all blocks
-are alike, each parameter is stored for all blocks in one tensor [num_blocks, ...]. The final norm has another name, and
+GPTModel's folders differ from this trainer's: a decoder block has one layer number, not two as in HybridModel; if all blocks
+are alike, each parameter is stored for all blocks in one tensor [num_blocks, ...]; the final norm has another name; and
 TransformerEngine's fused linears hold the norm before them.
 """
 

@@ -81,7 +81,7 @@ def layout_sizes(rank_info: RankInfo) -> dict[str, int]:
 
 # ---- random number generators ----------------------------------------------------------------------------------------
 def rng_object(rank_info: RankInfo, state: Any) -> ShardedObject:
-    """Return the sharded form of this rank's RNG ``state``, which is None if it is to be loaded."""
+    """Return the sharded form of this rank's RNG ``state``; to load the state of a checkpoint, pass None."""
     sizes = rank_info.layout
     shape = (sizes.pp, sizes.tp, sizes.cp, sizes.dp)
     offset = (rank_info.pp_rank, rank_info.tp_rank, rank_info.cp_rank, rank_info.dp_rank)
@@ -100,7 +100,7 @@ def rng_state() -> list[dict[str, Any]]:
 
 
 def set_rng_state(states: list[dict[str, Any]]) -> None:
-    """Restore the result of ``rng_state``."""
+    """Restore the generators' states that ``rng_state`` returned."""
     (state,) = states
     torch.set_rng_state(state["torch"])
     _tracker().set_states(state["tracker"])

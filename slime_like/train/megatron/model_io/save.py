@@ -220,9 +220,9 @@ def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> 
 
 
 def _clone_live(buckets: list[Any], on_host: list[Any]) -> list[Any]:
-    """Return ``on_host`` with clones of the tensors that share memory with the model, which the next optimizer step overwrites.
+    """Return ``on_host`` with a clone in place of each tensor that shares memory with the model.
 
-    megatron makes host copies only of tensors on a device.
+    The next optimizer step overwrites the model's memory, and megatron makes host copies only of tensors on a device.
     """
     out: list[Any] = []
     for (_, _, (_, live)), (file, key, (data, tensors)) in zip(buckets, on_host, strict=True):
@@ -236,7 +236,10 @@ def _clone_live(buckets: list[Any], on_host: list[Any]) -> list[Any]:
 
 
 def _replace_scratch(scratch: Path) -> None:
-    """Create ``scratch`` on a node that the driver does not clean, and remove the scratch folders of interrupted saves."""
+    """Remove the scratch folders of interrupted saves on this node, and create an empty ``scratch``.
+
+    Called on nodes that do not share rank 0's folder: the driver does not clean theirs.
+    """
     for path in scratch.parent.glob(f"iter_*{SCRATCH}"):
         shutil.rmtree(path, ignore_errors=True)
     make_empty(scratch)

@@ -62,7 +62,8 @@ def _distributed_optimizer(module: ModuleType) -> None:
 def _order_group_by_dtype(module: ModuleType) -> None:
     """Number the parameters of a group in storage order, with 32-bit parameters before 16-bit parameters.
 
-    Upstream stores them in this order but numbers them in another, so a resumed run gives a parameter the state of another.
+    Upstream stores parameters in this order but numbers them in another, so after a resume, a parameter would get the optimizer
+    state of a different parameter.
     Remove when upstream numbers parameters in storage order.
     """
     optimizer = module.DistributedOptimizer
@@ -162,8 +163,8 @@ _save_errors: ContextVar[list[Exception] | None] = ContextVar("save errors", def
 def save_errors() -> Generator[list[Exception]]:
     """Yield a list that collects this thread's errors in writing a checkpoint.
 
-    When a rank fails to write its part, upstream keeps only the class of the error. If rank 0 raised an error in writing
-    metadata, the other ranks would wait for it in a broadcast.
+    When a rank fails to write its part, upstream keeps only the class of the error. If rank 0 raised its error in writing
+    metadata, the other ranks would wait in a broadcast from rank 0.
     """
     errors: list[Exception] = []
     token = _save_errors.set(errors)
@@ -190,9 +191,9 @@ def _collect_errors(write: Callable[..., None]) -> Callable[..., None]:
 def _checkpoint_writer(module: ModuleType) -> None:
     """Pass a save's results through a plain queue, and add its errors to the list of ``save_errors``.
 
-    Upstream's queue spawns a Manager process that imports __main__. Upstream's frame and the error of a failed write refer to
-    each other and keep the ``BytesIO.getbuffer()`` that was written: the garbage collector of Python before 3.12.2 crashes on
-    such a cycle (gh-111049), at the next save. So the error is kept without its traceback.
+    Upstream's queue spawns a Manager process that imports __main__. After a failed write, upstream's frame and the error refer
+    to each other and keep the written ``BytesIO.getbuffer()`` alive. Before Python 3.12.2, the garbage collector crashes on
+    such a cycle at the next save (gh-111049), so the error is kept without its traceback.
     """
 
     def get_write_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:

@@ -75,7 +75,7 @@ class CheckedReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read tensors, and objects with ``load_object``, whose ``CheckpointError`` names the file."""
+        """Read tensors and objects. Objects are read with ``load_object``, whose ``CheckpointError`` names the file."""
         return super().read_data(plan, cast("Any", _CheckedObjects(planner, self)))
 
 
@@ -125,8 +125,8 @@ def load_metadata(path: Path) -> Metadata:
 def load_object(file: io.BytesIO | Path, path: Path) -> Any:
     """Load an object that ``torch.save`` wrote, with torch's weights-only unpickler, and allow the classes in ``OPTIMIZERS``.
 
-    Raises ``CheckpointError`` if the object needs another class or function; the error names that class or function, and
-    ``path``, the file that holds the object. A damaged file raises the errors of ``torch.load``.
+    ``path`` is the file that holds the object, for the message. Raises ``CheckpointError`` if the object needs another class or
+    function, which the error names. A damaged file raises the errors of ``torch.load``.
     """
     try:
         with torch.serialization.safe_globals(OPTIMIZERS):

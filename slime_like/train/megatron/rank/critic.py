@@ -73,9 +73,9 @@ class RankCritic(RankModel):
             load_weights(self.state(), Path(spec.load))
 
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
-        """Return a rollout's values (None except on the reporter of each shard) and metrics of this rank's collectives.
+        """Return a rollout's values, and this rank's ``comm/...`` and ``guard/...`` metrics.
 
-        The rollout stays open for ``update``.
+        The values are None except on the reporter of each shard. The rollout stays open for ``update``.
         """
         with install.phase("score"):
             columns = self._values(steps)
@@ -93,7 +93,7 @@ class RankCritic(RankModel):
     def update(self, returns: Columns, num_tokens: Sequence[int]) -> tuple[Metric, ...]:
         """Take the optimizer steps of the open rollout and close it.
 
-        Return global metrics on the reporter, and on every rank the metrics of its own collectives.
+        Return global metrics on the reporter, and on every rank its own ``comm/...`` and ``guard/...`` metrics.
         """
         with install.phase("step"):
             metrics = self._update(returns, num_tokens)

@@ -52,7 +52,7 @@ class DeviceState:
         return tuple(part for part in TRAINER_PARTS if not self._offloaded[part])
 
     def keep(self, parts: Collection[str]) -> None:
-        """Move all parts except ``parts`` to host memory, then bring back ``parts`` that are off the device."""
+        """Move all parts except ``parts`` to host memory, then bring back those of ``parts`` that are off the device."""
         parts_to_offload = [part for part in self.resident if part not in parts]
         storages = self._storages() if parts_to_offload else {}
         for part in parts_to_offload:

@@ -82,7 +82,7 @@ class RankTrainer(RankModel):
         """Score all batches of one rollout, then take its optimizer steps.
 
         ``steps[k]`` are this dp rank's batches of optimizer step k, ``num_tokens[k]`` the step's global count of trained
-        tokens. The reporter returns the metrics of all ranks; every rank adds metrics of its own collectives.
+        tokens. The reporter returns the metrics of all ranks; every rank adds its own ``comm/...`` and ``guard/...`` metrics.
         Raises ``ConsistencyError`` as ``update`` does.
         """
         metrics: tuple[Metric, ...] = ()
@@ -127,13 +127,13 @@ class RankTrainer(RankModel):
     def _end_rollout(self, metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
         """Count the rollout, even if the actor is frozen or the rollout is empty.
 
-        Return ``metrics`` and the metrics of this rank's collectives since the last call.
+        Return ``metrics``, then this rank's ``comm/...`` and ``guard/...`` metrics since the last call.
         """
         self.version += 1
         return (*metrics, *install.drain())
 
     def _update(self, num_tokens: Sequence[int], *, frozen: bool) -> tuple[Metric, ...]:
-        """Close the rollout and take its optimizer steps. Return global metrics on the reporter, () on other ranks."""
+        """Close the rollout and, unless ``frozen``, take its optimizer steps. Return global metrics on the reporter, else ()."""
         rollout = self.close()
         metrics = rollout.metrics
         columns = ((m.batch, m.advantages) for m in rollout.micros) if self._reports_advantages else ()
@@ -173,8 +173,8 @@ class RankTrainer(RankModel):
     def _sample_difference(self, rollout: OpenRollout, frozen: bool) -> SampleLogprobDifference:
         """Start the comparison with the engine: add the samples of all optimizer steps but the first or, if ``frozen``, of all.
 
-        The first step adds its own samples in its forward pass, which runs after every swap of weights. The samples are
-        added here only if the old policy was scored.
+        A sample is added here only if the old policy scored it. The first step adds its own samples in its forward pass, which
+        runs after every swap of weights, so the comparison would also detect weights that were not restored.
         """
         sample_difference = SampleLogprobDifference(self.version, self.rank_info, self.spec.sample_tolerance)
         later = [micro for micros in rollout.micros_by_step[0 if frozen else 1 :] for micro in micros]

@@ -19,7 +19,10 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class ExpertBalance:
-    """Expert balance of one rank's model. Methods are collectives; they do nothing in a model without experts."""
+    """Scale of the auxiliary loss, and metrics of expert load, in one rank's model.
+
+    Methods are collectives; they do nothing in a model without experts.
+    """
 
     def __init__(self, wrapped: ModelSegments, rank_info: RankInfo) -> None:
         self._routers = [module for module in wrapped.modules() if isinstance(module, ExpertRouter)]

@@ -99,8 +99,8 @@ def make_optimizer(spec: RankSpec, wrapped: ModelSegments) -> Any:
 def _free_replaced_optimizer() -> None:
     """Free the hybrid optimizer that megatron builds first and then replaces with one over this rank's shard.
 
-    It has a float32 copy of all parameters of the rank, the offloaded part on the host, and is part of a reference cycle, which
-    ``gc.freeze`` would keep for the whole run. Remove once megatron builds one hybrid optimizer.
+    It holds a float32 copy of all parameters of the rank, on the host for those that are offloaded. Because it is part of a
+    reference cycle, ``gc.freeze`` would keep it for the whole run. Remove once megatron builds one hybrid optimizer.
     """
     gc.collect()
     torch.accelerator.empty_host_cache()

@@ -59,7 +59,7 @@ class SampleLogprobDifference:
     def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
         """Add the differences at all trained tokens of ``micros``; ``columns`` are the trainer's log-probabilities [T].
 
-        A micro-batch whose column is None is skipped. Only cp rank 0 adds them, as all cp ranks have the same columns.
+        A micro-batch whose column is None is skipped. All cp ranks have the same columns, so only cp rank 0 adds differences.
         """
         if self.rank_info.cp_rank:
             return
@@ -71,7 +71,8 @@ class SampleLogprobDifference:
     def close(self) -> list[Metric]:
         """Return global metrics on the last pipeline stage. A collective of all ranks.
 
-        Raises ``ConsistencyError`` on every rank if a token of ``on_policy`` differs by more than ``tolerance``, or by NaN.
+        Unless ``tolerance`` is None, raises ``ConsistencyError`` on every rank if an ``on_policy`` difference is NaN or exceeds
+        ``tolerance``. These are the differences at tokens of samples that only the trainer's version sampled.
         """
         metrics, error = self._compare() if self.rank_info.is_last else ([], None)
         if self.rank_info.layout.pp > 1:
@@ -84,10 +85,10 @@ class SampleLogprobDifference:
         return metrics
 
     def metrics(self, suffix: str) -> list[Metric]:
-        """Return mean and maximum absolute difference of ``on_policy`` over all ranks.
+        """Return the mean and the maximum of the absolute ``on_policy`` differences over all ranks.
 
-        Collective of the last pipeline stage.
-        The list is empty on other stages, or if no rank has such a token.
+        The list is empty on stages before the last, or if there are no such differences. Collective over the ranks of the last
+        stage.
         """
         if not self.rank_info.is_last:
             return []
@@ -97,7 +98,7 @@ class SampleLogprobDifference:
         return [Mean(f"{NAME}{suffix}", float(magnitudes.mean())), Max(f"{NAME}_max{suffix}", float(magnitudes.max()))]
 
     def _compare(self) -> tuple[list[Metric], str | None]:
-        """Return global metrics, and the error message if a token of ``on_policy`` exceeds the tolerance.
+        """Return global metrics, and the error message if an ``on_policy`` difference exceeds the tolerance, otherwise None.
 
         Collective.
         """
@@ -128,7 +129,7 @@ class SampleLogprobDifference:
         return metrics, self._error_message(magnitudes)
 
     def _error_message(self, magnitudes: Any) -> str:
-        """Return the error message for differences of ``on_policy``. A collective of the ranks that hold a part of the batch."""
+        """Return the error message for ``on_policy`` differences. Collective over the ranks that hold a part of the batch."""
         ids = np.concatenate([np.zeros(0, np.int64), *self.sample_ids])
         (gathered_ids,) = gather_ragged([to_device(ids, self.rank_info.device)], self.rank_info.dp_cp_group)
         global_ids = gathered_ids.cpu().numpy()
@@ -146,7 +147,7 @@ class SampleLogprobDifference:
         )
 
     def _gather(self) -> list[Any]:
-        """Return on_policy, mixed and stale differences, each F64 [n], gathered from all ranks that hold a part of the batch.
+        """Return the differences ``on_policy``, ``mixed`` and ``stale`` of all ranks that hold a part of the batch, each F64 [n].
 
         Collective.
         """

@@ -1,8 +1,9 @@
 """One optimizer step: gradients of the sum of loss_weight * loss over its micro-batches, update, metrics.
 
 megatron divides gradients by the global count G of trained tokens (calculate_per_token_loss), so each micro-batch returns
-``(sum(w * l) * G, n)`` with n its own count. The gradients are those of the sum of w * l over all micro-batches and ranks,
-which does not depend on packing, micro-batching or layout.
+``(sum(w * l) * G, n)``: w is a token's loss_weight, l its loss, and n the micro-batch's own count of trained tokens. The
+gradients are those of the sum of w * l over all micro-batches and ranks, which does not depend on packing, micro-batching or
+layout.
 
 Axis suffixes: T tokens of the packed batch, N trained tokens on this rank, S sequences, L tokens of this rank's hidden states,
 H hidden size.
@@ -188,7 +189,7 @@ class StepReport:
 
     @torch.no_grad()
     def add(self, out: LossOutput, weight_N: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch: its loss, the loss function's means and maxima, and ``columns``, further values to average.
+        """Add a micro-batch: its loss, the loss function's means and maxima, and ``columns``, which are averaged too.
 
         Raises ``UserCodeError`` if the names of the means and maxima differ from those of an earlier micro-batch.
         """
