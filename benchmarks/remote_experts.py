@@ -324,7 +324,8 @@ def page(tables: Mapping[str, Mapping[str, ArmResult]], about: str, command: str
         f"Prefill: one prompt of {PROMPT:,} tokens in chunks of {CHUNK:,}. Decode: {DECODE_STEPS} steps of {DECODE_BATCH} requests. "
         f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) of one prompt. "
         f"{LOCAL}: by SGLang's function, as in an engine on a CPU without remote experts; {LOCAL_PLUGIN}: by the plugin's function, "
-        "which computes the halves.",
+        "which computes the halves of the other rows. stream: requests of up to 32 tokens; batched: up to the worker's capacity; auto: the "
+        "one that is measured to be faster; each with the dtype of the payload.",
     ]
     for title, arms in tables.items():
         lines += ["", f"## {title}", "", *table(arms)]
