@@ -31,6 +31,6 @@ def prepare(config: TrainConfig) -> None:
 
 @needs_label
 def score(prompt: Prompt, sample: Sample) -> float:
-    """Return the share of digits that match the label, relative to the longer of label and answer."""
+    """Return the number of positions at which label and answer agree, divided by the length of the longer one."""
     label, answer = prompt.label or "", sample.text.strip()
     return sum(a == b for a, b in zip(label, answer, strict=False)) / max(len(label), len(answer), 1)

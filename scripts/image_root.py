@@ -1,6 +1,6 @@
 """Execute docker/Dockerfile in a clean root folder with chroot, on a machine without an image builder, as the user root.
 
-python3 scripts/image_root.py FOLDER --device cpu --python /usr/local      # then the quickstart's plan
+python3 scripts/image_root.py FOLDER --device cpu --python /usr/local      # then print the quickstart's plan
 python3 scripts/image_root.py FOLDER --device gpu -- .venv/bin/python train.py +recipe=one_gpu --plan-for 1xH200
 
 FOLDER is a Debian or Ubuntu root folder (debootstrap) in place of the base image: docker/README.md
@@ -209,7 +209,7 @@ def run(line: Instruction, image: Image, options: Options) -> None:
 def link_cache(mount: str, cache: Path, root: Path) -> None:
     """Fill the folder of a cache mount with hard links to the files of ``cache``, unless the folder has files already.
 
-    The mount's user owns the folder and its subfolders.
+    The mount's user owns the folder and its subfolders. Hidden files in its upper two levels are left out.
     """
     fields = dict(part.split("=", 1) for part in mount.split(","))
     folder = root / fields["target"].lstrip("/")

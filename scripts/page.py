@@ -1,4 +1,4 @@
-"""Files and page sections that scripts write with their measurements."""
+"""Files and page sections to which scripts write their measurements."""
 
 from __future__ import annotations
 

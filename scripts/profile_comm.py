@@ -135,7 +135,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
 def measure(device: Any) -> None:
     """Run every op in every size in the current process group. Collective.
 
-    ``install.install`` must have been called; measurements go to the folder of its ``GuardSpec.profile``.
+    Call it after ``install.install`` with a ``GuardSpec`` whose ``profile`` names the folder for the measurements.
     """
     import torch.distributed as dist
 

@@ -58,7 +58,7 @@ def draw_part(
 
 
 def _least(rng: random.Random, kinds: Sequence[str], counts: Mapping[str, int]) -> str:
-    """Return one of the ``kinds`` with the lowest count, at random."""
+    """Choose at random among those of ``kinds`` that have the lowest count."""
     lowest = min(counts.get(kind, 0) for kind in kinds)
     return rng.choice([kind for kind in kinds if counts.get(kind, 0) == lowest])
 

@@ -1,12 +1,12 @@
 """Inject random faults into one long run, part by part, and compare it with an undisturbed run.
 
-python scripts/soak_faults.py [--faults 50] [--max-faults-per-call 10] [--seed 0] [--rollouts 480] [--folder FOLDER]
+python scripts/soak_faults.py [--faults 50] [--max-faults-per-call 50] [--seed 0] [--rollouts 480] [--folder FOLDER]
     [--table FILE] [--write]
 
-A part of the run is one call of train.py. Up to four faults that a run survives (an engine or a part of it is killed,
-suspended (SIGSTOP) or slow, a reward worker is killed) are injected, sometimes before an engine serves again after the
-previous fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray is killed or
-suspended, SIGINT, SIGTERM or SIGHUP arrives in a phase, or one or two signals arrive during its start. The least tried
+A part of the run is one call of train.py. First it gets up to four faults that a run survives: an engine or a part of it is
+killed, suspended (SIGSTOP) or slow, or a reward worker is killed. Some come before an engine serves again after the previous
+fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray is killed or suspended;
+SIGINT, SIGTERM or SIGHUP arrives in a phase; or one of these signals arrives once or twice during the start. The least tried
 kinds are drawn first (``soak_draw.py``), so that 14 parts, with 66 faults if the target of each is running, include every
 kind. Parts differ in the number of engines and in the weight transport. A part is clean if its exit code fits its final
 fault, and if it left one crash bundle that names the target, or no bundle if it ended by a signal or by itself. After each
@@ -120,7 +120,7 @@ class SoakPart:
 
     @property
     def explained(self) -> bool:
-        """True if the part left one crash bundle that names the target of its final fault, or none if none is required."""
+        """True if there is one crash bundle, which names the final fault's target, or none after a signal or a normal end."""
         if self.end not in TARGETS:
             return not self.causes
         return len(self.causes) == 1 and TARGETS[self.end] in self.causes[0]
@@ -275,7 +275,7 @@ class FaultSoak:
 
     @staticmethod
     def _wait(training: Training) -> tuple[int, bool]:
-        """Return the exit code, and True if the part hung and was killed."""
+        """Wait for the end of the part. Return its exit code, and True if it hung and was killed."""
         deadline = Deadline("soak", "part", MAX_PART_S)
         while training.running():
             if deadline.elapsed() > deadline.limit:

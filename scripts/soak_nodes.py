@@ -3,7 +3,7 @@
 python scripts/soak_nodes.py [--kills 20] [--seed 0] [--limit-s SECONDS] [--folder FOLDER] [--page FILE]
 
 The nodes are namespaces of this machine (``tests/nodes/machine.py``; needs root). The driver and trainer rank 0 are on the
-first node, trainer rank 1 is on the second, engines are on the others, and in parts with ``weights.transport=tensor`` also on
+first node, trainer rank 1 is on the second, engines are on the others and, with ``weights.transport=tensor``, also on
 the first. Three kills hit nodes with engines, in the phases collect, step and push; the run continues and moves the engines.
 A fourth kill hits the node of rank 1: the run ends, the node starts again, and the same command with the other transport
 resumes the run from its checkpoint. Half of the kills are power failures, about which the peers receive no packet.

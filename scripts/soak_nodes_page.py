@@ -72,10 +72,11 @@ class SampleCount:
 
 
 def check_samples(run_dir: Path, *, is_ended: bool) -> SampleCount:
-    """Count the samples of a run. Raises ``AssertionError`` if one is missing, doubled or sampled with other weights.
+    """Count the samples of a run. Raises ``AssertionError`` if one is missing, duplicated or sampled with other weights.
 
-    Steps are logged once each, group ids are consecutive over all rollouts, and rollout ``i`` was sampled with weights ``i``.
-    If ``is_ended``, the newest checkpoint is that of the last rollout, and its data cursor points just past the last group.
+    Each step must be logged once, group ids must be consecutive over all rollouts, the groups of a rollout equally large, and
+    rollout ``i`` sampled with weights ``i``. If ``is_ended``, the newest checkpoint must be that of the last rollout, with a
+    data cursor just past the last group.
     """
     rows = metrics(run_dir)
     num_rollouts = int(rows[-1]["step"])

@@ -50,7 +50,7 @@ def setting_of(field: str) -> str:
 def fix_of(field: str, required: object) -> str:
     """Return advice, for an error message, to give ``field`` of ServerArgs the value ``required``.
 
-    A ``required`` value that is false must be SGLang's default, because the advice is then to remove the setting.
+    A falsy ``required`` must be SGLang's default, because the advice is then to remove the setting.
     """
     return f"set {setting_of(field)} to {required!r}" if required else f"remove {setting_of(field)}"
 
@@ -164,8 +164,8 @@ def _search_by_name(owner: str, hooks: Sequence[Hook]) -> Generator[None]:
 def replace_imported(original: object, wrapped: object, source: object) -> int:
     """Replace function ``original`` of module ``source`` by ``wrapped`` in the modules that imported it under its name.
 
-    Return the number of these modules, without those that forbid it. Do nothing if ``source`` is a class, because methods
-    are not imported. ``tests/upstream`` checks that no module imports a hooked function under another name.
+    Return the number of names replaced; a module that rejects the assignment is skipped. Do nothing if ``source`` is a class,
+    because methods are not imported. ``tests/upstream`` checks that no module imports a hooked function under another name.
     """
     if isinstance(source, type):
         return 0
@@ -215,7 +215,7 @@ def resolve_target(owner: str, target: str) -> Any:
 def replace_target(owner: str, target: str, value: Any) -> None:
     """Set the attribute at the dotted path ``target`` in this process.
 
-    Raises ``SystemExit`` if it does not exist, because setting a name that upstream renamed would have no effect.
+    Raises ``SystemExit`` if there is no such attribute, because setting a name that upstream renamed would have no effect.
     """
     wrap_target(owner, target, lambda original: value)
 
@@ -234,7 +234,7 @@ def _resolve(target: str) -> Any:
     """Return the object at the dotted path ``target``.
 
     Raises ``AttributeError`` or ``ModuleNotFoundError`` if it does not exist, ``ImportError`` if its module cannot be
-    imported. ``pkgutil.resolve_name`` would report the second case as the first.
+    imported. ``pkgutil.resolve_name`` would report a module that cannot be imported as a missing attribute.
     """
     module, _, remaining = target.partition(".")
     value = importlib.import_module(module)

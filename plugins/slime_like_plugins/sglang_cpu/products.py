@@ -24,7 +24,7 @@ class Packing(Protocol):
     name: str
 
     def packs(self, weight: Tensor) -> bool:
-        """Return True if a weight [M, K] can be packed."""
+        """Return True if ``weight`` [M, K] can be packed."""
         ...
 
     def pack(self, weight: Tensor, old: Tensor | None = None) -> Tensor:

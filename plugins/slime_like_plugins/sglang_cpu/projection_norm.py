@@ -20,7 +20,7 @@ def normalise(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Return the RMS-normalised queries and keys. ``squares`` holds sums over the heads of all ``tp_world`` ranks."""
+    """Return the RMS-normalised queries and keys. ``squares``: results of ``sums_of_squares``, summed over ``tp_world`` ranks."""
     pairs = ((query, query_weight), (key, key_weight))
     out: list[Tensor] = []
     for (x, weight), total in zip(pairs, squares[: 2 * len(query)].chunk(2), strict=True):

@@ -39,7 +39,7 @@ class StopConditions:
 def plain_request(request: Any) -> StopConditions | None:
     """Return the stop conditions of a request that needs only tokens and log-probabilities; None for any other.
 
-    They are computed once per request.
+    The result is computed once and kept in the request.
     """
     cached: StopConditions | bool | None = getattr(request, PLAIN, False)
     if not isinstance(cached, bool):

@@ -1,4 +1,4 @@
-"""Hooks that poison and check parameters in SGLang's schedulers, and reject requests in its HTTP process."""
+"""Hooks into SGLang: its schedulers fill parameters with NaN and check them, and its HTTP process rejects requests."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
 
 # ---- scheduler processes ---------------------------------------------------------------------------------------------
 def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``SchedulerWeightUpdaterManager.begin_weight_update``: drop any open update, and poison the parameters."""
+    """Hook around ``SchedulerWeightUpdaterManager.begin_weight_update``: drop any open update; fill parameters with NaN."""
     manager._session = None
     output = original(manager, request)
     if output.success:
