@@ -40,7 +40,8 @@ def options() -> FlowOptions:
 def check_arguments(original: Callable[..., None], server_args: Any) -> None:
     """Hook around ``ServerArgs.resolve_once``: stop the engine (``SystemExit``) if FlowMLA does not support its arguments.
 
-    The number of attention groups is checked first, because SGLang asserts without a message that it divides ``tp_size``.
+    The number of data-parallel attention groups is checked first, because SGLang only asserts, without a message, that it
+    divides ``tp_size``.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
@@ -121,7 +122,7 @@ def shard_layers(
 def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook after ``DefaultModelLoader.load_model``: allocate the slots for forwards, and check this rank's memory.
 
-    SGLang calls it within its memory saver's region for weights, so that the slots are released with the weights.
+    This runs within the memory saver's region for weights, so the slots are released together with the weights.
     Raises ``SystemExit`` if a check fails.
     """
     for weights in _models:
@@ -186,7 +187,7 @@ def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, wei
 def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -> None:
     """Hook around ``Fp8LinearMethod.process_weights_after_loading``: run it on the gathered layer.
 
-    It needs whole matrices. Raises ``SystemExit`` if SGLang has replaced the memory of a sharded weight.
+    SGLang's method needs whole matrices. Raises ``SystemExit`` if SGLang has replaced the memory of a sharded weight.
     """
     for weights in _models:
         if (layer := weights.layer_of(module)) is not None:

@@ -38,7 +38,7 @@ def matrix(tensor: Tensor) -> Matrix:
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Offsets of a layer's matrices in a buffer that ``num_ranks`` ranks share."""
+    """Offsets of a layer's matrices in a buffer of bytes, of which each of ``num_ranks`` ranks holds a part."""
 
     matrices: tuple[Matrix, ...]
     offsets: tuple[int, ...]  # byte of the buffer at which each matrix begins

@@ -77,7 +77,7 @@ class GatherPipeline:
         slot.wait()
 
     def advance(self, layer: int) -> None:
-        """Start gathering the next layer of the slot of ``layer``; the forward has finished ``layer``.
+        """Start gathering the next layer into the slot of ``layer``, after the forward has finished ``layer``.
 
         The last layer of a slot is followed by its first one, for the next forward. On a GPU, the call for the last layer of
         the model waits for all gathers, because a CUDA graph has to join their streams before its capture ends.

@@ -43,7 +43,7 @@ class PartMemory(Protocol):
         ...
 
     def address(self, part: Tensor) -> Address:
-        """Return an address of a part that one other process can open."""
+        """Return an address with which one other process can open a part."""
         ...
 
     def open(self, address: Address) -> Tensor:
@@ -88,7 +88,7 @@ class PullGather:
         return self._memory.allocate(num_bytes)
 
     def share(self, parts: Sequence[Tensor]) -> None:
-        """Exchange addresses. Collective. Raises ``SystemExit`` if a rank cannot open the memory of another one."""
+        """Exchange the addresses of ``parts``. Collective. Raises ``SystemExit`` if a rank cannot open another rank's memory."""
         addresses = [  # indexed by the rank that opens them
             [] if rank == self._rank else [dict(self._memory.address(part)) for part in parts]
             for rank in range(self._num_ranks)

@@ -215,7 +215,7 @@ class ShardedWeights:
                 weight.set(layer.layout.view(buffer, position), layer.layout.part_of(layer.part, self._rank, position))
 
     def _record_peak(self, selected: Sequence[tuple[ModuleWeight, Matrix]]) -> None:
-        """Update ``peak_bytes`` with earlier layers' parts plus the ``selected`` weights of a layer, still unsharded."""
+        """Update the maximum ``peak_bytes``: earlier layers' parts plus a layer's ``selected`` weights, not yet sharded."""
         weights = (getattr(weight.module, weight.attribute) for weight, _ in selected)
         tensors = [*(layer.part for layer in self.layers), *(weight for weight in weights if weight is not None)]
         self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in tensors))

@@ -34,7 +34,7 @@ class Admission:
         self._lengths = ResponseLengths.estimate(np.zeros(0, np.int64), np.zeros(0, np.bool_))
 
     def track(self, request: Any) -> None:
-        """Start observing an admitted request."""
+        """Start observing the length of an admitted request's response."""
         self._running.setdefault(request.rid, request)
         if len(self._running) > MAX_TRACKED:  # a request aborted in the queue never finishes
             self._record(self._running.pop(next(iter(self._running))))

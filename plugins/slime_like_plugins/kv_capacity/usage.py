@@ -31,7 +31,10 @@ class Counts:
     graph_replays: int = 0  # decode steps that replayed a CUDA graph
 
     def report(self) -> dict[str, float]:
-        """Return the counts except ``graph_replays``, and with DCP the time of its exchanges. Reset all but the capacity."""
+        """Return the counts except ``graph_replays``, and reset all but the capacity.
+
+        If the engine has decode context parallelism (DCP), the result includes the time of its exchanges.
+        """
         values: dict[str, float] = asdict(self)
         del values["graph_replays"]
         if (seconds := exchange_time.take(self.graph_replays)) is not None:
@@ -65,7 +68,7 @@ def retract_decode(result: tuple[Any, ...], batch: Any) -> None:
 
 
 def internal_state(output: Any, controller: Any, request: Any) -> None:
-    """Hook after ``SchedulerInternalStateController.get_internal_state``: add to its output the counts since the last call."""
+    """Hook after ``SchedulerInternalStateController.get_internal_state``: add the counts since the last call to its output."""
     counts.capacity_tokens = controller.scheduler.pool_stats_observer.get_pool_stats().full_capacity
     output.internal_state[STATE] = counts.report()
 

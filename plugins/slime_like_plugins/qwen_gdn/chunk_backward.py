@@ -64,7 +64,7 @@ def backward(
 
 
 def project(keys: Tensor, dkeys: Tensor, rstd: Tensor, scale: float) -> Tensor:
-    """Return the gradients of keys and queries before normalisation, computed in place in ``dkeys`` [M, H, 2C, K]."""
+    """Return the gradients with respect to keys and queries before normalisation; ``dkeys`` [M, H, 2C, K] is overwritten."""
     chunk = keys.shape[2] // 2
     dkeys[:, :, chunk:] *= scale
     dots = torch.linalg.vecdot(dkeys, keys)

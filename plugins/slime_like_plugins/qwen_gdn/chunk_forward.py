@@ -126,7 +126,7 @@ def forward(x: ChunkInputs, state: Tensor, order: ChunkOrder, *, keep: bool) -> 
 
 
 def grouped(part: Tensor, x: ChunkInputs) -> Tensor:
-    """Return [m, H or HV, ...] as [m, H, 1 or HV / H, ...], to broadcast key heads over their value heads."""
+    """Return ``part`` [m, H or HV, ...] as [m, H, 1 or HV / H, ...], to broadcast key heads over their value heads."""
     heads = x.keys.shape[1]
     return part.view(part.shape[0], heads, part.shape[1] // heads, *part.shape[2:])
 

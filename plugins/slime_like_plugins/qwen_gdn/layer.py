@@ -88,7 +88,10 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         return f"Gated DeltaNet ran on {self.backend.name}: {self.backend.kernels()}{self.remark}"
 
     def _conv_weight(self) -> Tensor:
-        """Wait until the convolution's weight [C, W] has been gathered, and return it."""
+        """Wait until the convolution's weight [C, W] has been gathered (``overlap_param_gather``), and return it.
+
+        Collective over the data parallel ranks, as ``wait_for_weights`` is.
+        """
         wait_for_weights(self.conv1d)
         return self.conv1d.weight[:, 0]
 

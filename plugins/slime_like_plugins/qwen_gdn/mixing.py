@@ -28,11 +28,11 @@ class MixingHeads:
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """Numbers of query, key and value channels."""
+        """Number of query channels, of key channels, and of value channels."""
         return self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim
 
     def shared_by(self, ranks: int) -> MixingHeads:
-        """Return the heads of each rank when these heads are split over ``ranks`` ranks, which must divide both counts."""
+        """Return the heads per rank when these heads are split over ``ranks`` ranks; ``ranks`` must divide both head counts."""
         return MixingHeads(self.keys // ranks, self.values // ranks, self.key_dim, self.value_dim)
 
 

@@ -95,7 +95,7 @@ def padded(rows: Tensor, num_rows: int) -> Tensor:
 
 
 def zero_of(*parts: Tensor | None) -> Tensor:
-    """Return 0 as a float32 scalar that depends on ``parts``, each with a gradient of 0, whatever they contain."""
+    """Return 0 as a float32 scalar for autograd: backward gives each of ``parts`` a gradient of 0, even if it contains NaN."""
     return torch.stack([part[:0].sum(dtype=torch.float32) for part in parts if part is not None]).sum()
 
 

@@ -18,7 +18,7 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend, RangeRule
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds I32 [N + 1], on the host and on the device of the data, of N sequences or parts of sequences within a range."""
+    """Bounds of N sequences, or of parts of sequences, within a range: I32 [N + 1], on the host and on the data's device."""
 
     host: Tensor
     device: Tensor
@@ -27,7 +27,7 @@ class Bounds:
     def of(cls, edges: Sequence[int], device: torch.device) -> Bounds:
         """Return ``edges`` as bounds.
 
-        They are copied to the device only here, because kernels cache derived values by the identity of the tensor.
+        The copy on the device is made here, once for all layers: kernels cache derived values by the identity of this tensor.
         """
         host = torch.tensor(edges, dtype=torch.int32)
         return cls(host, host.to(device, non_blocking=True))
@@ -49,7 +49,7 @@ class Range:
     rule: RangeRule | None  # the backend's own rule; None if it has none, or if no border between ranks cuts a sequence
 
     def to_stream(self, rows: Tensor) -> Tensor:
-        """Send the ``rows`` [L, ...] of the rank's tokens in attention; return those of the tokens of its range, in order.
+        """Send the ``rows`` [L, ...] of the tokens that this rank has in attention; return those of its range's tokens, in order.
 
         In attention, a rank has two chunks of every sequence (``model.layout.zigzag``). Collective over the context parallel
         group.

@@ -9,10 +9,10 @@ state then gives every rank its initial state. A kernel only has to take an init
 each rank sends per layer does not grow with the length of the sequences: Hv * K * (K + V) numbers, and the W - 1 last tokens of
 its range for a convolution of width W.
 
-In attention, a rank has other tokens: two chunks of each sequence (``model.layout.zigzag``). Moving tokens to the ranges and
-back takes traffic that does grow with the length. Moving the hidden states, before the first projection and after the second,
-usually takes less (a third in Qwen3-Next) than moving the projected tensors and the output of the rule. If so, the hidden
-states are moved, unless sequence parallelism splits them.
+In attention, a rank has other tokens than in its range: two chunks of each sequence (``model.layout.zigzag``). Moving tokens
+to the ranges and back causes traffic that does grow with the length. Moving hidden states, before the first projection and after
+the second, usually causes less (a third in Qwen3-Next) than moving the projected tensors and the output of the rule. If so, the
+hidden states are moved, unless sequence parallelism splits them.
 
 Linearity of the recurrence: S. Yang, J. Kautz, A. Hatamizadeh, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
 
@@ -36,8 +36,8 @@ from slime_like_plugins.qwen_gdn.ranges import Bounds, Range, range_of
 class StatePassing:
     """``Mixing`` for any number of heads: each rank computes all of its heads over its range of the stream.
 
-    ``hidden``: number of channels of the layer's input; 0 if sequence parallelism splits it. Calls of the instance,
-    ``enter`` and ``leave`` may be collectives over ``group``: all ranks must make the same calls.
+    ``hidden``: number of channels of the layer's input, or 0 if sequence parallelism splits the input. Calls of the instance,
+    of ``enter`` and of ``leave`` may be collectives over ``group``: all ranks must make the same calls.
     """
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:
@@ -91,7 +91,7 @@ def causal_conv(backend: GDNBackend, x_LD: Tensor, weight_DW: Tensor, local_rang
 def gated_delta_rule(
     backend: GDNBackend, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, local_range: Range
 ) -> Tensor:
-    """Return this rank's range [1, L, Hv, V] of the gated delta rule over the entire stream.
+    """Return the output [1, L, Hv, V] of the gated delta rule over the entire stream, at the tokens of this rank's range.
 
     The arguments are q, k [1, L, H, K], v [1, L, Hv, V], g (log of the decay) and beta [1, L, Hv]. Collective over the
     context parallel ranks if a border between ranks cuts a sequence.

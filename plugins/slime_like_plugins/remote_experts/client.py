@@ -1,4 +1,4 @@
-"""Client of one worker: requests in flight and their deadlines, weights, and the memory that both processes share."""
+"""Client of one worker: requests in flight with their deadlines, weight updates, and the memory that both processes share."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ class WorkerClient:
     def _take(self, frame: Frame) -> None:
         """Store a reply in its request.
 
-        Raises ``FrameError`` if it does not fit the request, or the worker closes the connection.
+        Raises ``FrameError`` if the reply does not fit a request, or reports that the worker closes the connection.
         """
         h = frame.header
         if h.kind is FrameKind.ERROR and not h.sequence:

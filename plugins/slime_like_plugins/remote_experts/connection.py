@@ -52,7 +52,7 @@ class Connection:
         self.bytes_sent = self.bytes_received = 0
 
     def keep_for(self, seconds: float) -> None:
-        """Extend the timeout for a peer that reads nothing to ``seconds`` if that exceeds ``PEER_TIMEOUT_S``. TCP only."""
+        """Tolerate a peer that reads nothing for ``seconds`` instead of ``PEER_TIMEOUT_S``, if that is longer. TCP only."""
         if self._socket.family != socket.AF_UNIX and seconds > PEER_TIMEOUT_S:
             end_with_lost_peer(self._socket, seconds * scale())
 
@@ -140,7 +140,7 @@ class Connection:
     def _receive(self) -> None:
         """Read until a frame is complete, no bytes are left, or the connection has ended.
 
-        The next ``poll`` reports bytes that follow a complete frame.
+        Bytes after a complete frame stay in the socket, where the next poll finds them.
         """
         num_frames = len(self._incoming)
         while len(self._incoming) == num_frames:

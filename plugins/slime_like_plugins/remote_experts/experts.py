@@ -1,4 +1,4 @@
-"""Remote experts of an engine's rank: weighted sums of their outputs, updates of their parameters, and lost workers."""
+"""Remote experts of an engine's rank: weighted sums of their outputs, updates of their parameters, and failures of the worker."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RemoteExperts:
 
     @property
     def state(self) -> WorkerState:
-        """State of the worker: number of restarts, and whether the engine computes its experts."""
+        """State of the worker: number of restarts, and whether the engine computes the worker's experts itself."""
         return WorkerState(self._restarts, self._is_replaced)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class RemoteExperts:
                 self._failure = str(error)
 
     def _restore(self) -> bool:
-        """Replace a failed worker by one with the weights written so far, if the policy is respawn; return True on success."""
+        """Under policy ``respawn``, replace a failed worker by one with the weights written so far; return True on success."""
         if self._options.policy != "respawn" or not self._failure:
             return False
         logger.warning(REPLACED, self._failure)
@@ -211,7 +211,8 @@ class RemoteExperts:
     def _fail(self, error: Exception) -> None:
         """Apply the policy after a failed request.
 
-        Raises ``RemoteExpertsLost`` if it is ``required``, or if ``MAX_RESTARTS`` new workers in a row have failed as well.
+        Raises ``RemoteExpertsLost`` under policy ``required``, and under ``respawn`` if ``MAX_RESTARTS`` new workers in a row
+        have failed as well.
         """
         self._keep_counters()
         self._link.abandon()

@@ -44,7 +44,7 @@ def is_used(argv: Sequence[str]) -> bool:
 
 
 def in_settings_of_user(text: str) -> str:
-    """Return ``text`` with flags in place of keys of ``rollout.remote_experts`` if this server has such flags."""
+    """Return ``text`` with keys of ``rollout.remote_experts`` replaced by flags if this server was started with such flags."""
     return _with_flags(text, KEYS) if is_used(sys.argv[1:]) else text
 
 

@@ -1,4 +1,4 @@
-"""Frames between an engine and a worker: a header of 64 bytes, a JSON object (often none), and a payload of raw numbers.
+"""Frames between an engine and a worker: a header of 64 bytes, then optionally JSON and a payload of raw numbers.
 
 Nothing is unpickled. Every size is checked before memory is allocated. A header that violates the protocol raises
 ``FrameError``; the receiver then closes the connection, because it does not know where the next frame begins.

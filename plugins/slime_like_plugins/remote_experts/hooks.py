@@ -47,7 +47,7 @@ def check_resolved(result: None, server_args: Any) -> None:
 
 
 def _stop(problem: object) -> SystemExit:
-    """Return the error that stops the engine. It names the flags of a server that was started with flags."""
+    """Return the error that stops the engine; it names flags instead of keys if the server was started with such flags."""
     return SystemExit(f"slime_like plugin {REMOTE_EXPERTS!r}: {in_settings_of_user(str(problem))}")
 
 
@@ -151,7 +151,7 @@ def apply(original: Callable[..., Any], method: Any, layer: Any, dispatch_output
 
 # ---- weight updates --------------------------------------------------------------------------------------------------
 def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``begin_weight_update``: make the worker invalidate its weights."""
+    """Hook around ``begin_weight_update``: once an update of the target model is open, make the worker invalidate its weights."""
     output = original(manager, request)
     if output.success and _selects_target(manager, request.selector):
         _models[0].experts.begin()
@@ -201,7 +201,7 @@ def check(manager: Any) -> str:
 
 
 def commit(manager: Any) -> str:
-    """Commit the weights of every rank's worker, and write the number of tokens per expert so far (option ``record_load``).
+    """Commit the weights of every rank's worker; with the option ``record_load``, write the number of tokens per expert so far.
 
     Return the failures of all ranks, or "" on success. Collective. Raises the error of ``check``.
     """
@@ -211,7 +211,7 @@ def commit(manager: Any) -> str:
 
 
 def _joined(manager: Any, text: str, failure: str = "") -> str:
-    """Join in one line each rank's ``text`` or, if that is empty, its worker's ``failure``; return "" if all are empty.
+    """Return one line with each rank's ``text`` or, where that is empty, its worker's ``failure``; "" if all are empty.
 
     Collective. Raises ``RemoteExpertsLost`` on every rank if a worker failed and the policy is ``required``.
     """

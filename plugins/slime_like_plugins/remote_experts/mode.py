@@ -16,11 +16,11 @@ BEHIND = 2  # consecutive measurements in which the engine waited longer than it
 
 @dataclass(slots=True)
 class ModeChooser:
-    """Choice of the maximum rows per request: the worker's capacity (``batched``), or at most ``STREAM_ROWS`` (``stream``).
+    """Choice of the row limit per request: the option ``capacity`` (``batched``), or at most ``STREAM_ROWS`` (``stream``).
 
-    Batches of up to ``STREAM_ROWS`` rows are the same in both modes, and are not measured. ``auto`` begins with ``batched``.
-    While the engine waits for the worker longer than it computes, or the mode is ``stream``, the other mode is measured at
-    intervals; the mode changes if the other one has over ``FASTER`` times the rows per second.
+    ``auto`` begins with ``batched``. While the mode is ``stream``, or the engine waits for the worker longer than it computes,
+    the other mode is measured at intervals; it replaces the current one if it has over ``FASTER`` times the rows per second.
+    Batches of up to ``STREAM_ROWS`` rows are the same in both modes, and are not measured.
     """
 
     setting: str = "auto"

@@ -88,7 +88,7 @@ class RemoteModel:
     def _loader(self, layer: Any, rows: ExpertRows) -> Callable[..., None]:
         """Return a loader for a layer's parameters, with the signature of SGLang's loader.
 
-        It sends the remote experts to the worker, after connecting to it if necessary.
+        The loader sends remote experts to the worker, and connects to the worker first if necessary.
         """
 
         def load(parameter: Any, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int) -> None:

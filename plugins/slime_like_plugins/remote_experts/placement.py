@@ -1,4 +1,4 @@
-"""Choice of remote experts by count, by list or by least measured load, and counts of tokens to measure the load."""
+"""Choice of remote experts by count, by list or by least measured load, and the token counts that measure this load."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[in
 
 
 class LoadRecord:
-    """Numbers of tokens that each layer has routed to each expert so far."""
+    """Token counts: how many tokens each layer has routed to each expert so far."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, NDArray[np.int64]] = {}

@@ -15,7 +15,7 @@ ONE_REQUEST_ROWS = 64  # maximum number of tokens with remote experts that form 
 
 
 class ExpertRows:
-    """Location of each expert of a layer: its index in the first axis of the engine's ``w13`` and ``w2``, or of the worker's."""
+    """Location of each expert of a layer: its index along the first axis of ``w13`` and ``w2`` in the engine or in the worker."""
 
     def __init__(self, num_experts: int, remote: Sequence[int]) -> None:
         """Assign indices to ``num_experts`` routed and shared experts, of which ``remote`` are in the worker's memory."""
@@ -56,7 +56,7 @@ class TokenBucket:
 
 
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
-    """Return the local index (``ExpertRows.local_rows``) of each pair's expert [T, K], and buckets of tokens with remote experts.
+    """Return each pair's local expert index [T, K] (``ExpertRows.local_rows``), and buckets of the tokens with remote experts.
 
     The index is -1 if the expert is not local. The buckets are in ascending order of the number of remote experts per token.
 

@@ -77,7 +77,7 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor, min_p_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities in descending order, 0 if excluded by top-k, nucleus or min-p, and their token ids.
+    """Return probabilities in descending order, 0 for tokens that top-k, nucleus or min-p excludes, and the token ids.
 
     min-p is a share of the most probable token's probability. The rules are those of
     ``top_k_top_p_min_p_sampling_from_probs_torch`` in ``sglang.srt.layers.sampler``.
@@ -96,7 +96,7 @@ SCORE_ROWS = 2_048  # rows of logits per chunk while scoring
 
 
 def seed_of(request: Any) -> int:
-    """Return the request's seed, or a hash of its id, which is equal on all tensor-parallel ranks."""
+    """Return the request's seed or, if it has none, a hash of its id: the same number on all tensor-parallel ranks."""
     if request.sampling_params.sampling_seed is not None:
         return request.sampling_params.sampling_seed
     digest = hashlib.blake2b(request.rid.encode(), digest_size=8).digest()
@@ -124,7 +124,7 @@ def attach_temperature(metadata: Any, cls: type, forward_batch: Any) -> None:
 
 
 def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Hook around ``Sampler.forward``: sample seeded tokens and compute their log-softmax(logits / temperature).
+    """Hook around ``Sampler.forward``: sample tokens by seed, and compute log-probabilities as log_softmax(logits / temperature).
 
     Batches with sampling masks or watermarks take SGLang's own path, where ``sample_from_probs`` samples the tokens, so
     seeds apply there too.

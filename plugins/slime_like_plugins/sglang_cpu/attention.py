@@ -40,9 +40,9 @@ class LengthBucket:
     masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict[tuple[torch.dtype, int], Tensor])
 
     def mask(self, dtype: torch.dtype, group: int) -> Tensor | None:
-        """Return the additive mask for G query heads folded per KV head, cached for all layers; None if everything is visible.
+        """Return the additive mask for ``group`` (G) query heads per KV head; None if everything is visible.
 
-        Its shape is [b, 1, G * Q, L], or [b, 1, 1, L] for Q = 1.
+        Its shape is [b, 1, G * Q, L], or [b, 1, 1, L] for Q = 1. It is cached for the other layers.
         """
         if self.visible_bQL is None:
             return None

@@ -1,4 +1,4 @@
-"""The choice of an attention backend on a CPU: over keys and values or latents, with a whole or a sharded KV cache."""
+"""Choice of the attention backend on a CPU, for a KV cache of keys and values or of latents, whole or sharded over ranks."""
 
 from __future__ import annotations
 

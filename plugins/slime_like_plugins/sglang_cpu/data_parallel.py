@@ -70,9 +70,10 @@ def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def reduce_scatterv(group: Any, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
-    """Reduce-scatter ``input_`` in parts of ``sizes`` rows, as engines with expert parallelism do. Collective.
+    """Reduce-scatter ``input_`` in parts of ``sizes`` rows (default: equal parts). Collective.
 
-    SGLang's own implementation needs NCCL, except the one of its deterministic mode, which is called here.
+    Engines with expert parallelism call it. SGLang's own function needs NCCL unless its deterministic mode is on; here that
+    mode's implementation is always used.
     """
     return getattr(group, ORDERED_SCATTER)(input_, output, sizes)
 

@@ -58,7 +58,7 @@ class LatentAttentionBackend(KeysAsValues):
 
 
 def absorbed(attention: Any, forward_batch: Any) -> AttnForwardMethod:
-    """Return SGLang's forward method for absorbed queries. By default, an unknown backend would prefill without the pool."""
+    """Return SGLang's forward method for absorbed queries; its default for unknown backends would prefill without the pool."""
     return AttnForwardMethod.MLA
 
 

@@ -1,4 +1,4 @@
-"""Free memory that a CPU rank reports to SGLang: a given limit minus the model's weights, as if the rank had a GPU.
+"""Free memory that a CPU rank reports to SGLang: a given limit minus the model's weights, like the free memory of a GPU.
 
 SGLang sizes its caches from this value.
 """

@@ -129,7 +129,10 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
 
 
 def host_memory(dims: tuple[int, ...], dtype: Any, device: str, *args: Any, **kwargs: Any) -> Any:
-    """Return uninitialised memory for the routed experts of cached tokens. SGLang's own function registers it with CUDA."""
+    """Return uninitialised memory for a host pool, such as that of cached tokens' expert ids.
+
+    SGLang's own function would register the memory with CUDA.
+    """
     import torch
 
     return torch.empty(dims, dtype=dtype, device=device)
@@ -138,7 +141,7 @@ def host_memory(dims: tuple[int, ...], dtype: Any, device: str, *args: Any, **kw
 def state_slots(server_args: Any) -> int | None:
     """Return the number of linear attention states to allocate.
 
-    It is None if the model has no such states, or SGLang chooses the number.
+    The result is None if the model has no such states, or if SGLang should choose the number.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
 

@@ -40,7 +40,7 @@ def copy_states_of_all_layers(
 
 
 def unpinned(tensor: Tensor, device: object = None) -> Tensor:
-    """Return ``tensor``.
+    """Return ``tensor`` itself, without pinning it.
 
     This function replaces ``Tensor.pin_memory``, which needs a GPU and which SGLang calls for decode-step masks.
     """

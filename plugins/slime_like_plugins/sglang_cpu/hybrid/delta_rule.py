@@ -50,7 +50,7 @@ def extend(  # noqa: PLR0913  (a signature of SGLang)
     track_chunk_idx: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None, None]:
-    """Return the output [1, T, HV, V] for packed sequences with bounds ``query_start_loc`` [B + 1], followed by None twice.
+    """Return (output [1, T, HV, V], None, None) for packed sequences with bounds ``query_start_loc`` [B + 1].
 
     The arguments are q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV]. ``ssm_states`` is the pool; its rows
     ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of ``track_state`` [B, HV, V, K]

@@ -13,10 +13,7 @@ MAX_BYTES = 1 << 30
 
 
 def state_bytes(config: Any) -> int:
-    """Return the bytes of one request's float32 states over all layers of a text config.
-
-    They are 0 if it has no linear attention.
-    """
+    """Return the bytes of one request's float32 states in all layers of a text config; 0 if it has no linear attention."""
     layers = len(getattr(config, "linear_layer_ids", ()))
     if not layers:
         return 0
