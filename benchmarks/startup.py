@@ -101,8 +101,8 @@ def report(all_rounds: Sequence[Round], machine: str, command: str) -> str:
     middle = min(rounds, key=lambda round_: abs(round_.ratio - ratio))
     out = ["# Start-up, measured", "", machine, "", f"Command: `{command}`. {_warm_start(first, rounds)}", ""]
     out += [
-        f"From command to first rollout: **{ratio:.2f} times** a bare `{BARE}` (median of {len(rounds)} rounds, "
-        f"alternating; goal at most {GOAL}).",
+        f"From command to first rollout: **{ratio:.2f} times** a bare `{BARE}` (median of {len(rounds)} rounds, each a pair of an "
+        f"import and a run, after a pair that is left out; goal at most {GOAL}).",
         "",
         "| round | bare import, s | first rollout, s | ratio |",
         "|---|---|---|---|",
