@@ -101,8 +101,8 @@ class GroupSelection:
     def select(self, rollout_id: int, parts: Sequence[ManagerRollout]) -> CollectedRollout:
         """Return the groups to train on in this rollout, carried-over groups first, with metrics and warnings.
 
-        Carried-over groups that lag by more than ``max_staleness`` versions are dropped. Other groups that do not fit are
-        carried over or dropped, as in ``split_leftover``. With ``shuffle``, the rewards of the selected groups are permuted.
+        Carried-over groups that lag by more than ``max_staleness`` versions are dropped. All other groups are selected, carried
+        over or dropped as in ``split_leftover``. With ``shuffle``, the rewards of the selected groups are permuted.
         """
         spec = self._spec
         generated_groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.group_id)

@@ -17,10 +17,10 @@ from slime_like.util.deadline import scale
 class HealthMonitor:
     """Monitor that checks each engine every ``health.interval_s``.
 
-    Between pushes the engine's scheduler must respond. A paused engine decodes nothing: during a push its server must
-    respond, and none of its processes may be suspended at two consecutive checks. A check interrupted by a push is
-    repeated immediately. An engine that has completed no request is first checked ``health.first_wait_s`` after its
-    start.
+    Between pushes, the engine's scheduler must respond. During a push, the engine is paused and decodes nothing, so only its
+    server must respond; none of its processes may be suspended at two consecutive checks. A check interrupted by a push is
+    repeated immediately. An engine that has completed no request since its start is first checked ``health.first_wait_s``
+    after it.
     """
 
     def __init__(self, pool: EnginePool) -> None:

@@ -37,9 +37,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 class HFExport:
     """``WeightSource`` over the live parameters of one rank.
 
-    A tensor parallel group gathers each parameter; those of routed experts are gathered by ranks that together hold one copy
-    of a stage's experts. The first rank of a pipeline stage is its sender. Only the first stage sends tied embeddings.
-    Vocabulary padding is removed.
+    The ranks of a tensor parallel group gather a parameter. If it belongs to a routed expert, it is gathered by the ranks that
+    together hold one copy of a stage's experts. The first rank of a pipeline stage is its sender. Only the first stage sends
+    tied embeddings. Vocabulary padding is removed.
     """
 
     def __init__(self, model: ModelSegments, family: Family, rank_info: RankInfo) -> None:

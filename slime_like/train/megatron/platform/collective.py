@@ -62,8 +62,8 @@ class GroupSum:
 class DifferentiableSum:
     """``algo_interfaces.Reduce`` over ``group`` whose backward pass sums the gradient over the same ranks.
 
-    Each rank's loss depends on every rank's summand, so a summand's gradient is the sum of all ranks' gradients of the
-    total. In a group of one rank there is no collective.
+    Each rank's loss depends on the total and so on every rank's summand. The gradient of a summand is therefore the sum, over
+    all ranks, of the gradients with respect to the total. In a group of one rank there is no collective.
     """
 
     def __init__(self, group: Any) -> None:
