@@ -20,9 +20,9 @@ def may_contain(path: Path, pattern: str) -> bool:
 
 
 def class_table(folder: Path, classes: Mapping[str, str], outcomes: Mapping[Path, tuple[str, str]]) -> str:
-    """Return a table of counts by class, then a line per script.
+    """Return a table that counts scripts by class of outcome, then a line per script.
 
-    ``classes`` maps the name of a class to its meaning, ``outcomes`` a script to the name of its class and the reason.
+    ``classes`` maps the name of a class to its meaning, ``outcomes`` maps a script to the name of its class and the reason.
     """
     return "\n".join(_lines(folder, classes, outcomes)) + "\n"
 
@@ -40,7 +40,7 @@ def _lines(folder: Path, classes: Mapping[str, str], outcomes: Mapping[Path, tup
 
 
 def outcome(conversion: Conversion, sign: str) -> tuple[str, str]:
-    """Return the name of a conversion's class, and the settings that decide it, each written as name, ``sign`` and value."""
+    """Return the class of a conversion's outcome, and the settings that decide it, each written as name, ``sign`` and value."""
     if conversion.code == SAME:
         return "same", ""
     name, verdicts = ("code", ("code",)) if conversion.code == CODE else ("refused", ("refused", "unknown"))

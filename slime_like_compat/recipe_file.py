@@ -74,7 +74,7 @@ def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
 
 
 def key_values(mapped: Mapped) -> dict[str, Any]:
-    """Return the value of each key that the recipe sets, except ``algo`` and ``algo.name``; empty without ``mapped.config``.
+    """Return the value of each key that the recipe sets, except ``algo`` and ``algo.name``; empty if ``mapped.config`` is None.
 
     A mapping with free keys (``free_root``) is flattened to one dotted key per item.
     """
@@ -98,7 +98,7 @@ def key_values(mapped: Mapped) -> dict[str, Any]:
 
 
 def _report_values(mapped: Mapped) -> dict[str, Any]:
-    """Return ``key_values`` and the algorithm, for the report."""
+    """Return the values for the report: those of ``key_values``, and the algorithm; empty if ``mapped.config`` is None."""
     return {} if mapped.config is None else {"algo": mapped.config.algo.name, **key_values(mapped)}
 
 

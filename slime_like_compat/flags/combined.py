@@ -187,9 +187,9 @@ def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:
 
 
 def _load(path: str, save: str | None) -> str:
-    """Return the override of --load, which is run.resume=auto if --save names the same folder, as in slime.
+    """Return the override of --load: run.resume=FOLDER or, if --save names the same folder, run.resume=auto, as in slime.
 
-    A folder that contains only weights, as written by slime's converters, sets the initial weights. Raises
+    A folder that contains only weights, as written by slime's converters, sets model.megatron_checkpoint instead. Raises
     ``ConfigError`` if the folder cannot be read.
     """
     try:

@@ -30,8 +30,8 @@ SETTINGS = {
 def eval_config_overrides(path: Path) -> Iterator[str]:
     """Yield the overrides of ``evaluation.datasets`` and ``evaluation.overrides`` that are equivalent to the file ``path``.
 
-    Raises ``ConfigError`` naming the file if it cannot be read, has no datasets or an invalid one, or has a field without
-    equivalent here or with a reference (``${...}``), which the error names as well.
+    Raises ``ConfigError`` naming the file if it cannot be read or is malformed, or has no datasets or an invalid one. The error
+    also names the field if a field has no equivalent here or contains a reference (``${...}``).
     """
     file = InputFile(path, ConfigError, "give a mapping with datasets, each with a name and a path", FLAG)
     tree: Any = file.yaml()

@@ -177,10 +177,10 @@ def nearest_flag(flag: str) -> str:
 
 
 def _foreign_override(flag: str, name: str, root: str, tokens: _Tokens) -> str:
-    """Return the override of a flag of SGLang or Megatron in the mapping ``root``; a boolean flag needs no value.
+    """Return the override of ``flag``, which sets the field ``name`` of SGLang or Megatron; a boolean flag needs no value.
 
-    Raises ``ConfigError`` if there is no such field, if another key sets it, if its value is missing, or if the value of a
-    boolean flag is neither true nor false.
+    ``root`` is the key of our mapping of such fields. Raises ``ConfigError`` if there is no such field, if this project sets
+    the field itself, if the value is missing, or if the value of a boolean flag is neither true nor false.
     """
     table = foreign.table(foreign.ROOTS[root])
     aliases = {alias: key for key, entry in table.items() for alias in entry.get("flags", [])}
@@ -208,7 +208,7 @@ def _parsed_bool(flag: str, text: str | None) -> bool:
 
 
 def _converted(annotation: str, text: str) -> Any:
-    """Return ``text`` as the first of int, float, JSON and str that ``annotation`` accepts, alone or as an item of a list."""
+    """Return ``text`` as the first of int, float, JSON and str that fits the type ``annotation`` or that of its list items."""
     for parse in (int, float, parse_strict_json, str):
         try:
             value: Any = parse(text)

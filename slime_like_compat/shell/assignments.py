@@ -23,7 +23,7 @@ _SET_IF_UNSET = re.compile(r"([A-Za-z_]\w*)(:?)=")  # ${NAME:=word}
 class Assignments:
     """Effects of a command of ``script`` on the variables of ``scope``.
 
-    ``condition_text`` is the condition under which the command runs; if not empty, the variables that it sets become unknown.
+    ``condition_text`` is the condition under which the command runs; if not empty, variables set by the command become unknown.
     """
 
     scope: Scope

@@ -168,7 +168,7 @@ class Branches:
 
     @contextmanager
     def _under(self, reason: str, *, repeats: bool = False) -> Generator[None]:
-        """Use ``reason`` as the condition of the commands followed in the ``with`` block; ``repeats`` if they may run again."""
+        """Use ``reason`` as the condition of the commands followed in the ``with`` block; ``repeats``: they may run again."""
         outer = self.condition_text, self.repeats
         self.condition_text, self.repeats = reason, self.repeats or repeats
         try:
@@ -182,7 +182,7 @@ class Branches:
         return not self.repeats or all(part.kind == "text" or part.text in self.scope.user_values for part in parts)
 
     def _decided_by(self, words: Sequence[Word]) -> str:
-        """Return the end of a message that names the first variable in ``words`` whose value is unknown; empty if none is."""
+        """Return the end of a message, with the name of the first unknown variable in ``words``; empty if all are known."""
         for name in variables(words):
             values = self.scope.lookup(name, "")
             if values is None or any(value.problem for value in values):

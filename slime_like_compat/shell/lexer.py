@@ -251,7 +251,7 @@ class _Lexer:
     def _matching(self, opening: str, closing: str) -> int:
         """Return the position after the ``closing`` that matches the ``opening`` here.
 
-        Nested pairs are skipped, and quoted text if ``opening`` is a brace. Raises ``ConfigError`` if there is no match.
+        Nested pairs are skipped; if ``opening`` is a brace, so is quoted text. Raises ``ConfigError`` if there is no match.
         """
         file_line, depth, at = self.file_line, 0, self.at
         a, b, min_depth = opening[0], closing[0], len(opening)

@@ -17,8 +17,8 @@ def script_text(script: Path) -> str:
 def find_file(value: Value, script: Path) -> Path | None:
     """Return the file at the path ``value``; a relative path is relative to the script's folder.
 
-    If there is none, or the path is partly unknown, return the file at the longest end of the path, at least two parts, that
-    exists in the script's folder or a folder above it; None if no such file exists.
+    If there is no such file, or the path is partly unknown, search the script's folder and the folders above it for the end of
+    the path, at least its last two parts: the longest end that exists counts. Return None if no file is found.
     """
     written_path = Path(value.text)
     path = written_path if written_path.is_absolute() else script.parent / written_path

@@ -113,7 +113,10 @@ class ScriptReader:
             self._count(name)
 
     def _check_continued(self, words: list[Word], script: Path) -> None:
-        """Raise ``ConfigError`` if a command after the training command begins with a variable whose value is an option."""
+        """Raise ``ConfigError`` if a command after the training command begins with a variable whose value is an option.
+
+        The line above then lacks a backslash at its end, and training would start without this option.
+        """
         for word in words if self.starts else ():
             values = self.scope.expand(word, script) if word.literal is None else ()
             if values and values[0].text.startswith("--"):
@@ -123,7 +126,7 @@ class ScriptReader:
                 )
 
     def _clear_model_args(self, reason: str) -> None:
-        """Clear MODEL_ARGS, which give the model's shape in slime; config.json gives it here."""
+        """Clear MODEL_ARGS, which give the model's shape in slime; config.json gives it here. ``reason`` begins a note."""
         self.notes.append(f"{reason}, as config.json of --hf-checkpoint does")
         self.scope.assign("MODEL_ARGS", ())
 

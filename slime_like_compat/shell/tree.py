@@ -71,7 +71,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Commands between ``|``."""
+    """Commands joined by ``|``, or a single command."""
 
     commands: tuple[Command, ...]
     negated: bool
@@ -79,7 +79,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class AndOr:
-    """Pipelines between ``&&`` and ``||``."""
+    """Pipelines joined by ``&&`` and ``||``, or a single pipeline."""
 
     first: Pipeline
     next_pipelines: tuple[tuple[str, Pipeline], ...]

@@ -1,6 +1,6 @@
-"""Values of bash expansions that are known without running a command: variables, arrays, arithmetic.
+"""Values of bash expansions, found without running a command: variables, arrays, arithmetic and simple commands (``output``).
 
-A value that is the output of a command (``$(nvidia-smi ...)``), or that is set under an unknown condition, has a ``problem``.
+A value has a ``problem`` if it is the output of another command (``$(nvidia-smi ...)``) or is set under an unknown condition.
 """
 
 from __future__ import annotations

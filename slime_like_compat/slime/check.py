@@ -24,7 +24,7 @@ CLASSES = {
 
 
 def check_folder(folder: Path, *, variables: Mapping[str, str] | None = None) -> str:
-    """Return a table of the number of launch scripts below ``folder`` by outcome, followed by a line for each script.
+    """Return a table that counts the launch scripts below ``folder`` by outcome, followed by a line for each script.
 
     ``variables`` (``--set``) apply to every script. Raises ``ConfigError`` if there is no launch script.
     """
@@ -43,7 +43,7 @@ def _starts_training(path: Path) -> bool:
 
 
 def _classify(path: Path, variables: Mapping[str, str]) -> tuple[str, str]:
-    """Return the name of a script's class, and the reason; the reason is empty for ``same`` and ``python``."""
+    """Return the outcome of a script, a key of ``CLASSES``, and the reason; the reason is empty for ``same`` and ``python``."""
     try:
         script_text(path)
         if path.suffix == ".py":

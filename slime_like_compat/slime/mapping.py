@@ -32,12 +32,12 @@ def map_arguments(
     drop: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Mapped:
-    """Translate the arguments of slime's ``train.py`` (``train_async.py`` with ``asynchronous``).
+    """Translate the arguments of slime's ``train.py`` or, with ``asynchronous``, of ``train_async.py``.
 
     ``drop`` are flags, or variables of ``ENVIRONMENT``, to leave out; ``environment`` has the variables that the job is
     started with. The returned ``config`` is None if a row has a verdict of ``BLOCKING``. Functions that the flags name are
-    imported to check their signatures. Raises ``ConfigError`` with the place in the script for a value that belongs to no
-    flag, for a ``drop`` that the script does not give, and for settings that conflict or do not compose to a configuration.
+    imported to check their signatures. Raises ``ConfigError`` for settings that conflict or do not compose to a configuration,
+    for a name in ``drop`` that the script does not give and, with its place in the script, for a value that belongs to no flag.
     """
     items = group_by_flag(arguments)
     flags = Flags.of([item for item in items if item.flag not in drop])
@@ -86,11 +86,11 @@ def _start_overrides(flags: Flags, asynchronous: bool) -> Iterator[tuple[str, Ro
 
 
 def _flag_overrides(kept_flags: Sequence[FlagOccurrence], flags: Flags) -> list[str]:
-    """Return the overrides of the flags that a recipe can express.
+    """Return the overrides of ``kept_flags``, which a recipe can express.
 
-    If ``--actor-num-gpus-per-node`` or ``--n-samples-per-prompt`` is omitted, its default in slime is translated as well,
-    because other flags depend on it, but its own override is not returned. If the policy starts from ``--ref-load``, its value
-    sets model.megatron_checkpoint unless a flag sets that key, and model.ref_checkpoint only if the job uses a reference model.
+    If ``--actor-num-gpus-per-node`` or ``--n-samples-per-prompt`` is omitted, other flags are translated with its default in
+    slime, but that default gives no override of its own. If the policy starts from ``--ref-load``, the value of that flag sets
+    model.megatron_checkpoint unless another flag does, and sets model.ref_checkpoint only if the job uses a reference model.
     """
     default_flags = [
         text

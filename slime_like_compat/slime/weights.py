@@ -29,7 +29,7 @@ def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --load, which starts a new run if it names the reference and --save names another folder."""
+    """Return the verdict on --load: dropped if it equals --ref-load and --save is another folder, as a new run then starts."""
     if item.text.rstrip("/") == flags.text("--ref-load").rstrip("/") != flags.text("--save").rstrip("/"):
         return "dropped", "the weights of --ref-load, from which a new run starts"
     return None

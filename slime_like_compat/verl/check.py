@@ -24,7 +24,7 @@ CLASSES = {
 
 
 def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Sequence[str]) -> str:
-    """Return a table of the number of launch scripts below ``folder`` by outcome, followed by a line for each script.
+    """Return a table that counts the launch scripts below ``folder`` by outcome, followed by a line for each script.
 
     ``variables`` (``--set``) and ``user_overrides`` (``--with``) apply to every script. Raises ``ConfigError`` if there is no
     launch script.
@@ -37,7 +37,7 @@ def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Se
 
 
 def _classify(path: Path, variables: Mapping[str, str], user_overrides: Sequence[str]) -> tuple[str, str]:
-    """Return the name of a script's class, and the reason if the class is not ``same``."""
+    """Return the outcome of a script, a key of ``CLASSES``, and the reason if it is not ``same``."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             return outcome(
@@ -53,7 +53,7 @@ def _classify(path: Path, variables: Mapping[str, str], user_overrides: Sequence
 
 
 def _class_of_error(text: str) -> str:
-    """Return the name of the class of a script whose conversion raised an error with this text."""
+    """Return the outcome, a key of ``CLASSES``, of a script whose conversion raised an error with this text."""
     if "is not translated" in text:
         return "program"
     if "--set " in text or "no command is run" in text:

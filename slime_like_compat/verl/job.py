@@ -30,7 +30,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Name of the key in the tables."""
+        """Name by which this package's tables list the key."""
         return canonical(self.name)
 
 
@@ -141,7 +141,7 @@ class Job:
         return texts
 
     def _is_placeholder(self, key: str, value: object) -> bool:
-        """Return whether the value of ``key`` is unknown, in which case a placeholder is used and no recipe is written."""
+        """Return whether ``value`` of ``key`` is None because it is unknown: a placeholder is used, and no recipe is written."""
         return value is None and key in self.needed
 
     def wrong(self, key: str, reason: str) -> ConfigError:

@@ -42,7 +42,7 @@ def read_verl(
 
     ``path`` is a launch script or a YAML file; ``extra`` are overrides that are applied last; ``config`` is the file of the
     script's ``--config-name``. ``read_launch`` describes ``variables`` and ``skip``. Raises ``ConfigError`` for a program of
-    ``OTHERS``, for the reasons that ``read_launch`` has, and with file and line for anything that cannot be read.
+    ``OTHERS``, as ``read_launch`` does, and with file and line for anything that cannot be read.
     """
     extra_settings = [setting_of_text(text, "the command line") for text in extra]
     if path.suffix in (".yaml", ".yml"):

@@ -1,4 +1,7 @@
-"""Other names of verl's keys, and lookup of a key in the tables; ``verl_keys.VERL_KEYS`` has the keys with a counterpart."""
+"""Other names of verl's keys, and lookup of a key in the tables of missing features, their switches and keys without effect.
+
+``verl_keys.VERL_KEYS`` lists the keys with a counterpart.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ LEGACY = {
 
 
 def canonical(key: str) -> str:
-    """Return the name of ``key`` in the tables."""
+    """Return the name by which this package's tables list ``key``, which may be one of the ``LEGACY`` names."""
     for old, new in LEGACY.items():
         if key == old or (old.endswith(".") and key.startswith(old)):
             return new + key[len(old) :]

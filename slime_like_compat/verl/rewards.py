@@ -51,7 +51,7 @@ def penalizes_length(job: Job) -> bool:
 
 
 def _is_dapo_recipe(job: Job) -> bool:
-    """Return whether the job has the keys of recipe.dapo, which sets the manager and the maximum response length itself."""
+    """Return whether the job has the keys of recipe.dapo, which itself sets the reward manager and maximum response length."""
     return job.settings[f"{OVERLONG}.enable"].name.startswith("reward_model.overlong_buffer.")
 
 
