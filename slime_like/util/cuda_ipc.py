@@ -59,13 +59,13 @@ def forget(address: Mapping[str, Any]) -> None:
 
 
 def unshareable_memory_message(setting: str) -> str:
-    """Return the error message for a run that has to share memory. ``setting``: result of ``unshareable_memory``."""
+    """Return the error message for a run that needs CUDA IPC but has ``setting``, a result of ``unshareable_memory``."""
     kind = next(kind for option, kind in UNSHAREABLE.items() if option in _normalised(setting))
     return f"weights.transport=ipc with {setting}: {kind} has no CUDA IPC handle; remove {setting}, or set weights.transport=tensor"
 
 
 def unshareable_memory(environment: Mapping[str, str]) -> str:
-    """Return the setting ``VARIABLE=value`` by which torch allocates memory without a CUDA IPC handle; empty if there is none."""
+    """Return the setting ``VARIABLE=value`` that makes torch allocate memory without a CUDA IPC handle; empty if not set."""
     for variable in ALLOCATOR_VARIABLES:
         value = environment.get(variable, "")
         if any(option in _normalised(value) for option in UNSHAREABLE):

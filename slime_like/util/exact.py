@@ -76,7 +76,7 @@ def _attend(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tensor,
 
 
 def _spans(num_rows: int, chunk: int) -> Iterable[tuple[int, int]]:
-    """Split ``range(num_rows)`` into spans of ``chunk``; a last span below ``ROWS`` is merged into the one before it."""
+    """Split ``range(num_rows)`` into spans of ``chunk``; a last span shorter than ``ROWS`` is merged into the one before it."""
     starts = list(range(0, num_rows, chunk))
     if len(starts) > 1 and num_rows - starts[-1] < ROWS:
         starts.pop()

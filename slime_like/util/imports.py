@@ -16,7 +16,9 @@ from slime_like.util.model_scan import scan_models_once
 
 @contextmanager
 def heavy_imports() -> Generator[None]:
-    """Avoid four costs, the first two of which make up a third of SGLang's import time (measured: docs/measurements/startup.md).
+    """Context manager that avoids four costs of importing torch, SGLang, megatron and transformers.
+
+    The first two make up a third of SGLang's import time (measured: docs/measurements/startup.md).
 
     First, the garbage collector repeatedly scans a growing heap. It is disabled during the import, and the imported objects
     are then frozen, which also shortens later collections. Second, transformers reads the file list of every installed

@@ -103,7 +103,7 @@ class InputFile:
             raise self.refused(f"is not a readable .npz file ({reason(error)})") from error
 
     def typed[T](self, values: object, kind: type[T]) -> T:
-        """Return ``values``, read from this file, as a ``kind``, converted by the function ``typed``.
+        """Convert ``values``, read from this file, to ``kind`` with the function ``typed``.
 
         Raises ``self.error`` if the values do not fit.
         """

@@ -65,7 +65,7 @@ def absolute(name: str) -> str:
 
 
 def _file(name: str) -> Path | None:
-    """Return the absolute path of the file ``name`` in the current directory or else a folder of ``sys.path``, or None."""
+    """Search the current directory, then ``sys.path``, for the file ``name``; return its absolute path, or None."""
     path = os.path.expanduser(name)
     files = (os.path.join(folder, path) for folder in (".", *sys.path))
     return next((Path(file).resolve() for file in files if os.path.isfile(file)), None)
@@ -88,9 +88,9 @@ def _missing_module(key: str, value: str, module: str, reason: str) -> str:
 
 
 def _of_file(key: str, value: str, name: str) -> ModuleType:
-    """Import a file once per process. It can import modules of its own folder.
+    """Import a file once per process. The file can import modules of its own folder.
 
-    Raises ``ConfigError`` if there is no such file, or the error that the import raised.
+    Raises ``ConfigError`` if there is no such file. An error of the import itself is raised unchanged.
     """
     file = _existing_file(key, value, name)
     # The hash distinguishes the name from those of installed modules.

@@ -76,7 +76,7 @@ class _Delivery:
         self._has_failed = False
 
     async def hand_over(self, bucket: Bucket, memory: DeviceBucketMemory) -> None:
-        """Give the engine a bucket, once it has replied to the request with the previous one. No-op after a failure."""
+        """Give the engine a bucket, once it has replied to the request with the previous bucket. No-op after a failure."""
         if self._receiver is None or self._has_failed:
             return
         messages = await self._exchange(self._write(bucket, memory))

@@ -77,7 +77,7 @@ class TensorSender:
     def _messages(self, bucket: Bucket, region: SharedBucketMemory) -> list[tuple[Sequence[WeightReceiver], bytes]]:
         """Return (engines, message) pairs for ``bucket``.
 
-        It is copied into ``region`` if an engine is on this machine or a tensor is on a GPU.
+        The bucket is copied into ``region`` if an engine is on this machine or a tensor is on a GPU.
         """
         messages: list[tuple[Sequence[WeightReceiver], bytes]] = []
         if self._local or any(tensor.is_cuda for _, tensor in bucket.tensors):

@@ -171,7 +171,7 @@ class ShardedAttention(BatchedAttention):
     def _attend_partially(
         self, buckets: list[LengthBucket], q_THD: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention bucket by bucket in float32. Return [T, H, D] and log-sum-exp [T, H].
+        """Compute attention of the heads of ``q_THD`` bucket by bucket. Return float32 [T, H, D] and log-sum-exp [T, H].
 
         Tokens in no bucket get 0 and -inf.
         """

@@ -179,8 +179,8 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         """Compute attention of the group's queries to this rank's rows.
 
         Return [T, A, D] and natural log-sum-exp [T, A]. FlashInfer leaves its outputs undefined for tokens whose
-        requests have no row on this rank (``empty_T``); here they are 0 and -inf. Collective over the DCP group, which
-        gathers the queries.
+        requests have no row on this rank (``empty_T``); here they are 0 and -inf. Collective over the DCP group,
+        because the queries are gathered.
         """
         q_TAD = self.group.all_gather(q_THD, dim=1).contiguous()
         out_TAD, lse_TA = wrapper.forward_return_lse(

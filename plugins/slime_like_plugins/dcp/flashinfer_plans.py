@@ -1,4 +1,4 @@
-"""Plans for FlashInfer's kernels over the cache rows of one DCP rank's tokens, for ``flashinfer_attention``."""
+"""Plans of FlashInfer's attention kernels for one rank of a DCP group, as ``flashinfer_attention`` uses them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GroupRank(Protocol):
 
 
 class ShardedReads:
-    """Wrapper around SGLang's page table reader that reads the rows of one rank's tokens."""
+    """Wrapper around SGLang's page table reader that returns only the rows of one rank's tokens."""
 
     def __init__(self, translator: Any, table: Tensor, size: int, rank: int) -> None:
         """Wrap the reader ``translator`` for rank ``rank`` of a group of ``size`` ranks.
@@ -100,7 +100,11 @@ class ShardedDecodePlans(upstream.FlashInferIndicesUpdaterDecode):
 
 
 class ShardedPrefillPlans(upstream.FlashInferIndicesUpdaterPrefill):
-    """Plans for prefills: this rank's tokens of the prefixes with the group's heads, and new tokens with this rank's heads."""
+    """Plans for the two parts of attention in a prefill.
+
+    One part is attention to this rank's tokens of the cached prefixes, with the query heads of the whole group; the other is
+    attention among the new tokens, with this rank's heads.
+    """
 
     def __init__(self, runner: Any, backend: GroupRank) -> None:
         super().__init__(runner, backend)

@@ -75,8 +75,8 @@ class GroupQueries:
 def group_queries(model: Any, group: Any) -> dict[int, GroupQueries]:
     """Return the query projections of each attention layer of ``model``, by layer id.
 
-    Each registers a hook on its layer's ``qkv_proj`` that keeps the last input. Raises ``SystemExit`` if a layer has output
-    gates in this projection, or a norm over the queries of several heads.
+    Each ``GroupQueries`` registers a hook on its layer's ``qkv_proj`` that keeps the last input. Raises ``SystemExit`` if a layer
+    has output gates in this projection, or a norm over the queries of several heads.
     """
     modules = [module for module in model.modules() if hasattr(module, "qkv_proj") and hasattr(module, "attn")]
     for module in modules:

@@ -127,7 +127,7 @@ def install() -> None:
 def sharded_backend(latent: bool) -> sharded.BackendFactory:
     """Return the class of the attention backend on a CPU: over latents if ``latent``, else over keys and values.
 
-    Its module is imported only when this function is called, as SGLang imports its own backends.
+    The module of the class is imported only by this call, as SGLang does with its own backends.
     """
     if latent:
         from slime_like_plugins.dcp.latent_attention import ShardedLatentAttention

@@ -1,4 +1,4 @@
-"""Token positions of one rank of a DCP group, and buckets of requests for its part of the KV cache.
+"""Token positions of one rank of a DCP group, and ``LengthBucket`` objects for its part of the KV cache.
 
 The axes are those of ``sglang_cpu.attention``.
 """

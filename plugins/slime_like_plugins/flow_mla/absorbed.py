@@ -14,7 +14,7 @@ SOURCE = "kv_b_proj"
 
 
 def absorbed_weights(attention: Any, module: Any) -> Iterator[tuple[str, Matrix]]:
-    """Yield name and layout of the weights that SGLang will compute from ``module``; none unless it is ``kv_b_proj``."""
+    """Yield name and layout of the weights that SGLang will compute from ``module`` if it is ``kv_b_proj``, else nothing."""
     if getattr(attention, SOURCE, None) is not module:
         return
     weight = module.weight

@@ -1,4 +1,4 @@
-"""Memory of one trainer rank over a rollout, traced on a phantom GPU: peaks per phase, and the parts that stay."""
+"""Memory of one trainer rank over a rollout, traced on a phantom GPU: peaks per phase, and the parts that stay allocated."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """Traced memory of a rank in bytes, and the calls of its second rollout.
+    """Traced memory of a rank in bytes, and the ``CallCounts`` of its second rollout.
 
-    ``pinned`` and ``pageable`` are on the host: page-locked blocks as torch's allocator rounds them, and other tensors above
-    the phantom GPU's ``host_limit``. torch keeps pinned blocks, so ``pinned`` includes those of earlier phases.
+    ``pinned`` and ``pageable`` are host memory at the end: page-locked blocks as torch's allocator rounds them, and pageable
+    tensors above the phantom GPU's ``host_limit``. torch keeps pinned blocks, so ``pinned`` includes those of earlier phases.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class RankTrace:
 
     @property
     def resident(self) -> int:
-        """Bytes that stay between steps."""
+        """Bytes that stay allocated between steps."""
         return self.weights + self.gradients + self.optimizer
 
     @property

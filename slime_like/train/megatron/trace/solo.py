@@ -73,7 +73,7 @@ def leave() -> None:
 def keep_objects() -> None:
     """Make exchanges of Python objects, which would read from the device, return this rank's own objects.
 
-    Must run before the collectives are wrapped. Idempotent.
+    Must run before the wrapper around collectives (``slime_like.distributed.wrapper``) is installed. Idempotent.
     """
     global _keeps_objects
     if _keeps_objects:
@@ -132,7 +132,7 @@ def _keep_own_objects(objects: list[Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _only_on_device(stock: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-    """Skip the arithmetic of an optimizer step on the host, which takes minutes; its tensors are already allocated."""
+    """Skip ``stock``, an AdamW step, for parameters on the host: it takes minutes, and its tensors are already allocated."""
     if parameters[0].is_cuda:
         stock(parameters, *args, **kwargs)
 
