@@ -99,7 +99,7 @@ def group_filter(flag: str, text: str) -> list[str]:
 def attention(flag: str, text: str) -> str:
     """Return the value of ``model.attention`` for a backend of Megatron. Raises ``ConfigError`` naming ``flag`` on other text.
 
-    The value is never ``te``, because TransformerEngine selects its own kernel.
+    The value is never ``te``: TransformerEngine would select a kernel itself, whichever backend the flag names.
     """
     backend = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
     if backend is None:
@@ -111,7 +111,7 @@ def attention(flag: str, text: str) -> str:
 
 
 def mebibytes(flag: str, text: str) -> float:
-    """Convert slime's number of bytes to MiB. Raises the error of ``integer``."""
+    """Convert a number of bytes, slime's unit, to MiB. Raises ``ConfigError`` as ``integer`` does."""
     return integer(flag, text) / 2**20
 
 
