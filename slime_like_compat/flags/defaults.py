@@ -70,7 +70,7 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
         "fla",
         "model.gdn.backend",
         None,
-        "here fla on a GPU and torch on a CPU",
+        "here fla on a GPU, torch on a CPU",
         needs=("--spec",),
     ),
     SlimeDefault("--label-key", "none", "data.label_key", None, "here the column `label` is read if a row has it"),

@@ -288,7 +288,7 @@ COMBINED: dict[str, tuple[str, ...]] = {
 ALWAYS: dict[str, tuple[str | None, str]] = {
     "--use-dynamic-batch-size": (None, "sequences are always packed by a token budget"),
     "--balance-data": (None, "work is always balanced over data-parallel ranks"),
-    "--tool-key": ("tools", "the column `tools` of a row goes to the chat template and into the metadata"),
+    "--tool-key": ("tools", "the column `tools` of a row is passed to the chat template and added to the metadata"),
     "--train-backend": ("megatron", "Megatron is the only trainer"),
     "--optimizer": ("adam", "AdamW is the only optimizer"),
     "--accumulate-allreduce-grads-in-fp32": (None, "gradients are accumulated and reduced in float32"),
@@ -315,7 +315,7 @@ REFUSED: dict[str, str] = {
     **MODEL_SHAPE,
     **NOT_HERE,
     "--num-experts": "config.json of --hf-checkpoint has this number: remove the flag",
-    "--micro-batch-size": "micro-batches are packed by tokens: --max-tokens-per-gpu",
+    "--micro-batch-size": "micro-batches are always packed by tokens: --max-tokens-per-gpu",
     "--rollout-seed": "the run has one seed: --seed",
     "--enable-mtp-training": MTP,
     "--critic-save": "the critic is saved with the run: run.dir/checkpoints/critic",
@@ -330,6 +330,6 @@ REFUSED: dict[str, str] = {
     "--megatron-to-hf-mode": "HF checkpoints are read and written by our own converter",
     "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf, run.save_hf_interval=N the weights after every N-th rollout to run.dir/hf_iter_*",
     "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key is on a command line",
-    "--sglang-server-concurrency": "rollout.max_running_requests limits the concurrent requests of an engine; auto: by its free KV cache",
+    "--sglang-server-concurrency": "rollout.max_running_requests limits the concurrent requests of an engine; with auto, its free KV cache does",
 }
 """Flags of slime and Megatron without a key here -> the reason or the alternative, or an empty text."""

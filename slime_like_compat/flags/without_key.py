@@ -12,11 +12,13 @@ _DISK = "weights are sent to the engines through memory or a broadcast, never th
 _PORT = "its signature differs: port it to algo.loss, algo.token_advantage or algo.off_policy (docs/extending.md)"
 _BUFFER = "there is no external rollout buffer: write a data source (data.source) or a generate function"
 _OUTPUT = "see metrics.jsonl and the report of a run"
-_MEMORY = "memory is measured by guard.memory and the report"
+_MEMORY = "peaks are the metrics memory/*, free memory is guard/free_bytes"
+_PROFILE = "not supported: the trainer has no profiler"
 _ROUTER = "engines are addressed directly"
+_BATCHES = "batches are sent through Ray's object store"
 # slime's MTP loss has gradients in these layers only (its tests/test_mimo_7B_mtp_only_grad.py), so the policy is the same.
 MTP = "layers for multi-token prediction are not trained, but exported as in --hf-checkpoint; the policy's training is the same"
-_DEADLINES = "every wait for a result has its own deadline: rollout.start_deadline_s, rollout.request_deadline_s"
+_DEADLINES = "a collective has the deadline guard.deadline_s (default: loop.step_deadline_s)"
 
 MODEL_SHAPE: dict[str, str] = dict.fromkeys(
     [
@@ -132,10 +134,10 @@ NOT_HERE: dict[str, str] = {
             "--memory-snapshot-num-steps",
             "--memory-snapshot-path",
             "--record-memory-history",
-            "--profile-target",
         ],
         _MEMORY,
     ),
+    "--profile-target": _PROFILE,
     **dict.fromkeys(
         [
             "--sglang-router-ip",
@@ -143,12 +145,12 @@ NOT_HERE: dict[str, str] = {
             "--sglang-router-request-timeout-secs",
             "--use-distributed-post",
             "--http-proxy",
-            "--rollout-data-transport",
         ],
         _ROUTER,
     ),
+    "--rollout-data-transport": _BATCHES,
     "--save-retain-interval": "run.keep_checkpoints keeps the newest checkpoints",
-    "--train-memory-margin-bytes": _MEMORY,
+    "--train-memory-margin-bytes": "the memory guard acts on low memory: guard.threshold",
     "--use-miles-dashboard": _OUTPUT,
     "--megatron-deepgemm-forward-layers": "",
     "--megatron-deepgemm-forward-modules": "",
@@ -156,23 +158,23 @@ NOT_HERE: dict[str, str] = {
     "--megatron-deepgemm-moe-forward-modules": "",
     "--load-debug-rollout-data-subsample": "",
     "--load-forge-rollout-data": "run.replay_from trains on dumped rollouts",
-    "--opd-teacher-ckpt-step": "name the iteration's folder in teacher.hf_checkpoint",
-    "--ref-ckpt-step": "name the iteration's folder in model.ref_checkpoint",
+    "--opd-teacher-ckpt-step": "set teacher.hf_checkpoint to the folder of this iteration",
+    "--ref-ckpt-step": "set model.ref_checkpoint to the folder of this iteration",
     "--opsm-delta": "",
     "--recompute-loss-function": "the loss keeps no copy of the logits: model.logits_chunk",
     "--eval-max-prompt-len": "a prompt that leaves no room in the context is a bad row (data.on_bad_row)",
     "--eval-min-new-tokens": "",
     "--distributed-timeout-minutes": _DEADLINES,
     "--train-env-vars": "set the variables in the environment of train.py",
-    "--custom-config-path": "write its keys into the recipe",
+    "--custom-config-path": "write the equivalents of its settings into the recipe",
     "--megatron-config-path": "set the critic's keys, critic.*",
     "--allgather-cp": "context parallelism always splits attention and Gated DeltaNet layers (model.gdn.cp_mode)",
     "--no-check-for-nan-in-loss-and-grad": "",
     "--log-probs-max-tokens-per-gpu": "scoring passes use the micro-batches of training: --max-tokens-per-gpu",
     "--balance-by-flops": "work is balanced over ranks within the token budget",
     "--eval-max-context-len": "rollout.max_context_len also bounds held-out prompts",
-    "--eval-input-key": "set the columns of a held-out set with evaluation.overrides.<name>.input_key and the like",
-    "--eval-label-key": "a held-out set's own columns are evaluation.overrides.<name>.label_key and the like",
+    "--eval-input-key": "set evaluation.overrides.<name>.input_key for each held-out set",
+    "--eval-label-key": "set evaluation.overrides.<name>.label_key for each held-out set",
     "--eval-tool-key": "",
     "--start-rollout-id": "a resumed run continues at its checkpoint: run.resume",
     "--no-save-optim": "a checkpoint holds the full state of the run",
@@ -208,7 +210,7 @@ HARMLESS: frozenset[str] = frozenset(
         *(
             flag
             for flag, reason in NOT_HERE.items()
-            if reason in (_KERNELS, _DISK, _DEADLINES, _OUTPUT, _MEMORY, _ROUTER)
+            if reason in (_KERNELS, _DISK, _DEADLINES, _OUTPUT, _MEMORY, _PROFILE, _ROUTER, _BATCHES)
         ),
         # transport only: weights and samples are the same
         "--update-weight-mode",
@@ -223,6 +225,7 @@ HARMLESS: frozenset[str] = frozenset(
         "--allgather-cp",
         "--log-probs-max-tokens-per-gpu",
         "--balance-by-flops",
+        "--train-memory-margin-bytes",
         "--data-pad-size-multiplier",
         "--micro-batch-size",
         "--offload",
