@@ -81,7 +81,7 @@ def _slime_metrics() -> Iterator[str]:
 
 
 def _verl_keys() -> Iterator[str]:
-    yield from _table("verl", "here", "")
+    yield from _table("verl", "here", "note")
     for their_name, (our_name, note) in VERL_KEYS.items():
         yield _row(f"`{their_name}`", f"`{our_name}`", note)
 
@@ -96,7 +96,9 @@ def _verl_refused() -> Iterator[str]:
     yield from _table("verl", "accepted values", "instead")
     for their_name, item in NOT_HERE.items():
         yield _row(
-            f"`{their_name}`", ", ".join(f"`{format_value(value)}`" for value in item.off) or "never", item.instead
+            f"`{their_name}`",
+            ", ".join(f"`{format_value(value) or repr('')}`" for value in item.off) or "none",
+            item.instead,
         )
 
 

@@ -37,7 +37,7 @@ class VerlDefault:
 
 
 DIFFERENT: tuple[VerlDefault, ...] = (
-    VerlDefault("algorithm.adv_estimator", "gae", "algo", "grpo", "gae is algo=ppo"),
+    VerlDefault("algorithm.adv_estimator", "gae", "algo", "grpo", "gae becomes algo=ppo"),
     VerlDefault("data.train_batch_size", 1024, "rollout.batch_size", 32, "prompts"),
     VerlDefault(f"{ACTOR}.ppo_mini_batch_size", 256, "loop.steps_per_rollout", 1, "train_batch_size / this"),
     VerlDefault(f"{ROLLOUT}.n", 1, "rollout.n_samples_per_prompt", 8),
@@ -47,17 +47,17 @@ DIFFERENT: tuple[VerlDefault, ...] = (
         "reward_model.ground_truth (column)", "", "data.label_key", "label", "column of the label in verl's rows"
     ),
     VerlDefault("extra_info (column)", "", "data.metadata_key", "metadata", "column of the metadata in verl's rows"),
-    VerlDefault(f"{ACTOR}.clip_ratio_high", 0.2, "algo.eps_clip_high", None, "dapo 0.28 here, gspo 4e-4, cispo 4.0"),
+    VerlDefault(f"{ACTOR}.clip_ratio_high", 0.2, "algo.eps_clip_high", None, "dapo here 0.28, gspo 4e-4, cispo 4.0"),
     VerlDefault(f"{ACTOR}.clip_ratio_c", 3.0, "algo.eps_clip_c", None, "verl's gspo and cispo do not read it"),
     VerlDefault(f"{ACTOR}.kl_loss_coef", 0.001, "algo.kl_loss_coef", 0.0, "read only with use_kl_loss=True"),
     VerlDefault("algorithm.kl_ctrl.kl_coef", 0.001, "algo.kl_coef", 0.0, "read only with use_kl_in_reward=True"),
     VerlDefault(
-        f"{OPTIM}.weight_decay", 0.01, "optim.weight_decay", 0.0, "FSDP: includes norms and biases; here excluded"
+        f"{OPTIM}.weight_decay", 0.01, "optim.weight_decay", 0.0, "with FSDP also of norms and biases; here not"
     ),
     VerlDefault(f"{OPTIM}.betas", [0.9, 0.999], "optim.beta2", 0.98),
-    VerlDefault("critic.optim.lr", 1e-5, "critic.lr", None, "here by default the actor's"),
+    VerlDefault("critic.optim.lr", 1e-5, "critic.lr", None, "null: the actor's"),
     VerlDefault("critic.cliprange_value", 0.5, "critic.value_clip", 0.2),
-    VerlDefault(f"{MODEL}.enable_gradient_checkpointing", True, "model.recompute", "none", "FSDP; memory only"),
+    VerlDefault(f"{MODEL}.enable_gradient_checkpointing", True, "model.recompute", "none", "with FSDP; memory only"),
     VerlDefault(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384, "parallel.max_tokens_per_rank", 8192, "memory only"),
     VerlDefault(f"{ROLLOUT}.tensor_model_parallel_size", 2, "rollout.tp", 1),
     VerlDefault(f"{ROLLOUT}.max_num_seqs", 256, "rollout.max_running_requests", None, "speed only"),

@@ -88,7 +88,7 @@ NOT_HERE: dict[str, Feature] = {
     f"{_R}.custom.*": Feature((None,), "the engine is SGLang"),
     "critic.enable": Feature((None, True), "algo=ppo has a critic, the others have none: algorithm.adv_estimator"),
     "critic.ppo_epochs": Feature((1,), "each sample is trained on once"),
-    "critic.loss_agg_mode": Feature((), "the critic's loss has the aggregation of the policy's: loss_agg_mode"),
+    "critic.loss_agg_mode": Feature((), "the critic's loss has the policy's aggregation: give the actor's value"),
     "critic.model.lora*": _LORA,
     "critic.optim.optimizer": Feature(("AdamW", "adam", "adamw", "Adam"), "the optimizer is AdamW"),
     "critic.optim.*": Feature((), "the critic has the actor's settings except critic.lr and critic.lr_warmup_steps"),
