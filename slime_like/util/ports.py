@@ -74,7 +74,7 @@ def interface_environment(host: str) -> Mapping[str, str]:
 
     Return an empty mapping if both variables are set already.
 
-    By default gloo listens on the address that the host name resolves to, NCCL on the first non-loopback interface.
+    Without them gloo listens on the address that the host name resolves to, and NCCL on the first non-loopback interface.
     Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.
     """
     if os.environ.keys() >= INTERFACES:

@@ -109,8 +109,8 @@ class _Delivery:
     async def _exchange(self, message: bytes) -> list[bytes]:
         """Wait for the reply to the last request, then exchange ``message`` with the other trainer ranks of the engine.
 
-        Return the messages of all these ranks. This is a collective over them. After an error reply, LOST is sent
-        instead of ``message``. If any message is LOST or UNWRITTEN, every rank records a failure.
+        Return the messages of all these ranks; collective over them. If the engine replied with an error, LOST is sent instead
+        of ``message``. If any message is LOST or UNWRITTEN, every rank records a failure.
         """
         is_copied = await self.settle()
         messages = self._ranks.gather(message if is_copied else LOST)
@@ -120,7 +120,7 @@ class _Delivery:
         return messages
 
     async def settle(self) -> bool:
-        """Wait for the reply to the last request, and store its error, if any. Return False if it failed, otherwise True."""
+        """Wait for the reply to the last request, and store its error, if any. Return False if the request failed, else True."""
         request, self._request = self._request, None
         if request is None:
             return True

@@ -80,7 +80,7 @@ def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tenso
 
 
 def pin(memory: Tensor) -> None:
-    """Page-lock a tensor's host memory, shared memory included. Call ``unpin`` before it is unmapped.
+    """Page-lock a tensor's host memory, shared memory included. Call ``unpin`` before the memory is unmapped.
 
     A GPU copies to page-locked memory directly, and the host does not wait for each copy. Raises ``WeightSyncError`` if
     CUDA cannot lock it.

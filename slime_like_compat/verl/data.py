@@ -12,7 +12,7 @@ _COMMON_NAMES = ("test", "val", "valid", "validation", "dev", "eval", "train", "
 
 
 def map_data(job: Job) -> None:
-    """Set the keys of data files, columns, chat templates and bad rows, and ``run.seed``."""
+    """Set ``run.seed`` and the keys of data files, columns, shuffling, chat templates and the handling of unusable rows."""
     train = job.texts("data.train_files") if job.sets("data.train_files") else []
     if len(train) == 1:
         job.set("data.train", train[0], "data.train_files")

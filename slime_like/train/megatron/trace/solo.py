@@ -138,7 +138,7 @@ def _only_on_device(stock: Callable[..., Any], parameters: list[torch.Tensor], *
 
 
 def _even_rows(stock: Callable[..., Any], dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Replace the row counts that the host would read from the routers' choices with an equal split."""
+    """Split rows equally, in place of the row counts that the host would read from the routers' choices."""
     out = stock(point, tokens_per_expert)
     rows = int(dispatcher.routing_map.shape[0]) * int(dispatcher.config.moe_router_topk)
     received = rows * dispatcher.tp_size
@@ -167,7 +167,7 @@ def _note_shape(stock: Callable[..., Any], batch: Any, rank_info: RankInfo) -> A
 def _own_shape(
     stock: Callable[..., Any], communicator: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
 ) -> Any:
-    """Exchange shapes, but return the shape of this rank's hidden states for the previous and for the next stage.
+    """Exchange shapes, but return the shape of this rank's hidden states in place of those of the previous and next stages.
 
     The shape is [0, 0, 0] for a stage from which nothing is received.
     """
