@@ -85,7 +85,7 @@ class FlowBytes:
 
 
 def slot_sizes(layers: Sequence[LayerLayout], num_slots: int) -> list[int]:
-    """Return the bytes of each slot: those of the largest layer that uses it. There are no more slots than layers."""
+    """Return the bytes of each slot: the size of the largest layer that uses it. There are at most as many slots as layers."""
     num_slots = min(num_slots, len(layers))
     return [max(layer.num_bytes for layer in layers[slot::num_slots]) for slot in range(num_slots)]
 

@@ -1,7 +1,7 @@
 """Sharded weights of a model's decoder layers, and loaders that write pushed weights to this rank's part.
 
-A layer is sharded as soon as it has been built, so a rank never holds the full weights. While the model loads, each weight is a
-view of a single slot; the slots for forwards are allocated afterwards. SGLang's loaders write through these views: before a
+A layer is sharded as soon as it has been built, so a rank never holds the full weights. While the model loads, the weights of all
+layers are views of one slot; the slots for forwards are allocated later. SGLang's loaders write through these views: before a
 write, this rank's part of the old values is copied into the slot, and after the write it is copied back. Elements that a loader
 does not write, such as other parts of a fused projection, therefore keep their values.
 """

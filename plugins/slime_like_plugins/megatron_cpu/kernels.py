@@ -39,7 +39,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True, slots=True)
 class QkvHeads:
-    """Layout of the QKV projection's output: G groups of R queries, a key and a value."""
+    """Layout of the QKV projection's output: G groups, each of R query heads, a key head and a value head."""
 
     groups: int
     queries: int
@@ -280,7 +280,7 @@ def _check_attention(qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> 
 def _scratch(like: Tensor, sizes: tuple[int, ...], copies: int) -> Tensor:
     """Return scratch memory for attention, with room for each thread; ``sizes`` come from ``_check_attention``.
 
-    A thread has room for ``copies`` times a KV head's keys, and the weights and results of ``QUERIES`` queries.
+    Each thread has ``copies`` times the room for one KV head's keys and for the weights and results of ``QUERIES`` queries.
     """
     _, capacity, _, _, d = sizes
     return like.new_empty((_num_threads(), copies * (d * capacity + QUERIES * (capacity + d))))

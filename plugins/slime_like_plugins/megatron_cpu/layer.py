@@ -172,9 +172,9 @@ def _weight(norm: Any) -> Tensor | None:
 
 
 def with_c_kernels(parts: LayerParts) -> LayerParts:
-    """Return ``parts`` on the C kernels, which are compiled unless cached. Raises ``ConfigError`` if that fails.
+    """Return ``parts`` on the C kernels, which are compiled unless they are cached.
 
-    A core attention other than ``PackedAttention`` is kept.
+    Raises ``ConfigError`` if they cannot be compiled or loaded. A core attention other than ``PackedAttention`` is kept.
     """
     try:
         kernels()

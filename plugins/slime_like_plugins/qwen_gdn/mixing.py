@@ -53,7 +53,7 @@ class DeltaInputs:
 
 @dataclass(frozen=True, slots=True)
 class RuleInputs:
-    """Arguments of the gated delta rule: q, k [1, T, H, K], v [1, T, HV, V], g and beta at least F32 [1, T, HV]."""
+    """Arguments of the gated delta rule: q, k [1, T, H, K], v [1, T, HV, V], and float32 or float64 g, beta [1, T, HV]."""
 
     q: Tensor
     k: Tensor

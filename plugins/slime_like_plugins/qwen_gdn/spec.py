@@ -1,4 +1,4 @@
-"""Function registered in ``MIXERS``: it returns the spec of a Gated DeltaNet layer with the config's kernels."""
+"""Spec of a Gated DeltaNet layer with the kernels that the config selects, for registration in ``MIXERS``."""
 
 from __future__ import annotations
 

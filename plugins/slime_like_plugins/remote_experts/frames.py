@@ -27,7 +27,7 @@ assert HEADER_BYTES == 64
 
 
 class FrameError(SlimeLikeError, ValueError):
-    """A frame that violates the protocol (oversized, damaged or with a different version), or has contents that do not fit."""
+    """A frame that violates the protocol (oversized, damaged or of a different version), or whose contents are not valid."""
 
 
 class FrameKind(IntEnum):

@@ -105,10 +105,10 @@ def _model() -> RemoteModel:
 
 
 def commit_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: commit the first version.
+    """Hook after ``ModelRunner.load_model``: commit the loaded weights as the worker's first version.
 
-    Raises ``SystemExit``, which stops the engine, if the model has no remote experts, the worker failed, or an expert was
-    not loaded.
+    Raises ``SystemExit``, which stops the engine, if the model has no remote experts, the settings cannot be used, the worker
+    failed, or an expert was not loaded.
     """
     if not _models:
         raise _stop(

@@ -22,7 +22,7 @@ type LayerMatrices = Mapping[int, Mapping[str, Tensor]]
 
 
 class WorkerLink:
-    """Connection of one rank to its worker, which can be opened again."""
+    """Connection of one rank to its worker; it can be opened again after a failure."""
 
     def __init__(self, options: RemoteOptions, rank: int) -> None:
         self._options, self._rank = options, rank

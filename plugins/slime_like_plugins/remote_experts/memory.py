@@ -1,4 +1,4 @@
-"""Expert weights in a worker's or an engine's memory, with the committed version."""
+"""Expert weights in the memory of a worker or an engine, and their committed version."""
 
 from __future__ import annotations
 

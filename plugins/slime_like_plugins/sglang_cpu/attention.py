@@ -97,8 +97,8 @@ def decode_buckets(table: Tensor, kv_lens: Sequence[int]) -> list[LengthBucket]:
 def extend_bucket(table: Tensor, starts: Sequence[int], new: Sequence[int], prefix: Sequence[int]) -> LengthBucket:
     """Return a bucket of requests with new tokens after a cached prefix.
 
-    Each list has one entry per request: the row of its first new token in the packed batch, its number of new tokens
-    and its number of cached tokens. ``table`` [b, max_len] contains the page-table rows of the requests.
+    ``starts``, ``new`` and ``prefix`` have one entry per request: the row of its first new token in the packed batch, its number
+    of new tokens, and its number of cached tokens. ``table`` [b, max_len] contains the page-table rows of the requests.
     """
     q = torch.arange(max(new))[None]
     new_b1, prefix_b1 = torch.tensor(new)[:, None], torch.tensor(prefix)[:, None]

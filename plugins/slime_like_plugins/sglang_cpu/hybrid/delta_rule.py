@@ -96,7 +96,7 @@ def split_rule(
 def packed_rule(packed: tuple[Tensor, ...], lengths: list[int], initial: Tensor) -> tuple[Tensor, Tensor]:
     """Apply the rule to packed q, k, v, g, beta and initial states [B, HV, V, K].
 
-    Return [T, HV, V] and the final states.
+    Return the output [T, HV, V] and the final states.
     """
     q, k, v, g, beta = packed
     if max(lengths) <= MAX_RECURRENT:
@@ -155,7 +155,7 @@ def normed(x: Tensor, heads: int) -> Tensor:
 def recurrent_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int], state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule token by token to all requests together. Return [T, HV, V] and the final states [B, HV, V, K].
+    """Apply the rule token by token to all requests together. Return the output [T, HV, V] and the final states [B, HV, V, K].
 
     The function itself sorts the requests longest first, so that those with tokens left are a prefix of the batch.
     """
