@@ -97,7 +97,9 @@ ENTRIES = (
         "moving memory of trainer and engines between the phases since the previous optimizer step (placement.offload_*)",
         "s",
     ),
-    MetricEntry("perf/step_time", "from one step's line to the next, without rollouts in the background", "s"),
+    MetricEntry(
+        "perf/step_time", "from one step's line in metrics.jsonl to the next, without rollouts in the background", "s"
+    ),
     MetricEntry("perf/rollout_time", "generating and scoring one rollout", "s"),
     MetricEntry("perf/train_wait_time", "waiting for the next rollout", "s", "near 0 when asynchronous"),
     MetricEntry("perf/train_time", "assembling one rollout, sending it to the ranks and training on it", "s"),
@@ -129,7 +131,10 @@ def render() -> str:
         "# Metrics",
         "",
         "Generated from `slime_like/metrics/dictionary*.py` and `remedies.py` by `scripts/make_metric_docs.py`. A metric has no",
-        "healthy range if its values depend on the task.",
+        "healthy range if its values depend on the task. The *old policy* is the trainer's before the first optimizer step on a",
+        "rollout; the *rollout policy* is the engines', which sampled it. With `algo.use_rollout_logprobs`, the rollout policy takes",
+        "the place of the old policy in the clipped ratio, and so in `train/ppo_kl` and `train/ois`. Means over tokens that are computed",
+        "with the loss are weighted like the loss (`algo.aggregation`).",
         "",
     ]
     rows = ["| name | meaning | unit | healthy | if it is not |", "|---|---|---|---|---|"]

@@ -138,7 +138,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/dropped_groups/<filter>",
-        "groups that one filter dropped; stale: carried groups that became too old",
+        "groups that one filter dropped; filter `stale`: carried groups that became too old",
         "groups",
     ),
     MetricEntry("rollout/dropped_groups/<filter>/<reason>", "groups that one filter dropped for one reason", "groups"),
@@ -186,7 +186,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/overlong_penalty",
-        "mean penalty for responses near rollout.max_response_len, which is subtracted from rewards only for advantages",
+        "mean penalty for responses near rollout.max_response_len; only advantages include it, reported rewards do not",
         "",
         "near 0",
     ),
@@ -206,7 +206,9 @@ ENTRIES = (
     MetricEntry("reward/calls", "calls of reward functions", ""),
     MetricEntry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
     MetricEntry("reward/killed", "calls whose process was killed or exceeded reward.memory_gb", "", "0"),
-    MetricEntry("reward/remote_failures", "samples that the reward server did not score despite retries", "", "0"),
+    MetricEntry(
+        "reward/remote_failures", "samples that the reward server did not score despite retries", "samples", "0"
+    ),
     MetricEntry("reward/remote_retries", "requests to the reward server that were repeated", "", "near 0"),
     MetricEntry(
         "reward/fallbacks", "samples that got reward.fallback, or were excluded because it is null", "samples", "0"

@@ -20,10 +20,8 @@ ENTRIES = (
     MetricEntry("train/ppo_kl", "mean log-ratio of the old to the new policy", "nats", "near 0"),
     MetricEntry("train/ois", "mean ratio of the new to the old policy (gspo: of sequences)", "", "near 1"),
     MetricEntry("train/seq_ratio_max", "largest ratio of a sequence under gspo", "", "near 1"),
-    MetricEntry("train/kl_loss", "KL estimate to the reference, in the loss", "nats"),
-    MetricEntry(
-        "train/entropy_loss", "mean entropy of the policy, if algo.entropy_coef is not 0", "nats", "falls slowly"
-    ),
+    MetricEntry("train/kl_loss", "estimate of the KL to the reference, before algo.kl_loss_coef", "nats"),
+    MetricEntry("train/entropy_loss", "as train/entropy; only if algo.entropy_coef is not 0", "nats", "falls slowly"),
     MetricEntry("train/entropy", "mean entropy of the policy", "nats", "falls slowly"),
     MetricEntry("train/tis", "mean importance weight of old over rollout policy, before truncation", "", "near 1"),
     MetricEntry(

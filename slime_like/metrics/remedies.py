@@ -14,7 +14,7 @@ REMEDIES = {
     "rollout/generated/accuracy": "as rollout/accuracy",
     "rollout/truncated_ratio": "raise rollout.max_response_len, or set reward.overlong_buffer_len",
     "rollout/aborted_ratio": "read logs/engine_*.log",
-    "rollout/zero_std_ratio": "choose other prompts, more rollout.n_samples_per_prompt, or rollout.filters=[nonzero_std]",
+    "rollout/zero_std_ratio": "choose other prompts, raise rollout.n_samples_per_prompt, or set rollout.filters=[nonzero_std]",
     "rollout/log_probs": "near 0: the policy has collapsed to one answer (train/entropy); falls: lower optim.lr",
     "rollout/staleness_max": "a bug: please report it",
     "rollout/mixed_version_ratio": "high: lower rollout.over_sampling_batch_size; algo.use_tis corrects for old tokens, "
@@ -50,7 +50,7 @@ REMEDIES = {
     "train/pg_clipfrac": "lower optim.lr or loop.steps_per_rollout",
     "train/pg_clipfrac_lower": "as train/pg_clipfrac",
     "train/ppo_kl": "not 0 at the first step of a rollout: old and new policy are computed differently, report it; grows over "
-    "the steps of a rollout: fewer loop.steps_per_rollout, lower optim.lr",
+    "the steps of a rollout: lower loop.steps_per_rollout or optim.lr",
     "train/ois": "as train/ppo_kl",
     "train/seq_ratio_max": "lower algo.eps_clip; look at the longest samples",
     "train/entropy_loss": "falls to 0 early: raise algo.entropy_coef or algo.eps_clip_high, lower optim.lr; rises: the policy "
@@ -95,11 +95,11 @@ REMEDIES = {
     "eval/<dataset>": "if only training accuracy rises: more prompts, fewer epochs, a KL term",
     "eval/<dataset>-pass@<k>": "pass@1 rises while the largest k falls: responses become less diverse, see train/entropy",
     "comm/<group>/<op>/clears": "lower guard.threshold, or give engines less memory: scripts/profile_comm.py",
-    "guard/time": "lower guard.budget (guard.checks=auto), raise guard.every (every_n), or guard fewer ops: "
+    "guard/time": "lower guard.budget (guard.checks=auto), raise guard.every (guard.checks=every_n), or guard fewer ops: "
     "scripts/profile_comm.py",
     "guard/shortages": "give engines less memory (rollout.sglang.mem_fraction_static), lower parallel.max_tokens_per_rank",
     "guard/clears": "as guard/shortages",
     "guard/free_bytes": "as guard/shortages",
     "memory/<phase>": "compare the phases: the phase that grows first has the leak; please report it",
-    "perf/train_wait_time": "more rollout.num_engines, a shorter rollout.max_response_len; synchronous: loop.max_staleness=1",
+    "perf/train_wait_time": "raise rollout.num_engines, lower rollout.max_response_len; synchronous: loop.max_staleness=1",
 }
