@@ -50,7 +50,7 @@ class FusedStack(Stack):
 
 
 class FusedMLP(MLP):
-    """MLP with SwiGLU in one pass."""
+    """MLP whose SwiGLU makes one pass over memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Split of a batch into local pairs (token, expert), and buckets of tokens that have the same number of remote experts."""
+"""Split of a batch into local pairs (token, expert), and buckets of tokens by their number of remote experts."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ def attach_temperature(metadata: Any, cls: type, forward_batch: Any) -> None:
 def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Hook around ``Sampler.forward``: sample tokens by seed, and compute log-probabilities as log_softmax(logits / temperature).
 
-    Batches with sampling masks or watermarks take SGLang's own path, where ``sample_from_probs`` samples the tokens, so
-    seeds apply there too.
+    Batches without seeds take SGLang's own path. Batches with sampling masks or watermarks take it too, but there
+    ``sample_from_probs`` samples the tokens, so their seeds apply.
     """
     names = ("return_logprob", "top_logprobs_nums", "token_ids_logprobs", "positions")
     call = dict(zip(names, args, strict=False)) | kwargs
