@@ -60,7 +60,7 @@ class RankMemory:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def sample(self) -> None:
-        """Sample until ``stop`` is set."""
+        """Record the largest memory of each rank in ``peaks`` until ``stop`` is set."""
         while not self.stop.is_set():
             for pid in processes.pids_of_part(self.server.pid, "scheduler"):
                 self.peaks[pid] = max(self.peaks.get(pid, 0), resident(pid))
@@ -77,7 +77,7 @@ def resident(pid: int) -> int:
 
 
 def run_arm(name: str, model: Path) -> tuple[int, int]:
-    """Start an engine and stop it. Return its ranks' largest memory in bytes: at the peak of the start, and while serving."""
+    """Start an engine and stop it. Return the bytes of memory of the largest rank: at the peak of the start, and while serving."""
     spec = EngineSpec(
         model_path=str(model),
         device="cpu",

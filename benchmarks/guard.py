@@ -57,7 +57,7 @@ class GuardClock:
 
 
 class SlowDriver:
-    """Memory source with much free memory and a slow driver: SGLang's issue 25225 reports 8 ms for a query."""
+    """Memory source with much free memory, and queries as slow as SGLang's issue 25225 reports (8 ms)."""
 
     name = "simulated"
     total = 80 * 2**30

@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values of a rollout by several managers.
+    """Combine the managers' measurements of one rollout.
 
     Time and profile are those of the busiest manager, and tokens/s are its rate times the number of managers. The other
     values are means.

@@ -88,7 +88,7 @@ def application(*, columns: bool) -> web.Application:
 
 
 async def serve(*, columns: bool) -> None:
-    """Serve on a free port of loopback, printed first, until standard input closes."""
+    """Serve on a free port of loopback, print the port, and end when standard input closes."""
     runner = web.AppRunner(application(columns=columns), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

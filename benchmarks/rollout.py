@@ -171,7 +171,7 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
     """Return a description and a table over all counted rounds.
 
     Seconds are medians. Rates, mean length and discarded tokens are ratios of totals, with rates relative to the first
-    arm in brackets. Staleness is the largest; the last three columns are means.
+    arm in brackets. Staleness is a maximum; the last three columns are means.
     """
     head = ("", "s per rollout", "samples/s", "trained tokens/s", "mean length", "discarded tokens", "stale, max")
     head = (*head, "several versions", "busiest engine", "prefix hits")

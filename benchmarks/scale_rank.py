@@ -29,7 +29,7 @@ class SimulatedRank(TrainerWorker):
     """Rank of ``TrainerGroup`` that receives its batches and returns results of a real rank's size, without computing them."""
 
     def connect(self, spec: RankSpec, master: tuple[str, int]) -> int:
-        """Return the data-parallel rank: tensor-parallel ranks are adjacent."""
+        """Return this rank's data-parallel rank; the ranks of a tensor-parallel group are adjacent."""
         return self._rank // spec.layout.tp
 
     def pid(self) -> int:

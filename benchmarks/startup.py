@@ -1,4 +1,4 @@
-"""Time of the quickstart from its command to its first rollout, next to a bare import of its libraries."""
+"""Time of the quickstart from its command to its first rollout, compared with a bare import of its libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE = re.compile(r"^\w[\w-]*: (?P<step>.+?) after \d+ s")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Seconds of the bare import, and from the command to each line printed at the start and to the first rollout."""
+    """Seconds of a bare import; seconds from the command to each line printed at the start, and to the first rollout."""
 
     bare: float
     lines: dict[str, float]

@@ -110,7 +110,7 @@ def check(case: Case, norms: Mapping[str, float]) -> None:
 
 
 def row(name: str, times: Mapping[str, Sequence[Sequence[float]]], scale: float, digits: int) -> str:
-    """Return one line of a table: medians of the arms, and the median of the ratios of each round."""
+    """Return one line of a table: the median times of both arms, and the median of the rounds' ratios torch / C."""
     cells = [name]
     for arm in ARMS:
         wall, cpu = (statistics.median(pair[i] for pair in times[arm]) * scale for i in (0, 1))
@@ -163,7 +163,7 @@ def spec_of(model: str, dtype: str, arm: str, num_steps: int) -> RankSpec:
 
 
 def make_rows(sequences: int, vocabulary: int) -> PackedBatch:
-    """Return prompts of 4 to 6 random tokens, each with ``NEW_TOKENS`` trained tokens."""
+    """Return prompts of 4 to 6 random tokens, each followed by ``NEW_TOKENS`` tokens that are trained on."""
     numbers = np.random.default_rng(0)
     lengths = NEW_TOKENS + np.resize([4, 5, 6], sequences)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

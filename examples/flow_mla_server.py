@@ -46,7 +46,7 @@ def server_arguments(model: str, device: str, port: int) -> list[str]:
 
 
 def ask(port: int, token_ids: Sequence[int], is_alive: Callable[[], bool]) -> list[int]:
-    """Wait until the server is ready and return its greedy response.
+    """Wait until the server is ready, send it ``token_ids`` and return its greedy response.
 
     Raises ``SystemExit`` if the server ends or is not ready within ``START_S``, and the errors of ``request``.
     """

@@ -38,7 +38,7 @@ PARTS: dict[str, Callable[[CompileJob], list[dict[str, Any]]]] = {"trainer": com
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile for every capability, or make a copied cache usable with ``--moved``. Return the exit code.
+    """Compile for every capability or, with ``--moved``, make a copied cache usable. Return the exit code.
 
     The code is 1 if a function of the engine could not be compiled. If an error stops the command, it is the error's code.
     """

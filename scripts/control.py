@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
 def request(run_dir: Path, action: RequestText, wait: float | None) -> int:
     """Send the request; with ``wait``, block at most ``wait`` seconds for the answer and print it. Return the exit code.
 
-    Raises ``DataError`` if the run has ended, ends without an answer or cannot get the request, and ``DeadlineExceeded`` if
-    there is no answer in time.
+    Raises ``DataError`` if no run is active, the run ends without an answer or the request cannot be written, and
+    ``DeadlineExceeded`` if there is no answer in time.
     """
     status = read_live_status(run_dir)
     request_id = send_request(run_dir, action)

@@ -66,7 +66,7 @@ FORMATS = {
 
 
 def convert(name: str, target: Path, source: str | None) -> list[Path]:
-    """Write one jsonl per split; return their paths. Raises ``UnusableRow`` naming split and row."""
+    """Write one jsonl file per split below ``target``; return the paths. Raises ``UnusableRow`` naming split and row."""
     from datasets import load_dataset
 
     form = FORMATS[name]

@@ -33,7 +33,7 @@ class DrawnFaults:
 def draw_part(
     rng: random.Random, rollouts: range, max_faults: int, ends: Mapping[str, int], num_by_kind: Mapping[str, int]
 ) -> DrawnFaults:
-    """Draw a part over the remaining ``rollouts`` with up to ``max_faults`` faults; with 0 the part is undisturbed.
+    """Draw the next part, over the remaining ``rollouts``, with up to ``max_faults`` faults; with 0, it is undisturbed.
 
     ``ends``: number of earlier parts by their final fault. ``num_by_kind``: number of earlier faults by kind.
     """

@@ -182,7 +182,7 @@ class FaultSoak:
 
     @property
     def good(self) -> bool:
-        """True if every part ended as required and left nothing behind, and no result so far differs from ``reference``."""
+        """True if every part ended as required and left nothing behind, and no result so far differs from the undisturbed run."""
         return all(part.clean and not part.leftovers for part in self.parts) and not self._differences()
 
     def reference(self) -> None:

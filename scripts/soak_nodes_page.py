@@ -64,7 +64,7 @@ class TrainerKill:
 
 @dataclass(frozen=True, slots=True)
 class SampleCount:
-    """Counts from ``check_samples``, and the largest |engine - trainer| log-probability in the run's probes."""
+    """Counts from ``check_samples``, and the largest difference between engine and trainer log-probabilities in the probes."""
 
     num_rollouts: int
     num_samples: int

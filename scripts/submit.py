@@ -6,7 +6,7 @@ python scripts/submit.py list
 python scripts/submit.py follow JOB
 python scripts/submit.py stop JOB [--wait SECONDS] [--now]
 
-The cluster's token is read from RAY_AUTH_TOKEN, as Ray does. Ctrl-C leaves the job running. docs/cluster_jobs.md
+The cluster's token is read as Ray reads it, for example from RAY_AUTH_TOKEN. Ctrl-C leaves the job running. docs/cluster_jobs.md
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _print_nodes(nodes: tuple[ClusterNode, ...]) -> int:
 
 
 def _print_jobs(jobs: tuple[ClusterJob, ...]) -> int:
-    """Print the runs among ``jobs``, oldest first."""
+    """Print those of ``jobs`` that are runs of train.py, in the given order."""
     for job in jobs:
         if job.is_ours and RUN_NAME in job.metadata:
             start = (

@@ -61,7 +61,7 @@ def can_pack() -> bool:
 class Products:
     """Multiplications ``x W^T`` (plus bias) for the linear layers of one model.
 
-    Call ``renew`` before each forward: it packs the weights, at first and after they were written.
+    Call ``renew`` before each forward, so that the packed weights are up to date.
     """
 
     def __init__(self, model: Any, linears: Sequence[Any], head: Any | None = None, c: CKernels | None = None) -> None:
@@ -85,11 +85,11 @@ class Products:
 
     @property
     def packed_by(self) -> str:
-        """Return the library that packs the weights; "" if torch multiplies without packing."""
+        """Return the name of the library that packs the weights; "" if torch multiplies without packing."""
         return "" if self._packing is None else self._packing.name
 
     def renew(self) -> None:
-        """Pack the weights again if any of them was written or replaced since the last call."""
+        """Pack the weights at the first call, and again if any of them was written or replaced since they were packed."""
         if self._packing is None:
             return
         weights: list[Tensor] = [linear.weight for linear in self._linears]

@@ -1,7 +1,7 @@
 """Fast path for requests that need only tokens, log-probabilities and, at their end, routed experts.
 
 SGLang passes every token of every request through a dozen functions, which for a small model cost half as much as its
-forward. Here a token is only appended unless it ends its request or is due to be sent. Finishing requests and all other
+forward. Here a token is just appended, except if it ends its request or is due to be sent. Finishing requests and all other
 batches use SGLang's own functions.
 """
 
@@ -61,7 +61,7 @@ def plain_request(request: Any) -> StopConditions | None:
 
 
 def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
-    """Return True if all requests are plain and the step uses no feature with special handling of results.
+    """Return True if all requests are plain (see ``plain_request``) and no feature handles the results of the step specially.
 
     The result is False if ``rollout.cpu_kernels`` is off.
     """

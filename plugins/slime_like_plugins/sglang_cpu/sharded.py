@@ -20,7 +20,7 @@ def provide(provider: Callable[[bool], BackendFactory]) -> None:
 
 
 def factory(latent: bool) -> BackendFactory:
-    """Return a function that creates a backend from a model runner and its C kernels.
+    """Return a function that creates an attention backend from a model runner and C kernels, for latents if ``latent``.
 
     Raises ``NotImplementedError`` if the plugin ``dcp`` is not enabled.
     """

@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Modules of one layer. Their weights are read at every forward, because a weight push writes in place."""
+    """Modules of one layer. Each forward reads their current weights, which weight pushes overwrite in place."""
 
     attention_norm: Any
     qkv: Any
