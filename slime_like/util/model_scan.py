@@ -15,7 +15,7 @@ SCAN = "create_import_structure_from_path"  # function of this module that scans
 
 
 class CachedScan:
-    """Import hook that caches the results of the scan once its module is imported (``sys.meta_path`` protocol)."""
+    """Import hook (``sys.meta_path``) that caches the results of the function ``SCAN`` from the import of ``MODULE`` on."""
 
     def __init__(self) -> None:
         self._original: tuple[ModuleType, Any] | None = None
@@ -38,7 +38,7 @@ class CachedScan:
         return spec
 
     def restore(self) -> None:
-        """Restore the function and free the cached results."""
+        """Restore the original function and free the cached results."""
         if self._original is not None:
             module, function = self._original
             setattr(module, SCAN, function)

@@ -90,9 +90,9 @@ def exclusive(path: Path, deadline: Deadline, holder: str) -> Generator[None]:
 
 
 def owned_by_another_user(path: Path) -> Path | None:
-    """Return ``path`` or its nearest parent that is in a world-writable folder and owned by another user, except root.
+    """Return ``path`` or its nearest parent that is in a world-writable folder and belongs to another user, other than root.
 
-    Return None if there is none.
+    Return None if there is no such path.
     """
     for part in (path, *path.parents):
         try:

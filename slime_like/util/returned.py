@@ -53,8 +53,8 @@ def returns_of(function: Callable[..., Any]) -> FunctionReturns | None:
 def may_be_filter_result(value: ast.expr | None) -> bool:
     """Return whether the value of an expression may be a valid result of a group filter: None or a non-empty string.
 
-    Return True if the value cannot be determined. Both branches of a conditional expression must be possible results, but
-    only one operand of ``and`` or ``or``.
+    Return True if the value cannot be determined. Both branches of a conditional expression must be possible results; of the
+    operands of ``and`` and ``or``, one is enough.
     """
     match value:
         case ast.Constant(value=constant):

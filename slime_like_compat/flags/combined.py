@@ -136,7 +136,7 @@ def _batches(flags: FlagValues) -> Iterator[str]:
 def _dp_attention(flags: FlagValues) -> Iterator[str]:
     """Yield the override for SGLang's data-parallel attention within an engine.
 
-    Raises ``ConfigError`` if --sglang-dp-size is not a whole number, or above 1 without --sglang-enable-dp-attention.
+    Raises ``ConfigError`` if --sglang-dp-size is not a whole number, or if it is above 1 without --sglang-enable-dp-attention.
     """
     text = _last(flags, "--sglang-dp-size") or _last(flags, "--sglang-data-parallel-size")
     size = integer("--sglang-dp-size", text) if text is not None else 1

@@ -98,7 +98,7 @@ def known_flags() -> list[str]:
 class _Tokens:
     """Tokens of a command line, with ``--flag=value`` split in two. Iterating consumes them.
 
-    Iterating raises ``ConfigError`` at the value of a ``--flag=value`` whose flag did not consume it.
+    Iterating raises ``ConfigError`` at a value that was given as ``--flag=value`` to a flag that takes none.
     """
 
     def __init__(self, argv: list[str]) -> None:

@@ -36,7 +36,7 @@ def tokens(text: str, name: str) -> Iterator[Token]:
 
 
 def text_parts(text: str, file_line: str) -> tuple[Part, ...]:
-    """Return ``text`` as the parts of one word, blanks included, such as the word after ``:-`` in ``${X:-word}``.
+    """Return ``text``, such as the word after ``:-`` in ``${X:-word}``, as the parts of one word, blanks included.
 
     Raises ``ConfigError`` if a quote or an expansion is not closed.
     """
@@ -93,7 +93,7 @@ class _Lexer:
         return operator
 
     def _redirection(self, match: re.Match[str]) -> None:
-        """Skip a redirection; note a here-document, whose text is skipped once the line of the redirection ends.
+        """Skip a redirection. If it begins a here-document, note the document, whose text is skipped after this line.
 
         Raises ``ConfigError`` if the redirection names no file.
         """

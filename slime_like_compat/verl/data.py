@@ -78,7 +78,7 @@ def map_evaluation(job: Job) -> None:
 
 
 def _paths_by_name(paths: list[str]) -> dict[str, str]:
-    """Return a dict from a name for each path to the path.
+    """Return ``paths`` in a dict, with a name for each as the key.
 
     The name is that of the file or, if it is a common one such as test, of the nearest folder above with another name. A
     name that is taken gets a number.
