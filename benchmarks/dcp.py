@@ -89,7 +89,7 @@ class DcpArm:
     client: EngineClient
 
     async def generate(self, prompts: Sequence[np.ndarray], tokens: int) -> tuple[float, list[Completion]]:
-        """Clear the engine's cache and send ``prompts`` together; return the seconds to the last reply, and the greedy replies."""
+        """Clear the engine's cache and send ``prompts`` together; return the seconds to the last reply, and greedy replies."""
         await self.client.flush()
         sampling, start = Sampling(temperature=0.0, max_new_tokens=tokens), time.perf_counter()
         replies = await asyncio.gather(*(self.client.generate(ids, [0], sampling) for ids in prompts))

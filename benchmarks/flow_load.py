@@ -77,7 +77,7 @@ def resident(pid: int) -> int:
 
 
 def run_arm(name: str, model: Path) -> tuple[int, int]:
-    """Start an engine and stop it. Return the bytes of memory of the largest rank: at the peak of the start, and while serving."""
+    """Start an engine and stop it. Return the largest memory of a rank in bytes, at the peak of the start and while serving."""
     spec = EngineSpec(
         model_path=str(model),
         device="cpu",

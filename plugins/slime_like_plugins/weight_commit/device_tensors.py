@@ -1,4 +1,4 @@
-"""Loading of buckets of tensors from the device memory of the trainer's ranks.
+"""Loading of tensor buckets that lie in the device memory of the trainer's ranks.
 
 A rank of the engine maps its bucket into its own process, and unmaps it before the engine replies.
 """
