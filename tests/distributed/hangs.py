@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy
-from slime_like.distributed.forensics.ring import read_rings
+from slime_like.distributed.forensics.ring import FAILED, read_rings
 from slime_like.distributed.wrapper import install
 from slime_like.distributed.wrapper.watchdog import Watchdog
 from slime_like.distributed.wrapper.wrapper import Wrapper
@@ -92,13 +92,16 @@ def cases(world: RankWorld, folder: Path) -> dict[str, tuple[str, float]]:
 
 
 def _stop_rank(rank: int, folder: Path) -> None:
-    """Stop rank 1; rank 0 wakes it after its collective failed."""
+    """Stop rank 1; rank 0 wakes it after the collectives of ranks 0 and 2 failed."""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         dist.all_reduce(torch.zeros(8))
     finally:
         if rank == 0:
+            # Woken earlier, rank 1 would send to rank 2, which would then wait for its next message with a new deadline.
+            while read_rings(folder)["trainer_rank2"].records[-1].ended_ns != FAILED:
+                time.sleep(0.01)
             os.kill(read_rings(folder)["trainer_rank1"].pid, signal.SIGCONT)
 
 
