@@ -17,6 +17,7 @@ from scripts.evidence_parts import (
 )
 
 DAPO = "data/dapo-math-17k"
+AIME = "data/aime-2024"
 LATENT = "+recipe=quickstart_latent parallel.ep=1 rollout.tp=2 rollout.dp_attention=2 placement.actor_num_gpus_per_node=2 loop.num_rollout=10"
 ONE_KV_HEAD = ("-c", MAKE_MODEL % "ModelSpec(num_key_value_heads=1, head_dim=64)")
 
@@ -64,11 +65,12 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
                 "rollout.sglang.attention_backend=flashinfer loop.num_rollout=10",
                 dcp_1="rollout.dcp=1", dcp_2="rollout.dcp=2", a2a="rollout.dcp=2 rollout.dcp_comm=a2a",
                 symmetric="rollout.dcp=2 rollout.symmetric_memory=true",
+                triton="rollout.dcp=2 rollout.sglang.attention_backend=triton",
             ),
         ), 60,
         "this project's `flashinfer_dcp` in an engine",
-        "`rollout/kv_capacity_tokens` doubles with DCP; if `flashinfer_dcp` decodes faster than `triton`, which has to be run by hand, "
-        "make it the default (`DEFAULT_BACKENDS` in `slime_like/config/schema/dcp.py`)",
+        "`rollout/kv_capacity_tokens` doubles with DCP; if `perf/rollout_time` of `dcp_2` is less than that of `triton`, make "
+        "`flashinfer_dcp` the default (`DEFAULT_BACKENDS` in `slime_like/config/schema/dcp.py`)",
         ENGINE, num_gpus=2,
     ),
     EvidencePart(
@@ -110,7 +112,7 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
         ), 360,
         "a released model; each recipe is planned and traced for its machine",
         "memory within 10% of the plan in the recipe; `perf/offload_time` is a few seconds", ENGINE,
-        ("models/Qwen3-4B", GSM8K, DAPO), 8, 80,
+        ("models/Qwen3-4B", GSM8K, DAPO, AIME), 8, 80,
     ),
     EvidencePart(
         "qwen3_30b", "Qwen3-30B-A3B",
@@ -119,7 +121,7 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
         ), 180,
         "expert parallelism over NCCL",
         "a probe is above the tolerance, if at all, only at tokens whose experts are nearly tied; `train/moe_load` between 1 and 3", ENGINE,
-        ("models/Qwen3-30B-A3B", GSM8K, DAPO), 8, 80,
+        ("models/Qwen3-30B-A3B", DAPO, AIME), 8, 80,
     ),
     EvidencePart(
         "gdn_guard", "Qwen3.5-35B-A3B, by backend and guard policy",
@@ -148,7 +150,7 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "deepseek_r1_h20", "DeepSeek-R1 with engines in float8", runs("", r1="+recipe=deepseek_r1_h20 loop.num_rollout=10"), 600,
-        "the recipe, which is planned for 8 H20", "", ENGINE, ("models/DeepSeek-R1", DAPO), 8, 95,
+        "the recipe, which is planned for 8 H20", "", ENGINE, ("models/DeepSeek-R1", DAPO, AIME), 8, 95,
     ),
 )  # fmt: skip
 
@@ -174,11 +176,11 @@ SEVERAL_NODES: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "qwen3_next", "Qwen3-Next-80B-A3B", runs("", recipe="+recipe=qwen3_next_80b_a3b loop.num_rollout=10"), 360,
-        "the recipe, which is planned for 4 nodes of 8 H100", "", (*ENGINE, "fla"), ("models/Qwen3-Next-80B-A3B", DAPO), 8, 80, 4,
+        "the recipe, which is planned for 4 nodes of 8 H100", "", (*ENGINE, "fla"), ("models/Qwen3-Next-80B-A3B", DAPO, AIME), 8, 80, 4,
     ),
     EvidencePart(
         "deepseek_r1_h800", "DeepSeek-R1 on H800", runs("", recipe="+recipe=deepseek_r1_h800 loop.num_rollout=10"), 600,
-        "the recipe, which is planned for 4 nodes of 8 H800", "", ENGINE, ("models/DeepSeek-R1", DAPO), 8, 80, 4,
+        "the recipe, which is planned for 4 nodes of 8 H800", "", ENGINE, ("models/DeepSeek-R1", DAPO, AIME), 8, 80, 4,
     ),
     EvidencePart(
         "qwen3_235b", "Qwen3-235B-A22B", runs("", recipe="+recipe=qwen3_235b_a22b loop.num_rollout=10"), 600,
@@ -186,6 +188,6 @@ SEVERAL_NODES: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "deepseek_r1", "DeepSeek-R1", runs("", recipe="+recipe=deepseek_r1 loop.num_rollout=10"), 600,
-        "the recipe, which is planned for 16 nodes of 8 H200", "", ENGINE, ("models/DeepSeek-R1", DAPO), 8, 140, 16,
+        "the recipe, which is planned for 16 nodes of 8 H200", "", ENGINE, ("models/DeepSeek-R1", DAPO, AIME), 8, 140, 16,
     ),
 )  # fmt: skip

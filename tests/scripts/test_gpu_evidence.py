@@ -54,16 +54,24 @@ GPUS = {0: "H100", 80: "H100", 95: "H20", 140: "H200"}  # GPU of a part, by the 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", RUN_PARTS, ids=lambda part: part.name)
-def test_every_run_has_a_plan_that_fits_its_machine(part: Any, tmp_path: Path) -> None:
+def test_every_run_fits_its_machine_and_its_part_names_its_files(part: Any, tmp_path: Path) -> None:
     nodes = f"{part.num_nodes}x" if part.num_nodes > 1 else ""
     machine = described_machine(f"{nodes}{part.num_gpus}x{GPUS[part.gb]}")
+    folders: set[str] = set()
     for command in part.commands:
         words = gpu_evidence.arguments_of(command, tmp_path, "auto" if part.num_nodes > 1 else "")
         if command[0] == "-c":
             exec(words[1], {})  # writes a model that the other commands use
         elif command[0] == gpu_evidence.TRAIN:
-            plan = make_plan(load_config(words[1:], files=False, machine=False, code=False), machine)
-            assert plan.device == "cuda", command
+            config = load_config(words[1:], files=False, machine=False, code=False)
+            assert make_plan(config, machine).device == "cuda", command
+            if config.run.prepare is None:
+                files = (config.data.train, *config.evaluation.datasets.values())
+                folders |= {config.model.hf_checkpoint, *(str(Path(file).parent) for file in files if file)}
+    needed = {folder for folder in folders if not Path(folder).is_absolute()}
+    assert needed <= set(part.files), "skip_reason names missing files before the run"
+    if all(command[0] in ("-c", gpu_evidence.TRAIN) for command in part.commands):
+        assert needed == set(part.files)
 
 
 def test_the_runs_of_a_part_have_different_folders() -> None:
