@@ -197,9 +197,9 @@ def page(results: Mapping[str, FlowArm], machine_line: str, command: str) -> str
             f"Command: `{command}`. Engines of {RANKS} ranks in {GROUPS} groups of data-parallel attention, one thread per rank, float32, over "
             f"gloo, with a random DeepSeek-V3 ({MODEL['num_hidden_layers']} layers, hidden {MODEL['hidden_size']}, "
             f"{MODEL['num_attention_heads']} heads, latents of {MODEL['kv_lora_rank']}). Each rank has {MEMORY / 1e6:.0f} MB ({VARIABLE}), of "
-            f"which SGLang uses {STATIC:.0%} (mem_fraction_static) for weights and KV cache; it sizes the cache itself. In each of {len(results['off'].rounds)} rounds an engine "
+            f"which SGLang uses {STATIC:.0%} (mem_fraction_static) for weights and KV cache; it sizes the cache itself. An engine "
             f"gets one request of {PROMPT} prompt tokens and {RESPONSE} response tokens, decode steps only; then {REQUESTS} such requests at "
-            "once, with the time until the last one has ended. Engines ran one after another.",
+            f"once, with the time until the last one has ended. Rounds: {len(results['off'].rounds)}. Engines ran one after another.",
             "",
             *table(results),
             "",

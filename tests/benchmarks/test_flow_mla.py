@@ -51,7 +51,9 @@ def test_the_table_compares_capacities_and_responses() -> None:
     _, _, plain, both = flow_mla.table(arms)
     assert plain == "| off | 5 | 4 | 200 | 210 (+5.0%) | 2 | 0 | 10.0 | 2 | 2 of 2 |"
     assert both == "| both | 5 | 4 | 400 | 210 (-47.5%) | 4 | 0 | 10.0 | 2 | 1 of 2 |"
-    assert "In each of 1 rounds" in flow_mla.page(arms, "Machine: this one.", "python benchmarks/flow_mla.py")
+    assert "Rounds: 1. Engines ran one after another." in flow_mla.page(
+        arms, "Machine: this one.", "python benchmarks/flow_mla.py"
+    )
 
 
 @pytest.mark.parametrize(("counts", "wrong"), [((7, 7), 7), ((None, 7), 7), ((None, None), None)])
