@@ -20,9 +20,10 @@ def stage_segments(
 ) -> tuple[StageSegment, ...]:
     """Return the segments of a stage. ``sizes``: number of layers of each of the pp * vpp segments.
 
-    Under 1F1B a stage keeps ``pp - stage`` micro-batches, at most the ``num_micro_batches`` of an optimizer step (None:
-    enough to fill the pipeline). The interleaved schedule first runs ``2 * (pp - stage - 1) + (vpp - 1) * pp + 1`` forward
-    passes of single segments, in groups of pp micro-batches (megatron-core, pipeline_parallel/schedules.py).
+    A stage keeps the activations of all forward passes up to its first backward pass: ``pp - stage`` passes under 1F1B; under
+    the interleaved schedule ``2 * (pp - stage - 1) + (vpp - 1) * pp + 1`` passes of single segments, in groups of pp
+    micro-batches (megatron-core, pipeline_parallel/schedules.py). No segment runs more than the ``num_micro_batches`` of an
+    optimizer step (None: enough to fill the pipeline).
     """
     vpp = len(sizes) // pp
     passes = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1

@@ -91,8 +91,8 @@ class Cluster:
     ) -> Run:
         """Start every process that the run needs and return the run. ``record`` is stored in each checkpoint.
 
-        Trainer and engines start concurrently unless they share GPUs. In that case the engines start first, because SGLang
-        derives the size of its KV cache from the memory that is free before and after it loads the model.
+        Trainer and engines start concurrently unless they share GPUs or placement.offload_rollout is set. Otherwise the engines
+        start first: SGLang derives the size of its KV cache from the memory that is free before and after it loads the model.
         """
         self._open_placement()
         if self.plan.needs_engines:

@@ -20,8 +20,8 @@ def actor_steps(cfg: TrainConfig) -> tuple[int, str]:
 def without_schedule(cfg: TrainConfig) -> TrainConfig:
     """Return a copy of ``cfg`` with a constant schedule and no warm-up; ``cfg`` itself if loop.num_epoch is not set.
 
-    The copy is for plans made before the rows of data.train are counted: loop.num_rollout is then unknown, so no other schedule
-    could be compared with the length of the run. No process of a run uses the copy.
+    The copy is for plans made before the rows of data.train are counted. loop.num_rollout is then unknown, so it cannot be
+    checked whether a decay or a warm-up fits into the run. No process of a run uses the copy.
     """
     if cfg.loop.num_epoch is None:
         return cfg

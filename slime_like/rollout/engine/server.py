@@ -39,10 +39,10 @@ DECODE_LINE = "slime_like decodes with "
 
 
 def derived_ports(dp_attention: int) -> range:
-    """Return the ports that SGLang derives from an engine's port, as offsets from that port.
+    """Return the ports that SGLang may derive from an engine's port, as offsets from that port.
 
-    With data-parallel attention, SGLang derives one port for the rendezvous, six for processes, and one for each attention
-    group; otherwise none.
+    With data-parallel attention, SGLang derives one port for the rendezvous and six for its processes, and with
+    ``SGLANG_RUST_SERVER`` one more for each attention group; otherwise none.
     """
     return range(DERIVED_PORTS, DERIVED_PORTS + 7 + dp_attention) if dp_attention > 1 else range(0)
 
