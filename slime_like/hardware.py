@@ -13,7 +13,7 @@ CORES_PER_GPU = 8  # assumed if only the GPUs of a machine are known
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """One kind of GPU. Bandwidths are per direction; ``memory`` is the total that nvidia-smi shows."""
+    """One kind of GPU. ``link`` and ``network`` are per direction; ``memory`` is the total that nvidia-smi shows."""
 
     name: str
     memory: int  # bytes

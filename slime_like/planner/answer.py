@@ -92,7 +92,7 @@ def answer(shape: ModelShape, settings: EngineSettings, hardware: Hardware, work
 
 
 def changes(shape: ModelShape, settings: EngineSettings, hardware: Hardware, workload: Workload) -> Iterator[Change]:
-    """Yield each applicable change to the layout, made alone, with its effect."""
+    """Yield each applicable change to the layout, with the effect of this change alone."""
     for flag, new_settings in _candidates(shape, settings, hardware):
         yield Change(flag, answer(shape, new_settings, hardware, workload))
 

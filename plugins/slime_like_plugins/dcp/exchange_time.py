@@ -116,8 +116,8 @@ class DeviceClock:
     def _replayed(self, graph: CapturedExchanges) -> float | None:
         """Return the milliseconds of a graph's measured exchanges in its last replay.
 
-        The result is None if the graph has no measured exchange or was never replayed, or if its last replay was read before or
-        has not ended.
+        The result is None if the graph has no measured exchange or was never replayed, if its last replay has not ended, or if
+        an earlier call returned the time of that replay.
         """
         if not graph.pairs or not graph.pairs[-1][1].query():
             return None

@@ -266,7 +266,10 @@ class WorkerClient:
 
     # ---- requests in flight ------------------------------------------------------------------------------------------
     def _control(self, kind: FrameKind, *, json: bytes = b"", version: int = 0, seconds: float = UPDATE_S) -> Frame:
-        """Send a request without payload, and return its reply. Raises ``WorkerRefusal`` if the reply is an error."""
+        """Send a request without payload and return its reply.
+
+        Raises one of ``FAILURES``: ``WorkerRefusal`` if the reply is an error.
+        """
         request = self._submit(Header(kind, version=version), json, [], seconds)
         self._wait(request)
         assert request.reply is not None

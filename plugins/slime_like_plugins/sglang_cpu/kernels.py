@@ -1,12 +1,12 @@
-"""Leaf kernels of the fused forward, with one interface in C (``csrc``) and in torch.
+"""Leaf kernels of the fused forward, implemented in C (``csrc``) and in torch behind one interface.
 
 C also has attention over the page table, sampling, matrix multiplications, and a decode step that combines them.
 
 Both versions compute in float32 and round when storing. The caller guarantees shapes and indices. The dtypes of model tensors are
 asserted here, because C would read beyond a tensor with smaller elements.
 
-Axes: B rows (in a decode step, one per request), T hidden, H query heads, K KV heads, D head dimension, S slots of the KV pool,
-V vocabulary.
+Axes: B rows (in a decode step, one per request), T hidden, F features of a gate and its value, H query heads, K KV heads, D head
+dimension, S slots of the KV pool, V vocabulary. In matrix multiplications: N rows, K inputs, M outputs.
 """
 
 from __future__ import annotations

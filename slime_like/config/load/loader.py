@@ -351,7 +351,10 @@ def _parser() -> OverridesParser:
 
 
 def _parse(key: str, value: str) -> Any:
-    """Parse ``value`` in Hydra's grammar. Raises ``ConfigError`` on invalid text and on sweeps."""
+    """Parse ``value`` in Hydra's grammar. Raises ``ConfigError`` on invalid text and on sweeps.
+
+    If ``key`` holds text, an unquoted value other than null is the text itself.
+    """
     text = f"{key}={_quote(value) if is_text(key) else value}"
     try:
         parsed = _parser().parse_override(text)

@@ -131,7 +131,11 @@ def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) 
 
 
 def _check_returns(key: str, name: str, function: Any) -> None:
-    """Raise ``ConfigError`` if the source of ``function`` shows that it returns a value of a wrong type."""
+    """Raise ``ConfigError`` if the source of ``function`` shows that its result is of no use.
+
+    A filter must return None or a word; a function of a key in ``METHODS`` must not always return None. Functions of other
+    keys are not checked.
+    """
     if (returns := returns_of(function)) is None:
         return
     if key == "rollout.filters":

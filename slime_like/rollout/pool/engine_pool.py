@@ -84,7 +84,8 @@ class EnginePool:
         """Return whether ``engine`` passes a health check.
 
         A failed check is repeated if this process's event loop was blocked during the check, until the loop has run for
-        ``health.timeout_s`` in total. Raises ``EngineLost`` if there is no server.
+        ``health.timeout_s`` in total. If ``slot`` has another engine by then, the result is False without a further check.
+        Raises ``EngineLost`` if there is no server.
         """
         waited_s, has_warned = 0.0, False
         while True:
