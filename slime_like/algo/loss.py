@@ -50,8 +50,8 @@ class PolicyLoss:
 
         The old policy is that of ``old_logprobs`` or, if ``old_logprobs`` is None, the current policy. The ratio's
         denominator is the engine's policy if ``algo.use_rollout_logprobs``, otherwise the old policy. If the denominator is
-        the current policy, the ratio is 1 but carries a gradient. With GSPO or rejection, this is a collective over the
-        ranks that share the sequences.
+        the current policy, the ratio is 1 but, except in CISPO, carries a gradient. With GSPO or rejection, this is a
+        collective over the ranks that share the sequences.
         """
         cfg = self.config
         old_logprobs_T = view.logprobs.detach() if view.old_logprobs is None else view.old_logprobs
@@ -204,7 +204,7 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Return ``q/p - 1 - log(q/p)``: unbiased, low variance, never negative.
 
-    Value and gradient grow with ``q/p``: one token that the policy has made improbable can outweigh a batch.
+    Where q > p, value and gradient grow with ``q/p``: one token that the policy has made improbable can outweigh a batch.
     """
     log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(max=MAX_KL_LOG_RATIO)
     return log_ratio_T.expm1() - log_ratio_T

@@ -12,8 +12,8 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: 
     """Return ``max((v - R)², (v_clipped - R)²) / 2`` for each token.
 
     ``v_clipped`` is v clamped to ``[v_old - clip, v_old + clip]``. If ``clip`` is None, return half the squared error,
-    ``(v - R)² / 2``. Clipping removes the gradient that would move a value further from its old estimate than ``clip``,
-    and keeps the gradient that moves it back.
+    ``(v - R)² / 2``. A value outside the interval has a gradient only if R is nearer to ``v_clipped`` than to v, so that
+    the update moves it back towards the interval.
     Source: Schulman et al.'s reference implementation of PPO (openai/baselines, ppo2/model.py).
     """
     plain_T = (values_T - returns_T).square()

@@ -92,7 +92,7 @@ def _unnamed_error(folder: Path, state: str, present: list[int]) -> CheckpointEr
 
 
 def begin_first(folder: Path) -> None:
-    """If there is no tracker file, create one that says ``none``.
+    """Create a tracker file that says ``none`` if ``folder`` has no tracker file.
 
     An interrupted first save is then not reported as a lost checkpoint.
     """
@@ -203,7 +203,7 @@ def remove_scratch(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove old iterations, up to the one that the tracker file names; keep the newest ``keep`` of them.
+    """Remove all but the newest ``keep`` of the iterations up to the one that the tracker file names. Later ones stay.
 
     The critic's folders and the rollout files are removed with their iteration. Rollout files of an earlier save that was
     never completed are removed too. Raises ``CheckpointError`` as ``latest_iteration`` does.

@@ -2,10 +2,11 @@
 
 The other files are compared with it before they are loaded. Fields:
 
-format, iteration, version, ...   fields of ``Manifest``
-files, rollout                    size and SHA-256 of every file of the folder, and of this iteration's rollout files
-run                               settings and inputs of the run (``cluster.start.identity``)
-sha256                            SHA-256 of all of the above
+format                    version of the file's format
+iteration, version, ...   fields of ``Manifest``
+files, rollout            size and SHA-256 of every other file of the folder, and of this iteration's rollout files
+run                       settings and inputs of the run (``cluster.start.identity``)
+sha256                    SHA-256 of all of the above
 """
 
 from __future__ import annotations

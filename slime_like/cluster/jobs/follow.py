@@ -25,7 +25,8 @@ async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -
 
     After a lost connection, read the log again and skip the part that was already written. If the job has ended and
     ``MAX_READS`` further connections break too, or the rest takes longer than ``REST_S``, write the reason in place of the
-    rest. Raises ``DeadlineExceeded`` if the server does not answer for ``LOST_S``; the job itself is not affected.
+    rest. Raises ``DeadlineExceeded`` if the server does not answer for ``LOST_S``, and otherwise raises like
+    ``JobServer.job``; the job itself is not affected.
     """
     num_written, num_reads = 0, 0
     rest: Deadline | None = None  # of a job that ended while the connection was lost
@@ -61,7 +62,8 @@ async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -
 async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> ClusterJob:
     """Wait for the job to end and return it.
 
-    Raises ``DeadlineExceeded`` after ``deadline``, or if the server does not answer for ``LOST_S``.
+    Raises ``DeadlineExceeded`` after ``deadline``, or if the server does not answer for ``LOST_S``, and otherwise raises
+    like ``JobServer.job``.
     """
     while True:
         job = await _patient(lambda: server.job(job_id), f"the job server at {server.address.url}")
@@ -73,8 +75,8 @@ async def wait_for_end(server: JobServer, job_id: str, deadline: Deadline) -> Cl
 async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> tuple[ClusterNode, ...]:
     """Wait until at least ``num_nodes`` nodes, and at least one, are live; return all live nodes.
 
-    Raises ``DeadlineExceeded`` after ``seconds``, with the number of nodes that have joined. A request in progress at that
-    time is not interrupted.
+    Raises ``DeadlineExceeded`` after ``seconds``, with the number of nodes that have joined (a request in progress at that
+    time is not interrupted), and ``ConfigError`` if the server rejects the token. Other failed requests are repeated.
     """
     deadline, nodes = Deadline("scripts/submit.py", "nodes", seconds), ()
     while True:
@@ -89,9 +91,9 @@ async def wait_for_nodes(server: JobServer, num_nodes: int, seconds: float) -> t
 
 
 async def _patient[T](call: Callable[[], Awaitable[T]], waits_for: str) -> T:
-    """Return the result of ``call``; repeat it after a lost connection or a missed deadline, for at most ``LOST_S``.
+    """Return the result of ``call``; repeat the call as long as it raises ``ProcessLost`` or ``DeadlineExceeded``.
 
-    Raises ``DeadlineExceeded`` after that.
+    Raises ``DeadlineExceeded`` if it still fails after ``LOST_S``. Other errors are raised at once.
     """
     deadline = Deadline("scripts/submit.py", "follow", LOST_S)
     while True:

@@ -87,9 +87,9 @@ def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[st
 def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
     """Return ``machine`` as one node with more GPUs and main memory than any run needs.
 
-    Planning then succeeds, and ``assign`` names the missing GPUs. The GPUs are all of the kind that has the most memory in
-    the cluster; ``plan_on_nodes`` checks the memory of the nodes that the run uses. For a run on CPUs, return ``machine``
-    unchanged.
+    Planning then does not stop at missing resources, and ``assign`` names the missing GPUs. The GPUs are all of the kind
+    that has the most memory in the cluster; ``plan_on_nodes`` checks the memory of the nodes that the run uses. For a run
+    on CPUs, return ``machine`` unchanged.
     """
     if cfg.placement.device == "cpu" or (cfg.placement.device == "auto" and not machine.num_gpus):
         return machine
@@ -100,9 +100,9 @@ def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
 
 
 def _machine(nodes: Sequence[ClusterNode]) -> Machine:
-    """Return one machine that describes all nodes with GPUs, with the CPUs and memory of the smallest of them.
+    """Return one machine that describes all nodes with GPUs, with the fewest CPUs and the least memory of any of them.
 
-    If no node has a GPU, it describes all nodes, with the CPUs of the smallest one and the memory of all.
+    If no node has a GPU, it describes all nodes, with the fewest CPUs of any node and the memory of all nodes together.
     """
     with_gpus = [node for node in nodes if node.num_gpus]
     used_nodes = with_gpus or list(nodes)

@@ -40,7 +40,7 @@ class JobRequest:
 class JobServer:
     """Async client of one job server, to be used as an async context manager.
 
-    Its methods except ``log`` raise ``ConfigError`` if the server rejects the token, ``DataError`` if the job is
+    Its methods except ``check`` and ``log`` raise ``ConfigError`` if the server rejects the token, ``DataError`` if the job is
     unknown, ``ProcessLost`` if the connection fails or the reply is not valid JSON, ``WorkerError`` if the server returns
     another error status, and ``DeadlineExceeded`` after ``REQUEST_S``.
     """
@@ -61,7 +61,11 @@ class JobServer:
             await self._session.close()
 
     async def check(self) -> None:
-        """Raise ``ConfigError`` if no Ray job server responds at the address, and ``WorkerError`` if it responds with 5xx."""
+        """Check that a Ray job server responds at the address.
+
+        Raises ``ConfigError`` if the connection fails, another server responds, or the token is rejected; ``WorkerError`` if
+        the reply is 5xx; and ``DeadlineExceeded`` after ``REQUEST_S``.
+        """
         try:
             reply = await self._request("GET", VERSION)
         except ProcessLost as error:
@@ -198,7 +202,7 @@ class JobServer:
             raise ProcessLost(f"{self.address.url}{path}: {error or type(error).__name__}") from error
 
     async def _connect(self, path: str) -> aiohttp.ClientWebSocketResponse:
-        """Open a websocket. Raises ``DeadlineExceeded`` after ``REQUEST_S``."""
+        """Open a websocket. Raises ``DeadlineExceeded`` after ``REQUEST_S``, and an aiohttp error if it cannot be opened."""
         deadline = Deadline("scripts/submit.py", "job server", REQUEST_S)
         try:
             async with asyncio.timeout(deadline.limit):
@@ -213,7 +217,7 @@ class JobServer:
 
 
 def _valid_id(job_id: str) -> str:
-    """Return ``job_id``, which is safe in a URL. Raises ``DataError`` if it has characters that no Ray job id has."""
+    """Return ``job_id``, which is safe in a URL. Raises ``DataError`` unless it consists of letters, digits, "-", "_" and "."."""
     if not job_id or not all(char.isalnum() or char in "-_." for char in job_id):
         raise DataError(f"{job_id!r} is not the id of a job: `scripts/submit.py list` lists them")
     return job_id

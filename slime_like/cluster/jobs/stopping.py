@@ -39,9 +39,10 @@ async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bo
 
 
 async def _request_stop(server: JobServer, job: ClusterJob, wait_s: float) -> None:
-    """Run a helper job that requests the stop, then remove the helper.
+    """Run a helper job that requests the stop, and remove the helper when it has ended.
 
-    Raises ``WorkerError`` with the last line of the helper's output if the helper fails while ``job`` still runs.
+    Raises ``DataError`` if ``job`` is not a run, ``DeadlineExceeded`` if the helper has not ended after ``wait_s + HELPER_S``
+    seconds, and ``WorkerError`` with the last line of the helper's output if it fails while ``job`` still runs.
     """
     request = control_request(job.id, job.metadata, "stop", wait_s)
     await server.submit(request)

@@ -28,7 +28,7 @@ def actor_spec(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str
 
     ``model.gdn`` is not yet resolved: ``resolve_gdn`` does that. ``model.attention``, ``model.cpu_kernels``,
     ``guard.memory`` and, if ``model`` is None, ``model.family`` may stay auto, which the ranks resolve. Raises
-    ``ConfigError`` if settings conflict.
+    ``ConfigError`` if settings conflict or the model is not supported.
     """
     p, loop = cfg.parallel, cfg.loop
     world = trainer_ranks(cfg)
@@ -109,7 +109,7 @@ def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, decisions: PlanDe
     """Return the optimizer config with its schedule in optimizer steps; unchanged with ``run.mode=rollout_only``.
 
     Options that have no effect in this run are recorded. Raises ``ConfigError`` if ``optim.cpu_offload`` is set for
-    float32 weights on GPUs.
+    float32 weights on GPUs, or as ``resolve_schedule`` does.
     """
     steps, formula = actor_steps(cfg)
     if cfg.run.mode == "rollout_only":

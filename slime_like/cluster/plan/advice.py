@@ -45,7 +45,7 @@ def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> I
 
 
 def _use_all(cfg: TrainConfig, gpus: int, colocated: bool, trainers: int) -> str:
-    """Return a hint on how to use every GPU: the settings if the layout determines them, else the keys to raise."""
+    """Return a hint on how to use more of the ``gpus`` GPUs: settings with their values if known, else the keys to raise."""
     if not trainers:
         return f"set {_more_engines(cfg, gpus)}"
     if not colocated:
