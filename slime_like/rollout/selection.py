@@ -26,7 +26,10 @@ MAX_TEXT = 400  # characters of a quoted sample
 
 @dataclass(frozen=True, slots=True)
 class GroupSplit:
-    """Groups to train on now, groups carried to the next rollout, and the number of dropped samples."""
+    """Groups to train on now, groups carried to the next rollout, and the number of dropped samples.
+
+    An episode of several samples counts as one sample.
+    """
 
     to_train: tuple[SampleGroup, ...]
     to_carry: tuple[SampleGroup, ...]
@@ -36,9 +39,9 @@ class GroupSplit:
 def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, policy: str) -> GroupSplit:
     """Select whole groups, in order, up to ``samples_per_rollout`` samples, and carry or drop the others by ``policy``.
 
-    If there are too few samples for a rollout, ``carry`` carries all groups, so that the caller collects more, and ``drop``
-    selects them all, so that optimizer steps are smaller. If the first group alone exceeds a rollout, only it is selected.
-    An episode of several samples counts once.
+    If there are too few samples for a rollout, ``carry`` selects none and carries all groups, and ``drop`` selects them all,
+    so that optimizer steps are smaller. If the first group alone exceeds a rollout, only it is selected. An episode of several
+    samples counts as one sample.
 
     Example: of three groups of 4 samples, with 8 samples per rollout, two are used and the third is carried or dropped.
     """
@@ -150,8 +153,8 @@ class GroupSelection:
 class LearningSignal:
     """Counter of consecutive rollouts that have no groups, or in which rewards do not differ. It warns about both.
 
-    A rollout without groups is not counted, and ends the streak of such rollouts, if it increases the number of groups carried
-    to a later rollout. A streak of rollouts in which rewards do not differ continues over rollouts without groups.
+    If a rollout without groups increases the number of groups carried to a later rollout, it is not counted, and ends the
+    streak of rollouts without groups. A streak of rollouts in which rewards do not differ continues over rollouts without groups.
 
     ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
     samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.
@@ -173,7 +176,7 @@ class LearningSignal:
         """Count one rollout and return the warnings for the user.
 
         ``groups`` go to the trainer. ``num_waiting`` is the increase in the number of groups carried to a later rollout.
-        ``drop_summary`` describes the groups that the filters dropped. ``example`` is a group to quote if ``groups`` is empty.
+        ``drop_summary`` is a clause about generated and dropped groups. ``example`` is a group to quote if ``groups`` is empty.
         """
         shaped = groups if self.overlong is None else self.overlong.penalise(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1
@@ -229,7 +232,7 @@ def _is_due(streak: int, first: int) -> bool:
 
 
 def _quote(group: SampleGroup | None) -> str:
-    """Return the group's first sample with its label and reward, in one line; empty if there is no sample."""
+    """Return the text of the group's first sample after its prompt id, label, reward and status; "" if there is no sample."""
     if group is None or not group.samples:
         return ""
     sample: Sample = group.samples[0]

@@ -132,7 +132,7 @@ class Slab:
 
     @staticmethod
     def allocate(size: int, experts: ExpertEntry | None, num_extents: int) -> Slab:
-        """Return a slab for ``size`` tokens, whose experts, if any, are 0 and whose other columns are uninitialised.
+        """Return a slab for ``size`` tokens in ``num_extents`` extents. Experts are 0, other columns are uninitialised.
 
         Raises ``MemoryError`` if there is not enough memory.
         """
@@ -164,7 +164,7 @@ def _booleans() -> Bools:
 
 @dataclass(slots=True)
 class ExtentTable:
-    """Extents, which are ranges of slabs. All rows of an extent begin at its start; its first ``used`` entries never change."""
+    """Extents: ranges of entries in slabs. All rows of an extent begin at its start; its first ``used`` entries never change."""
 
     size: int = 0
     slab: I64 = field(default_factory=_integers)  # key of the slab

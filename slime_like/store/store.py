@@ -3,7 +3,7 @@
 A row is a sequence of tokens that is always contiguous in memory, so that a sample is a view of its row. A fork of a row
 shares the row's tokens. Among rows that share tokens, the first to append writes directly after the shared tokens if there
 is free space; the others copy them first (copy on write). So k sharing rows make k - 1 copies, or k if there is no free
-space. Entries that a row contains never change, so views stay valid.
+space. Memory that a row uses is never overwritten (new experts are set in a copy of the row), so views stay valid.
 """
 
 from __future__ import annotations
@@ -220,7 +220,10 @@ class SampleStore:
         return np.flatnonzero(~fits)
 
     def _move(self, batch: Batch, positions: I64, ends: I64, entry: ExpertEntry | None) -> None:
-        """Copy rows to new memory with space for the batch and, unless they are finished, spare space."""
+        """Copy the rows at ``positions`` of the batch to new memory, and set their experts if the batch has any for them.
+
+        The new memory has space for the batch's tokens and, unless the batch finishes the row, spare space.
+        """
         required_sizes = ends[positions]
         spare = np.maximum(required_sizes // 2, MIN_SPARE)
         if batch.is_finished is not None:
@@ -248,7 +251,10 @@ class SampleStore:
                 copy_tokens(self._slabs[source].columns, first, target, start, length)
 
     def _set_experts(self, row: int, key: int, start: int, experts: RoutedExperts | None, num_tokens: int) -> None:
-        """Set the experts of a row's first ``len(experts)`` tokens, and zeros for the others up to ``num_tokens``."""
+        """Set the experts of a row's ``num_tokens`` tokens, whose memory begins at ``start`` of the slab with key ``key``.
+
+        Tokens after the last entry of ``experts`` get zeros; entries beyond ``num_tokens`` are ignored.
+        """
         target = self._slabs[key].columns.experts
         assert experts is not None and target is not None
         self._rows.has_experts[row] = True

@@ -68,7 +68,7 @@ class EngineRouter:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Make current and future calls of ``wait_for_engine`` raise ``error``."""
+        """Make current and future calls of ``wait_for_engine`` raise a copy of ``error`` (``copy_error``)."""
         self._failure = error
         self._wake()
 
@@ -95,7 +95,7 @@ class EngineRouter:
     async def wait_for_engine(self, assignment: EngineAssignment) -> EngineClient:
         """Wait until an engine serves; return the assigned one if it serves, otherwise assign and return the least loaded one.
 
-        Raises the error passed to ``fail``.
+        Raises a copy (``copy_error``) of the error passed to ``fail``.
         """
         while self._failure is None and not self._engines:
             await self._changed.wait()

@@ -69,7 +69,8 @@ class EngineWeightUpdate:
     async def commit(self, version: int) -> None:
         """Close the update on each engine, restore its memory and flush its KV cache. Engines lost meanwhile are excluded.
 
-        Raises ``EngineError`` if an engine did not receive all parameters, ``WeightSyncError`` if it reports another version.
+        Raises ``EngineError`` if an engine did not receive all parameters, ``WeightSyncError`` if one reports another version,
+        or the errors of ``begin``.
         """
 
         async def close(engine: EngineClient) -> None:
@@ -88,7 +89,7 @@ class EngineWeightUpdate:
         """Resume decoding under ``version``, and let groups be assigned to the updated engines.
 
         An engine that was added during the run gets no groups until a probe has compared it with the trainer. Engines with
-        older weights are withdrawn. Raises ``EngineLost`` if no updated engine remains.
+        older weights are withdrawn. Raises ``EngineLost`` if no updated engine remains, or the errors of ``begin``.
         """
         resume_results = await self._on_each(self._targets, EngineClient.resume)
         for target in resume_results:

@@ -39,7 +39,7 @@ class Weight(ABC):
         """Return the HF tensors, in order, from the shards of all tensor parallel ranks."""
 
     def read(self, folder: HFFolder) -> list[Tensor]:
-        """Read the HF tensors from ``folder``. Raises ``CheckpointError`` if one is missing or has the wrong shape."""
+        """Read the HF tensors from ``folder``. Raises ``CheckpointError`` as ``HFFolder.tensor`` does."""
         return [folder.tensor(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
 
     @property
@@ -172,7 +172,7 @@ class Family(ABC):
             self.refuse(f"{key}={value!r}", " or ".join(repr(a) for a in allowed))
 
     def refuse(self, variant: str, allowed: str) -> NoReturn:
-        """Raise ``ConfigError`` about an unsupported ``variant``."""
+        """Raise ``ConfigError`` saying that ``variant`` is unsupported, and that the trainer supports only ``allowed``."""
         raise ConfigError(
             f"config.json: {variant} of a {self.hf.model_type} model is not supported: the trainer supports only {allowed}; train "
             "another model"
@@ -193,5 +193,5 @@ class Family(ABC):
 
     @property
     def padded_vocabulary(self) -> int:
-        """Number of rows of embedding and output layer."""
+        """Number of rows, including padding, that the embedding and the output layer each have on all ranks together."""
         return padded_vocabulary(int(self.hf.vocab_size), self.tp)

@@ -10,7 +10,10 @@ from slime_like.train.megatron.families.base import QKV, Family, Replicated, Row
 
 
 class DenseDecoder(Family):
-    """Base class of dense families. Tensors are named as in transformers' ``*ForCausalLM``."""
+    """Decoder with an MLP in every block, and base class of all other decoders.
+
+    Tensors are named as in transformers' ``*ForCausalLM``, unless a subclass says otherwise.
+    """
 
     qk_norm: bool = False  # True: a norm on every query and key head
     qkv_bias: bool = False  # True: biases on query, key and value, but not on the output projection
@@ -23,7 +26,10 @@ class DenseDecoder(Family):
         self.check_mlp()
 
     def check_mlp(self) -> None:
-        """Raise ``ConfigError`` if the MLP is not supported, or if the tensor parallel size does not divide its size."""
+        """Raise ``ConfigError`` unless the tensor parallel size divides the size of the MLP.
+
+        ``Experts`` also checks the size of the shared expert, and num_experts_per_tok.
+        """
         self.require_divisible("intermediate_size")
 
     @property
@@ -73,11 +79,11 @@ class DenseDecoder(Family):
         return "model"
 
     def mixer(self, block: int, prefix: str) -> dict[str, Weight]:
-        """Return the weights of a block's token mixer and the norm before it, by parameter key within the block."""
+        """Return the weights of a block's token mixer, with its norms, by parameter key within the block."""
         return self.attention(prefix)
 
     def attention(self, prefix: str) -> dict[str, Weight]:
-        """Return the weights of grouped-query attention and the norm before it, by parameter key within the block."""
+        """Return the weights of a block's attention, with its norms, by parameter key within the block."""
         hidden, groups = self.hf.hidden_size, self.hf.num_key_value_heads
         q, kv = self.hf.num_attention_heads * self.head_dim, groups * self.head_dim
         attention = f"{prefix}.self_attn"
@@ -96,7 +102,7 @@ class DenseDecoder(Family):
         return out
 
     def mlp(self, block: int, prefix: str) -> dict[str, Weight]:
-        """Return the weights of a block's MLP and the norm before it, by parameter key within the block."""
+        """Return the weights of a block's MLP or experts, with their norms, by parameter key within the block."""
         hidden, ffn, mlp = self.hf.hidden_size, self.mlp_size, f"{prefix}.mlp"
         gate_up = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
         return {

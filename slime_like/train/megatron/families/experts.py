@@ -53,7 +53,7 @@ class ExpertMatrix(Weight):
 class Experts(DenseDecoder):
     """Mix-in for a decoder family. Experts replace the MLP in the blocks for which ``is_sparse`` is true.
 
-    Tensors are named as in transformers' ``*SparseMoeBlock``: ``mlp.gate``, ``mlp.experts``, ``mlp.shared_expert``.
+    By default, tensors are named as in transformers' ``*SparseMoeBlock``: ``mlp.gate``, ``mlp.experts``, ``mlp.shared_expert``.
     """
 
     expert_block: ClassVar[str] = "mlp"  # name of router and experts in a decoder layer

@@ -10,7 +10,7 @@ def dequantise(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) ->
     """Return ``weight`` [..., R, C] times its scales, in float32.
 
     ``scales`` [..., ceil(R / block[0]), ceil(C / block[1])] has one scale per block or, if ``block`` is None, one per matrix.
-    The result equals that of transformers' ``Fp8Dequantize``, which assumes that the last blocks are complete.
+    If all blocks are complete, the values equal those of transformers' ``Fp8Dequantize`` before it casts them.
     """
     rows, columns = block or weight.shape[-2:]
     out = weight.to(torch.float32)

@@ -11,7 +11,10 @@ from slime_like.train.megatron.families.sections import Sections
 
 
 class Glm4(DenseDecoder):
-    """Family with the tensor names of transformers' ``Glm4ForCausalLM``. Pairs of neighbouring channels are rotated."""
+    """Family with the tensor names of transformers' ``Glm4ForCausalLM``.
+
+    The rotary embedding rotates pairs of neighbouring channels.
+    """
 
     output_norms = True
 

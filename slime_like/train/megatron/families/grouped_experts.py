@@ -62,7 +62,7 @@ class GroupedExperts(Experts):
 
     @property
     def groups(self) -> tuple[int, int] | None:
-        """(Number of groups, number of groups that a token's experts are chosen from); None if groups do not limit the choice."""
+        """(Number of groups, number of groups to which a token's experts are limited); None if groups do not limit the choice."""
         if getattr(self.hf, "topk_method", None) == "greedy" or int(self.hf.n_group or 1) == 1:
             return None
         return int(self.hf.n_group), int(self.hf.topk_group or 0)
@@ -83,7 +83,7 @@ class GroupedExperts(Experts):
 
 
 class BiasedExperts(GroupedExperts):
-    """Mix-in with a bias per expert (https://arxiv.org/abs/2408.15664).
+    """``GroupedExperts`` with a bias per expert (https://arxiv.org/abs/2408.15664).
 
     Experts are chosen by sigmoid scores plus biases. Their outputs are weighted by the scores alone, normalised over
     the chosen experts. Groups are ranked by the sum of their two best biased scores.

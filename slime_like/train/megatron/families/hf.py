@@ -22,7 +22,7 @@ from slime_like.util.reading import reason
 class HFFolder:
     """A local HF checkpoint. Float8 weights are multiplied by their scales, which are not in ``names()``.
 
-    Raises ``CheckpointError`` if a file is missing, truncated or belongs to another model, or if config.json requires Python
+    Raises ``CheckpointError`` if a file is missing, damaged or belongs to another model, or if config.json requires Python
     code from the folder or names an unsupported quantisation.
     """
 
@@ -60,7 +60,7 @@ class HFFolder:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return tensor ``name`` on the CPU; ``shape`` is the one that config.json implies.
 
-        Raises ``CheckpointError`` if the tensor is missing or has another shape.
+        Raises ``CheckpointError`` if the tensor is missing or has another shape, or as ``apply_scales`` does.
         """
         locations = self._locations()
         if name not in locations:
@@ -78,7 +78,7 @@ class HFFolder:
     def read_as_stored(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return tensor ``name`` in its stored shape and dtype; multiply a float8 weight by its scales and cast it to ``dtype``.
 
-        ``name`` is one of ``names()``.
+        ``name`` is one of ``names()``. Raises ``CheckpointError`` as ``apply_scales`` does.
         """
         tensor: Tensor = self._open(self._locations()[name]).get_tensor(name)
         scaled = self.apply_scales(name, tensor)
@@ -91,7 +91,7 @@ class HFFolder:
     def part(self, name: str, shape: tuple[int, ...], index: int) -> Tensor:
         """Return ``tensor(name, shape)[index]``, reading only that part. The folder must contain the tensor (``has``).
 
-        Raises ``CheckpointError`` if the shape differs.
+        Raises ``CheckpointError`` if the shape differs, or as ``apply_scales`` does.
         """
         self._check_shape(name, shape)
         return self.apply_scales(name, self._open(self._locations()[name]).get_slice(name)[index], index)
@@ -135,7 +135,7 @@ class HFFolder:
     def _locations(self) -> dict[str, str]:
         """Return the file name of each tensor.
 
-        Raises ``CheckpointError`` if the folder has neither an index nor a single file.
+        Raises ``CheckpointError`` if the folder has neither an index nor model.safetensors, or as ``read_index`` or ``read_header`` does.
         """
         if self._file_of is None:
             if (self.path / INDEX).is_file():

@@ -1,4 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1), with low-rank queries, keys and values."""
+"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, 2.1).
+
+Keys and values are low-rank, and so are queries unless q_lora_rank is None.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from slime_like.train.megatron.families.dense import DenseDecoder
 class LatentDecoder(DenseDecoder):
     """Decoder with latent attention. Tensors are named as in transformers' ``DeepseekV3Attention``.
 
-    Down projections are replicated over tensor parallel ranks, up projections are split by head.
+    Down projections are replicated over tensor parallel ranks; attention's other projections are split by head.
     """
 
     shape_keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -78,7 +81,7 @@ class LatentDecoder(DenseDecoder):
         }
 
     def _queries(self, attention: str) -> dict[str, Weight]:
-        """Return the weights of the query projection, which has no latent if q_lora_rank is None."""
+        """Return the weights that project to queries: via a latent with a norm or, if q_lora_rank is None, directly."""
         hidden, rank, rows = self.hf.hidden_size, self.hf.q_lora_rank, self.hf.num_attention_heads * self.query_dim
         if rank is None:
             return {"self_attention.linear_q_proj.weight": Stacked((f"{attention}.q_proj.weight",), ((rows, hidden),))}

@@ -11,7 +11,8 @@ from slime_like.train.megatron.families.sections import Sections
 class Qwen35(HybridDecoder):
     """Family with the tensor names of transformers' ``Qwen3_5ForCausalLM`` or ``Qwen3_5ForConditionalGeneration``.
 
-    A text token has the same position on all three axes, so the multimodal rotary embedding (mrope) equals the plain one.
+    A text token has the same position on all three axes (time, height, width), so the multimodal rotary embedding (mrope)
+    equals the plain one.
     """
 
     def in_proj(self, net: str) -> Weight:

@@ -26,9 +26,9 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
     _counts_SE: Tensor | None = None  # number of rows for this rank's experts by sender and expert, on the device
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Return, for each expert of this rank, the number of rows that all ranks together send to it.
+        """Return the number of rows for each expert of this rank, summed over the ranks that send them.
 
-        Collective over the expert parallel and expert tensor parallel ranks.
+        These are all expert parallel and expert tensor parallel ranks. Collective over them.
         """
         counts: Tensor = super().preprocess(routing_map)
         self._counts_SE = self.num_global_tokens_per_local_expert if self._is_spread else None

@@ -40,8 +40,8 @@ class ChoiceCounts:
 class ExpertChoice:
     """Expert choice of one router, which calls this object for each choice in place of megatron's router replay object.
 
-    The padding mask is the only tensor of a micro-batch that reaches a router in forward passes and in all kinds of recompute.
-    Its address therefore identifies the micro-batch.
+    Of the tensors in a ``MicroBatch``, a router receives only the padding mask. It is the same tensor in forward passes and in
+    all kinds of recompute, so its address identifies the micro-batch.
     """
 
     layer_number: int | None = None  # set by megatron
@@ -66,8 +66,8 @@ class ExpertChoice:
     ) -> tuple[Tensor, Tensor]:
         """Return scores and indices [L, K] of the experts to use: the replayed ones or, for tokens without any, the router's own.
 
-        The router's own choice is recorded if ``recorded_experts`` is set, and compared with the replayed one if ``compares``.
-        Replay requires K >= 2.
+        The router's own choice is recorded unless ``recorded_experts`` is None, and compared with a replayed one if ``compares``
+        is True. Replay requires K >= 2.
         """
         values, own_LK = self.best(scores, topk, num_groups, group_topk, default)
         address = -1 if self.padding is None else self.padding.data_ptr()

@@ -50,7 +50,7 @@ def _maker(name: str) -> MakeFloat64:
 def attention(model: nn.Module, stack: ExitStack) -> int:
     """Make core attention compute in float64 until ``stack`` closes; return the number of layers.
 
-    Scores, softmax and the weighted sum of values are in float64, the projections are not.
+    Scores, softmax and the weighted sum of values are in float64; the projections are not.
     """
     layers = [module for module in model.modules() if isinstance(module, PackedAttention)]
     for layer in layers:
@@ -61,7 +61,7 @@ def attention(model: nn.Module, stack: ExitStack) -> int:
 def mlp(model: nn.Module, stack: ExitStack) -> int:
     """Make each layer's MLP, or router and experts, compute in float64 until ``stack`` closes; return the number of layers.
 
-    They use float64 copies of their weights.
+    They use float64 copies of their weights. A router still computes its scores in float32.
     """
     mlps: list[Any] = [module.mlp for module in model.modules() if isinstance(module, MLPLayer)]
     for part in mlps:
@@ -99,7 +99,10 @@ def in_float64(function: Callable[..., Any], dtype: torch.dtype | None = None) -
 
 
 def with_weights_in_float64(module: nn.Module) -> Callable[..., Any]:
-    """Return a forward of ``module`` that runs on float64 copies of its arguments and parameters."""
+    """Return a replacement of ``module.forward`` that runs on float64 copies of its arguments and the module's parameters.
+
+    The result is cast as by ``in_float64``.
+    """
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

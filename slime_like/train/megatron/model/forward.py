@@ -27,7 +27,10 @@ from slime_like.util import exact
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One micro-batch on this rank. Score columns are F32 [T] on the device, filled on the last pipeline stage."""
+    """One micro-batch on this rank.
+
+    ``old_logprobs`` to ``advantages`` are F32 [T] on the device if they are set, which is only on the last pipeline stage.
+    """
 
     batch: PackedBatch
     layout: TokenLayout
@@ -155,7 +158,7 @@ def _no_sequences(batch: PackedBatch) -> PackedBatch:
 
 
 def _zero_loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
-    """Return a loss of zero over no tokens, so that every stage runs the backward pass; return None for scores."""
+    """Return a loss of zero over no tokens, so that every stage runs the backward pass; return None when scoring."""
     if non_loss_data:
         return None
     return hidden.sum() * 0.0, torch.zeros((), dtype=torch.int32, device=hidden.device), {}
