@@ -34,7 +34,7 @@ class DenseDecoder(Family):
 
     @property
     def mlp_size(self) -> int:
-        """Intermediate size of the MLP."""
+        """Intermediate size of the MLP or, if every block has experts, of a routed expert."""
         return int(self.hf.intermediate_size)
 
     def blocks(self) -> tuple[str, ...]:

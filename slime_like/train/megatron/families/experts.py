@@ -1,4 +1,4 @@
-"""Mixture-of-experts mix-in: a router, routed experts and an optional shared expert replace the MLP of some blocks.
+"""Mixture-of-experts mix-in: a router, routed experts and an optional shared expert replace the MLP of some or all blocks.
 
 Experts are divided over expert parallel ranks, and their matrices over expert tensor parallel ranks. An export has separate
 matrices per expert (``experts.3.gate_proj.weight``), as transformers writes and SGLang's loaders read. An HF folder that is

@@ -1,4 +1,4 @@
-"""Reader of a folder in HF format: config, tokenizer files and safetensors."""
+"""Reader of the config and the tensors of a folder in HF format."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ class HFFolder:
     def _locations(self) -> dict[str, str]:
         """Return the file name of each tensor.
 
-        Raises ``CheckpointError`` if the folder has neither an index nor model.safetensors, or as ``read_index`` or ``read_header`` does.
+        Raises ``CheckpointError`` if the folder has neither an index nor model.safetensors, or as ``read_index`` or
+        ``read_header`` does.
         """
         if self._file_of is None:
             if (self.path / INDEX).is_file():

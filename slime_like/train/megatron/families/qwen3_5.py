@@ -1,4 +1,4 @@
-"""Qwen3.5: Gated DeltaNet and gated attention, with an MLP or experts; the language part of a vision model."""
+"""Qwen3.5: Gated DeltaNet and gated attention, with an MLP or experts. A vision model's visual part is not trained."""
 
 from __future__ import annotations
 
