@@ -132,7 +132,7 @@ class Slab:
 
     @staticmethod
     def allocate(size: int, experts: ExpertEntry | None, num_extents: int) -> Slab:
-        """Return a slab for ``size`` tokens, divided into ``num_extents`` extents. Experts are 0; other columns are uninitialised.
+        """Return a slab for ``size`` tokens, divided into ``num_extents`` extents. Experts are 0, all else uninitialised.
 
         Raises ``MemoryError`` if there is not enough memory.
         """

@@ -49,7 +49,7 @@ class Weight(ABC):
 
     @property
     def is_expert(self) -> bool:
-        """True for a parameter of a routed expert. It is split over expert tensor parallel ranks, not over tensor parallel ranks."""
+        """True for a parameter of a routed expert. It is split over expert tensor parallel instead of tensor parallel ranks."""
         return False
 
 
