@@ -47,6 +47,11 @@ def test_the_engine_gets_a_number_or_admits_by_its_cache(
     assert ("rollout.max_running_requests" in decision_keys) == engine.admits_by_kv
 
 
+def test_the_engine_gets_the_limit_of_a_health_check(plan: Callable[..., Plan]) -> None:
+    (engine,) = plan("health.timeout_s=40").engines
+    assert engine.health_timeout_s == 40
+
+
 def reason(run_plan: Plan) -> str:
     return next(d.reason for d in run_plan.decisions if d.key == "rollout.max_running_requests")
 

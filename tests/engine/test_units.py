@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from slime_like.rollout.engine import environment as engine_environment
 from slime_like.rollout.engine import main, processes
 from slime_like.rollout.engine.node import DATA_PARALLEL_PORTS
 from slime_like.rollout.engine.server import derived_ports
+from slime_like.util.deadline import FACTOR_VARIABLE
 from slime_like_plugins.rollout_sampling.hooks import draw, filtered, uniform
 from slime_like_plugins.weight_commit import hooks as commit_hooks
 from slime_like_plugins.weight_commit.hooks import incomplete_message, poison, unwritten
@@ -145,6 +147,16 @@ def test_the_environment_of_the_server_enables_the_seams_and_sets_threads(monkey
     cuda = engine_environment.child_environment(replace(SPEC, device="cuda"), "/scratch")
     assert cuda[engine_environment.SGLANG_PLUGINS] == "weight_commit,rollout_sampling,kv_usage,kv_size"
     assert "SGLANG_PLATFORM" not in cuda
+
+
+def test_a_health_check_has_the_limit_of_the_config_and_not_that_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "SGLANG_HEALTH_CHECK_TIMEOUT"
+    server = importlib.util.find_spec("sglang.srt.entrypoints.http_server")
+    assert server is not None and server.origin is not None
+    assert f'int(os.getenv("{variable}", 20))' in Path(server.origin).read_text()
+    monkeypatch.setenv(FACTOR_VARIABLE, "2")
+    spec = replace(SPEC, health_timeout_s=12.4)
+    assert engine_environment.child_environment(spec, "/scratch")[variable] == "26"
 
 
 def test_crash_dumps_are_disabled_on_a_cpu_unless_the_user_enables_them(

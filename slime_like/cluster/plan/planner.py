@@ -194,6 +194,7 @@ def _engines(cfg: TrainConfig, model: HfConfig | None, device: str, dtype: str, 
             latent=model is not None and model.latent,
             returns_experts=isinstance(cfg.algo, PolicyConfig) and cfg.algo.routing_replay == "rollout",
             feeds_training=cfg.run.mode != "rollout_only",
+            health_timeout_s=cfg.health.timeout_s,
             sglang=dict(rollout.sglang),
         )
         for index in range(rollout.num_engines)

@@ -141,6 +141,7 @@ class EngineSpec:
     latent: bool = False  # the model has latent attention
     returns_experts: bool = False  # responses include the routed experts of each token
     feeds_training: bool = False  # samples are trained on, so no environment variable may change SGLang's sampling
+    health_timeout_s: float = 30.0  # limit of a health check that decodes a token
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from slime_like.config.schema import flow_mla, remote_experts
@@ -13,6 +14,7 @@ from slime_like.rollout.engine.cuda_toolkit import library_environment, toolkit_
 from slime_like.rollout.engine.model_config import is_quantised, other_models
 from slime_like.rollout.engine.node import RENDEZVOUS_SCHEME, SINGLE_NODE, EngineNode
 from slime_like.rollout.engine.plugins import WHITELIST, extended_whitelist
+from slime_like.util.deadline import scale
 from slime_like.util.ports import interface_environment
 
 LOOPBACK = "127.0.0.1"
@@ -82,6 +84,8 @@ def child_environment(
         "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # convolution states of hybrid models; SGLang's default is bfloat16
         "TMPDIR": scratch,
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
+        # /health_generate waits longer than the client, whose limit then applies; SGLang's own is 20 s.
+        "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout_s * scale()) + 1),
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than that of the client, which reuses connections
         **_rendezvous_environment(scratch, host, node),
     }
