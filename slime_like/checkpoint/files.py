@@ -125,7 +125,7 @@ def other_iterations(folder: Path) -> str:
     alternatives = [k for k in iterations(folder.parent) if iteration_folder(folder.parent, k).name != folder.name]
     if not alternatives:
         return "there is no other iteration next to it: start over with another run.dir"
-    return f"write an earlier iteration ({', '.join(map(str, alternatives[-3:]))}) into {folder.parent / LATEST}"
+    return f"write another iteration ({', '.join(map(str, alternatives[-3:]))}) into {folder.parent / LATEST}"
 
 
 def new_run_hint(folder: Path) -> str:

@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_named_before_anything_starts(name: str, tmp_pat
         pass
     assert "\n" not in str(error_info.value)
     if name in ("shard cut", "shard lost", "folder lost"):
-        assert "write an earlier iteration (2)" in str(error_info.value)
+        assert "write another iteration (2)" in str(error_info.value)
         (run_dir / "checkpoints" / LATEST).write_text("2")  # as the message says
         assert first_rollout(config(run_dir), run_dir) == 2
 

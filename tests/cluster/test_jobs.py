@@ -149,7 +149,7 @@ async def check_version(reply: web.Response) -> None:
         await client.check()
 
 
-@pytest.mark.parametrize("job_id", ["missing", "../packages", "a b", ""])
+@pytest.mark.parametrize("job_id", ["missing", "../packages", "a b", ".", ""])
 def test_an_unknown_job_names_the_list(job_id: str) -> None:
     async def ask() -> None:
         async with job_server(ServerState()) as server:

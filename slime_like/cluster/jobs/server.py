@@ -217,7 +217,10 @@ class JobServer:
 
 
 def _valid_id(job_id: str) -> str:
-    """Return ``job_id``, which is safe in a URL. Raises ``DataError`` unless it consists of letters, digits, "-", "_" and "."."""
-    if not job_id or not all(char.isalnum() or char in "-_." for char in job_id):
+    """Return ``job_id``, which is safe in a URL.
+
+    Raises ``DataError`` unless it consists of letters, digits, "-", "_" and ".", and not of dots alone.
+    """
+    if not job_id.strip(".") or not all(char.isalnum() or char in "-_." for char in job_id):
         raise DataError(f"{job_id!r} is not the id of a job: `scripts/submit.py list` lists them")
     return job_id
