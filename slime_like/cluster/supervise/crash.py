@@ -51,10 +51,10 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
 
 
 def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
-    """Return (name, path) of each log of Ray's processes and of the run's actors.
+    """Return (name, path) of each non-empty log of Ray's processes and of the run's actors.
 
-    The logs of actors are found by the pids in ``stacks``. The bundle needs a copy of these logs, because Ray's folder
-    is removed at the end of the run.
+    The logs of actors are found by the pids in the names of the files in ``stacks``. The bundle needs a copy of these logs,
+    because Ray's folder is removed at the end of the run.
     """
     if ray_logs is None:
         return []
@@ -66,7 +66,7 @@ def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
 
 
 def _tail(path: Path) -> str:
-    """Return the last ``TAIL_LINES`` lines of a log, safe to print on a terminal."""
+    """Return the end of a log, at most ``TAIL_LINES`` lines and ``TAIL_BYTES`` bytes, safe to print on a terminal."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")

@@ -22,7 +22,7 @@ class BoundedCall:
 
 @dataclass(slots=True)
 class DriverState:
-    """Reported state; ``update`` applies one message."""
+    """State that the driver has reported; ``update`` applies one message."""
 
     run_dir: Path | None = None
     folders: list[Path] = field(default_factory=list[Path])  # to remove at the end

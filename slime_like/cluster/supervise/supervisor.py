@@ -116,7 +116,7 @@ class Supervisor:
     def _check(self) -> int | None:
         """React to the driver's end or to a fault, and limit the time of the teardown.
 
-        Return the run's exit code once all processes of the run have ended; None until then.
+        Return the run's exit code after killing all processes of the run; None until then.
         """
         if self._driver_status is not None:
             return self._driver_ended(self._driver_status)
@@ -140,8 +140,9 @@ class Supervisor:
         """End the run on an unhandled stop signal, a fault of a Ray process or an expired deadline.
 
         A stop signal counts as unhandled immediately if the driver is in a ``bounded_call`` with ``at_once``, otherwise
-        ``UNWIND_S`` after a second signal. If nothing ends the run, answer a pending question of the driver about Ray. Return
-        the exit code of the run; None if the run continues.
+        ``UNWIND_S`` after a second signal. Faults of Ray processes are ignored until the driver has reported its run folder.
+        If nothing ends the run, answer a pending question of the driver about Ray. Return the exit code of the run; None if
+        the run continues.
         """
         if self._signals and any(call.at_once for call in self._state.calls.values()):
             _say(f"stopped while it waited for {next(iter(self._state.calls.values())).waits_for}")
@@ -210,7 +211,7 @@ class Supervisor:
         return self._driver_status is not None
 
     def _fail(self, error: SlimeLikeError) -> int:
-        """Write the crash bundle, print the cause, kill all processes of the run and return exit code 1."""
+        """Write the crash bundle if the run folder is known, print the cause, kill all processes of the run and return 1."""
         run_dir = self._state.run_dir
         text = f"{type(error).__name__}: {error}"
         if run_dir is not None:

@@ -72,7 +72,7 @@ def wait_all[R](
     If a wait gives no result, ``waiting`` is called with the pending names. Raises the ``SlimeLikeError`` of a remote
     call with its type, ``WorkerError`` if the call raised another error or its process died, and ``DeadlineExceeded``
     naming the processes that have not responded in time. An error is noticed within ``POLL_S``, even while other calls
-    are pending, but raised only after ``_root_cause`` has waited for a more specific one. Each wait collects all
+    are pending, but raised only after ``_root_cause``, which may wait for a more specific one. Each wait collects all
     available results, and waits become longer, so that their number does not depend on the number of ``refs``.
     """
     pending = {ref: name for name, ref in refs.items()}
@@ -111,9 +111,9 @@ def _remaining(deadline: Deadline, pending: Mapping[ObjectRef[Any], str]) -> flo
 def _root_cause(
     errors: Sequence[SlimeLikeError], pending: Mapping[ObjectRef[Any], str], deadline: Deadline
 ) -> SlimeLikeError:
-    """Return the most likely root cause: a process death, else an error that is not the consequence of one, else any error.
+    """Return the most likely root cause among ``errors`` and errors of ``pending`` calls that follow soon.
 
-    The failure of one rank breaks its peers' connections, so their errors arrive too. If ``errors`` may all be
+    A process death is the most likely one, then an error that no death can cause, then a ``CollectiveError``. The failure of one rank breaks its peers' connections, so their errors arrive too. If ``errors`` may all be
     consequences, wait for the death of a ``pending`` process. Ray reports a dead process immediately, but the processes of
     a lost node only once it has declared the node dead.
     """

@@ -107,13 +107,13 @@ class EngineActor:
         return f"{summary or 'ended'}; {cause.splitlines()[0]}" if cause else summary
 
     def stop_server(self) -> None:
-        """Stop the server, whatever its state; ``restart`` starts another one."""
+        """Stop the engine's servers on all nodes, whatever their state; ``restart`` starts new ones."""
         self._exit_summary = self._describe_exit()
         with self._server_lock:
             self._stop()
 
     def restart(self) -> tuple[EngineAddress, str]:
-        """Replace the server, whatever its state; return the new address and a line on how the old server ended.
+        """Replace the servers on all nodes, whatever their state; return the new address and a line on how the old engine ended.
 
         Raises the errors of ``ready``, and ``EngineError`` if ``stop`` was called.
         """

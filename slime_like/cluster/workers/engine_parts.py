@@ -53,7 +53,7 @@ class PartSettings:
 class EngineParts:
     """Owner of an engine's actors on other nodes, from one start of the engine to its stop.
 
-    It ends the engine if one of these actors ends, or the server of one.
+    It ends the engine if one of these actors or its server ends.
     """
 
     def __init__(

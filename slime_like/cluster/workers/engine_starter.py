@@ -41,7 +41,7 @@ class GpuProbe:
     """Short-lived actor in a GPU bundle that identifies the bundle's node and GPUs."""
 
     def location(self) -> tuple[str, str]:
-        """Return the node id and the comma-separated ids of the bundle's GPUs."""
+        """Return the id of this actor's node and the comma-separated ids of its GPUs."""
         context = ray.get_runtime_context()
         gpus = sorted(map(str, context.get_accelerator_ids()["GPU"]), key=gpu_order)
         return str(context.get_node_id()), ",".join(gpus)

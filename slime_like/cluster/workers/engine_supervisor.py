@@ -38,7 +38,7 @@ class RayEngineFactory:
         self._starter, self._config, self._routing, self._peer_timeout_s = starter, config, routing, peer_timeout_s
 
     async def create(self, index: int) -> RayEngineSupervisor:
-        """Start an engine on a live node; return its supervisor once it responds.
+        """Start an engine on live nodes; return its supervisor once it responds.
 
         Raises ``EngineError`` or ``DeadlineExceeded`` if it does not start.
         """
@@ -90,7 +90,7 @@ class RayEngineSupervisor:
         self.client = connect(address)
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Restart the server; return the new client and a line on how the old server ended.
+        """Restart the servers on all nodes; return the new client and a line on how the old engine ended.
 
         If Ray cannot start the actor again, for example after the loss of its node, or if another node of the engine is
         lost, start another actor on live nodes. Raises ``EngineError`` or ``DeadlineExceeded`` if the engine does not
@@ -112,11 +112,11 @@ class RayEngineSupervisor:
         return self.client, exit_summary
 
     async def stop_server(self) -> None:
-        """Kill the server; ``restart`` starts another one."""
+        """Stop the engine's servers on all nodes; ``restart`` starts new ones. Raises the errors of ``ask``."""
         await self._ask(EngineActor.stop_server, Deadline("rollout manager", "engine stop", STOP_S))
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the engine's processes that are suspended (SIGSTOP)."""
+        """Return the pids of the engine's suspended processes (SIGSTOP) on all nodes. Raises the errors of ``ask``."""
         return await self._ask(EngineActor.stopped_pids, Deadline("rollout manager", "health", ANSWER_S))
 
     async def _ask[R](self, method: Callable[[EngineActor], R], deadline: Deadline) -> R:

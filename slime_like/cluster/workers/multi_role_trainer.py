@@ -22,7 +22,7 @@ from slime_like.types import F32, StepStats
 class MultiRoleTrainer:
     """Trainer of several roles. ``step`` has three parts; within each, the roles run concurrently:
 
-    score       critic and teacher score the rows, the actor scores them with its old and reference policy
+    score       critic and teacher score the rows; the actor scores them with its old and reference policy
     advantages  the actor computes advantages from these scores, and the targets of the critic
     update      actor and critic take their optimizer steps
     """
@@ -58,7 +58,7 @@ class MultiRoleTrainer:
     def _score(self, batch: TrainBatch) -> tuple[list[dict[str, Columns]], list[Metric]]:
         """Score the rows with all roles; return the scores of critic and teacher, and their metrics.
 
-        The scores are a dict by role for each data-parallel rank of the actor.
+        For each data-parallel rank of the actor, the scores are a dict with the keys "values" (critic) and "teacher_logprobs".
         """
         refs: Refs[Any] = {**self.actor.start_open(batch)}
         for _, group in self._scorers:
@@ -87,7 +87,7 @@ class MultiRoleTrainer:
         return self.actor.token_advantages(sample_ids)
 
     def release_communicators(self) -> None:
-        """Release communicators of all roles until the next call."""
+        """Release the communicators of all roles until their next call, if ``guard.release`` is set."""
         for group in (self.actor, self.critic, self.teacher):
             if group is not None:
                 group.release_communicators()

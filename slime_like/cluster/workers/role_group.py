@@ -61,7 +61,7 @@ class RoleWorker(RankWorker):
 
     @property
     def device_state(self) -> DeviceState:
-        """Return the state of the connected rank."""
+        """Return the storages of the connected rank, on the device or in host memory."""
         assert self._role is not None, "connect comes first"
         return self._role.device_state
 
@@ -140,5 +140,5 @@ class RoleGroup(RankGroup[RoleWorker]):
         return all(self.on_all(RoleWorker.finish_save, wait).values())
 
     def load(self, folder: Path, iteration: int) -> None:
-        """Load ``folder/iter_<iteration>``."""
+        """Load the critic's checkpoint ``folder/iter_<iteration>``."""
         self.on_all(RoleWorker.load, str(folder), iteration)

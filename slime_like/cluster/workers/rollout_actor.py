@@ -65,7 +65,7 @@ class RolloutActor(RolloutManager):
     async def stop(self) -> None:
         """Stop the manager, then the engines that it has started, then processes that user code started.
 
-        Each of the three is stopped even if another one fails to stop, or if the manager was not connected.
+        If one of the three fails to stop, the others are stopped nevertheless. May be called before ``connect``.
         """
         async with AsyncExitStack() as stack:  # all parts are stopped, even if one raises
             if self._reaper is not None:

@@ -70,7 +70,7 @@ class RankGroup[W: RankWorker](ABC):
         return wait_all(self.start(method, *args, **kwargs), self.deadline(method.__name__))
 
     def release_communicators(self) -> None:
-        """Release communicators if ``guard.release`` is set; the next call creates them again. Idempotent."""
+        """Release the ranks' communicators until their next call, if ``guard.release`` is set. Idempotent."""
         if self._releases:
             wait_all(self.start(RankWorker.release_communicators), self.deadline("release", self._release_s))
 
@@ -90,7 +90,7 @@ class RankGroup[W: RankWorker](ABC):
 
 
 def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Callable[[str], None] | None = None) -> None:
-    """Join the ranks of each group into a world of their own, all groups concurrently.
+    """Join the ranks of each group into a world of their own and build their models, all groups concurrently.
 
     ``wait_all`` describes ``waiting``.
     """
@@ -107,7 +107,7 @@ def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Calla
 
 
 class TrainerGroup(RankGroup[TrainerWorker]):
-    """All actor ranks, called concurrently. Methods other than ``start`` and ``start_*`` combine the results of the ranks."""
+    """All actor ranks. The methods of ``Trainer`` call the ranks concurrently and combine their results."""
 
     def __init__(self, workers: Sequence[ActorHandle[TrainerWorker]], spec: RankSpec) -> None:
         super().__init__("trainer", workers, spec)
