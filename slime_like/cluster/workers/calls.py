@@ -113,9 +113,10 @@ def _root_cause(
 ) -> SlimeLikeError:
     """Return the most likely root cause among ``errors`` and errors of ``pending`` calls that follow soon.
 
-    A process death is the most likely one, then an error that no death can cause, then a ``CollectiveError``. The failure of one rank breaks its peers' connections, so their errors arrive too. If ``errors`` may all be
-    consequences, wait for the death of a ``pending`` process. Ray reports a dead process immediately, but the processes of
-    a lost node only once it has declared the node dead.
+    A process death is the most likely one, then an error that no death can cause, then a ``CollectiveError``. The failure of
+    one rank breaks its peers' connections, so their errors arrive too. If ``errors`` may all be consequences, wait for the
+    death of a ``pending`` process. Ray reports a dead process immediately, but the processes of a lost node only once it has
+    declared the node dead.
     """
     if not any(_died(error) or _is_specific(error) for error in errors):
         waiting_refs, waited_s = dict(pending), 0.0
