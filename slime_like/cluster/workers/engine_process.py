@@ -15,7 +15,10 @@ VISIBLE_DEVICES = "SLIME_LIKE_ENGINE_GPUS"  # set by the placement for an engine
 
 
 def prepare_process(name: str, spec: EngineSpec, stacks_dir: str, env: Mapping[str, str]) -> None:
-    """Set the environment that the server inherits, and make this process write its stacks on a signal."""
+    """Set the environment that the server inherits, and make this process write its stacks on a signal.
+
+    Variables that would change the sampling of training data are removed. Raises the errors of ``keep_caches_private``.
+    """
     os.environ.update(env)
     if spec.feeds_training:
         for variable in changing_variables(os.environ):  # set on this node; the driver has already rejected its own

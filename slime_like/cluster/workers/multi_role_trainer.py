@@ -83,7 +83,7 @@ class MultiRoleTrainer:
         return self.actor.kernels()
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return a dict from sample id to the per-token advantages [L] of the actor."""
+        """Return the actor's token advantages [L] by sample id, as ``TrainerGroup.token_advantages`` does."""
         return self.actor.token_advantages(sample_ids)
 
     def release_communicators(self) -> None:

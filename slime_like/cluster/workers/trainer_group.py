@@ -159,12 +159,18 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return np.asarray(score_results[0], dtype=np.float32)
 
     def routing_difference(self) -> RoutingDifference:
-        """Return how the replayed experts differ from the trainer's own choice, in the batches scored since the last call."""
+        """Return how the replayed experts differ from the trainer's own choice.
+
+        The result covers the batches scored since the last call or the last update of the weights.
+        """
         (difference,) = (x for x in self.on_all(TrainerWorker.routing_difference).values() if x is not None)
         return difference
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return a dict from sample id to the advantages [L] that the ranks computed in the last trained rollout."""
+        """Return a dict from sample id to the advantages [L] that the ranks computed in the last trained rollout.
+
+        Samples that are not of that rollout are missing. ``Trainer.token_advantages`` says when the dict is empty.
+        """
         answers = self.on_all(TrainerWorker.token_advantages, put(list(sample_ids))).values()
         return {sample_id: column for columns in answers for sample_id, column in columns.items()}
 

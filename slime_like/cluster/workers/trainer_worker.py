@@ -181,7 +181,7 @@ class TrainerWorker(RankWorker):
             return self.trainer.score(batch, float64_kind)
 
     def routing_difference(self) -> RoutingDifference | None:
-        """Return how replayed experts differ from this model's choice in the batches scored since the last call.
+        """Return how replayed experts differ from this model's choice, since the last call or the last update of the weights.
 
         The result is None except on the rank that reports global metrics.
         """
