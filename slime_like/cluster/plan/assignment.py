@@ -69,7 +69,7 @@ class NodeBlock:
 
 
 def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assignment:
-    """Return the node of each process.
+    """Return the node of each process of a run on CPUs, or of each GPU of a run on GPUs.
 
     Raises ``MissingResources`` if the cluster lacks nodes or GPUs, and ``ConfigError`` if engines cannot be split into
     equal parts, do not support the kind of GPU, or would span nodes although other keys rule that out.
@@ -147,8 +147,8 @@ def _with_engine_parts(
 ) -> tuple[ClusterNode, ...]:
     """Return the node of each GPU.
 
-    Each engine that does not share the trainer's GPUs is on ``nodes_per_engine`` nodes. Raises ``MissingResources`` if
-    a block of GPUs fits on no node.
+    Each engine that does not share the trainer's GPUs is on ``nodes_per_engine`` nodes. Raises ``MissingResources`` if no
+    node has enough free GPUs for a group of GPUs that have to be on one node.
     """
     free = {node.node_id: node.free_gpus for node in nodes}
     node_of_gpu: dict[int, ClusterNode] = {}

@@ -88,7 +88,7 @@ def run_capabilities(description: str | None) -> list[tuple[int, int]]:
 def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
     """Compile the kernels of trainer ranks; return their traces.
 
-    Raises ``ConfigError`` with the reason if a step fails or the run has no trainer on GPUs.
+    Raises ``ConfigError`` if the run cannot be planned or has no trainer on GPUs, or if the compilation fails.
     """
     check_traceable(_plan(job)[1], "the compilation for the trainer")
     request = {"argv": list(job.argv), "machine": job.description}
@@ -108,7 +108,7 @@ def compile_engine(job: CompileJob) -> list[dict[str, Any]]:
 def engine_shape(job: CompileJob) -> EngineShape:
     """Return the shape of a rank of the run's first engine.
 
-    Raises ``ConfigError`` if the run has no engines on GPUs, or if its model has no config.json yet.
+    Raises ``ConfigError`` if the run cannot be planned or has no engines on GPUs, or if its model has no config.json yet.
     """
     cfg, plan = _plan(job)
     values = config_values(cfg)
@@ -131,7 +131,7 @@ def _plan(job: CompileJob) -> tuple[TrainConfig, Plan]:
 
 
 def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> EngineShape:
-    """Return the shape of an engine's rank, with heads split over the ranks of an attention group."""
+    """Return the shape of an engine's rank, with heads split over the tp / dp_attention ranks that share a sequence."""
     text = values.get("text_config") or values
     tp = max(1, engine.tp // engine.dp_attention)
     gdn = model.gdn

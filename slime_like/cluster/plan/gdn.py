@@ -18,8 +18,8 @@ def resolve_gdn(
 ) -> RankSpec:
     """Return ``actor`` with ``model.gdn.backend`` and ``model.gdn.auto_cp`` resolved; record all decisions.
 
-    Raises ``ConfigError`` if the layers do not work with the optimizer, or if the kernels cannot run on this machine. The
-    kernels are checked only if the run trains on this machine.
+    Raises ``ConfigError`` if the run trains Gated DeltaNet layers with an optimizer that Megatron could not save, or if it
+    trains on this machine and the layers' kernels cannot run here.
     """
     config = cfg.model.gdn
     backend = gdn_backend(config.backend, actor.device)
@@ -47,7 +47,7 @@ def resolve_gdn(
 
 
 def _auto_cp(setting: bool | None, backend: str, actor: RankSpec) -> tuple[bool, str]:
-    """Return True if FlashQLA may split sequences automatically, and the reason for the decision.
+    """Return True if FlashQLA may split sequences automatically, and the reason; it is empty if the config decides.
 
     With the split, log-probabilities of a no-grad pass differ bitwise from those of the update.
     """

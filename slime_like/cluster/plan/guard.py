@@ -65,7 +65,7 @@ def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str
     """Return True if the trainer's communicators are destroyed during rollouts.
 
     If ``guard.release`` is not set, the result is False, because releasing gloo's small buffers gains nothing and releasing
-    NCCL's large ones has not been tested. If the guard is used, ``note`` records this decision.
+    NCCL's large ones has not been tested. If the run trains and uses the guard, ``note`` records this decision.
     """
     setting = cfg.guard.release
     if setting is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":

@@ -41,7 +41,7 @@ def check_node_memory(demand: Demand, machine: Machine, table: MemoryTable) -> N
 
 
 def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
-    """Return a hint: the largest offloaded fraction that fits node and GPU, otherwise a change that reduces a large item."""
+    """Return a hint: the largest ``optim.cpu_offload_fraction`` that fits node and GPU, otherwise other changes that help."""
     for percent in range(int(100 * demand.settings.offload) - 5, -1, -5):
         changed_demand = replace(demand, trainer=replace(demand.settings, offload=percent / 100))
         plan = changed_demand.plan()

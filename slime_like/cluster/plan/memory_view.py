@@ -65,7 +65,7 @@ def change_lines(plan: MemoryPlan, load: EngineLoad, dcp: DcpPlan) -> Iterator[s
 
 
 def _row(change: SettingChange, base: MemoryPlan, load: EngineLoad) -> tuple[str, ...]:
-    """Return the cells of a change: memory of a trainer rank, of an engine and of a GPU, and the KV cache of an engine."""
+    """Return a table row: a change, memory of a trainer rank, an engine and a GPU, KV cache of an engine, a note on the fit."""
     plan, tables = change.plan, dict(change.plan.tables)
     trainer, engine = (gib(tables[role].total) if role in tables else "-" for role in ("trainer", "engine"))
     tokens = "-" if plan.engine is None else f"{plan.engine.tokens:,}"

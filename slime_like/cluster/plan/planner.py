@@ -1,4 +1,4 @@
-"""Plan a run for a machine: resolve the ``auto`` values that processes cannot resolve alone, and count processes.
+"""Plan a run for a machine: place its processes, and resolve ``auto`` values that a single process could not resolve.
 
 Planning has no side effects.
 """

@@ -121,7 +121,7 @@ def _with_dcp(
 
 
 def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], cluster: str) -> None:
-    """Raise ``ConfigError`` if Ray cannot reserve a CPU with each GPU."""
+    """Raise ``ConfigError`` if the nodes have enough GPUs for the plan, but too few CPUs for Ray to reserve one with each."""
     pairs = sum(min(node.num_gpus, node.num_cpus) for node in nodes)
     if pairs < plan.num_gpus <= sum(node.num_gpus for node in nodes):
         raise ConfigError(

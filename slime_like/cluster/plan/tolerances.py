@@ -28,8 +28,8 @@ class LogprobTolerances:
 def logprob_tolerances(cfg: TrainConfig, device: str, dtype: str, decisions: PlanDecisions) -> LogprobTolerances:
     """Return the tolerances set in ``weights.*``, or the defaults for device and dtype.
 
-    With ``run.deterministic`` on a CPU they are 0; loading the config rejects other values. With ``run.mode=train_only``,
-    ``samples`` is None, because other weights may have generated the rollouts.
+    With ``run.deterministic`` on a CPU, ``probe`` and ``samples`` are 0; loading the config rejects other values. With
+    ``run.mode=train_only``, ``samples`` is None, because other weights may have generated the rollouts.
     """
     reason = samples_reason = f"rounding of {dtype} on {device}"
     samples: float | None

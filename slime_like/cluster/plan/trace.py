@@ -58,7 +58,10 @@ def check_traceable(plan: Plan, subject: str) -> None:
 
 
 def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, Any]]:
-    """Return the traces of the first and the last pipeline stage. Raises ``ConfigError`` if the child process fails."""
+    """Return a trace of a rank of the first pipeline stage and, if there are several stages, one of a rank of the last.
+
+    Raises ``ConfigError`` if the child process that traces them fails or takes too long.
+    """
     request = {"argv": list(argv), "machine": description}
     return run_on_phantom("trace", TRACED_RANK, request, TRACED_GPU.environment(), TRACE_SECONDS)
 
@@ -69,8 +72,8 @@ def run_on_phantom(
     """Run ``python -m module REQUEST RESULT`` in a child process; return the contents of RESULT.
 
     ``subject`` names the work in error messages. ``variables`` are added to the child's environment and select its phantom
-    GPU. Raises ``ConfigError`` with the last line of the child's stderr if the child fails, or if it takes longer than
-    ``seconds`` times ``SLIME_LIKE_DEADLINE_FACTOR``.
+    GPU. Raises ``ConfigError`` if the child fails, with the last line of its stderr, or if it takes longer than ``seconds``
+    times ``SLIME_LIKE_DEADLINE_FACTOR``.
     """
     limit = Deadline("driver", subject, seconds).remaining(module)
     environment = {**os.environ, **variables}
@@ -137,9 +140,9 @@ def _comparison_row(name: str, traced: float, planned: float | None) -> tuple[st
 def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
     """Return the bytes on a trainer's GPU by traced phase: the memory that torch reserves for the rank, plus the planned rest.
 
-    The planned rest is the rank's CUDA context and communicators, and the other roles on the GPU. The transfer of weights takes
-    the place of phase save: an engine has only its weights in memory in both. If all phases need the same memory, there is one
-    phase, with an empty name.
+    The planned rest is the rank's CUDA context and communicators, and the other roles on the GPU. For the traced transfer of
+    weights, the rest is that of the planned phase save: in both, an engine has only its weights in memory. If all planned
+    phases have the same memory, the result has one phase, with an empty name.
     """
     reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
     reserved[""] = max(reserved.values())
@@ -183,7 +186,7 @@ def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
 
 
 def planned_build_bytes(plan: Plan, stage: int) -> float | None:
-    """Return the planner's estimate of the bytes that torch allocates while a rank of ``stage`` is built, or None."""
+    """Return the planner's estimate of the bytes that torch allocates while a rank of ``stage`` is built; None if it has none."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None

@@ -39,9 +39,9 @@ class Checkpoints:
 
         The rollout files are written first, the file that names the latest checkpoint last. The call waits for the
         previous save to complete; if ``wait`` or ``final``, or with ``run.async_save=false``, it waits for this one too.
-        Return True if the checkpoint is complete. Raises ``CheckpointError`` if this or the previous save failed. With
-        ``run.on_failed_save=continue``, only a failure of this save raises it, and only if this save is ``final``; other
-        failures cause a warning.
+        Return True if the checkpoint is complete; if not ``enabled``, do nothing and return False. Raises
+        ``CheckpointError`` if this or the previous save failed. With ``run.on_failed_save=continue``, only a failure of
+        this save raises it, and only if this save is ``final``; other failures cause a warning.
         """
         if not self.enabled:
             return False
@@ -64,7 +64,10 @@ class Checkpoints:
         return self.last == num_trained and self._pending is None
 
     def poll(self) -> None:
-        """Mark the pending checkpoint as the latest if it is complete. Raises the same errors as ``save``."""
+        """Mark the pending checkpoint as the latest if it is complete.
+
+        Raises ``CheckpointError`` if its save failed; with ``run.on_failed_save=continue``, this is only a warning.
+        """
         if self._pending is None:
             return
         try:

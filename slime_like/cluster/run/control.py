@@ -100,14 +100,14 @@ class Control:
         return self.run_dir / FOLDER
 
     def open(self, num_trained: int, num_rollouts: int) -> None:
-        """Drop requests from before the run started and install the SIGUSR2 handler."""
+        """Drop requests from before the run started, install the SIGUSR2 handler and write the run's status."""
         self._status = RunStatus(num_trained, num_rollouts)
         self._drop("it was requested before this run started")
         self._previous_handler = signal.signal(signal.SIGUSR2, self._on_signal)
         self._write()
 
     def read(self, num_trained: int) -> tuple[Request, ...]:
-        """Read new requests, after ``num_trained`` rollouts; return the unanswered ones in order of execution.
+        """Read new requests; report those not answered yet, after ``num_trained`` rollouts; return them in order of execution.
 
         Several requests of one kind count as one: the newest.
         """
@@ -127,7 +127,10 @@ class Control:
         self._report(replace(self._open.pop(request), state=FAILED if failed else DONE, detail=detail))
 
     def close(self) -> None:
-        """Answer all open requests and restore the signal handler."""
+        """Answer open requests as failed, drop unread ones, restore the signal handler and report the run as ended.
+
+        Do nothing if ``open`` was not called.
+        """
         if self._previous_handler is None:
             return
         signal.signal(signal.SIGUSR2, self._previous_handler)
