@@ -16,7 +16,10 @@ POLL_S = 0.2
 
 
 def read_live_status(run_dir: Path) -> RunStatus:
-    """Return the status of a live run. Raises ``DataError`` if ``run_dir`` is not the folder of a run or the run has ended."""
+    """Return the status of a live run.
+
+    Raises ``DataError`` if ``run_dir`` has no status file or an invalid one, or if the run has ended.
+    """
     status = read_status(run_dir)
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")
@@ -49,7 +52,8 @@ def wait_for_answer(
 ) -> ControlReply:
     """Wait for the reply to a request.
 
-    Raises ``DataError`` if the run ends without a reply, and ``DeadlineExceeded`` if there is no reply in time.
+    Raises ``DataError`` if the run ends without a reply or its status file is invalid, and ``DeadlineExceeded`` if there
+    is no reply in time.
     """
     while True:
         status = read_status(run_dir)

@@ -14,7 +14,7 @@ from slime_like.printable import visible
 
 @contextmanager
 def tolerate_full_disk(path: Path, config: RunConfig) -> Generator[None]:
-    """Run a block that writes ``path``. If it fails, remove the partial file, and warn if ``run.on_failed_save=continue``.
+    """Run a block that writes ``path``. If it fails, remove ``path`` unless it is a folder, and only warn.
 
     With ``run.on_failed_save=stop``, raise ``SlimeLikeError`` instead of the warning. A failure is an ``OSError`` or
     ``CheckpointError``; other errors, and ``DeadlineExceeded``, are raised unchanged.

@@ -143,7 +143,7 @@ class ResidentTrainer:
         self.trainer.begin_save(folder, iteration)
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Return True if the checkpoint is complete; with ``wait``, block until it is."""
+        """Complete any pending save and return True. Without ``wait``, return False if a rank is still writing."""
         return self.trainer.finish_save(wait=wait)
 
     def load(self, folder: Path, iteration: int) -> None:
@@ -175,11 +175,11 @@ class ResidentRollout:
         return self.rollout.evaluate()
 
     def resize(self, num_engines: int) -> str:
-        """Add or remove engines; return a description of the change."""
+        """Add or remove engines; return a description of the change. Raises the errors of the wrapped source."""
         return self.rollout.resize(num_engines)
 
     def save(self, folder: Path, next_rollout: int) -> None:
-        """Save the state of the rollout source. No state is moved, because it is in host memory."""
+        """Save the state of the rollout source, which is in host memory, so nothing is moved."""
         self.rollout.save(folder, next_rollout)
 
     def load(self, folder: Path, next_rollout: int) -> None:

@@ -95,7 +95,10 @@ def read_state(folder: Path, next_rollout: int) -> dict[str, Any]:
 
 
 def check_state(folder: Path, next_rollout: int) -> None:
-    """Raise ``CheckpointError`` if the rollout state of a checkpoint or one of its group files is missing or damaged."""
+    """Raise ``CheckpointError`` if the rollout state of a checkpoint cannot be used.
+
+    The state file may be missing, damaged or for another rollout, or a group file may be missing, damaged or incomplete.
+    """
     file, _, saved_states = _read(folder, next_rollout)
     if not saved_states:  # from a run without engines, which has no groups
         return

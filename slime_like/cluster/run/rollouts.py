@@ -100,7 +100,7 @@ class EngineRollout:
         return self.selection.select(rollout_id, parts)
 
     def evaluate(self) -> EvalResult:
-        """Return metrics ``eval/<dataset>`` and responses, sampled with the engines' current weights."""
+        """Return the metrics ``eval/<dataset>*`` and the responses, sampled with the engines' current weights."""
         return merge_evaluations(self._wait("evaluate", self.managers.start(RolloutManager.evaluate)))
 
     def resize(self, num_engines: int) -> str:
@@ -125,7 +125,7 @@ class EngineRollout:
         )
 
     def save(self, folder: Path, next_rollout: int) -> None:
-        """Save the managers' cursors and groups, and the groups carried over."""
+        """Save the managers' cursors and groups, and the groups carried over to rollout ``next_rollout``."""
         states = self._wait(
             "save_state",
             self.managers.start_each(
@@ -223,7 +223,7 @@ class DemonstrationRollout:
         raise ConfigError(NO_ENGINES.format(num_engines))
 
     def save(self, folder: Path, next_rollout: int) -> None:
-        """Save the cursor."""
+        """Save the position in the demonstrations as the state before rollout ``next_rollout``."""
         write_state(folder, next_rollout, {"cursor": self.demonstrations.state()})
 
     def load(self, folder: Path, next_rollout: int) -> None:

@@ -56,7 +56,10 @@ class RunStatus:
         return self.running and (not self.here or start_time(self.pid) == self.started)
 
     def with_answer(self, answer: ControlReply) -> RunStatus:
-        """Return the status with ``answer`` added, replacing an earlier answer to the same request."""
+        """Return the status with ``answer`` as the newest, replacing an earlier answer to the same request.
+
+        Only the newest ``MAX_REQUESTS`` answers are kept.
+        """
         remaining = [
             old for old in self.requests if (old.request, old.requested_at) != (answer.request, answer.requested_at)
         ]

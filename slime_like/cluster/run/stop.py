@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopRequest:
     """Stop requests by signal: the first ends the loop after the current rollout, the second immediately.
 
-    Further signals are ignored, so that they cannot interrupt the teardown.
+    Further signals, and all signals during the teardown, are ignored, so that they cannot interrupt it.
     """
 
     def __init__(self) -> None:

@@ -62,8 +62,9 @@ class EngineSync:
         """Pause, send, commit, resume, probe; if an engine is lost, start over with the remaining engines.
 
         Raises ``EngineLost`` if the push would start over more often than ``max_losses`` allows, ``WeightSyncError`` if the
-        engines lack weights, and ``ConsistencyError`` if the probe finds a disagreement. Before an error of the push is
-        raised, the managers resume the engines that respond, except those whose update is not committed.
+        tensors sent are not those of ``manifest``, ``ConsistencyError`` if the probe finds a disagreement, and errors of the
+        ranks and managers. Before an error of the push is raised, the managers resume the engines that respond, except those
+        whose update has begun but is not committed.
         """
         num_losses = num_engines = 0
         # Outside ``try``: if it fails, there is no update to abort, and the engines must not take memory.
@@ -117,7 +118,7 @@ class EngineSync:
         return tuple(metrics)
 
     def _without_replay(self, probe_scores: Sequence[ProbeScores]) -> list[Metric]:
-        """Score the probe's sequences again with experts chosen by the trainer, not replayed ones; return the metrics."""
+        """Return metrics that compare ``probe_scores``, which name no experts to replay, with a trainer that chooses its own."""
         trainer = TrainerScores(probe_scores, self.max_score_tokens)
         trainer.set_columns([self.trainer.score(rows) for rows in trainer.rows])
         return [metric for scores in probe_scores for metric in probe.layer_metrics(scores, trainer, OWN_EXPERTS)]

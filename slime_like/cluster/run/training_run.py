@@ -180,7 +180,7 @@ class Run:
         self.control.answer(Request.EVAL, scores or "no engines or no evaluation.datasets", failed=not scores)
 
     def _handle_requests(self, requests: tuple[Request, ...], num_trained: int) -> None:
-        """Handle requests for a report, another number of engines, a stop, or a checkpoint, which is then complete on return."""
+        """Handle requests to save, report, change the number of engines, or stop. A save ends before this returns."""
         if Request.SAVE in requests:
             with self.timer("save"):
                 complete = self.checkpoints.save(num_trained, wait=True)
@@ -198,7 +198,7 @@ class Run:
             self._handle_stop(num_trained)
 
     def _resize_engines(self, num_engines: int) -> None:
-        """Change the number of engines; added ones start in the background."""
+        """Change the number of engines, if it can be changed, and reply; added engines start in the background."""
         try:
             change = self.rollout.resize(num_engines)
         except ConfigError as error:
@@ -239,7 +239,10 @@ class Run:
         return num_trained == self.cfg.loop.num_rollout or (interval is not None and num_trained % interval == 0)
 
     def _evaluate(self, num_trained: int) -> tuple[Metric, ...]:
-        """Evaluate after ``num_trained`` rollouts, write the responses to a file and return the metrics."""
+        """Evaluate after ``num_trained`` rollouts, write any responses to a file and return the metrics.
+
+        If the file cannot be written, only print a warning.
+        """
         self.trainer.release_communicators()
         with self.timer("eval"):
             eval_result = self.rollout.evaluate()

@@ -21,7 +21,7 @@ PORT_OPTION = "--runtime-env-agent-port"
 
 
 def named_options(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the options of the form ``--name=value``."""
+    """Return a dict from ``--name`` to the value of each argument ``--name=value``; other arguments have empty values."""
     return {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
 
 

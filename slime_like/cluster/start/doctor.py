@@ -1,4 +1,7 @@
-"""Check machine and environment (``train.py --doctor``), without torch. Every problem is reported with its fix."""
+"""Check machine and environment (``train.py --doctor``). Every problem is reported with its fix.
+
+The doctor's own process does not import torch; some of the processes that it starts do.
+"""
 
 from __future__ import annotations
 

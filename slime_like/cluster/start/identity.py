@@ -33,7 +33,7 @@ VOLATILE = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "us
 def run_record(cfg: TrainConfig) -> dict[str, Any]:
     """Return settings, config.json, and the SHA-256 of tokenizer and training data files, as a JSON object.
 
-    ``data.train`` is omitted if the run does not read it.
+    ``data.train`` is omitted if the run replays dumped rollouts or there is no such file.
     """
     files = dict(_files(cfg))
     hashes = hash_files(list(files.values()))

@@ -42,7 +42,7 @@ class _Stops:
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """Prompts, held-out prompts and tokenizer; ``source`` is None if the mode reads no data."""
+    """Prompts, held-out prompts and tokenizer; ``source`` is None if the run replays dumped rollouts."""
 
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
@@ -55,8 +55,8 @@ class RunInputs:
 def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
     """Read tokenizer and datasets.
 
-    Raises ``ConfigError`` if a setting or the tokenizer cannot be used, ``CheckpointError`` if config.json cannot be used,
-    and ``DataError`` if a dataset, a dumped rollout or an EOS token cannot be used.
+    Raises ``ConfigError`` if a setting or the tokenizer cannot be used, ``CheckpointError`` if config.json or
+    generation_config.json cannot be used, and ``DataError`` if a dataset, a dumped rollout or an EOS token cannot be used.
     """
     tokenizer = open_tokenizer(cfg.model.hf_checkpoint)
     model = read_hf_config("model.hf_checkpoint", cfg.model.hf_checkpoint)

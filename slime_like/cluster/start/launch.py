@@ -46,7 +46,7 @@ SINK_S = 180.0  # for wandb to respond and to accept the remaining data
 
 
 def _read_inputs(cfg: TrainConfig, plan: Plan, run_dir: Path, first: int) -> RunInputs:
-    """Load the inputs; check the record of injected faults and, if the run resumes, the checkpoint's rollout state.
+    """Load the inputs; check the record of faults if some are planned and, on resume, the checkpoint's rollout state.
 
     Without these checks, unusable files would be noticed only after processes have started. Raises ``CheckpointError`` or
     ``DataError`` naming a file that cannot be used, and the errors of ``load_inputs``.
@@ -170,7 +170,10 @@ def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path |
 
 
 def _with_context(error: Exception, deaths: list[str], waiting_ranks: str, bundle: str) -> SlimeLikeError:
-    """Return an error whose message adds dead engines, ranks waiting in collectives, and the bundle's path to ``error``."""
+    """Return ``error`` as a ``SlimeLikeError`` that also names dead engines, ranks waiting in collectives, and the bundle.
+
+    An error that dead engines may have caused becomes an ``EngineError``.
+    """
     kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
     text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)
     if deaths and isinstance(error, (EngineError, DeadlineExceeded, WorkerError)):

@@ -57,8 +57,8 @@ _folders: list[Path] = []  # private folders of the Ray that this process has st
 def start(namespace: str) -> None:
     """Start Ray's processes, with files and sockets in a private folder.
 
-    If the start of Ray's node times out, try again until the deadline. Raises ``DeadlineExceeded`` if no try succeeds, and
-    ``ConfigError`` if the folder cannot be created.
+    If the start of Ray's node times out, try again until the deadline. Raises ``DeadlineExceeded`` if the last try times
+    out, ``ConfigError`` if the folder cannot be created, and other errors of ``ray.init`` unchanged.
     """
     _stay_on_loopback()
     folder = _private_folder()
@@ -105,7 +105,10 @@ def start(namespace: str) -> None:
 
 
 def reach(address: str) -> str:
-    """Return host:port of the cluster at ``placement.ray_address``. Raises ``ConfigError`` if it accepts no connection."""
+    """Return host:port of the cluster at ``placement.ray_address``.
+
+    Raises ``ConfigError`` if the address is invalid or no connection to it can be opened.
+    """
     at = address
     try:
         at = services.canonicalize_bootstrap_address(address.removeprefix("ray://")) or address
@@ -201,7 +204,7 @@ def without_unused_processes() -> Generator[None]:
 def _agent_command(original: Any) -> Callable[..., list[str]]:
     """Wrap ``original``, Ray's function that returns the first words of the command line of a process of the node.
 
-    For an agent, the wrapper returns a command that starts the stand-in.
+    For an agent, the wrapper returns a command that starts a stand-in (``agent_stand_ins``) instead.
     """
 
     def command(component: str, *arguments: Any, **options: Any) -> list[str]:
@@ -284,8 +287,8 @@ def _stay_on_loopback() -> None:
     """Make Ray's servers bind to 127.0.0.1.
 
     Ray 2.60 replaces a loopback address given to ``ray.init`` with the machine's external one and listens on every
-    interface. A constant that Ray clears on platforms without clusters keeps Ray on loopback; an environment variable
-    does the same for Ray's daemons. Remove this function once ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
+    interface. To prevent this, clear a constant that Ray itself clears on platforms without clusters; an environment
+    variable does the same for Ray's daemons. Remove this function once ``ray.init(_node_ip_address="127.0.0.1")`` is honoured.
     """
     assert hasattr(ray_constants, "ENABLE_RAY_CLUSTER"), (
         "ray moved ENABLE_RAY_CLUSTER: find how it binds to loopback now"

@@ -88,7 +88,8 @@ class Placement:
         """Start Ray, or join the cluster that ``placement.ray_address`` names and adapt the plan to it; reserve the GPUs.
 
         Return the plan. Raises ``MissingResources`` or ``ConfigError`` if the run's nodes or GPUs are not free in time,
-        ``ConfigError`` if the plan does not fit the nodes, and the errors of ``start`` and ``join`` in ``local_ray``.
+        ``ConfigError`` if the plan does not fit the nodes, and the errors of ``start`` and ``join`` in ``local_ray`` and of
+        ``wait_all``.
         """
         cfg = self._cfg
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -306,7 +307,7 @@ class Placement:
         )
 
     def close(self) -> None:
-        """Stop rollout managers and engines, then kill every started actor, then shut Ray down."""
+        """Stop managers and engines, then kill every started actor, then shut Ray down or leave the joined cluster."""
         with driver_link.bounded_call(Deadline("driver", "teardown", CLOSE_S), "Ray to end the processes of this run"):
             refs: list[ObjectRef[None]] = [call(manager, RolloutActor.stop) for manager in self._managers]
             refs += [call(engine, EngineActor.stop) for engine in self._engines]

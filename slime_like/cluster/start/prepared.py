@@ -42,10 +42,10 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
 
 
 def _check_unwritten(cfg: TrainConfig) -> None:
-    """Before ``run.prepare`` is called, check that the model that it will write and the run's device fit the config.
+    """Check, before ``run.prepare`` is called, that the run's device, the folders and the model to be written can be used.
 
-    Raises ``ConfigError`` or ``CheckpointError`` if they do not. A model whose folder already exists is checked only after
-    ``run.prepare``, which either writes it again or returns quickly.
+    Raises ``ConfigError`` or ``CheckpointError`` if they cannot. Folders and model are checked only for a default job, and
+    the model only if its folder is missing: otherwise ``run.prepare`` writes it again or returns quickly.
     """
     machine = probe_machine()
     if cfg.run.prepare in PREPARED:

@@ -91,8 +91,8 @@ class Cluster:
     ) -> Run:
         """Start every process that the run needs and return the run. ``record`` is stored in each checkpoint.
 
-        Trainer and engines start concurrently unless they share GPUs or placement.offload_rollout is set. Otherwise the engines
-        start first: SGLang derives the size of its KV cache from the memory that is free before and after it loads the model.
+        If trainer and engines share GPUs or ``placement.offload_rollout`` is set, the engines start first, because SGLang derives
+        the size of its KV cache from the memory that is free before and after it loads the model. Otherwise they start together.
         """
         self._open_placement()
         if self.plan.needs_engines:
@@ -331,7 +331,7 @@ class Cluster:
         return causes
 
     def report_faults(self) -> None:
-        """Print the faults and recoveries. Call this while the managers still run."""
+        """Fetch the last recoveries from the managers, which must still run, and print the injected faults and recoveries."""
         if self.chaos is None:
             return
         managers = self.managers or ManagerGroup(())
@@ -345,7 +345,7 @@ class Cluster:
 
     @property
     def log_dir(self) -> Path | None:
-        """Return the log folder of the run's Ray actors."""
+        """Return the log folder of the run's Ray actors; None if there is none."""
         return None if self.placement is None else self.placement.log_dir
 
     def close(self) -> None:
