@@ -35,7 +35,7 @@ class RayWatch:
         self._last_check = time.monotonic()
 
     def add(self, name: str, pid: int) -> None:
-        """Watch a process by pidfd, which is safe against reuse of the process id."""
+        """Watch a process by pidfd, which is safe against reuse of the process id; one that has ended already counts as dead."""
         label = f"Ray's {name} (process {pid})"
         try:
             process = psutil.Process(pid)
@@ -47,7 +47,10 @@ class RayWatch:
         self._selector.register(fd, selectors.EVENT_READ, lambda: self._died(name, fd))
 
     def problems(self) -> list[str]:
-        """Return a message for each process that died or, if none died, for each that was suspended for too long."""
+        """Return a message for each process that died or, if none died, for each that has been suspended for too long.
+
+        Also start to watch agents that the raylet has started since the last call.
+        """
         self._look_for_agents()
         return self.dead or self._stopped_processes()
 

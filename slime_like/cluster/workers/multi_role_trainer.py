@@ -1,4 +1,4 @@
-"""An actor with a critic or a teacher as one Trainer, including the exchange of columns between them."""
+"""Trainer of an actor together with a critic or a teacher, including the exchange of columns between these roles."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class MultiRoleTrainer:
     def _score(self, batch: TrainBatch) -> tuple[list[dict[str, Columns]], list[Metric]]:
         """Score the rows with all roles; return the scores of critic and teacher, and their metrics.
 
-        For each data-parallel rank of the actor, the scores are a dict with the keys "values" (critic) and "teacher_logprobs".
+        For each data-parallel rank of the actor, the scores are a dict with "values" if there is a critic and
+        "teacher_logprobs" if there is a teacher.
         """
         refs: Refs[Any] = {**self.actor.start_open(batch)}
         for _, group in self._scorers:

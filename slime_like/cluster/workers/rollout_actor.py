@@ -29,9 +29,9 @@ class RolloutActor(RolloutManager):
     def __init__(
         self, stacks_dir: str, env: Mapping[str, str], log_path: str, file_name: str = SINGLE.file_name
     ) -> None:
-        """Redirect the output of this process and its children, including user code, to ``log_path``.
+        """Set the variables ``env``, and redirect the output of this process and its children to ``log_path``.
 
-        ``file_name`` names the process in ``stacks_dir``.
+        Also start a process that kills children of user code (``reaper``), and raise its errors. ``file_name`` names the process in ``stacks_dir``.
         """
         os.environ.update(env)
         _redirect_output(Path(log_path))
