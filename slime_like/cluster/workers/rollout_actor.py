@@ -31,7 +31,8 @@ class RolloutActor(RolloutManager):
     ) -> None:
         """Set the variables ``env``, and redirect the output of this process and its children to ``log_path``.
 
-        Also start a process that kills children of user code (``reaper``), and raise its errors. ``file_name`` names the process in ``stacks_dir``.
+        The children include user code. Unless a supervisor does so, a ``Reaper`` will kill them; raises ``SlimeLikeError`` if
+        it does not start. ``file_name`` names this process in ``stacks_dir``.
         """
         os.environ.update(env)
         _redirect_output(Path(log_path))
