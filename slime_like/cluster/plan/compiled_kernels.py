@@ -64,7 +64,7 @@ class EngineShape:
 def run_capabilities(description: str | None) -> list[tuple[int, int]]:
     """Return the sorted compute capabilities of the GPUs of a described machine, or of this one if ``description`` is None.
 
-    Raises ``ConfigError`` if this machine has no GPU or if a capability is unknown.
+    Raises ``ConfigError`` if ``description`` is malformed, if this machine has no GPU, or if a capability is unknown.
     """
     if description is None:
         gpus = [(gpu.name, gpu.capability) for gpu in visible_gpus()]

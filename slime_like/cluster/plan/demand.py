@@ -57,7 +57,7 @@ class MemoryPlan:
 
     @property
     def min_bytes(self) -> float:
-        """Bytes that the busiest GPU needs at least for the run to start: all but the allocator's overhead; 0 on a CPU."""
+        """Least memory with which the busiest GPU can run, in bytes: without the allocator's overhead; 0 on a CPU."""
         return max((p.total - sum(table.of("allocator") for _, table in p.tables) for p in self.phases), default=0.0)
 
 

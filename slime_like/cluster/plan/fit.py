@@ -86,7 +86,7 @@ def check_fits(
     device: str,
     role_bytes: int,
 ) -> None:
-    """Raise ``ConfigError`` if the machine is too small.
+    """Raise ``ConfigError`` if the machine has too few GPUs for the run or, in a run on CPUs, too little main memory.
 
     For a run that joins a Ray cluster, this machine is not checked; ``plan_on_nodes`` checks the cluster's nodes later.
     """

@@ -48,7 +48,7 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False, memory: st
 
 
 def memory_source(cfg: TrainConfig, device: str, note: Callable[[str, object, str], None]) -> str:
-    """Return ``guard.memory``, the setting for which memory the guard queries, adapted to ``device``.
+    """Return ``guard.memory``, which selects the memory that the guard queries, adapted to ``device``.
 
     On a CPU, ``host`` replaces a value that stands for the memory of a GPU, so that recipes for GPUs also run on a CPU; auto
     is kept. If the guard is used, ``note`` records the replacement.

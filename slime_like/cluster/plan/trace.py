@@ -160,7 +160,8 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
 def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return the row for the end of a push, when the trainer has only its weights.
 
-    Return no row if the trainer's state is not offloaded, or if there are several pipeline stages.
+    Return no row if the trainer's state is not offloaded, the memory of a GPU was not predicted, or there are several pipeline
+    stages.
     """
     traced = next((phase["allocated"] for phase in trace["phases"] if phase["name"] == PUSH), None)
     table = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)

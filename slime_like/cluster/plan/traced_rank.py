@@ -61,7 +61,10 @@ def traces(argv: list[str], description: str | None, *, own_kernels: bool = Fals
 
 
 def traceable(spec: RankSpec, folder: str, *, own_kernels: bool = False) -> tuple[RankSpec, str]:
-    """Return the spec with the model of ``folder`` and with kernels that a phantom GPU accepts, and a note on these kernels."""
+    """Return the spec with the model of ``folder``, and a note if its kernels are not the run's, otherwise "".
+
+    Unless ``own_kernels``, Gated DeltaNet runs on torch's kernels, which a phantom GPU accepts.
+    """
     model = replace(spec.model, hf_checkpoint=folder, megatron_checkpoint=None, ref_checkpoint=None)
     spec = replace(spec, model=model, teacher_checkpoint=spec.teacher_checkpoint and folder)
     if (

@@ -77,7 +77,7 @@ class Chaos:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def plan(self, num_rollout: int) -> None:
-        """Schedule every fault that has not been injected yet."""
+        """Schedule every fault that has not been injected yet. Raises ``DataError`` if faults.jsonl cannot be read."""
         scheduled = planned_faults(self.config, num_rollout)
         injected_faults = {injection.fault for injection in faults.read(self.run_dir)[0]} if scheduled else set[str]()
         self.pending = [fault for fault in scheduled if str(fault) not in injected_faults]
