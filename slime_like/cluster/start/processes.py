@@ -306,10 +306,11 @@ class Cluster:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """Return one cause of death for each dead engine. Engines that do not respond within ``POST_MORTEM_S`` are left out.
+        """Return one cause of death for each dead engine that the driver started.
 
-        If a death is ``suspected``, an engine whose server still runs first waits a few seconds for the server to end.
-        With ``health.on_dead_engine=restart``, an engine whose actor is lost is left out: the manager has replaced it.
+        Engines that do not respond within ``POST_MORTEM_S`` are left out. With ``health.on_dead_engine=restart``, so are
+        engines whose actor is lost, because a manager replaces them. If a death is ``suspected``, an engine whose server
+        still runs first waits a few seconds for the server to end.
         """
         refs = {
             f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(self.engines)
