@@ -48,7 +48,7 @@ def on_ranks(cfg: TrainConfig) -> bool:
 
 
 def verify_initial_checkpoints(cfg: TrainConfig) -> None:
-    """Call ``verify`` on the checkpoints from which the run loads initial weights, except those of other programs."""
+    """Call ``verify`` on the checkpoints from which the run loads initial weights, except those that other programs wrote."""
     paths = [cfg.model.megatron_checkpoint, cfg.model.ref_checkpoint, cfg.teacher.hf_checkpoint]
     sources = [megatron_folder(Path(path)) for path in paths if path is not None]
     if isinstance(cfg.algo, PpoConfig) and cfg.critic.load is not None:

@@ -107,9 +107,9 @@ class Control:
         self._write()
 
     def read(self, num_trained: int) -> tuple[Request, ...]:
-        """Read new requests; report those not answered yet, after ``num_trained`` rollouts; return them in order of execution.
+        """Read new requests; report and return all that are not answered yet, in order of execution.
 
-        Several requests of one kind count as one: the newest.
+        Several requests of one kind count as one: the newest. The report says that ``num_trained`` rollouts are trained.
         """
         self._status = replace(self._status, step=num_trained)
         for text, time_s, by in sorted(self._take(), key=lambda entry: entry[1]):
