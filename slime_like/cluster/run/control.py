@@ -109,7 +109,7 @@ class Control:
     def read(self, num_trained: int) -> tuple[Request, ...]:
         """Read new requests; report and return all that are not answered yet, in order of execution.
 
-        Several requests of one kind count as one: the newest. The report says that ``num_trained`` rollouts are trained.
+        Several requests of one kind count as one: the newest. ``num_trained`` rollouts are trained so far.
         """
         self._status = replace(self._status, step=num_trained)
         for text, time_s, by in sorted(self._take(), key=lambda entry: entry[1]):
