@@ -19,9 +19,9 @@ from slime_like.phantom import build
 from slime_like.planner.models import table_config
 from slime_like_compat.flags.translate import translate
 from tests.config.test_recipes import MACHINES
+from tests.phantom.forks import trainer_forks
 from tests.phantom.trace_checks import TraceCase, check_recipe
 from tests.train.jobs import SP
-from tests.train.ranks import run_ranks
 
 DENSE, SPARSE, HYBRID = "Qwen3-4B", "Qwen3-30B-A3B", "Qwen3-Next-80B-A3B"
 TP2 = Layout(dp=4, **SP)
@@ -64,8 +64,8 @@ NIGHTLY_RECIPES = {name: MACHINES[name] for name in NIGHTLY}
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     target, scratch = "tests.phantom.trace_checks:trace_all", tmp_path_factory.mktemp("traced")
     environment = trace_module.TRACED_GPU.environment()
-    (out,) = run_ranks(target, 1, scratch, LAYOUTS | FAMILY_CASES, RECIPES, environment=environment, seconds=600)
-    return out
+    cases = LAYOUTS | FAMILY_CASES
+    return trainer_forks().run(target, scratch, cases, RECIPES, environment=environment, seconds=600)
 
 
 @pytest.mark.ranks
@@ -151,6 +151,23 @@ def test_a_build_that_does_not_fit_its_gpus_says_so(monkeypatch: pytest.MonkeyPa
     ]
     monkeypatch.setattr(trace_module, "run_trace", lambda argv, machine: [TRACE | {"phases": phases}])
     assert show_plan(ARGV, MACHINE, trace=True).endswith("of 79.6 GiB: does not fit\n")
+
+
+def test_a_trainer_that_stays_on_its_gpu_keeps_its_memory_in_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the engines release their memory; the trace then has no phases in which the trainer's state is in main memory."""
+    phases = [phase for phase in TRACE["phases"] if phase["name"] in ("build", "step", "transfer")]
+    monkeypatch.setattr(trace_module, "run_trace", lambda argv, machine: [TRACE | {"phases": phases}])
+    argv = [
+        *ARGV,
+        "placement.offload_train=false",
+        "placement.offload_rollout=true",
+        "rollout.sglang.mem_fraction_static=0.5",
+    ]
+    plan = make_plan(load_config(argv, files=False, machine=False), described_machine(MACHINE))
+    totals = trace_module.gpu_totals(plan, TRACE | {"phases": phases})
+    assert {"collect", "step", "push", "transfer"} == totals.keys()
+    assert min(totals[name] for name in ("collect", "step", "push")) > 25 << 30, "torch has reserved 25 GiB"
+    assert "collect" in show_plan(argv, MACHINE, trace=True).splitlines()[-1]
 
 
 def test_a_trace_needs_a_plan() -> None:

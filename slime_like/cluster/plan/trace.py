@@ -153,7 +153,8 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
         name = TRANSFER if phase.name == SAVE else phase.name
         if (trainer := roles.pop("trainer", None)) is not None:
             rest = sum(table.total for table in roles.values())
-            sums[name] = reserved[name] + trainer.of(*FIXED) + rest
+            # A rank whose state is not offloaded keeps what torch has reserved, and records no phases but build, step and transfer.
+            sums[name] = reserved.get(name, reserved[""]) + trainer.of(*FIXED) + rest
     return sums or {"": reserved[""] + dict(plan.memory.tables)["trainer"].of(*FIXED)}  # a GPU without an engine
 
 
