@@ -1,5 +1,8 @@
 """Run folder: claimed by one run at a time, and refused with its key if it cannot be written."""
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,16 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
         ):
             pass
     with claim_folder(cfg, tmp_path / "run"):  # free again
+        pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    message = r"run\.dir=.*\.lock cannot be locked \(No locks available\).* on a file system with locks"
+    with pytest.raises(ConfigError, match=message), claim_folder(config(tmp_path), tmp_path):
         pass
 
 

@@ -137,11 +137,15 @@ def test_engines_are_spread_evenly_over_the_managers() -> None:
     managers = [AnsweringManager(), AnsweringManager()]
     rollout = EngineRollout(ManagerGroup(cast(Any, tuple(managers))), cast(Any, None), 60.0)
     change = rollout.resize(6)
+    assert rollout.fewest_engines == 6
     assert [manager.calls[0] for manager in managers] == [("resize_engines", (6,))] * 2
     assert change.startswith("6 engines; rollout manager 0: resize_engines (6,); rollout manager 1: ")
     for number, choice in ((5, "4 or 6"), (1, "2")):
         with pytest.raises(ConfigError, match=rf"engines={number}: with rollout.num_managers=2 .* request {choice}$"):
             rollout.resize(number)
+    rollout.resize(4)
+    rollout.resize(8)
+    assert rollout.fewest_engines == 4
 
 
 @pytest.mark.usefixtures("ray_of_futures")

@@ -12,6 +12,7 @@ import pytest
 from slime_like.cluster.start import processes
 from slime_like.cluster.start.processes import Cluster
 from slime_like.config.schema.resolved import EngineSpec, Layout
+from slime_like.errors import WorkerError
 from slime_like.rollout.engine.main import EngineLaunch, server_arguments
 from slime_like.train.megatron.platform import groups
 from slime_like.util.ports import RendezvousAddress
@@ -62,6 +63,26 @@ def test_engines_that_share_gpus_start_before_the_trainer(
     with pytest.raises(ReachedEnd):
         cluster.start(*cast(Any, (None, 0, None, None, None, {})))
     assert events[:2] == expected
+
+
+def test_engines_that_a_request_removed_are_not_causes_of_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def died(name: str, *_: object) -> str:
+        raise WorkerError(f"{name} died", died=True)
+
+    monkeypatch.setattr(processes, "call", lambda *_: None)
+    monkeypatch.setattr(processes, "wait_one", died)
+    cfg = SimpleNamespace(health=SimpleNamespace(on_dead_engine="stop"))
+    engines = cast(Any, ("actor 0", "actor 1", "actor 2"))
+    cluster = Cluster(cast(Any, cfg), cast(Any, None), tmp_path, cast(Any, None), lambda line: None, engines=engines)
+    assert [cause.partition(":")[0] for cause in cluster.causes_of_death(suspected=False)] == [
+        "engine 0",
+        "engine 1",
+        "engine 2",
+    ]
+    cluster.rollout = cast(Any, SimpleNamespace(fewest_engines=2))  # one was removed, even if others were added later
+    assert [cause.partition(":")[0] for cause in cluster.causes_of_death(suspected=False)] == ["engine 0", "engine 1"]
 
 
 def test_the_connection_limit_precedes_the_cuda_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class EngineRollout:
     selection: GroupSelection
     deadline_s: float
     push_weights: Callable[[], object] = lambda: None
+    fewest_engines: int = sys.maxsize  # requested so far; initial engines with a higher index have been removed
     _push_needed_calls: dict[str, ObjectRef[None]] = field(
         default_factory=dict[str, ObjectRef[None]]
     )  # pending call to each manager, which returns when its engines need weights
@@ -117,6 +119,7 @@ class EngineRollout:
                 f"engines={num_engines}: with rollout.num_managers={count} every manager has the same number of engines: request {choice}"
             )
         changes = self._wait("resize", self.managers.start(RolloutManager.resize_engines, num_engines))
+        self.fewest_engines = min(self.fewest_engines, num_engines)
         if count == 1:
             return changes[0]
         named_changes = zip(self.managers.shares, changes, strict=True)

@@ -40,7 +40,8 @@ def check_folder(cfg: TrainConfig) -> None:
 def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
     """Lock ``run_dir`` for this run and write ``config.yaml``. The lock is released when the block or the process ends.
 
-    Raises ``ConfigError`` if the folder cannot be written, is locked by a live run, or could have been planted by another user.
+    Raises ``ConfigError`` if the folder cannot be written or locked, is locked by a live run, or could have been planted by
+    another user.
     """
     _check_owner(cfg, run_dir)
     try:
@@ -54,6 +55,11 @@ def claim_folder(cfg: TrainConfig, run_dir: Path) -> Generator[None]:
         except BlockingIOError as error:
             raise ConfigError(
                 f"run.dir={cfg.run.dir!r} is in use by an active run: wait until that run ends, or choose another run.dir"
+            ) from error
+        except OSError as error:  # for example on NFS without its lock service
+            raise ConfigError(
+                f"run.dir={cfg.run.dir!r}: {run_dir / '.lock'} cannot be locked ({reason(error)}), so two runs could write into the folder: "
+                "choose a run.dir on a file system with locks"
             ) from error
         try:
             with replacing(run_dir / "config.yaml") as scratch:

@@ -75,6 +75,7 @@ class Cluster:
     placement: Placement | None = None
     actor: TrainerGroup | None = None
     managers: ManagerGroup | None = None
+    rollout: EngineRollout | None = None
     engines: tuple[ActorHandle[EngineActor], ...] = ()
     template: EngineTemplate | None = None
     chaos: Chaos | None = None
@@ -270,7 +271,8 @@ class Cluster:
         )
         wait_all(connected, deadline, self.progress.waiting)
         selection = open_selection(cfg, self.plan.samples_per_rollout)
-        return EngineRollout(self.managers, selection, cfg.loop.step_deadline_s)
+        self.rollout = EngineRollout(self.managers, selection, cfg.loop.step_deadline_s)
+        return self.rollout
 
     def _make_sync(self) -> Sync:
         if self.managers is None or self.actor is None:
@@ -306,15 +308,14 @@ class Cluster:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """Return one cause of death for each dead engine that the driver started.
+        """Return one cause of death for each dead engine that the driver started and that no request for fewer engines removed.
 
         Engines that do not respond within ``POST_MORTEM_S`` are left out. With ``health.on_dead_engine=restart``, so are
         engines whose actor is lost, because a manager replaces them. If a death is ``suspected``, an engine whose server
         still runs first waits a few seconds for the server to end.
         """
-        refs = {
-            f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(self.engines)
-        }
+        remaining = self.engines[: None if self.rollout is None else self.rollout.fewest_engines]
+        refs = {f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(remaining)}
         deadline = Deadline("driver", "post mortem", POST_MORTEM_S)
         causes: list[str] = []
         for name, ref in refs.items():
