@@ -22,7 +22,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """Row before validation. ``fields`` is None if the row is not a JSON object; ``problem`` then describes it."""
+    """Row before validation. ``fields`` is None if the row is not a JSON object; ``problem`` then says why."""
 
     index: int  # 0-based, in the whole file
     location: str  # "line 7" (jsonl) or "row 6" (parquet)
@@ -43,7 +43,7 @@ class DataFile:
     def open(cls, key: str, spec: str) -> DataFile:
         """Return the file and row range given by ``spec``, the value of config key ``key``: ``path`` or ``path@[a:b]``.
 
-        Raises ``DataError`` if the file is missing or empty, if its name has none of ``SUFFIXES``, or if the slice is
+        Raises ``DataError`` if the file is missing, unreadable or empty, if its name has none of ``SUFFIXES``, or if the slice is
         malformed or empty.
         """
         match = SLICE.match(spec)

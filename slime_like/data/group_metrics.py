@@ -12,7 +12,7 @@ from slime_like.types import SampleGroup, Status
 
 
 def group_metrics(groups: Sequence[SampleGroup], trainer_version: int) -> list[Metric]:
-    """Return metrics of rewards, lengths, statuses, staleness and log-probabilities; empty if there are no samples.
+    """Return metrics of rewards, lengths, turns, statuses, staleness and log-probabilities; empty if there are no samples.
 
     ``trainer_version`` is the version of the trainer's weights before the update.
     """

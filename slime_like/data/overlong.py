@@ -13,7 +13,7 @@ from slime_like.types import UNTRAINED, Sample, SampleGroup
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """Length penalty: 0 up to ``max_len - buffer_len`` response tokens, and ``factor`` at ``max_len``.
+    """Length penalty: 0 up to ``max_len - buffer_len`` response tokens, and ``factor`` from ``max_len`` on.
 
     It grows linearly in between. Filters, dumps and ``rollout/raw_reward`` use the reward before the penalty is
     subtracted.

@@ -89,10 +89,10 @@ class _Cursor(TypedDict):
 class FileSource:
     """Resumable stream of prompts from one file. It has no tokenizer, so it can be pickled to other processes.
 
-    The constructor raises ``DataError`` for a missing or empty file or a bad row (naming file, line, key, reason and
-    fix), and ``ConfigError`` if a row has chat messages but the tokenizer has no chat template. With
-    ``data.on_bad_row=skip`` bad rows are left out and counted in ``num_bad_rows``; ``bad_rows`` has the reasons for
-    the first of them.
+    The constructor raises ``DataError`` for a file that cannot be used or a bad row (naming file, line, key, reason and
+    fix), and ``ConfigError`` if a row needs a chat template but the tokenizer has none. With ``data.on_bad_row=skip``
+    bad rows are left out and counted in ``num_bad_rows``, and ``bad_rows`` has the reasons for the first of them; only
+    if every row is bad, ``DataError`` is raised.
     """
 
     def __init__(self, config: DataConfig, context: SourceContext) -> None:

@@ -82,7 +82,7 @@ def _check_files(folder: Path, key: str) -> None:
 
 
 class PlainTokenizer:
-    """``tokenizers.Tokenizer`` with the few members of transformers' tokenizers that this project uses.
+    """``tokenizers.Tokenizer`` with those members of transformers' tokenizers that this project uses most.
 
     Other members (such as chat template rendering) come from the transformers tokenizer, which is loaded on first use.
     """

@@ -22,6 +22,8 @@ _devices: dict[str, list[Any]] = {}  # by network interface
 def share_gloo_device() -> None:
     """Make the gloo groups that this process creates from now on share one device with one I/O thread. Idempotent.
 
+    Groups whose options contain devices keep these.
+
     torch creates a device per group. Each device's thread wakes up 100 times per second even if nothing is communicated,
     and a rank has 20 groups. Remove when torch shares devices, or when gloo waits for events without a timeout.
     """
@@ -33,7 +35,10 @@ def share_gloo_device() -> None:
 
 
 def create_on_shared_device(request: Any, options: Any) -> Any:
-    """Return a gloo backend on the devices of ``options``; without any, on those of its network interface, created once."""
+    """Return a gloo backend on the devices of ``options``, or, if it has none, on the process's shared devices.
+
+    Each value of ``GLOO_SOCKET_IFNAME`` has its own shared devices, created at their first use.
+    """
     interface = os.environ.get(INTERFACE, "")
     own_devices: list[Any] | None = getattr(options, "_devices", None)
     if not own_devices and interface not in _devices:

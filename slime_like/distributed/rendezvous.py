@@ -22,7 +22,7 @@ def join_store(
 
     torch's own master listens on every address of the machine, and any client can read and delete keys. The master takes over
     the listener of ``address``, so an address with a listener can be used only once. Raises ``SlimeLikeError`` if the master
-    cannot listen. Other ranks wait up to ``timeout`` for the master.
+    cannot listen. Other ranks wait up to ``timeout`` for the master, then raise torch's ``DistError``.
     """
     fd = None
     if is_master:

@@ -143,7 +143,7 @@ def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
 
 
 def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
-    """Yield, for each rank, its first unfinished or failed receive whose send is not recorded."""
+    """Yield, for each rank, its first unfinished or failed receive from a given rank that has not recorded the send."""
     for rank, reading in ranks.items():
         for record in reading.records:
             waits = record.ended_ns in (0, FAILED) and record.op.name == "irecv"

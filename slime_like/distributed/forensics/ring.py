@@ -1,4 +1,6 @@
-"""Ring buffer of a rank's last collectives, in memory that other processes of the node can read after a hang or crash.
+"""Ring buffer of a rank's last ops, in memory that other processes of the node can read after a hang or crash.
+
+An op is a collective, a send, a receive, or a composite of these.
 
 A ring is a file in ``/dev/shm`` that its rank has mapped: an op is recorded by two writes to memory, without a system
 call. ``slime_like.distributed.forensics.report`` reads it. This module does not import torch, because the driver reads
@@ -93,7 +95,7 @@ class Ring:
     def __init__(self, folder: Path | None, name: str, slots: int) -> None:
         """Create the ring. ``slots`` is rounded up to a power of two.
 
-        Raises ``SlimeLikeError`` if ``folder`` is not a private folder of this user.
+        Raises ``SlimeLikeError`` if ``folder`` is not a private folder of this user, and ``OSError`` if it cannot be written.
         """
         self.slots = 1 << max(0, slots - 1).bit_length()
         size = HEAD + self.slots * RECORD.size
@@ -175,7 +177,7 @@ class Ring:
         self.words[HELD] = num_bytes
 
     def memory_state(self) -> MemoryState | None:
-        """Return the last recorded memory query, if any."""
+        """Return the recorded result of the last query of free memory, or None if there was no query."""
         words = self.words
         return MemoryState(words[FREE], words[HELD], words[TOTAL], words[QUERIED]) if words[QUERIED] else None
 
@@ -262,12 +264,18 @@ def process_state(pid: int, start_ticks: int) -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot, or -1 if it does not exist. A reused pid has another one."""
+    """Return the start time of a process in clock ticks since boot, or -1 if it does not exist.
+
+    If a pid is reused, the new process has a later start time.
+    """
     return _stat(pid)[1]
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return state and start time from one read, because the process may end between two reads."""
+    """Return the state letter and start time of a process, or ``("X", -1)`` if it does not exist.
+
+    One read gives both, because the process may end between two reads.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -71,8 +71,8 @@ def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
     """Yield a Markdown table with a row per op and kind of group.
 
-    Memory drops (MiB) and query durations (us) are maxima over all ranks. The calls of all ranks are added up, and bytes per
-    call are their mean. The column ``ranks`` counts a rank with several groups of a kind once.
+    Memory drops (MiB) and query durations (us) are maxima over all ranks. Calls are summed over all ranks, and bytes per
+    call are the mean over these calls. The column ``ranks`` counts a rank with several groups of a kind once.
     """
     columns = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
     yield f"| op | group | ranks | calls | bytes per call | {columns} | query us |"

@@ -33,7 +33,7 @@ class MemorySource(Protocol):
         ...
 
     def trim(self) -> None:
-        """Release cached memory without waiting for the device."""
+        """Release cached memory. Unlike ``clear``, do not synchronize with the device first."""
         ...
 
     def clear(self) -> None:
@@ -70,7 +70,7 @@ class CudaDriver:
 
 
 class TorchAllocator(CudaDriver):
-    """Device memory as counted by torch's allocator, without a driver call; ignores communicators and other processes."""
+    """Device memory. ``free`` asks torch's allocator, not the driver, so it ignores communicators and other processes."""
 
     name = "allocator"
 

@@ -73,8 +73,8 @@ class QuerySchedule:
     def record_cheap_check(self, now: float, cost: float, process_bytes: int) -> None:
         """Record a cheap check at ``now`` that took ``cost``.
 
-        Schedule the next query for ``now`` if ``process_bytes`` has grown by half of the headroom since the last query and
-        the overdraft allows a query.
+        Schedule the next query for ``now`` if ``process_bytes`` has grown by half of the headroom since the last query (if
+        there was any headroom) and the overdraft allows a query.
         """
         self._update_balance(now, cost)
         self._check_cost = max(cost, COST_DECAY * self._check_cost)

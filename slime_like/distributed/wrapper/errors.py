@@ -68,7 +68,7 @@ def memory(w: Wrapper) -> str:
 
 
 def memory_or_last(w: Wrapper, seconds: float) -> str:
-    """Return ``memory(w)``, or the last recorded query if a hung device does not answer within ``seconds``."""
+    """Return ``memory(w)``. If the device does not answer within ``seconds``, describe the ring's last query instead, if any."""
     answers: list[str] = []
     query = threading.Thread(target=lambda: answers.append(memory(w)), name="memory", daemon=True)
     query.start()
