@@ -24,7 +24,6 @@ def test_collector_and_metadata_are_restored() -> None:
     assert gc.isenabled()
     assert importlib.metadata.packages_distributions is original_lookup
     assert importlib.metadata.entry_points is original_reader
-    gc.unfreeze()
 
 
 def test_entry_points_are_read_again_if_the_path_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +31,6 @@ def test_entry_points_are_read_again_if_the_path_changes(tmp_path: Path, monkeyp
     original = importlib.metadata.entry_points
     with heavy_imports():
         assert importlib.metadata.entry_points(group="console_scripts") == original(group="console_scripts") != ()
-    gc.unfreeze()
     assert not select_entry_points(group="added_group")
     folder = tmp_path / "added_package-1.0.dist-info"
     folder.mkdir()
