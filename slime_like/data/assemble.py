@@ -8,8 +8,8 @@ Decisions that define the loss:
   step. ``dr_grpo`` gives each trained token 1/(E * max_response_len), as its paper defines it; these weights sum to
   (mean length / max_response_len), not to 1, and are also independent of packing.
 - **Failed and aborted samples** (``types.UNTRAINED``) stay in the batch with weight 0, so that its shape is unchanged.
-  They enter no baseline and no denominator. Truncated samples are trained on; ``mask_truncated`` sets their weight to 0
-  but leaves their rewards in the group's baseline.
+  They enter no baseline and no denominator. Truncated samples are trained on unless ``mask_truncated`` sets their weight to
+  0; their rewards enter the group's baseline in either case.
 - **Baselines are per episode.** An episode with several samples counts once, with the mean of their rewards.
 - **Groups are not split between optimizer steps**, unless a step would otherwise have fewer samples than dp ranks.
 """
@@ -97,7 +97,7 @@ def split_to(rows: list[list[int]], lengths: Sequence[int], num_rows: int) -> li
 
 
 def pack_equal(lengths: Sequence[int], dp: int, budget: int) -> list[list[list[int]]]:
-    """Return ``[dp][m]`` rows of sequence indices, with the same m for every dp rank.
+    """Return ``[dp][m]`` rows of sequence indices, where m is the largest number of rows that a dp rank needs.
 
     A row contains at most ``budget`` tokens; a sequence of more than ``budget`` tokens has a row of its own. Every rank
     must run the same number of micro-batches. If a rank has fewer than m rows, rows with several sequences are
@@ -153,9 +153,9 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
     """Return all optimizer steps of one rollout.
 
     ``groups`` may be empty, if filters dropped all groups or all are carried over to the next rollout; there are then no
-    steps. Raises ``ConfigError`` if a step has fewer samples than dp ranks, ``DataError`` if a step has no token to train
-    on, and ``EngineError`` if log-probabilities or routed experts of trained tokens are missing, or if the samples' extras
-    do not match.
+    steps. Raises ``ConfigError`` if there are too few samples for one per step and dp rank or the aggregation is unknown,
+    ``DataError`` if a step has no token to train on, and ``EngineError`` if log-probabilities or routed experts of trained
+    tokens are missing, or if the samples' extras differ in their names or have wrong sizes.
     """
     if not groups:
         return TrainBatch(rollout_id, ())

@@ -138,7 +138,7 @@ def load_groups(path: Path) -> tuple[SampleGroup, ...]:
 def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
     """Return the groups in a file's arrays.
 
-    Raises ``ValueError``, ``KeyError`` or ``AssertionError`` if the arrays are inconsistent.
+    Raises ``ValueError``, ``KeyError`` or ``AssertionError`` if they are of another format, incomplete or inconsistent.
     """
     values = parse_json(str(columns["header"]))
     file_format = values.get("format") if isinstance(values, dict) else None
@@ -166,7 +166,7 @@ def _groups(columns: dict[str, Any]) -> tuple[SampleGroup, ...]:
 def _split(columns: Mapping[str, Any], name: str, dtype: type, lengths: Sequence[int]) -> list[Any]:
     """Split column ``name`` into arrays of ``lengths``.
 
-    Raises ``ValueError`` if its dtype or size is wrong, or if it contains a negative token id.
+    Raises ``KeyError`` if the column is missing, ``ValueError`` if its dtype or size is wrong or it contains a negative token id.
     """
     column, total = columns[name], sum(lengths)
     if column.dtype != dtype or column.shape != (total,):

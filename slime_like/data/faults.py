@@ -55,7 +55,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one fault, a line of the recovery report."""
+    """Result of one injected fault, or of a loss without one; a line of the recovery report."""
 
     fault: str  # as in chaos.faults, or the cause of a loss that no injected fault explains
     target: str
@@ -65,7 +65,7 @@ class Outcome:
 def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
     """Append records to the run's file in a single write, because a fault may kill the driver immediately afterwards.
 
-    Raises ``DataError`` if the file cannot be written; it then has none of the records.
+    Raises ``DataError`` if the file cannot be written; a part already written is removed if possible.
     """
     if not records:
         return
@@ -80,7 +80,7 @@ def append(run_dir: Path, *records: InjectedFault | Recovery) -> None:
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
-    """Append ``data`` to an unbuffered file. If the disk becomes full, remove the part that was written."""
+    """Append all of ``data`` to an unbuffered file. On an ``OSError``, remove the part already written if possible; re-raise."""
     size = os.fstat(file.fileno()).st_size
     try:
         while data:  # a write ends early if the disk becomes full; the next one raises the error
@@ -184,7 +184,8 @@ def _describe_recovery(recovery: Recovery, since: float) -> str:
 def _no_loss(injection: InjectedFault, recoveries: Sequence[Recovery], next_time: float) -> str:
     """Return the reason why an injected fault has no recorded loss.
 
-    ``next_time`` is the time of the next fault of the same target, infinity if there is none; a later loss belongs to that fault.
+    ``next_time`` is the time of the next fault of the same target, infinity if there is none. From then on, losses of the target
+    count as that fault's.
     """
     if injection.fault.partition(":")[0] in FATAL:
         return "ends the run; the same command resumes it"

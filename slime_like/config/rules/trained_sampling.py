@@ -1,7 +1,7 @@
 """Rules that ensure that trained samples are drawn from the model's unmodified distribution at ``rollout.temperature``.
 
 The trainer computes log-probabilities of that distribution only. A key or an environment variable that makes an
-engine sample differently is rejected at load, except with ``run.mode=rollout_only``, which does not train.
+engine sample differently is rejected at load, except in runs that train on no samples (run.mode=rollout_only, algo=sft).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ new SGLang has such variables in neither.
 
 
 def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` on a key or variable that makes an engine sample from a distribution other than the trainer's.
+    """Raise ``ConfigError`` on a key or environment variable with which the engines' samples cannot be trained on.
 
     Runs that train on no samples (``run.mode=rollout_only``, algo=sft) are not checked.
     """
@@ -119,7 +119,10 @@ def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> 
 
 
 def check_drafts(cfg: TrainConfig, device: str) -> None:
-    """Raise ``ConfigError`` on speculative decoding on a CPU: PyPI has no CPU build of SGLang's kernels that verify drafts."""
+    """Raise ``ConfigError`` if engines would decode speculatively on a CPU.
+
+    PyPI has no CPU build of SGLang's kernels that verify drafts.
+    """
     method = cfg.rollout.sglang.get("speculative_algorithm")
     if device != "cpu" or not method or cfg.run.mode == "train_only" or isinstance(cfg.algo, SftConfig):
         return
@@ -130,7 +133,7 @@ def check_drafts(cfg: TrainConfig, device: str) -> None:
 
 
 def changing_variables(environment: Mapping[str, str]) -> set[str]:
-    """Return the SGLang variables in ``environment`` that change sampling."""
+    """Return the variables of ``CHANGES_SAMPLES_BY_VARIABLE`` that ``environment`` turns on."""
     return {name for name in CHANGES_SAMPLES_BY_VARIABLE if not _is_off(environment.get(name, ""))}
 
 
@@ -162,7 +165,7 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
 
 
 def _mapping(file: InputFile, value: object, key: str) -> dict[str, Any]:
-    """Return the mapping at ``key`` of a config file; empty if absent.
+    """Return ``value``, which a config file has at ``key``, as a mapping: empty if it is None.
 
     Raises ``ConfigError`` if it is not a mapping.
     """

@@ -248,7 +248,7 @@ def _check_schema(algo: AlgoConfig, algorithm: str) -> None:
 def _check_components(algo: AlgoConfig, algorithm: str) -> None:
     """Raise ``ConfigError`` unless the loss and the token advantage are the algorithm's own or import paths.
 
-    Those of another algorithm would read keys that ``algo`` lacks. An import path as token advantage requires a
+    Functions of another algorithm would read keys that ``algo`` lacks. An import path as token advantage requires a
     ``PolicyConfig``. A group advantage must be set if the algorithm has one by default, and must not be set otherwise;
     distillation may have one.
     """

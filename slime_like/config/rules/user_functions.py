@@ -60,11 +60,11 @@ BOUND = {
 
 
 def check_function(key: str, name: str, table: dict[str, str]) -> None:
-    """Raise ``ConfigError`` unless ``name`` is a function with the signature of ``key``.
+    """Raise ``ConfigError`` unless ``name`` is a function or class with the signature in ``SIGNATURES`` for ``key``, if any.
 
     ``name`` is an import path or a name registered in ``table``. A name registered for code of this project is not
-    imported, because a loss imports torch. If a coroutine function is expected, a class is also accepted: the run
-    constructs it with the config group and calls the instance.
+    imported, because a loss imports torch. If a coroutine function is expected and ``name`` is a class, the run constructs
+    it with the config group and calls the instance, which must have an async ``__call__``.
     """
     if is_shipped(name, table):
         return

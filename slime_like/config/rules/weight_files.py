@@ -106,7 +106,7 @@ def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
 def read_index(key: str, path: Path) -> dict[str, str]:
     """Return a dict from tensor names to file names, read from the index ``path``.
 
-    Raises ``CheckpointError`` naming ``key`` and the index if it is damaged or names a file in another folder.
+    Raises ``CheckpointError`` naming ``key`` and the index if it is missing or damaged, or names a file in another folder.
     """
     file = downloaded_file(key, path)
     file_of_tensor = file.json_object().get("weight_map")

@@ -1,6 +1,6 @@
 """algo.*: one schema per algorithm, chosen by ``algo=<name>``.
 
-A schema has only the keys that the loss, the advantages or the batch assembly of its algorithm read.
+Besides the keys of ``AlgoConfig``, which every schema has, a schema has only keys that affect its algorithm.
 """
 
 from __future__ import annotations

@@ -133,8 +133,9 @@ def sharded_backend(backend: str, device: str, *, latent: bool = False) -> str:
 def kv_head_obstacle(tp: int, dcp: int, num_kv_heads: int) -> str | None:
     """Return why ``tp`` attention ranks with ``num_kv_heads`` cannot form DCP groups of ``dcp`` ranks, or None if they can.
 
-    All ranks of a DCP group must hold the same KV head, so dcp must divide the number of ranks that share a head. With a
-    larger dcp, each rank would hold more KV heads, which would use up the memory that sharding the tokens saves.
+    All ranks of a DCP group must hold the same KV head, so ``tp`` must be a multiple of ``num_kv_heads``, and ``dcp`` must
+    divide the number of ranks that share a head, which must be at least 2. With a larger dcp, each rank would hold more KV
+    heads, which would use up the memory that sharding the tokens saves.
     """
     if num_kv_heads >= tp:
         return (

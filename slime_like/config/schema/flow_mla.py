@@ -174,7 +174,7 @@ def required_values(transport: str) -> Mapping[str, tuple[object, str]]:
 
 
 def field_obstacle(field: str, value: object, transport: str = TRANSPORTS[0]) -> str | None:
-    """Return why FlowMLA rules out ``value`` for a field of ServerArgs; None if it does not.
+    """Return why FlowMLA with ``transport`` rules out ``value`` for a field of ServerArgs; None if it does not.
 
     A ``value`` of None means SGLang's default.
     """

@@ -167,7 +167,11 @@ def _field(location: str, name: str, value: object) -> object:
 
 
 def table(spec: GuardSpec) -> Iterator[tuple[str, str]]:
-    """Yield (op, policy) for every op, and ("group: op", policy) for every policy of a group."""
+    """Yield the policies of ``spec`` as pairs of an op and a policy.
+
+    Every op comes first, with its policy in groups that set none of their own; then each policy set for a group, with the op
+    "group: op" or "group: every op".
+    """
     for op in OPS:
         yield op.name, str(spec.policy(op.name, ""))
     for group, op_name, policy in spec.overrides:

@@ -33,10 +33,10 @@ TYPE_WORDS = {
 
 @functools.cache
 def known_keys(algo: str | None = None) -> dict[str, Field[Any]]:
-    """Return a dict from dotted keys to dataclass fields.
+    """Return a dict from all dotted config keys to dataclass fields.
 
-    It contains the algo.* keys of ``algo``, or of all algorithms if ``algo`` is None. If several algorithms have a key,
-    the field of the first of them is used; the default algorithm comes first.
+    The algo.* keys are those of ``algo``, or of all algorithms if ``algo`` is None. If several algorithms have a key, the
+    field of the first of them is used; the default algorithm comes first.
     """
     fields_by_key = {name: item for name, item in keys(TrainConfig) if name != "algo"}
     for name in ALGORITHMS if algo is None else [algo]:

@@ -17,7 +17,7 @@ REJECTIONS = ("none", "product", "geometric")
 
 @dataclass(kw_only=True)
 class AlgoConfig(Config):
-    """Keys of every algorithm: names registered in ``schema.names`` and the aggregation of token losses.
+    """Keys of every algorithm: its name, loss and advantages, and the aggregation of token losses.
 
     The loader sets ``name`` to the algorithm's key in ``ALGORITHMS``. The schemas of this project also have this key as the
     default of ``name``, for code that constructs them without the loader.
@@ -159,12 +159,12 @@ class PolicyGradientConfig(PolicyConfig):
 
 
 def refuse_idle_kl(prefix: str, config: Config, coef: str, kind: str) -> None:
-    """Raise ``ConfigError`` if the KL estimator ``kind`` was changed while the weight ``coef`` of that KL is 0."""
+    """Raise ``ConfigError`` if the key ``coef``, a KL's weight, is 0 and ``kind``, its estimator, differs from its default."""
     if getattr(config, coef) == 0:
         refuse_unread(prefix, config, (kind,), f"{prefix}{coef}=0", f"{prefix}{coef} above 0")
 
 
 def _unread(prefix: str, config: Config, switch: str, *names: str) -> None:
-    """Raise ``ConfigError`` on a key that was changed while ``switch``, which enables it, is off."""
+    """Raise ``ConfigError`` if ``switch`` is off and one of the keys ``names``, which it enables, differs from its default."""
     if not getattr(config, switch):
         refuse_unread(prefix, config, names, f"{prefix}{switch}=false", f"{prefix}{switch}=true")

@@ -26,7 +26,7 @@ MIN_KEY_LENGTH = 16  # characters of the key of running workers
 
 @dataclass(kw_only=True)
 class RemoteExpertsConfig(Config):
-    """Experts of each layer that run in a worker process and stay in its memory."""
+    """Routed experts of each layer that a worker process holds in its memory and computes for the engine."""
 
     count: int = key(
         0,

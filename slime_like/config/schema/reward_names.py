@@ -11,7 +11,10 @@ ROW = "rm_type"  # key of reward.weights for the row's reward, or for reward.nam
 
 
 def split_prefix(name: str) -> tuple[bool, str]:
-    """Return whether ``name`` has the prefix boxed_, and ``name`` without it. Example: ``boxed_f1`` gives ``(True, "f1")``."""
+    """Return whether ``name`` has the prefix boxed_, and ``name`` without it: ``(True, "f1")`` for ``boxed_f1``.
+
+    An import path has no prefix, even if it begins with boxed_.
+    """
     boxed = name.startswith(PREFIX) and ":" not in name  # a path may begin with the prefix
     return boxed, name.removeprefix(PREFIX) if boxed else name
 

@@ -30,7 +30,10 @@ class PpoConfig(PolicyGradientConfig):
 
 @dataclass(kw_only=True)
 class DistillConfig(PolicyGradientConfig):
-    """On-policy distillation: a token's advantage is its teacher log-probability minus the policy's (teacher.*)."""
+    """On-policy distillation from a teacher (teacher.*).
+
+    By default, the advantage of a token is its log-probability under the teacher minus that under the policy.
+    """
 
     name: str = key("distill", "Algorithm.")
     token_advantage: str | None = key("distill", "Advantage per token, computed on the trainer ranks.")
