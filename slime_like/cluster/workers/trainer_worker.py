@@ -58,7 +58,7 @@ class RankWorker:
         self.separate_nodes = addresses
 
     def rendezvous(self) -> tuple[str, int]:
-        """Listen on a free port of this node's address only, as rank 0; return the address and the port."""
+        """Listen on a free port of this node's address only; return the address and the port. Only rank 0 does this."""
         self._rendezvous = open_rendezvous(_own_address())
         return self._rendezvous.host, self._rendezvous.port
 
@@ -72,7 +72,7 @@ class RankWorker:
         return ""
 
     def rendezvous_address(self, master: tuple[str, int]) -> RendezvousAddress:
-        """Return the rendezvous address; on rank 0, it contains the open socket."""
+        """Return the address of the rendezvous at ``master``; on rank 0, it contains the open socket."""
         return self._rendezvous or RendezvousAddress(*master)
 
     def release_communicators(self) -> None:
@@ -90,7 +90,10 @@ class RankWorker:
 
     @property
     def device_state(self) -> DeviceState:
-        """Return the state of the connected rank. Raises ``NotImplementedError`` unless a subclass overrides it."""
+        """Return the state that the connected rank can keep on its device.
+
+        Raises ``NotImplementedError`` unless a subclass overrides it.
+        """
         raise NotImplementedError
 
 
@@ -130,7 +133,7 @@ class TrainerWorker(RankWorker):
 
     @property
     def device_state(self) -> DeviceState:
-        """Return the state of the connected rank."""
+        """Return the state that the connected rank can keep on its device."""
         return self.trainer.device_state
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
@@ -163,7 +166,7 @@ class TrainerWorker(RankWorker):
         return self.trainer.compute_advantages(columns)
 
     def update(self, num_tokens: Sequence[int], frozen: bool) -> tuple[Metric, ...]:
-        """Run the last part of ``train_rollout``: take the optimizer steps, none if ``frozen``; return metrics."""
+        """Run the last part of ``train_rollout``: take the rollout's optimizer steps, none if ``frozen``; return metrics."""
         with self._peaks("step"):
             metrics = self.trainer.update(num_tokens, frozen=frozen)
         return self._with_peaks(metrics)
@@ -201,7 +204,7 @@ class TrainerWorker(RankWorker):
             self.trainer.begin_save(Path(folder), iteration)
 
     def finish_save(self, wait: bool) -> bool:
-        """Return True if the pending checkpoint is complete; with ``wait``, block until it is."""
+        """Complete any pending checkpoint and return True; without ``wait``, return False if a rank is still writing."""
         return self.trainer.finish_save(wait=wait)
 
     def load(self, folder: str, iteration: int) -> int:
@@ -210,7 +213,7 @@ class TrainerWorker(RankWorker):
         return self.trainer.version
 
     def export_hf(self, folder: str) -> None:
-        """Write the weights in HF format."""
+        """Write the actor's weights to ``folder`` in HF format, together with the other ranks."""
         self.trainer.export_hf(Path(folder))
 
     def manifest(self) -> tuple[TensorMeta, ...]:
@@ -219,9 +222,9 @@ class TrainerWorker(RankWorker):
         return source.manifest() if source.is_sender else ()
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
-        """Send this rank's weights to every engine; return the metadata of the sent tensors.
+        """Send the weights to every engine. A collective over all ranks.
 
-        A collective over all ranks.
+        Return the metadata of the stage's tensors on the sender of a pipeline stage, [] on other ranks.
         """
         from slime_like.distributed.wrapper import install
 
@@ -231,7 +234,7 @@ class TrainerWorker(RankWorker):
 
 
 class RankSender:
-    """Weight sender of one rank. It is separate from ``TrainerWorker``, which must not have coroutines."""
+    """Weight sender of one rank. It has coroutines, which ``TrainerWorker`` must not have, and is therefore separate from it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -242,10 +245,11 @@ class RankSender:
     async def send(
         self, source: WeightSource, engines: tuple[EngineAddress, ...], transport: TransportSpec
     ) -> list[TensorMeta]:
-        """Send all weights of ``source`` to ``engines``; return the metadata of the sent tensors.
+        """Send all weights of ``source`` to ``engines``. A collective over all ranks.
 
-        A collective over all ranks. The connections are reused only for the same engines; a restarted engine has a new
-        address. If the push fails with a ``SlimeLikeError``, the connections are closed before it is raised.
+        Return the metadata of the stage's tensors on the sender of a pipeline stage, [] on other ranks. The connections are
+        reused only for the same engines; a restarted engine has a new address. If the push fails with a ``SlimeLikeError``, the
+        connections are closed before it is raised.
         """
         if self._sender is not None and self._engines != engines:
             await self._drop()

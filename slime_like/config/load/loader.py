@@ -58,8 +58,8 @@ class _Overrides(NamedTuple):
 def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True, code: bool = True) -> TrainConfig:
     """Return the checked and sealed config of ``argv`` (``key=value`` overrides, slime and Megatron flags).
 
-    With ``files=False``, the files that the config names are not read, except user code, so loop.num_epoch does not set
-    loop.num_rollout; call ``check_files`` once the files exist, or this function again if loop.num_epoch is set. With
+    With ``files=False``, the files that the config names are not read, except user code. Call ``check_files`` once they exist;
+    if loop.num_epoch is set, call this function again instead, because loop.num_rollout is computed from data.train. With
     ``machine=False``, packages, environment variables and the file of ``run.prepare`` on this machine are not checked,
     because the run is for another machine. With ``code=False``, functions named by an import path are not imported, and the
     file of ``run.prepare`` may be missing. Raises ``ConfigError`` (``CheckpointError`` or ``DataError`` for files) naming the
@@ -73,7 +73,7 @@ def load_config(argv: Sequence[str], *, files: bool = True, machine: bool = True
 
 
 def unchecked_config(argv: Sequence[str]) -> TrainConfig:
-    """Return the config of ``argv`` without checking rules or sealing it.
+    """Return the config of ``argv``, neither checked by the rules nor sealed (made read-only).
 
     Raises ``ConfigError`` if an argument is malformed, the config cannot be composed or a required key is missing.
     """

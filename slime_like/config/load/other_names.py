@@ -16,9 +16,9 @@ AMBIGUOUS = ("enable", "len", "metric", "name", "path", "type")  # last words of
 def our_key(key: str) -> str | None:
     """Return our key for the unknown ``key``; None if there is none, or if several would fit.
 
-    ``key`` may be a key of verl. It may also consist of the group of our key and a name in another project: the last word of a
-    verl key, the name of a slime flag, or one of ``OTHER_KEYS``. Example: ``algorithm.lam`` (verl) and ``algo.lam`` both give
-    ``algo.lambd``. A key of ours whose value is a mapping is never returned, because the value of ``key`` is not one.
+    ``key`` may be a key of verl, such as ``algorithm.lam`` for our ``algo.lambd``, or one of ``OTHER_KEYS``. It may also be the
+    group of our key followed by a foreign name: the last word of a verl key, as in ``algo.lam``, or the name of a slime flag.
+    A key of ours whose value is a mapping is never returned, because the value of ``key`` is not one.
     """
     return _our_keys().get(key)
 

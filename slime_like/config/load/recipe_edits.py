@@ -36,7 +36,7 @@ class _Included(NamedTuple):
 
 @contextmanager
 def configs_without(configs: Path, files: Mapping[str, Path | None], keys: Sequence[str]) -> Generator[Path]:
-    """Yield a temporary folder with copies of recipes in which ``keys`` are not set.
+    """Yield a temporary folder with copies of recipes from which ``keys`` are removed.
 
     ``files`` is a result of ``config_files``. The folder contains the primary config of ``configs`` and a copy of each recipe
     of ``files`` that sets one of ``keys``. Raises ``ConfigError`` naming a key that no recipe sets, or a file or folder that
@@ -105,7 +105,7 @@ def _included(defaults: Any, base: str) -> Iterator[_Included]:
 
     ``- mine/foo`` names the config ``foo`` in folder ``mine``; the names in the defaults list of ``foo`` are relative to this
     folder. ``- mine: foo`` chooses ``foo`` from the group ``mine``; the names in the defaults list of ``foo`` are relative to
-    the group, even if the choice is ``foo/bar``.
+    the group, even if the choice is ``foo/bar``. Entries with the keyword ``override`` are skipped.
     """
     for item in cast("list[Any]", defaults) if isinstance(defaults, list) else ():
         if isinstance(item, str) and item != "_self_":

@@ -39,7 +39,7 @@ def check_agent(config: RolloutConfig) -> None:
 def agent_function(path: str) -> Any:
     """Return the agent function with the import path ``path``.
 
-    Raises ``ConfigError`` if the function is missing or cannot be called as an agent.
+    Raises ``ConfigError`` if the function cannot be imported or cannot be called as an agent.
     """
     check_path("rollout.agent", path)
     function = resolve("rollout.agent", path, {})

@@ -44,7 +44,10 @@ def check_attention(cfg: TrainConfig, device: str, dtype: str) -> None:
 
 
 def check_transformer_engine(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if a run with ``model.attention=te`` on this machine lacks TransformerEngine."""
+    """Raise ``ConfigError`` if ``model.attention=te`` is set, but TransformerEngine is not installed on this machine.
+
+    With ``placement.ray_address``, nothing is checked, because each rank checks its own node.
+    """
     if cfg.model.attention != "te" or cfg.placement.ray_address is not None:  # each rank checks its own node
         return
     if not has_transformer_engine():

@@ -91,7 +91,8 @@ def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None, envi
 def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None, model: HfConfig | None) -> None:
     """Raise ``ConfigError`` if engines would use FlashInfer attention with DCP, but FlashInfer is not installed.
 
-    ``kernels`` is None if the machine of the engines was not probed; nothing is then checked.
+    With ``rollout.dcp=auto``, only a backend set in rollout.sglang counts. ``kernels`` is None if the machine of the engines
+    was not probed; nothing is then checked.
     """
     if cfg.rollout.dcp == 1 or kernels is None or kernels.versions.get(FLASHINFER, ()) is not None:
         return

@@ -8,7 +8,7 @@ from slime_like.errors import ConfigError
 
 
 def check_seeds(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if a setting would make sampled tokens depend on more than the seeds."""
+    """Raise ``ConfigError`` if a setting would make a deterministic run's sampled tokens depend on more than the seeds."""
     method = cfg.rollout.sglang.get("speculative_algorithm")
     if cfg.run.deterministic and method is not None:
         raise ConfigError(
@@ -18,7 +18,7 @@ def check_seeds(cfg: TrainConfig) -> None:
 
 
 def check_bitwise(cfg: TrainConfig, family: str, dtype: str) -> None:
-    """Raise ``ConfigError`` if a setting would keep engine and trainer from agreeing bitwise on a CPU."""
+    """Raise ``ConfigError`` if a setting keeps engine and trainer from agreeing bitwise on a CPU, or tolerates a difference."""
     split_sums = "a sum over a sharded tensor adds in a different order than one over the full tensor"
     for key, value, required, reason in (
         ("model.dtype", dtype, "float32", "the rounding of a bfloat16 matrix product depends on its shape"),

@@ -1,7 +1,8 @@
 """Number of rollouts for loop.num_epoch passes over data.train, computed as in slime (--num-epoch) and verl.
 
 Both count the complete rollouts of one epoch (``get_num_rollout_per_epoch`` of ``slime/ray/rollout.py``; verl's data loader with
-``drop_last``) and multiply by the number of epochs. slime counts rows after removing overlong ones.
+``drop_last``) and multiply by the number of epochs. slime counts rows after removing overlong ones; here, overlong rows
+count too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def resolve_epochs(cfg: TrainConfig) -> None:
     """Set loop.num_rollout of an unsealed config if loop.num_epoch is set.
 
     Raises ``ConfigError`` if the run does not read data.train, or if data.train has fewer rows than one rollout needs. Raises
-    ``DataError`` if the file is missing or unreadable.
+    ``DataError`` unless data.train names a readable data file.
     """
     epochs, prompts = cfg.loop.num_epoch, cfg.rollout.batch_size
     if epochs is None:

@@ -1,4 +1,4 @@
-"""Rules for mixture-of-experts models and for ``parallel.ep`` and ``parallel.etp``."""
+"""Rules for mixture-of-experts models, for ``parallel.ep`` and ``parallel.etp``, and for required sequence parallelism."""
 
 from __future__ import annotations
 

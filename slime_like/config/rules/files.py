@@ -71,7 +71,10 @@ def check_model(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def family_of(cfg: TrainConfig, model: HfConfig) -> str:
-    """Return the model's family. Raises ``ConfigError`` if its model_type has no family, or is not supported."""
+    """Return the model's family: ``model.family``, or the model_type if that is auto.
+
+    Raises ``ConfigError`` if the model_type is in ``REFUSED_FAMILIES``, or if it is not a family and ``model.family`` is auto.
+    """
     refuse_family("model.hf_checkpoint", model.folder, model.model_type)
     if cfg.model.family != "auto":
         return cfg.model.family
@@ -187,9 +190,10 @@ def _check_megatron(cfg: TrainConfig) -> None:
 
 
 def _check_reference(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` unless the reference's HF folder describes a model with the actor's shape and settings.
+    """Raise ``CheckpointError`` if the reference's HF folder is broken or its model differs from the actor's.
 
-    They must agree because the reference's weights are swapped in on the actor's ranks.
+    Both must have the same shape and settings, because the reference's weights are swapped in on the actor's ranks. A
+    reference in Megatron's format is not checked.
     """
     folder = cfg.model.ref_checkpoint
     if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:
@@ -221,7 +225,7 @@ def _check_reference(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def check_data_file(key: str, text: str) -> None:
-    """Raise ``DataError`` unless ``text`` names a data file, with an optional slice."""
+    """Raise ``DataError`` unless ``text`` names an existing, non-empty .jsonl or .parquet file, with an optional slice."""
     match = SLICE.match(text)
     path = Path(match["path"] if match else text)
     if "@[" in path.name:

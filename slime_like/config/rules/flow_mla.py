@@ -1,4 +1,7 @@
-"""Rules for ``rollout.flow_mla``. The engine applies the same conditions to the values that SGLang resolves (``slime_like_plugins.flow_mla``)."""
+"""Rules for ``rollout.flow_mla``.
+
+The engine applies the same conditions to the values that SGLang resolves (``slime_like_plugins.flow_mla``).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def check_flow_mla(rollout: RolloutConfig, environment: Mapping[str, str]) -> No
 
 
 def check_flow_mla_model(rollout: RolloutConfig, model: HfConfig) -> None:
-    """Raise ``ConfigError`` if ``rollout.flow_mla.weights`` names a projection that the attention of ``model`` does not have."""
+    """Raise ``ConfigError`` if flow_mla is enabled with a projection that the attention of ``model`` does not have."""
     missing = missing_weights(rollout.flow_mla.weights, latent=model.latent)
     if rollout.flow_mla.enabled and missing:
         raise ConfigError(f"rollout.flow_mla.weights {missing} ({model.folder})")

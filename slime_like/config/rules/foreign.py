@@ -138,7 +138,7 @@ def source(name: str) -> str:
 
 
 def check_foreign(root: str, values: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` on a key below ``root`` that is unknown, set by this project (``OWNED``) or of the wrong type."""
+    """Raise ``ConfigError`` on a key below ``root`` that is unknown or set by this project (``OWNED``), or on a wrong type."""
     name = ROOTS[root]
     fields = table(name)
     for key, value in values.items():
@@ -171,7 +171,7 @@ def describe_owner(setting: str, owner: str, removable: str) -> str:
 
 
 def settable(annotation: str) -> bool:
-    """Return whether any config value (number, string, list, mapping) fits ``annotation``."""
+    """Return whether ``annotation`` has a Literal or accepts a sample boolean, number, string, list or mapping."""
     samples: list[Any] = [True, 1, 0.5, "auto", [1, 1], [0.5], ["a"], {}, [{}]]
     return "Literal" in annotation or any(accepts(annotation, sample) for sample in samples)
 
@@ -179,7 +179,8 @@ def settable(annotation: str) -> bool:
 def accepts(annotation: str, value: Any) -> bool:
     """Return whether ``value`` fits a type annotation in source form, such as ``Optional[List[int]]``.
 
-    Only booleans, numbers, strings, lists, mappings and None can fit: any other class in the annotation accepts no value.
+    Only booleans, numbers, strings, lists, mappings and None can fit. A list also stands for a set or a tuple with annotated
+    elements; any other class in the annotation accepts no value.
     """
     return _accepts(ast.parse(annotation, mode="eval").body, value)
 

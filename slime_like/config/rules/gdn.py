@@ -27,7 +27,7 @@ ANYWHERE = "set model.gdn.backend=torch (--qwen-gdn-backend torch), which runs a
 def check_gdn(cfg: TrainConfig, *, machine: bool = True) -> None:
     """Raise ``ConfigError`` on settings of ``model.gdn`` that can be rejected before the model is read.
 
-    With ``machine=False``, this machine is not checked, because the run is for another machine.
+    With ``machine=False`` or ``placement.ray_address``, this machine is not checked, because the run may be on others.
     """
     config = cfg.model.gdn
     check_options(config, deterministic=cfg.run.deterministic)
@@ -78,7 +78,7 @@ def check_options(config: GDNConfig, *, deterministic: bool) -> None:
 def check_runtime(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNShape | None) -> None:
     """Raise ``ConfigError``, with reason and fix, if the chosen kernels cannot run.
 
-    ``config.backend`` and ``dtype`` may be auto (bfloat16 on a GPU). ``shape`` is None while it is unknown.
+    ``config.backend`` may be auto, and so may ``dtype``, which is then bfloat16 on a GPU. ``shape`` is None while it is unknown.
     """
     name = gdn_backend(config.backend, machine.device)
     if name not in NEEDS:  # the backend runs anywhere, or checks its requirements when it is constructed

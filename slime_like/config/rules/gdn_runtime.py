@@ -18,7 +18,7 @@ PACKAGES = ("torch", "triton", "fla-core", "flash-qla", "tilelang", FLASHINFER)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Versions and tools of a machine."""
+    """Device, installed versions and compiler of a machine, on which optional kernels depend."""
 
     device: str  # cpu | cuda
     capability: tuple[int, int] | None  # compute capability of the GPU; None: unknown
@@ -41,7 +41,7 @@ def installed_version(package: str) -> Version | None:
 
 
 def version(text: str) -> Version:
-    """Return the numbers of the release part of a version, such as (2, 14, 1) for ``2.14.1+cu130``."""
+    """Return the numbers of the release part of a version, such as (2, 14, 1) for ``2.14.1+cu130``; () if there are none."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 

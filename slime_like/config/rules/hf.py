@@ -200,10 +200,10 @@ def hf_config(key: str, folder: str, values: Mapping[str, Any]) -> HfConfig:
 
 
 def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` if ``values``, the JSON content of ``path``, name code needed to read the folder.
+    """Raise ``CheckpointError`` if a model folder can be read only with its own code, which is never run.
 
-    Such code is never run. A model_type registered in ``FAMILIES`` does not need it, because transformers prefers its
-    own class.
+    ``values`` is the JSON content of the folder's file ``path``; its auto_map names such code. A model_type registered in
+    ``FAMILIES`` does not need the code, because transformers prefers its own class.
     """
     code = values.get("auto_map")
     if code and values.get("model_type") not in FAMILIES:
@@ -215,7 +215,10 @@ def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
 
 
 def num_experts(text: Mapping[str, Any]) -> int:
-    """Return the number of routed experts per layer; 0 if every layer is dense."""
+    """Return the number of routed experts per sparse layer.
+
+    It is 0 if config.json has no such number, or if mlp_only_layers and first_k_dense_replace make every layer dense.
+    """
     dense = set(cast("list[int]", text.get("mlp_only_layers") or ()))
     if dense.issuperset(range(int(text.get("first_k_dense_replace") or 0), int(text["num_hidden_layers"]))):
         return 0
@@ -280,7 +283,7 @@ def padded_vocabulary(vocab_size: int, tp: int) -> int:
 
 
 def rope_type(model: HfConfig) -> Any:
-    """Return ``rope_type`` or ``type`` of the rotary settings in config.json, of any type, as written; "default" if absent."""
+    """Return the kind of rotary scaling as config.json has it (a string, if it is valid); "default" if absent."""
     return model.rope.get("rope_type", model.rope.get("type", "default"))
 
 

@@ -7,7 +7,10 @@ from slime_like.errors import ConfigError
 
 
 def check_managers(cfg: RolloutConfig) -> None:
-    """Raise ``ConfigError`` unless rollout.num_managers divides the engines and the prompts of a rollout."""
+    """Raise ``ConfigError`` unless rollout.num_managers divides the number of engines and of prompts in a rollout.
+
+    rollout.over_sampling_batch_size, if set, must be a multiple of rollout.num_managers too.
+    """
     count = cfg.num_managers
     if count == 1:
         return

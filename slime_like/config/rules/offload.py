@@ -14,9 +14,10 @@ GRAPHS = {
 
 
 def check_offload(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if trainer and engines do not take turns on the same devices, or engines cannot release memory.
+    """Raise ``ConfigError`` if trainer or engines are offloaded but do not take turns on the same devices.
 
-    ``placement.offload_rollout`` also excludes a skipped push, because a released engine loses its weights.
+    ``placement.offload_rollout`` also needs engines that can release their memory, and excludes a skipped push, because a
+    released engine loses its weights.
     """
     for name in ("offload_train", "offload_rollout"):
         if getattr(cfg.placement, name):

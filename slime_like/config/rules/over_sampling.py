@@ -8,7 +8,10 @@ from slime_like.errors import ConfigError
 
 
 def check_over_sampling(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if over-sampling contradicts another key, or one of its keys has no effect."""
+    """Raise ``ConfigError`` if over-sampling or partial rollouts contradict other keys.
+
+    ``algo.mask_offpolicy`` is rejected if it has no effect.
+    """
     num_started, bound = cfg.rollout.over_sampling_batch_size, cfg.rollout.max_partial_staleness
     if num_started is not None and cfg.run.deterministic:
         raise ConfigError(

@@ -138,8 +138,8 @@ def _checked_layout(parallel: ParallelConfig, text: str, num_layers: int) -> tup
 def _uneven(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
     """Return the number of decoder layers of each segment, ``pp * vpp`` numbers.
 
-    The first and the last rank have their configured layers, and the other ranks equal shares of the rest; each rank's
-    layers are split evenly between its segments. This is Megatron's rule. Raises ``ConfigError`` if one of these splits
+    The first and the last rank have their configured layers, if any, and the other ranks equal shares of the rest; each
+    rank's layers are split evenly between its segments. This is Megatron's rule. Raises ``ConfigError`` if one of these splits
     is impossible.
     """
     first, last, pp, vpp = parallel.first_stage_layers, parallel.last_stage_layers, parallel.pp, parallel.vpp

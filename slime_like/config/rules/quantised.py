@@ -83,7 +83,7 @@ class Scales:
 
         A weight is not quantised if ``dtype`` is one of ``WEIGHTS`` and it has no scales. Raises ``CheckpointError`` if
         any other weight is not float8, if config.json declares no float8 weights, or if the scales of a float8 weight
-        are missing or not the only ones. Static activation scales are ignored.
+        are missing or not the only ones. Static activation scales of float8 weights are ignored.
         """
         names = self.of_weight.get(weight, ())
         if dtype in WEIGHTS and not names:
@@ -125,9 +125,9 @@ class Scales:
 
 
 def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[str]) -> Scales:
-    """Return the scales among the tensors ``names`` of the checkpoint in ``folder``.
+    """Find the scales among the tensors ``names`` of a checkpoint, and the weight of each.
 
-    ``folder`` is the value of the config key ``key``.
+    Scales whose weight is missing are left out. ``folder`` is the checkpoint's folder, the value of the config key ``key``.
     """
     tensors, scales = frozenset(names), set[str]()
     of_weight: dict[str, tuple[str, ...]] = {}
@@ -145,7 +145,7 @@ def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[s
 def check_scales(scales: Scales, tensors: Mapping[str, StoredTensor]) -> None:
     """Raise ``CheckpointError`` if a tensor has an unknown dtype, or if its scales are missing, wrong or unused.
 
-    Scales of a missing weight are an error too. Buffers (``BUFFERS``) may have any dtype.
+    Scales of a missing weight are an error too. Buffers (``BUFFERS``) may have any dtype except float8.
     """
     for name, tensor in tensors.items():
         if name in scales.names or (tensor.dtype not in (*WEIGHTS, FLOAT8) and name.endswith(BUFFERS)):
@@ -161,7 +161,7 @@ def read_float8(key: str, folder: Path, values: Mapping[str, Any]) -> Float8 | N
 
     ``values`` is the content of config.json. Raises ``CheckpointError`` naming ``key``, which sets ``folder``, if
     config.json declares another quantisation, a quantisation in its ``text_config`` or invalid blocks, or if the folder
-    contains ModelOpt's file.
+    contains ModelOpt's config file (``OTHER_CONFIG``).
     """
     float8: Float8 | None = None
     for part, prefix in ((values, ""), (values.get("text_config"), "text_config.")):

@@ -88,7 +88,7 @@ def check_roles(cfg: TrainConfig) -> None:
 
 
 def check_warmup(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if the critic's warm-up is not shorter than the run."""
+    """Raise ``ConfigError`` if the critic's warm-up (of rollouts or of the learning rate) is not shorter than the run."""
     warmup, total = cfg.critic.warmup_rollouts, cfg.loop.num_rollout
     if warmup >= total:
         raise ConfigError(

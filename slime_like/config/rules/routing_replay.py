@@ -1,4 +1,4 @@
-"""Rules for ``algo.routing_replay``."""
+"""Rules for ``algo.routing_replay``: the trainer reuses the experts that the engine or an earlier pass chose for a token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _REQUIRED_VALUES: Mapping[str, tuple[object, str]] = {
 
 
 def check_routing_replay(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if the choice of experts cannot be recorded or replayed. No file is read."""
+    """Raise ``ConfigError`` if the choice of experts cannot be recorded or replayed.
+
+    No file is read. ``algo.routing_replay_reference`` without a reference is an error too.
+    """
     algo = cfg.algo
     if not isinstance(algo, PolicyConfig) or algo.routing_replay == "off":
         return

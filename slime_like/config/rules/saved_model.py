@@ -11,7 +11,7 @@ from slime_like.errors import CheckpointError
 
 
 def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, tp: int) -> None:
-    """Raise ``CheckpointError`` if the ``manifest`` of ``source`` does not describe the model in ``folder``.
+    """Raise ``CheckpointError`` if the ``manifest`` of the checkpoint ``source`` does not describe the model in ``folder``.
 
     The manifest must also have the padded vocabulary that the tensor parallel size ``tp`` gives. ``key`` is the config key
     that sets ``folder``. Values that config.json leaves to the model class are not compared here but by the ranks.

@@ -34,7 +34,7 @@ def without_schedule(cfg: TrainConfig) -> TrainConfig:
 def resolve_schedule(
     optim: OptimConfig, num_steps: int, formula: str = "", warmup_key: str = "optim.warmup_steps"
 ) -> OptimConfig:
-    """Return ``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps in optimizer steps.
+    """Return ``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps filled in, all in optimizer steps.
 
     ``num_steps`` is the number of optimizer steps in the run, computed by ``formula``. ``warmup_key`` is the key that
     sets the warm-up. Raises ``ConfigError`` if the schedule is longer than the run or leaves no steps for the decay, if a
