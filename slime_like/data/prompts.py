@@ -119,7 +119,7 @@ class FileSource:
         return len(self.prompts)
 
     def location(self, prompt_id: int) -> str:
-        """Return the file and line of prompt ``prompt_id``, for messages."""
+        """Return the file and the line (or row, of a parquet file) of prompt ``prompt_id``, for messages."""
         return f"{self._file.path}, {self._locations[prompt_id]}"
 
     def next(self, num_prompts: int) -> list[Prompt]:

@@ -33,8 +33,8 @@ class Provenance:
 def provenance(batch: PackedBatch, version: int) -> Provenance:
     """Classify the sampled tokens of ``batch`` for a trainer with weights of ``version``.
 
-    ``train.megatron.step.sample_difference`` applies ``weights.sample_tolerance`` to the ``on_policy`` tokens only. This mask
-    must not contain tokens whose ``rollout_logprobs`` come from a distribution other than the trainer's.
+    ``train.megatron.step.sample_difference`` applies ``weights.sample_tolerance`` to the ``on_policy`` tokens only, so
+    these must not include tokens whose ``rollout_logprobs`` come from a distribution other than the trainer's.
     """
     sampled = batch.versions >= 0
     stale = sampled & (batch.versions != version)

@@ -95,7 +95,7 @@ def with_routing(groups: Sequence[SampleGroup], shape: RoutingShape) -> tuple[Sa
 
 
 def check_dumped(groups: Sequence[SampleGroup], shape: RoutingShape, source: str) -> None:
-    """Raise ``DataError`` naming ``source`` if dumped samples lack the experts that training would replay."""
+    """Raise ``DataError`` naming ``source`` if experts that training would replay are missing or do not fit the model."""
     try:
         with_routing(groups, shape)
     except EngineError as error:

@@ -128,7 +128,7 @@ def save_table(path: Path, table: TokenTable) -> None:
 
 
 def load_table(path: Path) -> TokenTable:
-    """Read a file that ``save_table`` wrote. Raises ``DataError`` naming the file if it is missing or damaged."""
+    """Read a file of ``save_table``. Raises ``DataError`` naming the file if it is missing, damaged or of another format."""
     file = InputFile(path, fix="dump it again")
     columns = file.arrays()
     try:

@@ -48,8 +48,8 @@ class Settings(TypedDict, total=False):
 def open_tokenizer(folder: str, key: str = "model.hf_checkpoint") -> Any:
     """Return the tokenizer of ``transformers.AutoTokenizer``, or an equivalent one that loads a hundred times faster.
 
-    Raises ``ConfigError`` if ``folder``, the value of ``key``, is not a folder or a file in it cannot be used. The
-    error names ``key`` and the file.
+    Raises ``ConfigError`` if ``folder``, the value of ``key``, is not a folder or its tokenizer cannot be loaded.
+    The error names ``key``, and the damaged file if it is known.
     """
     if not Path(folder).is_dir():  # transformers would try to download it
         raise ConfigError(f"{key}={folder!r} is not a folder: set it to the path of a downloaded Hugging Face model")

@@ -124,7 +124,10 @@ def _collectives(reading: Reading, group: GroupInfo) -> dict[int, OpRecord]:
 
 
 def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
-    """Describe the ranks whose op or size differs from the majority's, then the majority."""
+    """Describe the ranks whose op or size differs from the commonest, then the other ranks; empty if all issued the same.
+
+    If several are equally common, describe all ranks.
+    """
     compare_sizes = all(record.op.equal_sizes for record in arrived.values())
     issues = {rank: (r.op.name, r.num_bytes if compare_sizes else 0) for rank, r in arrived.items()}
     num_ranks = Counter(issues.values())

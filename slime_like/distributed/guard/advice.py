@@ -60,7 +60,7 @@ def write_rows(path: Path, rows: Iterable[MeasuredOp]) -> None:
 
 
 def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
-    """Read the files in ``folder``. Return the measurements of each rank by the rank's name.
+    """Read the files that ``write_rows`` wrote to ``folder``. Return each rank's measurements by the name of its file.
 
     Raises ``DataError`` if a file is damaged or has another version.
     """

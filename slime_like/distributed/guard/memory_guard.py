@@ -66,7 +66,10 @@ class Guard:
                 self._query(counter, policy)
 
     def _should_query(self, counter: Counter, schedule: QuerySchedule, now: int) -> bool:
-        """Return True if a query is due under ``auto``. Run a cheap check first if one is due."""
+        """Return whether a query is due under ``auto``. Run a cheap check first if one is due.
+
+        If no query is due, set ``counter.check_at``.
+        """
         if schedule.next_reading_at <= now < schedule.next_query_at:
             start_ns = time.perf_counter_ns()
             process_bytes = self.source.process_bytes()

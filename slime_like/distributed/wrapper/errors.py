@@ -1,4 +1,4 @@
-"""Error message of a failed collective: op, group, sizes, ranks, phase, memory, and the other ranks' last ops."""
+"""Error message of a failed op: its group, size, ranks and phase, this rank's memory, and suspicious ops of this node's ranks."""
 
 from __future__ import annotations
 
