@@ -36,7 +36,8 @@ class RoutingShape:
     def parse(self, data: bytes, num_tokens: int) -> RoutedExperts:
         """Return experts [N, B, K] from the int32 bytes that SGLang sends for ``num_tokens`` tokens.
 
-        Raises ``EngineError`` if the number of experts or an expert index does not fit the model.
+        Raises ``EngineError`` if the number of experts or an expert index does not fit the model, and ``ValueError`` if
+        ``data`` is not a whole number of int32 values.
         """
         flat = np.frombuffer(data, dtype=np.int32)
         expected = (num_tokens, self.num_blocks, self.experts_per_token)
