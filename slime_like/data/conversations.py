@@ -7,7 +7,7 @@ dataset. ``whole`` renders all messages together, as an engine would see them, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -106,6 +106,7 @@ class Conversations:
         return first - header_len, open_turn[len(once) :]
 
     def _conversation(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
+        _check_markers(messages, location)
         text = self._render(messages, location, tools=tools)
         ranges: Ranges = []
         cursor = 0
@@ -149,6 +150,30 @@ class Conversations:
                 f"the tokenizer in {self.tokenizer.name_or_path!r} is a slow tokenizer without token offsets; conversations need its "
                 f"tokenizer.json"
             ) from error
+
+
+def _check_markers(messages: Sequence[Message], location: str) -> None:
+    """Raise ``DataError`` if text of a message contains a marker, which would be taken for the begin or end of an answer."""
+    for message in messages:
+        markers = (HEADER, END) if message["role"] == "assistant" else (HEADER,)
+        for marker in markers:
+            if any(marker in text for text in _texts(dict(message))):
+                raise DataError(
+                    f"{location}: a message of role {message['role']!r} contains {marker!r}, by which data.conversation=whole finds "
+                    "turns: remove the row, or set data.conversation=turns"
+                )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text within nested dicts and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in cast("Mapping[object, object]", value).values():
+            yield from _texts(item)
+    elif isinstance(value, Sequence):
+        for item in cast("Sequence[object]", value):
+            yield from _texts(item)
 
 
 def _is_trained(message: Message) -> bool:

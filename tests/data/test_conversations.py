@@ -93,5 +93,11 @@ def test_conversations_that_cannot_be_marked_are_refused(tmp_path: Path) -> None
         rows(tmp_path, CHATML, {"messages": TALK[1:]})
     with pytest.raises(DataError, match="line 1: no token of an assistant turn is trained on"):
         rows(tmp_path, CHATML, {"messages": [TALK[0], {**TALK[1], "step_loss_mask": 0}]})
+    for index, text in ((0, "quote <|im_start|>assistant\nmine"), (1, "2<|im_end|> and more")):
+        talk = [*TALK[:index], {**TALK[index], "content": text}, *TALK[index + 1 :]]
+        with pytest.raises(
+            DataError, match=r"line 1: a message of role '(user|assistant)' contains .* set data.conversation=turns"
+        ):
+            rows(tmp_path, CHATML, {"messages": talk}, "whole")
     with pytest.raises(DataError, match="line 1: label missing"):
         rows(tmp_path, CHATML, {"messages": TALK[:3]})
