@@ -147,6 +147,24 @@ RULES = {
         "= 6 ranks",
         "placement.actor_num_gpus_per_node=8",
     ),
+    "layout over three nodes": (
+        "parallel.tp=4 placement.actor_num_nodes=3 placement.actor_num_gpus_per_node=1 placement.ray_address=auto",
+        "= 4 ranks per model",
+        "= 3 ranks",
+        "placement.actor_num_gpus_per_node=4, or lower parallel.*",
+    ),
+    "samples for fewer ranks": (
+        "parallel.tp=2 placement.actor_num_nodes=3 placement.actor_num_gpus_per_node=8 rollout.batch_size=1 "
+        "placement.ray_address=auto",
+        "8 samples per optimizer step leave some of the 12 data-parallel ranks without a sequence",
+        "set placement.actor_num_gpus_per_node=4",
+    ),
+    "samples for fewer nodes": (
+        "parallel.tp=2 placement.actor_num_nodes=20 placement.actor_num_gpus_per_node=1 rollout.batch_size=1 "
+        "placement.ray_address=auto",
+        "8 samples per optimizer step leave some of the 10 data-parallel ranks without a sequence",
+        "lower placement.actor_num_nodes",
+    ),
     "expert parallel": (
         "parallel.ep=4 parallel.cp=2",
         "parallel.ep=4",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from slime_like.config.rules import foreign
@@ -146,19 +147,21 @@ def trainer_ranks(cfg: TrainConfig) -> int:
             )
         return model
     world = place.actor_num_nodes * place.actor_num_gpus_per_node
+    unit = model // math.gcd(model, place.actor_num_nodes)  # numbers of GPUs per node that fit are multiples of it
     if world % model:
         raise ConfigError(
             f"{product} do not fit placement.actor_num_nodes {place.actor_num_nodes} * "
             f"placement.actor_num_gpus_per_node {place.actor_num_gpus_per_node} = {world} ranks: make them a multiple of "
-            f"{model}, as with placement.actor_num_gpus_per_node={-(-world // model) * model // place.actor_num_nodes}, or "
+            f"{model}, as with placement.actor_num_gpus_per_node={-(-place.actor_num_gpus_per_node // unit) * unit}, or "
             "lower parallel.*"
         )
     dp = world // model
     if dp > (step := samples_per_step(cfg)):
+        num_gpus = model * step // place.actor_num_nodes // unit * unit
+        fix = f"set placement.actor_num_gpus_per_node={num_gpus}" if num_gpus else "lower placement.actor_num_nodes"
         raise ConfigError(
             f"{step} samples per optimizer step leave some of the {dp} data-parallel ranks without a sequence: "
-            "raise rollout.batch_size, or set "
-            f"placement.actor_num_gpus_per_node={model * step // place.actor_num_nodes or 1}"
+            f"raise rollout.batch_size, or {fix}"
         )
     return world
 
