@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_like.config.schema.resolved import RankSpec
 from slime_like.errors import ConfigError
@@ -25,6 +26,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like.util.imports import heavy_imports
 from slime_like.util.ports import RendezvousAddress
 
+LARGE = 1 << 20  # bytes of the largest copy that a phantom GPU carries out
 NOWHERE = RendezvousAddress("localhost", 0)
 _is_adapted = _keeps_objects = False
 _hidden_shape = [0, 1, 0]  # shape of the hidden states that this rank's pipeline stage exchanges
@@ -93,6 +95,7 @@ def adapt() -> None:
     global _is_adapted
     if _is_adapted:
         return
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from slime_like.train.megatron.model.dispatch import RowDispatcher
@@ -102,6 +105,7 @@ def adapt() -> None:
 
     _is_adapted = True
     _wrap(torch, "_fused_adamw_", _only_on_device)
+    _wrap(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", _without_host_copies)
     _wrap(RowDispatcher, "_maybe_dtoh_and_synchronize", _even_rows)
     _wrap(P2PCommunicator, "_communicate_shapes", _own_shape)
     _wrap(rank_model, "make_micro", _note_shape)
@@ -135,6 +139,32 @@ def _only_on_device(stock: Callable[..., Any], parameters: list[torch.Tensor], *
     """Skip ``stock``, an AdamW step, for parameters on the host: it takes minutes, and its tensors are already allocated."""
     if parameters[0].is_cuda:
         stock(parameters, *args, **kwargs)
+
+
+class _EmptyHostCopies(TorchDispatchMode):
+    """Mode in which a copy of a large tensor on the host is an uninitialised tensor.
+
+    A phantom GPU carries out no copy of this size, so the tensor has no values either.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_copy = func in (
+            torch.ops.aten.clone.default,
+            torch.ops.aten._to_copy.default,
+            torch.ops.aten._pin_memory.default,
+        )
+        if is_copy and args[0].device.type == "cpu" and args[0].nbytes > LARGE and "device" not in kwargs:
+            is_pinned = func is torch.ops.aten._pin_memory.default
+            return torch.empty_like(args[0], dtype=kwargs.get("dtype"), pin_memory=is_pinned)
+        return func(*args, **kwargs)
+
+
+def _without_host_copies(stock: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
+    """Allocate the offloaded parameters without copying them, which takes seconds for a model of 30B parameters."""
+    del optimizer
+    with _EmptyHostCopies():
+        return stock(*args)
 
 
 def _even_rows(stock: Callable[..., Any], dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
