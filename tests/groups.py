@@ -52,8 +52,9 @@ FORKED_RUNS = tuple(
 MORE_FORKED_RUNS = tuple(
     f"tests/e2e/test_{name}.py" for name in ("split", "colocated", "hybrid", "hang", "ended_by_faults", "latent")
 )
+PHANTOM_RANKS = ("tests/phantom/test_trace.py", "tests/phantom/test_trainer.py")  # share a process that forks ranks
 GROUPS = (
-    *(ENGINE, RANKS, NODES, RANKS_OF_WRAPPER),
+    *(ENGINE, RANKS, NODES, RANKS_OF_WRAPPER, PHANTOM_RANKS),
     *(FORKED_ENGINES, MORE_FORKED_ENGINES, FORKED_RUNS, MORE_FORKED_RUNS),
 )
 # Files that import SGLang, megatron-core or transformers, which takes seconds: in one process if no engine is started.
@@ -86,7 +87,7 @@ LONGEST = (
     *(*FORKED_RUNS, *MORE_FORKED_RUNS),
     *(*RANKS_OF_WRAPPER, *ENGINE, *MORE_FORKED_ENGINES),
     "tests/scripts/test_clean_root.py",
-    *(f"tests/phantom/test_{name}.py" for name in ("gpu_tests", "engine", "trace", "compiled_kernels", "trainer")),
+    *(f"tests/phantom/test_{name}.py" for name in ("gpu_tests", "trace", "trainer", "engine", "compiled_kernels")),
     *("tests/e2e/", "tests/engine/", "tests/gdn/", "tests/upstream/", "tests/cluster/test_supervisor.py"),
     *("tests/reward/", "tests/distributed/", "tests/config/", "tests/convert/"),
 )

@@ -11,10 +11,10 @@ from slime_like.config.schema.algo import GrpoConfig
 from slime_like.config.schema.gdn import GDNConfig
 from slime_like.config.schema.resolved import Layout
 from slime_like.phantom.device import PhantomGpu
+from tests.phantom.forks import trainer_forks
 from tests.train.jobs import SP, Results
 from tests.train.models import HYBRIDS, make_model
 from tests.train.options import OVERLAP
-from tests.train.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -104,7 +104,7 @@ def results(scratch: Path) -> Results:
         "residency, half offload": ("residency", qwen, {"cpu_offload": True, "cpu_offload_fraction": 0.5}),
     }
     environment = {**PhantomGpu().environment(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    (out,) = run_ranks("tests.phantom.trainer_checks:run_cases", 1, cases, environment=environment)
+    out = trainer_forks().run("tests.phantom.trainer_checks:run_cases", cases, environment=environment)
     return Results({name: [result] for name, result in out.items()})
 
 

@@ -10,11 +10,7 @@
 
 API size_t phantom_gpu_pinned(void) { return on_host[1]; }
 API size_t phantom_gpu_pageable(void) { return on_host[0]; }  // without blocks that have values
-static size_t host_limit(void) {
-    static size_t limit;
-    if (!limit) limit = setting("PHANTOM_GPU_HOST_LIMIT", (size_t)-1);
-    return limit;
-}
+static size_t host_limit(void) { return setting("PHANTOM_GPU_HOST_LIMIT", (size_t)-1); }  // a fork may have another one
 static int has_values(size_t size) { return size <= host_limit(); }
 static int make_window(void) {
     int file = memfd_create("phantom host memory", MFD_CLOEXEC);
