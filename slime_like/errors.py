@@ -93,7 +93,7 @@ class ProcessLost(SlimeLikeError, RuntimeError):
 
 
 class DeadlineExceeded(SlimeLikeError, TimeoutError):
-    """A wait that exceeded its limit; the message names the waiting and the awaited process."""
+    """A wait that exceeded its limit; the message says what did not happen in time."""
 
 
 class RunComplete(SlimeLikeError):
@@ -112,7 +112,7 @@ class MemoryShortage(SlimeLikeError, RuntimeError):
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Return the exit code for ``error``: 0 completed, 1 failed, 2 invalid configuration or input files, 130 interrupted."""
+    """Return the exit code for ``error``: 0 completed, 2 config, dataset or checkpoint error, 130 interrupted, 1 other."""
     match error:
         case None | RunComplete():
             return 0

@@ -96,7 +96,7 @@ def train_flops(shape: DecoderShape, lengths: Iterable[int]) -> int:
 
 
 def gdn_token_flops(shape: DecoderShape) -> int:
-    """Return the FLOPs per token of a Gated DeltaNet layer: projections, convolution, recurrence.
+    """Return the FLOPs per token of one Gated DeltaNet layer in a forward pass: projections, convolution, recurrence.
 
     Return 0 if the model has no such layer.
     """

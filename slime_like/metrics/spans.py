@@ -29,7 +29,10 @@ class Spans:
             self.add(name, start, time.time())
 
     def add(self, name: str, start: float, stop: float) -> None:
-        """Record a phase with start and stop in unix seconds, such as one that another process timed."""
+        """Record a phase with start and stop in unix seconds, such as one that another process timed.
+
+        If the name was recorded since the last drain, keep its first start and the later stop.
+        """
         with self._lock:
             previous = self._spans.get(name)
             self._spans[name] = (start, stop) if previous is None else (previous[0], max(stop, previous[1]))

@@ -106,7 +106,7 @@ class KeepsWarnings(Protocol):
 
 @runtime_checkable
 class ShowsNotes(Protocol):
-    """A ``Sink`` that shows notes during a run."""
+    """A ``Sink`` that shows notes, such as a message about damaged lines of metrics.jsonl."""
 
     def note(self, text: str) -> None:
         """Show one line of text."""

@@ -63,7 +63,7 @@ def install(
 
 
 def _recording_source(spec: GuardSpec, device: torch.device, ring: Ring) -> MemorySource:
-    """Return the source of ``spec``, queried once so that the ring contains a reading from the start."""
+    """Return a memory source that records its readings in ``ring``, queried once so that the ring has one from the start."""
     source = RecordingMemorySource(make_source(spec.memory, device), ring)
     source.free()
     source.process_bytes()

@@ -198,7 +198,7 @@ def group_position(raw: Callable[..., Any]) -> int | None:
 
 
 def group_of(position: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the group of a call of a torch.distributed function; ``position`` is from ``group_position``."""
+    """Return the group, given or default, of a call of a torch.distributed function. ``position``: from ``group_position``."""
     if position is None:  # batch_isend_irecv: all ops of a batch have one group
         batch = args[0] if args else kwargs["p2p_op_list"]
         group = batch[0].group if batch else None
@@ -217,7 +217,7 @@ def redirect(raw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``destroy_process_group``, so that the counters of destroyed groups are dropped."""
+    """Wrap ``destroy_process_group``, so that the counters and releasable backends of destroyed groups are dropped."""
 
     @functools.wraps(raw)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -70,7 +70,7 @@ class ReleasableBackend(c10d_core.Backend):
         return bool(self.live.supports_coalescing)
 
     def shutdown(self) -> None:
-        """Destroy the communicators, at the end of the group."""
+        """Destroy the communicators. torch calls this method when it destroys the group."""
         self.drop()
 
     def abort(self) -> None:

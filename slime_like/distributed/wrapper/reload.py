@@ -44,7 +44,7 @@ def check_removable(w: Wrapper | None, *, replaced: bool) -> None:
 def release(w: Wrapper) -> None:
     """Destroy the communicators of every releasable group, including the world. Every rank must call this function.
 
-    Raises ``CollectiveError`` if an op has not ended.
+    Raises ``CollectiveError`` if an asynchronous op of this rank has not ended, or if a rank does not call.
     """
     if w.released or not dist.is_initialized() or not reloadables:
         return

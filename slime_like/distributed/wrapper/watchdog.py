@@ -1,4 +1,4 @@
-"""Watchdog thread that polls the rank's own ring and ends the process if a collective does not end."""
+"""Watchdog thread that polls the ring buffer of this rank's last ops and ends the process if an op takes too long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMORY_QUERY_S = 2.0  # limit of the memory query for the report
 
 
 class Watchdog:
-    """Thread that reports the state of all ranks and ends the process if an op is in flight for too long.
+    """Thread that ends the process if an op is in flight for too long, after printing the findings in the rings of the node.
 
     The limit is longer than ``seconds``, the deadline of the process group, so that most hangs end earlier with the group's own
     error. The watchdog covers hangs that the process group does not notice.

@@ -71,7 +71,7 @@ class Wrapper:
     _composite_thread: int = 0
 
     def close(self) -> None:
-        """Close the ring and the symmetric actions. Call this after ``TorchPatches.restore``."""
+        """Close the ring and, if there are any, ``guard.symmetric_actions``. Call this after ``TorchPatches.restore``."""
         self.ring.before_close()
         if self.guard.symmetric_actions is not None:
             self.guard.symmetric_actions.close()
