@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,10 @@ import pytest
 
 from slime_like.distributed.forensics import ring as ring_module
 from slime_like.distributed.forensics.report import dump
-from slime_like.distributed.forensics.ring import PREFIX, Ring, process_state, read_rings, start_time, sweep
+from slime_like.distributed.forensics.ring import PREFIX, GroupInfo, Ring, process_state, read_rings, start_time, sweep
 from slime_like.distributed.guard.memory import RecordingMemorySource
 from slime_like.distributed.wrapper import watchdog
-from slime_like.distributed.wrapper.errors import memory_or_last
+from slime_like.distributed.wrapper.errors import explain, memory_or_last
 
 
 def dead_ring(folder: Path) -> None:
@@ -132,6 +133,25 @@ def test_the_error_of_a_failed_memory_query_is_reported_with_the_last_one(tmp_pa
         r"3\.00 of 4\.00 GiB free, it held 1\.00",
         memory_or_last(wrapper, 60.0),
     )
+
+
+@pytest.mark.parametrize(
+    ("recorded", "text"),
+    [
+        (5, r"all_reduce #3 of 64 bytes failed on rank \? after \d"),
+        (9, r"all_reduce failed on rank \? after guard.ring=4 or more later ops"),
+    ],
+)
+def test_a_failed_op_is_not_described_by_the_record_of_a_later_one(recorded: int, text: str) -> None:
+    ring = Ring(None, "a_rank0", 4)
+    start = ring.first_word(5)
+    for offset, word in enumerate((recorded, time.perf_counter_ns(), 0, 64, 0, 3)):
+        ring.words[start + offset] = word
+    wrapper: Any = SimpleNamespace(ring=ring, phase_name="step", guard=SimpleNamespace(source=None))
+    counter: Any = SimpleNamespace(
+        op=SimpleNamespace(name="all_reduce"), group=SimpleNamespace(info=GroupInfo(0, "g", "dp", (0, 1)))
+    )
+    assert re.match(text, str(explain(wrapper, counter, 5, RuntimeError("timeout"))))
 
 
 def test_a_rank_without_a_memory_query_is_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -20,18 +21,23 @@ POLL_S = 0.1
 def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> CollectiveError:
     """Return the error to raise for op ``index`` of the ring. Its message describes the suspicious ops of the node's ranks.
 
-    If the op failed within ``ARRIVAL_WAIT_S``, wait up to ``ARRIVAL_WAIT_S`` for ranks that have not issued it.
+    If the op failed within ``ARRIVAL_WAIT_S``, wait up to ``ARRIVAL_WAIT_S`` for ranks that have not issued it. Size, number
+    and duration are unknown if later ops have overwritten the op's record.
     """
     start = w.ring.first_word(index)
-    size, sequence = w.ring.words[start + 3], w.ring.words[start + 5]
-    waited_s = (time.perf_counter_ns() - w.ring.words[start + 1]) / 1e9
+    recorded_index, started_ns, _, size, _, sequence = w.ring.words[start : start + 6].tolist()
     info = counter.group.info
     rank = dist.get_rank() if dist.is_initialized() else "?"
+    if recorded_index == index:
+        waited_s = (time.perf_counter_ns() - started_ns) / 1e9
+        text = f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited_s:.1f} s"
+    else:
+        waited_s = math.inf
+        text = f"{counter.op.name} failed on rank {rank} after guard.ring={w.ring.slots} or more later ops"
     problems = _findings(w, wait_for_peers=waited_s < ARRIVAL_WAIT_S)
     cause = f"; {problems[0].headline}" if problems else ""
     lines = [
-        f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited_s:.1f} s, phase {w.phase_name}, "
-        f"in group {info.label} (ranks {list_ranks(info.ranks)}){cause}",
+        f"{text}, phase {w.phase_name}, in group {info.label} (ranks {list_ranks(info.ranks)}){cause}",
         *(str(finding) for finding in problems),
         memory(w),
         f"{type(error).__name__}: {_first_line(error)}",
