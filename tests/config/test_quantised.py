@@ -100,6 +100,11 @@ READ: dict[str, tuple[Tensors, dict[str, Any], int]] = {
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}},
         64 * 48 + 1,
     ),
+    "a dequantised copy with scales of activations": (
+        {f"{NAME}.weight": ("BF16", (64, 48)), f"{NAME}.activation_scale": ("F32", ())},
+        PLAIN,
+        64 * 48 + 1,
+    ),
     "a buffer": ({f"{LAYER}.visual.position_ids": ("I64", (1, 64))}, PLAIN, 64),
 }
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.config.rules.hf import GDNShape
+from slime_like.config.rules.hf import GDNShape, num_experts, sparse_layers
 from slime_like.metrics.flops import DecoderShape, decoder_shape, forward_flops, gdn_token_flops, train_flops
 
 DENSE = {
@@ -27,6 +27,15 @@ GDN = {
     "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 4,
 }
+
+
+def test_a_model_whose_layers_are_all_dense_has_no_experts() -> None:
+    experts = DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    for dense in ({"decoder_sparse_step": 3}, {"mlp_only_layers": [0, 1]}, {"first_k_dense_replace": 2}):
+        assert num_experts(experts | dense) == 0 and sparse_layers(experts | dense) == ()
+    assert num_experts(experts | {"decoder_sparse_step": 2}) == 8
+    assert sparse_layers(experts | {"decoder_sparse_step": 2}) == (1,)
+    assert sparse_layers(DENSE) == ()
 
 
 def test_grouped_query_attention_by_hand() -> None:

@@ -217,20 +217,22 @@ def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
 def num_experts(text: Mapping[str, Any]) -> int:
     """Return the number of routed experts per sparse layer.
 
-    It is 0 if config.json has no such number, or if mlp_only_layers and first_k_dense_replace make every layer dense.
+    It is 0 if config.json has no such number, or makes every layer dense.
     """
-    dense = set(cast("list[int]", text.get("mlp_only_layers") or ()))
-    if dense.issuperset(range(int(text.get("first_k_dense_replace") or 0), int(text["num_hidden_layers"]))):
-        return 0
-    return next((int(text[name]) for name in EXPERT_COUNTS if text.get(name)), 0)
+    return next((int(text[name]) for name in EXPERT_COUNTS if text.get(name)), 0) if _sparse_places(text) else 0
 
 
 def sparse_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the indices of the layers that have routed experts."""
+    return _sparse_places(text) if num_experts(text) else ()
+
+
+def _sparse_places(text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the indices of the layers that config.json does not make dense, whether or not it has a number of experts."""
     dense = cast("list[int]", text.get("mlp_only_layers") or ())
     first, every = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
     step = int(text.get("decoder_sparse_step") or 1)
-    layers = range(first, int(text["num_hidden_layers"])) if num_experts(text) else ()
+    layers = range(first, int(text["num_hidden_layers"]))
     return tuple(n for n in layers if n not in dense and (n + 1) % step == 0 and n % every == 0)
 
 

@@ -94,9 +94,15 @@ def parse_layout(text: str) -> tuple[int, ...]:
     transformer/pipeline_parallel_layer_layout.py.
     """
     flat = re.sub(r"[,\s]", "", text)
-    for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
-        flat = re.sub(pattern, lambda match: match[1] * int(match[2]), flat)
     setting = f"parallel.pipeline_layout={text!r}"
+
+    def repeat(match: re.Match[str]) -> str:
+        if len(match[2]) > 4:
+            raise ConfigError(f"{setting} repeats {match[1]} {match[2]} times: no model has as many layers")
+        return match[1] * int(match[2])
+
+    for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
+        flat = re.sub(pattern, repeat, flat)
     if unknown_characters := sorted(set(flat) - set("EtL|")):
         raise ConfigError(
             f"{setting} has {''.join(unknown_characters)!r}: write t (decoder layer), E (embedding), L (output layer), |, x*n "

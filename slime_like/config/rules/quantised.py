@@ -83,9 +83,9 @@ class Scales:
 
         A weight is not quantised if ``dtype`` is one of ``WEIGHTS`` and it has no scales. Raises ``CheckpointError`` if
         any other weight is not float8, if config.json declares no float8 weights, or if the scales of a float8 weight
-        are missing or not the only ones. Static activation scales of float8 weights are ignored.
+        are missing or not the only ones. Static activation scales are ignored.
         """
-        names = self.of_weight.get(weight, ())
+        names = [name for name in self.of_weight.get(weight, ()) if not name.endswith(IGNORED)]
         if dtype in WEIGHTS and not names:
             return None
         if dtype != FLOAT8:
@@ -94,7 +94,7 @@ class Scales:
             self.refuse(f"{weight!r} is in {dtype}, but config.json has no {CONFIG_KEY} with quant_method='fp8'")
         if weight + SCALE not in names:
             self.refuse(f"{weight!r} is in {dtype}, but {weight + SCALE!r} is missing")
-        if unused_names := [name for name in names if name != weight + SCALE and not name.endswith(IGNORED)]:
+        if unused_names := [name for name in names if name != weight + SCALE]:
             self.refuse(f"{weight!r} is in {dtype} with scales in {unused_names[0]!r}")
         return weight + SCALE
 
