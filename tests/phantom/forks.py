@@ -187,8 +187,7 @@ def import_trainer() -> None:
     """Import the trainer as ``solo.join`` does, and what the ranks of this folder import."""
     from slime_like.train.megatron.trace import solo
 
-    solo.keep_objects()
-    solo._import_trainer()
+    solo.import_trainer()
     for name in ("trace_checks", "trainer_checks"):
         importlib.import_module(f"tests.phantom.{name}")
 

@@ -43,8 +43,7 @@ def join(spec: RankSpec, rank: int = 0) -> RankInfo:
             "a rank can run without the other ranks of its world only on a phantom GPU: create one with slime_like.phantom"
         )
     groups.check_layout(spec.layout, spec.layout.world_size)
-    keep_objects()  # before the collectives are wrapped
-    _import_trainer()
+    import_trainer()
     leave()
     join_world(rank, spec.layout.world_size)
     info = groups.join_and_make_groups(spec, rank=rank, world_size=spec.layout.world_size, master=NOWHERE)
@@ -53,8 +52,9 @@ def join(spec: RankSpec, rank: int = 0) -> RankInfo:
 
 
 @functools.cache
-def _import_trainer() -> None:
-    """Import the trainer, and torch's compiler, which a step on CUDA imports."""
+def import_trainer() -> None:
+    """Import the trainer of a single rank, and torch's compiler, which a step on CUDA imports."""
+    keep_objects()  # before the collectives are wrapped
     with heavy_imports():
         host.install("cuda")
         for name in ("slime_like.train.megatron.rank.trainer", "torch._inductor.compile_fx"):
