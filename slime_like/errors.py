@@ -35,11 +35,12 @@ class DataError(SlimeLikeError, ValueError):
 
 
 class CheckpointError(SlimeLikeError, RuntimeError):
-    """A checkpoint that is missing, corrupt or from another model, or that could not be written."""
+    """A checkpoint or Hugging Face model that is missing, corrupt, unsuitable or from another model, or cannot be written."""
 
 
 class RewardError(SlimeLikeError, RuntimeError):
-    """A reward function that cannot be imported, failed or returned something other than a finite number.
+    """A reward function that cannot be imported, fails or returns something other than a finite number, or a reward server
+    that gives no usable answer.
 
     A call that takes too long raises no error: its samples get ``reward.fallback``.
     """
@@ -58,7 +59,7 @@ class StoreFull(SlimeLikeError, MemoryError):
 
 
 class EngineError(SlimeLikeError, RuntimeError):
-    """An SGLang engine that did not start, died or refused a request."""
+    """An SGLang engine that did not start, died, or refused a request or answered it wrongly; samples unusable for training."""
 
 
 class EngineLost(EngineError):
@@ -70,11 +71,11 @@ class EngineNodeLost(EngineError):
 
 
 class WeightSyncError(SlimeLikeError, RuntimeError):
-    """Weights that did not arrive completely in every engine."""
+    """A push of weights that cannot be sent, or that did not arrive completely in every engine."""
 
 
 class ConsistencyError(SlimeLikeError, RuntimeError):
-    """A disagreement between engine and trainer on log-probabilities or experts of tokens under the same weights."""
+    """A wrong weight version after a push, or engine and trainer that disagree on log-probabilities or experts of tokens."""
 
 
 class WorkerError(SlimeLikeError, RuntimeError):
@@ -101,7 +102,8 @@ class RunComplete(SlimeLikeError):
 
 
 class CollectiveError(SlimeLikeError, RuntimeError):
-    """A collective that failed or was refused, or communicators that cannot be released or rebuilt.
+    """A collective that failed or was refused, communicators that cannot be released or rebuilt, or a wrapper of
+    collectives that cannot be removed.
 
     The message about a failed collective names the op, its group, the phase and the ranks.
     """

@@ -14,9 +14,9 @@ from slime_like.util.counted import counted
 class AppendOnlyFile:
     """Log that writes line by line. Lines stay in memory while they cannot be written, as on a full disk.
 
-    If the file was removed or replaced, it is restored with all its lines, which are still readable through the open
-    descriptor; a file that replaced it is overwritten. A warning on stderr reports each such restoration, and the beginning of
-    each period in which lines cannot be written.
+    If the file was removed or replaced, the next write restores it with all its lines, which are still readable through the
+    open descriptor; a file that replaced it is overwritten. A warning on stderr reports each such restoration, and the
+    beginning of each period in which lines cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

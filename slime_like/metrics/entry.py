@@ -22,7 +22,7 @@ class MetricEntry:
 
     @property
     def remedy(self) -> str:
-        """Return the advice for a value outside ``healthy``."""
+        """Return the advice for a value outside ``healthy``, "" if there is no such range."""
         return REMEDIES.get(self.name, "")
 
     def matches(self, name: str) -> bool:

@@ -38,7 +38,7 @@ class RetainedLines:
 def parse_row(line: bytes) -> LogRow:
     """Return the row of a line.
 
-    Raises ``ValueError`` if the line is not a JSON object, if ``step`` is missing, or if a field has a wrong type.
+    Raises ``ValueError`` if the line is not a JSON object, if ``step`` is missing or not finite, or if a field has a wrong type.
     """
     fields = typed(parse_json(line), dict[str, Any])
     step = _number(fields, "step")

@@ -128,7 +128,7 @@ class JsonlSink:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
-        """Write one line immediately, so that a killed run loses no step. On a full disk, keep it in memory (``AppendOnlyFile``)."""
+        """Write one line immediately, so that a killed run loses no step, or keep it in memory while the disk is full."""
         row: dict[str, Any] = {
             "step": step,
             "time": time.time(),

@@ -123,7 +123,7 @@ def phase(name: str) -> Generator[None]:
 def release() -> None:
     """Destroy the releasable communicators if ``guard.release`` is set; the next ``phase`` rebuilds them.
 
-    Every rank must call this function. Raises ``CollectiveError`` if an op has not ended.
+    Every rank must call this function. Raises ``CollectiveError`` as ``reload.release`` does.
     """
     if (wrapper := current()) is not None and wrapper.spec.release:
         reload.release(wrapper)
@@ -138,7 +138,7 @@ def label_group(name: str, label: str) -> None:
 def drain() -> list[Metric]:
     """Return the metrics ``comm/...`` and ``guard/...`` of this rank since the last drain.
 
-    If ``guard.profile`` is set, also write all measurements so far.
+    If ``spec.profile`` of the wrapper is a folder, also write all measurements so far to it.
     """
     if _patches is None:
         return []

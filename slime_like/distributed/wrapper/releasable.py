@@ -92,7 +92,10 @@ reloadables: dict[Any, Reloadable] = {}  # by ProcessGroup, in order of creation
 
 
 def install_releasable_backends() -> list[tuple[str, Any]]:
-    """Make torch create groups with releasable backends from now on. Return the argument of ``restore``."""
+    """Make torch create groups with releasable backends from now on, with the exceptions that ``_creator`` names.
+
+    Return the argument of ``restore``.
+    """
     originals: list[tuple[str, Any]] = []
     for name in NAMES:
         c10d.Backend._ensure_backend_registered(name)

@@ -39,7 +39,7 @@ class TorchPatches:
     _creators: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])  # argument of releasable.restore
 
     def install(self) -> None:
-        """Replace torch's methods and composite functions by their wrappers.
+        """Replace torch's methods, composite functions and ``destroy_process_group`` by their wrappers.
 
         With ``guard.release``, also make torch create new groups with releasable backends.
         """

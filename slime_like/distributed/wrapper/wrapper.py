@@ -116,7 +116,7 @@ class Wrapper:
         return GroupInfo(self.ring.num_groups, name, label, order, foreign=name in self.labels)
 
     def drop_group(self, group: Any) -> None:
-        """Drop the counters of a destroyed group. Counts since the last drain are lost.
+        """Drop the counters and releasable backends of a destroyed group. Counts since the last drain are lost.
 
         Its ops in flight are recorded as failed: gloo may never complete them, and the watchdog would then end this process.
         """
