@@ -1,7 +1,7 @@
 """Errors shown to users.
 
-Each can be constructed from a single message, so that Ray can pickle it. The message names the key or file, the value and a
-fix.
+Each can be constructed from a single message, so that Ray can pickle it. The message about a bad input names the key or
+file, the value and a fix.
 """
 
 import sys

@@ -21,7 +21,7 @@ from slime_like.config.schema.root import TrainConfig
 def train(cfg: TrainConfig) -> None:
     """Train to the last rollout.
 
-    Ctrl-C saves a checkpoint and ends the run; an error writes a crash bundle and ends it.
+    Ctrl-C saves a checkpoint and ends the run; an error after the checks of ``launch`` writes a crash bundle and ends it.
     """
     with launch(cfg) as run:
         run.start()

@@ -77,7 +77,7 @@ def rebuild(w: Wrapper) -> None:
     """Rebuild the communicators, in the order in which their groups were created. Every rank must call this function.
 
     All ranks created their groups in the same order. Ranks that two groups have in common therefore build the same group
-    first, which excludes a deadlock. Raises ``CollectiveError`` if a rank does not join.
+    first, which excludes a deadlock. Raises ``CollectiveError`` if a group cannot be rebuilt, as when a rank does not join.
     """
     start_ns, number = time.perf_counter_ns(), next(_rebuild_numbers)
     w.ring.record_rebuild(number)
