@@ -37,7 +37,10 @@ def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
 
 @dataclass(frozen=True, slots=True)
 class UserSink:
-    """Sink given by an import path. Each method raises ``UserCodeError`` if the user's method raises an error."""
+    """Sink given by an import path.
+
+    If a method of the user's sink raises an error other than ``SlimeLikeError``, it is raised as ``UserCodeError``.
+    """
 
     name: str
     sink: Sink

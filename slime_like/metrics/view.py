@@ -62,7 +62,7 @@ class PlainConsole:
         self._num_steps = num_steps
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
-        """Print one line."""
+        """Print a line with the metrics of a step, unless it has none. For step 0, print evaluations only."""
         del spans
         parts = [f"{title} {cell}" for (title, _, _), cell in zip(COLUMNS, cells(values), strict=True) if cell != "-"]
         if step == 0:  # before training, print evaluations only
@@ -83,7 +83,10 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """Sink that shows a live table of the last steps, with the time per phase, the remaining time and the last notes."""
+    """Sink that shows a live table of the last steps.
+
+    Below the table are evaluations, each phase's share of the last step's time, the remaining time and the last notes.
+    """
 
     def __init__(
         self, console: Console, first_step: int, num_steps: int, clock: Callable[[], float] = time.monotonic

@@ -15,11 +15,12 @@ from slime_like.util.reading import InputFile, abbreviate, reason
 
 
 class WandbSink:
-    """Sink that sends curves and settings to wandb, or stores them offline if there is no API key.
+    """Sink that sends curves and settings to wandb, but no prompts or responses.
 
-    It sends no prompts or responses. The run folder stores the id of the wandb run, which a resumed run continues
-    (``WANDB_RUN_ID`` takes precedence). The step is logged as a metric and used as the x axis, because a resumed run
-    repeats the steps after its checkpoint, and wandb drops rows with an internal step that it already has.
+    It stores them offline if neither ``WANDB_API_KEY`` nor ``WANDB_MODE`` is set. The run folder stores the id of the wandb
+    run, which a resumed run continues (``WANDB_RUN_ID`` takes precedence). The step is logged as a metric and used as the x
+    axis, because a resumed run repeats the steps after its checkpoint, and wandb drops rows with an internal step that it
+    already has.
     """
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:
@@ -51,18 +52,18 @@ class WandbSink:
         self._run.log({**values, "step": step})
 
     def warn(self, step: int, warning: RunWarning) -> None:
-        """Send an alert without the example, which quotes a sample."""
+        """Send a warning as an alert, without its example, which quotes a sample."""
         self._run.alert(title="slime_like", text=f"step {step}: {warning.text}", level="WARN")
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the wandb run."""
         self._run.finish()
 
 
 def _wandb_id(path: Path, *, resumed: bool) -> str:
     """Return the wandb id of this run and store it: ``WANDB_RUN_ID``, the stored id of a resumed run, or a new id.
 
-    Raises ``ConfigError`` if the stored id is not valid, or the id cannot be stored.
+    Raises ``ConfigError`` if the stored id is unreadable or not valid, or the id cannot be stored.
     """
     stored_id = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
     if stored_id and not re.fullmatch(r"[\w-]{1,64}", stored_id):

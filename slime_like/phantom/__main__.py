@@ -12,7 +12,10 @@ from slime_like.phantom.device import GIB, PhantomGpu
 
 
 def main(argv: list[str]) -> int:
-    """Replace this process with the command. Return the exit code if the command cannot be started."""
+    """Replace this process with the command.
+
+    Return an exit code if the command is not a program on PATH, or the phantom GPUs' library cannot be compiled.
+    """
     parser = argparse.ArgumentParser(prog="python -m slime_like.phantom", description=__doc__)
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory of each GPU")
     parser.add_argument("--devices", type=int, default=1, help="number of GPUs")

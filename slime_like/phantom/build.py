@@ -35,7 +35,7 @@ FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-w", f
 
 
 def include_folders() -> Iterator[Path]:
-    """Yield the folders with CUDA's headers: those of NVIDIA's wheels, then of a toolkit."""
+    """Yield the folders with CUDA's headers: those of NVIDIA's wheels, then of ``CUDA_HOME`` and /usr/local/cuda."""
     spec = importlib.util.find_spec("nvidia")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         yield from (header.parent for header in sorted(Path(location).glob(f"*/include/{HEADER}")))

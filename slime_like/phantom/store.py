@@ -43,7 +43,7 @@ class SoloStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         """Return whether this rank has set all ``keys``.
 
-        Keys of absent ranks count as not set: the keys that torch checks signal a fault.
+        Keys of absent ranks count as not set, because torch checks only keys that signal a fault.
         """
         return all(key in self._values for key in keys)
 

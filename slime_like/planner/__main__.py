@@ -43,7 +43,9 @@ EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Return the exit code: 0; 1 if the plan cannot be printed; 2 if the input cannot be planned.
+    """Print the plan. Return the exit code.
+
+    It is 0, 1 if the plan cannot be printed, or 2 if the input cannot be planned or the plot cannot be written.
 
     Raises argparse's ``SystemExit`` on ``--help`` and on flags that argparse rejects.
     """

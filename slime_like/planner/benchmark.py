@@ -69,7 +69,8 @@ class _SimulatedEngine:
     def admit(self) -> list[_SimulatedRequest]:
         """Start the next waiting requests and return them.
 
-        A request starts if fewer than ``clients`` requests run, and its prompt and full response fit the free cache.
+        A request starts if fewer than ``clients`` requests run, and its prompt and full response fit the cache that running
+        requests neither use nor reserve.
         """
         reserve = constants.NEW_TOKENS.value * sum(request.remaining for request in self.running)
         free_tokens, new_requests = self.capacity - self.num_tokens - reserve, list[_SimulatedRequest]()

@@ -91,7 +91,7 @@ class _Fields:
     def optional(self, *names: str) -> int:
         """Return the value of the first of ``names`` that is set; 0 if none is set.
 
-        Raises ``CheckpointError`` if a value is set that is not an integer from 0 to 2**31 - 1.
+        Raises ``CheckpointError`` if that value is not an integer from 0 to 2**31 - 1.
         """
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
@@ -152,7 +152,7 @@ def _attention(fields: _Fields, family: str) -> Attention:
 def _head_dim(fields: _Fields, heads: int) -> int:
     """Return ``head_dim``, by default ``hidden_size / num_attention_heads``.
 
-    Raises ``CheckpointError`` if the field is unusable, or if there is no head_dim and hidden_size is below
+    Raises ``CheckpointError`` if head_dim is unusable, or if it is not set and hidden_size is missing, unusable or below
     num_attention_heads.
     """
     if fields.values.get("head_dim") is not None:

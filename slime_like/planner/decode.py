@@ -68,9 +68,10 @@ def _group_rows(settings: EngineSettings, gpu: GpuKind, requests: float) -> floa
 
 
 def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, rows: float) -> float:
-    """Return the seconds that a decode step takes to read a rank's weights or, if that is slower, to compute with them.
+    """Return the seconds that a decode step takes for a rank's weights.
 
-    The time to write and sum the outputs of the experts is included.
+    Of each kind of weight, it is the time to read them or, if that is longer, to compute with them. The time to write and
+    sum the outputs of the experts is added.
     """
     linear, seconds = WEIGHT_BYTES[settings.weights], 0.0
     tokens = {"attention": rows, "output layer": requests / (settings.dp_attention if settings.replicated_head else 1)}
@@ -101,7 +102,8 @@ def _attention_seconds(
 ) -> float:
     """Return the seconds to read the cache of a rank's ``requests`` or, if slower, to compute attention.
 
-    ``rows`` is the number of requests including padding, as ``_group_rows`` returns it.
+    ``rows`` is the number of requests including padding, as ``_group_rows`` returns it; only latent attention takes time for
+    padding.
     """
     tile = constants.LATENT_TILE.value
     peak = gpu.bf16 * constants.COMPUTE_SHARE.value

@@ -129,7 +129,7 @@ def _local_share(shape: ModelShape, settings: EngineSettings) -> float:
 
 
 def _attention_weights(shape: ModelShape, settings: EngineSettings) -> float:
-    """Return the number of parameters of all token mixers on one rank, without FlowMLA."""
+    """Return the number of weights of all token mixers on one rank, including copies, without FlowMLA."""
     tp, total = settings.attention_tp, 0.0
     if shape.attention is not None:
         a = shape.attention

@@ -50,7 +50,7 @@ class EngineSettings:
 
 
 def check_engine(shape: ModelShape, settings: EngineSettings) -> None:
-    """Raise ``ConfigError`` if a parallel size does not divide the ranks or the model's attention heads."""
+    """Raise ``ConfigError`` if ``dp_attention``, ``dcp`` or ``attention_tp`` does not divide the ranks or heads it splits."""
     s = settings
     if s.gpus % s.dp_attention:
         raise ConfigError(

@@ -275,9 +275,10 @@ def refused_type(name: str) -> str | None:
 
 
 def table_config(name: str) -> dict[str, Any] | None:
-    """Return the config.json fields of the public model that ``name`` (a path or owner/name) ends with; None if unknown.
+    """Return the config.json fields of a public model; None if it is not in ``MODELS``.
 
-    Names with a suffix such as ``-Instruct-2507`` have the shape of their base.
+    Only the last part of ``name``, a path or owner/name, counts. A name with a suffix such as ``-Instruct-2507`` has the shape
+    of its base.
     """
     last = Path(name).name.lower()
     matches = [model for model in MODELS if last == model.lower() or last.startswith(f"{model.lower()}-")]

@@ -83,7 +83,7 @@ def gradient_buffers(parameters: RankParameters, settings: TrainerSettings) -> f
 
 
 def _buffers(tensors: tuple[TensorGroup, ...], shards: int) -> float:
-    """Return the mean bytes of one shard's buffers if the tensors are divided into ``shards`` shards.
+    """Return the mean bytes of one shard's pinned gradients if these tensors are divided into ``shards`` shards.
 
     megatron joins the tensors and divides them into equal shards, so a tensor may be cut into parts of any size.
     """

@@ -68,7 +68,10 @@ def _steady(machine: str, settings: EngineSettings) -> Throughput:
 
 
 def _spread(engine: EngineSettings) -> EngineSettings:
-    """Return ``engine`` with data-parallel attention as in SGLang of June 2025, whose largest CUDA graph had 160 requests."""
+    """Return ``engine`` with data-parallel attention as in SGLang of June 2025, and the highest possible static fraction.
+
+    The largest CUDA graph of that SGLang had 160 requests.
+    """
     return replace(
         engine, dp_attention=engine.gpus, replicated_head=True, padded_groups=True, graph_requests=160, tuned=True
     )

@@ -22,8 +22,8 @@ def stage_segments(
 
     A stage keeps the activations of all forward passes up to its first backward pass: ``pp - stage`` passes under 1F1B; under
     the interleaved schedule ``2 * (pp - stage - 1) + (vpp - 1) * pp + 1`` passes of single segments, in groups of pp
-    micro-batches (megatron-core, pipeline_parallel/schedules.py). No segment runs more than the ``num_micro_batches`` of an
-    optimizer step (None: enough to fill the pipeline).
+    micro-batches (megatron-core, pipeline_parallel/schedules.py). A segment keeps at most ``num_micro_batches``, the number of
+    micro-batches in an optimizer step (None: enough to fill the pipeline).
     """
     vpp = len(sizes) // pp
     passes = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1

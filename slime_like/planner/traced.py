@@ -15,7 +15,7 @@ from slime_like.planner.trainer import TrainerSettings, allocated_items
 
 @dataclass(frozen=True, slots=True)
 class TracedRun:
-    """A traced layout of the trainer, with its peak in GiB."""
+    """A layout of the trainer that was traced, with the traced peak memory of a rank in GiB."""
 
     model: str
     settings: TrainerSettings

@@ -1,4 +1,4 @@
-"""Memory of one Megatron rank: weights, gradients, optimizer, activations, and the chunks of the output layer."""
+"""Memory of one Megatron rank: weights, gradients, optimizer, activations, and the output layer's chunks of logits."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def num_replicas(settings: TrainerSettings) -> tuple[int, int]:
 def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -> RankParameters:
     """Return the parameters of pipeline stage ``stage`` on one rank.
 
-    The first stage has the embedding, the last one has the head.
+    The first stage has the embedding; the last one has the final norm and the output layer or value head.
     """
     s, part = settings, _part(shape, _segments(shape, settings, stage))
     is_last = stage == s.pp - 1
@@ -220,11 +220,11 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
     """Return the bytes per token that one layer keeps for its backward pass, as slime_like's layers save them.
 
     Around mixer and MLP, the residual stream and each norm's output are saved: five tensors of the hidden size. Attention
-    saves its queries before and after rotation, its output, its keys and values twice, and cosines and sines. An MLP saves both
-    halves of its first GEMM's output, their activation, and the second GEMM's input: five tensors of its width. Grouped
-    experts save only both halves and the second GEMM's input. Each of the etp ranks that share an expert has all of its
-    tokens and a part of its width. Gated DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU);
-    fused kernels on a GPU keep fewer.
+    saves its queries before and after rotation, its output, its keys and values twice, and cosines and sines; an output gate
+    and context parallelism add to this. An MLP saves both halves of its first GEMM's output, one half activated, the other
+    plus an offset, and the second GEMM's input: five tensors of its width. Grouped experts save only both halves and the
+    second GEMM's input. Each of the etp ranks that share an expert has all of its tokens and a part of its width. Gated
+    DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU); fused kernels on a GPU keep fewer.
     """
     s, element = settings, PARAMETER_BYTES[settings.dtype]
     local = s.tp if s.sequence_parallel else 1
@@ -281,7 +281,7 @@ def _activation_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) 
 
 
 def _transient(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple[Item, ...]:
-    """Return the larger of two items: tensors of the head, and tensors of the layers recomputed in the backward pass.
+    """Return the larger of two items: tensors of output layer or value head, and of the layers recomputed in the backward pass.
 
     On a rank that only scores, the second item is the tensors of one layer. The tuple is empty if the stage has neither.
     """
@@ -308,7 +308,7 @@ def _head_item(shape: ModelShape, settings: TrainerSettings) -> tuple[str, float
 
 
 def _head_bytes(shape: ModelShape, settings: TrainerSettings) -> tuple[float, float]:
-    """Return the bytes of the output layer in the forward and the backward pass, on the last pipeline stage.
+    """Return the bytes of the output layer, besides weights, in the forward and the backward pass on the last pipeline stage.
 
     In the forward pass, two float32 tensors of one chunk are alive while the next chunk's logits are computed in 16 bit and
     float32. In the backward pass, the weight's gradient is float32, and a chunk's gradient is alive while the next chunk's
