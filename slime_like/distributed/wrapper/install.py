@@ -138,7 +138,7 @@ def label_group(name: str, label: str) -> None:
 def drain() -> list[Metric]:
     """Return the metrics ``comm/...`` and ``guard/...`` of this rank since the last drain.
 
-    If ``spec.profile`` of the wrapper is a folder, also write all measurements so far to it.
+    If ``guard.profile`` is set, also write all measurements so far to the folder ``profile`` of the spec.
     """
     if _patches is None:
         return []
