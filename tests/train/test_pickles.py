@@ -1,16 +1,17 @@
-"""Classes of optimizers in a checkpoint's objects."""
+"""Objects and tensors in a checkpoint: classes of optimizers, and tensors with equal pickles."""
 
 from __future__ import annotations
 
 import io
 import pathlib
+import pickle
 
 import pytest
 import torch
 
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.platform.adamw import GroupStepAdamW
-from slime_like.train.megatron.platform.pickles import load_object
+from slime_like.train.megatron.platform.pickles import TensorLoader, load_object
 
 PATH = pathlib.Path("iter_0000001/__0_0.distcp")
 
@@ -31,3 +32,61 @@ def test_the_class_of_an_optimizer_is_loaded() -> None:
 def test_another_class_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: its pickle needs pathlib\.PurePath"):
         load_object(file_of({"class": pathlib.PurePath}), PATH)
+
+
+TENSORS = {
+    "vector": torch.arange(6.0),
+    "same pickle": torch.arange(6.0) + 7,
+    "same shape": torch.arange(6.0).bfloat16(),
+    "columns": torch.arange(12.0).view(3, 4).T,
+    "slice": torch.arange(12.0).view(3, 4)[1:, 2],
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 3, dtype=torch.int64),
+    "expanded": torch.ones(1).expand(5),
+    "gradient": torch.ones(2, requires_grad=True),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "conjugate": torch.complex(torch.ones(2), torch.arange(2.0)).conj(),
+    "negative": torch.complex(torch.ones(2), torch.arange(2.0)).conj().imag,
+    "sparse": torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+def test_tensors_are_loaded_as_torch_loads_them() -> None:
+    loader = TensorLoader()
+    for _ in range(3):  # the second and third time with the pickles of the first
+        for name, tensor in TENSORS.items():
+            actual, expected = loader.load(file_of(tensor)), torch.load(file_of(tensor), weights_only=True)
+            assert type(actual) is type(expected), name
+            for value in ("dtype", "shape", "layout", "requires_grad", "device"):
+                assert getattr(actual, value) == getattr(expected, value), name
+            assert (actual.is_conj(), actual.is_neg()) == (expected.is_conj(), expected.is_neg()), name
+            assert torch.equal(actual.to_dense(), expected.to_dense()), name
+            if actual.layout == torch.strided:
+                assert (actual.stride(), actual.storage_offset()) == (expected.stride(), expected.storage_offset()), (
+                    name
+                )
+                assert actual.untyped_storage().nbytes() == expected.untyped_storage().nbytes(), name
+
+
+def test_loaded_tensors_share_no_memory() -> None:
+    loader = TensorLoader()
+    first, second = (loader.load(file_of(torch.zeros(4))) for _ in range(2))
+    first += 1
+    assert torch.equal(second, torch.zeros(4)) and torch.equal(loader.load(file_of(torch.zeros(4))), torch.zeros(4))
+
+
+def test_a_file_that_is_no_tensor_is_refused_after_tensors() -> None:
+    loader = TensorLoader()
+    for _ in range(2):
+        loader.load(file_of(torch.zeros(4)))
+        with pytest.raises(pickle.UnpicklingError, match="PurePath"):
+            loader.load(file_of({"class": pathlib.PurePath}))
+
+
+@pytest.mark.parametrize("length", [0, 100, 600, -50])
+def test_a_cut_file_of_a_known_tensor_is_refused(length: int) -> None:
+    loader, content = TensorLoader(), file_of(torch.zeros(4)).getvalue()
+    loader.load(io.BytesIO(content))
+    with pytest.raises(RuntimeError):
+        loader.load(io.BytesIO(content[:length]))

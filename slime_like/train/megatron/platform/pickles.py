@@ -9,16 +9,22 @@ and ``common.pt`` with torch's default, which an environment variable can change
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from traceback import StackSummary
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.platform.adamw import GroupStepAdamW
@@ -54,11 +60,15 @@ OPTIMIZERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     torch.optim.AdamW,
     GroupStepAdamW,
 ]
+SMALL_BYTES = 1 << 20  # a tensor's file slice of at most this size is read into memory at once
 GLOBAL = re.compile(r"GLOBAL (\S+)")  # in the error of torch's weights-only unpickler
 
 
 class CheckedReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, with checks of ``.metadata`` and of the objects in ``.distcp`` files."""
+    """torch's reader of a checkpoint folder, with checks of ``.metadata`` and of the objects in ``.distcp`` files.
+
+    Tensors of at most ``SMALL_BYTES`` are loaded with ``TensorLoader``, which takes a tenth of torch's time.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return ``.metadata``. Raises a ``CheckpointException`` that wraps the ``CheckpointError`` of ``load_metadata``.
@@ -76,7 +86,34 @@ class CheckedReader(FileSystemReader):
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Read tensors and objects. Objects are read with ``load_object``, whose ``CheckpointError`` names the file."""
-        return super().read_data(plan, cast("Any", _CheckedObjects(planner, self)))
+        checked = _CheckedObjects(planner, self)
+        small_tensors, others = [], []
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            is_small = (
+                item.type == LoadItemType.TENSOR and info.length <= SMALL_BYTES and not info.transform_descriptors
+            )
+            (small_tensors if is_small else others).append((info, item))
+        self._read_small_tensors(small_tensors, planner)
+        return super().read_data(replace(plan, items=[item for _, item in others]), cast("Any", checked))
+
+    def _read_small_tensors(self, items: Sequence[tuple[Any, ReadItem]], planner: Any) -> None:
+        """Copy saved tensors into those of ``planner``, as torch's ``read_data`` does. Raises ``ValueError`` if shapes differ."""
+        loader = TensorLoader()
+        in_file_order = sorted(items, key=lambda pair: (pair[0].relative_path, pair[0].offset))
+        for name, of_file in itertools.groupby(in_file_order, key=lambda pair: pair[0].relative_path):
+            with (Path(self.path) / name).open("rb") as file:
+                for info, item in of_file:
+                    file.seek(info.offset)
+                    saved = loader.load(io.BytesIO(file.read(info.length)))
+                    saved = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
+                    target = planner.resolve_tensor(item).detach()
+                    if target.size() != saved.size():
+                        raise ValueError(
+                            f"{item.storage_index} has the shape {tuple(saved.size())}, not {tuple(target.size())}"
+                        )
+                    target.copy_(saved)
+                    planner.commit_tensor(item, target)
 
 
 class _CheckedObjects:
@@ -88,6 +125,9 @@ class _CheckedObjects:
     def __init__(self, planner: Any, reader: CheckedReader) -> None:
         self._planner = planner
         self._reader = reader
+        self._copies: dict[
+            bytes, bytes
+        ] = {}  # pickle of an object -> pickle of its checked copy; most objects are equal
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
@@ -95,10 +135,58 @@ class _CheckedObjects:
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Check one object and pass it to the planner."""
         file: str = self._reader.storage_data[read_item.storage_index].relative_path
-        copy = io.BytesIO()
-        torch.save(load_object(value, Path(self._reader.path) / file), copy)
-        copy.seek(0)
-        self._planner.load_bytes(read_item, copy)
+        pickled = value.getvalue()
+        if pickled not in self._copies:
+            copy = io.BytesIO()
+            torch.save(load_object(value, Path(self._reader.path) / file), copy)
+            self._copies[pickled] = copy.getvalue()
+        self._planner.load_bytes(read_item, io.BytesIO(self._copies[pickled]))
+
+
+class TensorLoader:
+    """Loader of tensors that ``torch.save`` wrote, which unpickles equal pickles once.
+
+    The pickle of a tensor contains dtype, shape and strides, but no values. A checkpoint has thousands of tensors with few
+    different pickles, and ``torch.load`` takes 0.2 ms for each.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: dict[bytes, _TensorLayout] = {}
+
+    def load(self, file: io.BytesIO) -> Any:
+        """Return ``torch.load(file, map_location="cpu", weights_only=True)``. Raises its errors."""
+        archive: Any = torch._C.PyTorchFileReader(file)  # pyright: ignore[reportPrivateUsage]  no public class reads records
+        pickled = archive.get_record("data.pkl")
+        is_plain = archive.has_record("byteorder") and archive.get_record("byteorder").decode() == sys.byteorder
+        layout = self._layouts.get(pickled) if is_plain else None
+        if layout is not None:
+            storage = archive.get_storage_from_record(
+                "data/0", layout.num_bytes, torch.UntypedStorage
+            ).untyped_storage()
+            return torch.empty(0, dtype=layout.dtype).set_(storage, layout.offset, layout.shape, layout.strides)
+        file.seek(0)
+        tensor = torch.load(file, map_location="cpu", weights_only=True)
+        if is_plain and type(tensor) is Tensor and _is_plain(tensor):
+            num_bytes = tensor.untyped_storage().nbytes()
+            self._layouts[pickled] = _TensorLayout(
+                tensor.dtype, num_bytes, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+            )
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorLayout:
+    dtype: torch.dtype
+    num_bytes: int  # of the storage
+    offset: int  # elements
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether dtype, shape and strides describe the tensor completely."""
+    others = (tensor.requires_grad, tensor.is_quantized, tensor.is_conj(), tensor.is_neg(), bool(vars(tensor)))
+    return tensor.layout == torch.strided and not any(others)
 
 
 def load_metadata(path: Path) -> Metadata:
