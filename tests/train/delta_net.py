@@ -41,17 +41,32 @@ class LayerCase:
     key_heads: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class LayerReference:
+    """Inputs of the full layer for T tokens, and its output and gradients by definition."""
+
+    hidden: Tensor  # [T, D]
+    upstream: Tensor  # [T, D], gradient of the output
+    out: Tensor  # [T, D]
+    hidden_grad: Tensor  # [T, D]
+    grads: dict[str, Tensor]  # HF name -> full gradient
+
+
+References = dict[tuple[Any, ...], LayerReference]
+
+
 def errors(world: RankWorld, shared: Shared, cases: Sequence[LayerCase]) -> list[dict[str, float]]:
     """Return per case this rank's largest errors of output and gradients, relative to the largest entry on any rank."""
     del shared
     errors_of_cases: list[dict[str, float]] = []
+    references: References = {}
     for case in cases:
         with FAULTS[case.fault]() if case.fault else contextlib.nullcontext():
-            errors_of_cases.append(_errors(world, case))
+            errors_of_cases.append(_errors(world, case, references))
     return errors_of_cases
 
 
-def _errors(world: RankWorld, case: LayerCase) -> dict[str, float]:
+def _errors(world: RankWorld, case: LayerCase, references: References) -> dict[str, float]:
     from slime_like.train.megatron.model.forward import make_micro
     from slime_like.train.megatron.platform import groups
 
@@ -71,19 +86,17 @@ def _errors(world: RankWorld, case: LayerCase) -> dict[str, float]:
         parameter.data = weight.split([full[n].detach() for n in weight.names], sizes.tp, rank_info.tp_rank)
     if sizes.sequence_parallel:
         local_index = local_index.chunk(sizes.tp)[rank_info.tp_rank]
-    hidden, upstream = _normal(1, int(bounds[-1]), HIDDEN), _normal(2, int(bounds[-1]), HIDDEN)
-    expected = layer_reference(hidden.requires_grad_(), full, bounds, layer.out_norm.eps, case.key_heads)
-    (expected * upstream).sum().backward()
-    local = hidden.detach()[local_index].requires_grad_()
+    reference = _reference(world, full, bounds, layer.out_norm.eps, case, references)
+    local = reference.hidden[local_index].requires_grad_()
     out = layer(local[:, None], packed_seq_params=micro.packed)[0][:, 0]
-    (out * upstream[local_index]).sum().backward()
-    assert local.grad is not None and hidden.grad is not None
+    (out * reference.upstream[local_index]).sum().backward()
+    assert local.grad is not None
     errors_of_part = {
-        "out": _relative(out, expected.detach()[local_index], expected.detach()),
-        "hidden": _relative(local.grad, hidden.grad[local_index], hidden.grad),
+        "out": _relative(out, reference.out[local_index], reference.out),
+        "hidden": _relative(local.grad, reference.hidden_grad[local_index], reference.hidden_grad),
     }
     for name, parameter in layer.named_parameters():
-        full_grads: list[Any] = [full[n].grad for n in table[name].names]
+        full_grads = [reference.grads[n] for n in table[name].names]
         _reduce_gradient(parameter, rank_info)
         errors_of_part[name] = _relative(
             parameter.grad, table[name].split(full_grads, sizes.tp, rank_info.tp_rank), *full_grads
@@ -133,6 +146,31 @@ def _weights(table: Mapping[str, Weight], decay: float) -> dict[str, Tensor]:
                 tensor = tensor * 0.3 + float(np.log(decay))
             out[name] = tensor.requires_grad_()
     return out
+
+
+def _reference(
+    world: RankWorld,
+    full: Mapping[str, Tensor],
+    bounds: np.ndarray,
+    eps: float,
+    case: LayerCase,
+    references: References,
+) -> LayerReference:
+    """Return the reference of ``case`` with the weights ``full``. Collective: one rank computes a new one for all."""
+    key = (tuple(bounds.tolist()), eps, case.decay, case.key_heads)
+    if key not in references:
+        source = len(references) % world.size
+        box: list[Any] = [None]
+        if world.rank == source:
+            hidden, upstream = _normal(1, int(bounds[-1]), HIDDEN), _normal(2, int(bounds[-1]), HIDDEN)
+            out = layer_reference(hidden.requires_grad_(), full, bounds, eps, case.key_heads)
+            (out * upstream).sum().backward()
+            grads: dict[str, Any] = {name: tensor.grad for name, tensor in full.items()}
+            assert hidden.grad is not None
+            box = [LayerReference(hidden.detach(), upstream, out.detach(), hidden.grad, grads)]
+        dist.broadcast_object_list(box, source)
+        references[key] = box[0]
+    return references[key]
 
 
 def layer_reference(
