@@ -15,8 +15,8 @@ _stores: list[dist.Store] = []  # torch keeps only the C++ part of a store alive
 class SoloStore(dist.Store):
     """Key-value store that behaves as if every absent rank had set its keys and joined every barrier.
 
-    Only ``check`` reports the keys of absent ranks as not set. The value of a key that this rank has not set is zeros, of the
-    length of an NCCL id. No wait blocks.
+    Only ``check``, ``delete_key`` and ``num_keys`` disregard the keys of absent ranks. The value of a key that this rank has not
+    set is zeros, of the length of an NCCL id. No wait blocks.
     """
 
     def __init__(self) -> None:

@@ -129,7 +129,10 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
 
 
 def _divided_tensors(part: ModelShape) -> Iterator[tuple[int, int]]:
-    """Yield (size, number) of each kind of layer tensor that tensor parallelism divides."""
+    """Yield (size, number) of each kind of layer tensor that the planner divides by the tensor parallel size.
+
+    They include some that the trainer replicates, such as norms of queries and keys, and latent attention's down-projections.
+    """
     for mixer in MIXERS:
         yield from ((size, part.count(mixer)) for size in part.mixer_tensors(mixer))
     yield from ((size, len(part.layers) - part.sparse_layers) for size in _mlp_tensors(part.hidden, part.dense_width))
