@@ -12,7 +12,7 @@ from slime_like.printable import print_output, visible
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit code: 0 completed, 1 failed, 2 invalid configuration or input, 130 interrupted."""
+    """Run the command and return its exit code: 0 completed, 1 failed, 2 config, dataset or checkpoint error, 130 interrupted."""
     return _exit_code_of(partial(_run, list(argv)))
 
 

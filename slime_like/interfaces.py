@@ -195,9 +195,9 @@ class Trainer(Protocol):
         ...
 
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
-        """Return a dict from sample id to the advantages [L] that the ranks computed in the last ``step``.
+        """Return a dict from sample id to the advantages [L] that the ranks computed for the last rollout that was not empty.
 
-        It contains those of ``sample_ids`` that were trained in that step. It is empty if the algorithm uses group
+        It contains those of ``sample_ids`` that were trained on in that rollout. It is empty if the algorithm uses group
         advantages, or if the run dumps no rollouts.
         """
         ...

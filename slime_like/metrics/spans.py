@@ -12,7 +12,7 @@ class Spans:
     """Recorder of phases.
 
     Example: ``with spans("train"): ...`` then ``spans.drain()`` gives ``{"train": (start, stop)}``. A name recorded twice
-    before a drain keeps its first start and its last stop.
+    before a drain keeps its earliest start and its latest stop.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Spans:
     def add(self, name: str, start: float, stop: float) -> None:
         """Record a phase with start and stop in unix seconds, such as one that another process timed.
 
-        If the name was recorded since the last drain, keep its first start and the later stop.
+        If the name was recorded since the last drain, keep the earlier start and the later stop.
         """
         with self._lock:
             previous = self._spans.get(name)
-            self._spans[name] = (start, stop) if previous is None else (previous[0], max(stop, previous[1]))
+            self._spans[name] = (start, stop) if previous is None else (min(start, previous[0]), max(stop, previous[1]))
 
     def drain(self) -> dict[str, tuple[float, float]]:
         """Return the phases recorded since the last call."""

@@ -154,10 +154,11 @@ def test_a_missing_library_names_key_and_fix(
         open_sinks(config, tmp_path, first_step=0, num_steps=2)
 
 
-def test_spans_keep_first_start_and_last_stop() -> None:
+def test_spans_keep_earliest_start_and_latest_stop() -> None:
     spans = Spans()
-    spans.add("push", 1.0, 2.0)
+    spans.add("push", 3.0, 4.0)
     spans.add("push", 5.0, 6.0)
+    spans.add("push", 1.0, 2.0)  # of another process, which reports later
     with spans("train"):
         pass
     drained_spans = spans.drain()
