@@ -170,7 +170,8 @@ class ModelShape:
     def mixer_tensors(self, mixer: str) -> tuple[int, ...]:
         """Return the number of elements of each parameter tensor of one layer's token mixer.
 
-        The trainer fuses queries, keys and values. The result is empty if the model has no such mixer.
+        Queries, keys and values share one input projection, as in the trainer, except in latent attention. The result is empty
+        if the model has no such mixer.
         """
         if mixer == ATTENTION and (a := self.attention):
             inputs = a.query * (2 if a.gated else 1) + 2 * a.key

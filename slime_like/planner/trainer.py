@@ -223,11 +223,12 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
     """Return the bytes per token that one layer keeps for its backward pass, as slime_like's layers save them.
 
     Around mixer and MLP, the residual stream and each norm's output are saved: five tensors of the hidden size. Attention
-    saves its queries before and after rotation, its output, its keys and values twice, and cosines and sines; an output gate
-    and context parallelism add to this. An MLP saves both halves of its first GEMM's output, one half activated, the other
-    plus an offset, and the second GEMM's input: five tensors of its width. Grouped experts save only both halves and the
-    second GEMM's input. Each of the etp ranks that share an expert has all of its tokens and a part of its width. Gated
-    DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU); fused kernels on a GPU keep fewer.
+    saves its queries before and after rotation, its output, its keys and values twice, cosines and sines, and a float32 per
+    head; an output gate and context parallelism add to this. An MLP saves both halves of its first GEMM's output, one half
+    activated, the other plus an offset, and the second GEMM's input: five tensors of its width. Grouped experts save only
+    both halves and the second GEMM's input. Each of the etp ranks that share an expert has all of its tokens and a part of
+    its width. Gated DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU); fused kernels on a
+    GPU keep fewer.
     """
     s, element = settings, PARAMETER_BYTES[settings.dtype]
     local = s.tp if s.sequence_parallel else 1
