@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from slime_like.phantom.device import PhantomGpu
 from tests.gdn.test_fla import PREPARED, install
-from tests.train.ranks import run_ranks
+from tests.phantom.forks import PhantomForks
 
 pytestmark = pytest.mark.slow
 
@@ -46,17 +47,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment(gpu: PhantomGpu, *packages: Path) -> dict[str, str]:
-    """Return the variables of a process on phantom GPUs that has stand-ins for SGLang's kernels, and ``packages``."""
-    folders = (*map(str, (KERNELS, *packages)), os.environ.get("PYTHONPATH"))
-    return gpu.environment() | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the variables of a process on two phantom GPUs with stand-ins for SGLang's kernels, and torch_memory_saver."""
+    packages = PREPARED if (PREPARED / "torch_memory_saver").is_dir() else install(tmp_path_factory.mktemp("packages"))
+    saver = tmp_path_factory.mktemp("saver")
+    for package in packages.glob("torch_memory_saver*"):
+        (saver / package.name).symlink_to(package)
+    folders = (str(KERNELS), str(saver), os.environ.get("PYTHONPATH"))
+    return PhantomGpu(num_devices=2).environment() | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 @pytest.fixture(scope="module")
-def resolved(model: Path) -> dict[str, Any]:
-    variables = environment(PhantomGpu(num_devices=2))
-    (result,) = run_ranks("tests.phantom.engine_arguments:resolve", 1, model, VARIANTS, environment=variables)
-    return result
+def forks(variables: dict[str, str]) -> Iterator[PhantomForks]:
+    """Start a process that has imported SGLang's server, and forks ranks."""
+    with PhantomForks("tests.phantom.forks:import_engine", variables) as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def resolved(forks: PhantomForks, model: Path, variables: dict[str, str]) -> dict[str, Any]:
+    return forks.run("tests.phantom.engine_arguments:resolve", model, VARIANTS, environment=variables)
 
 
 def test_every_hook_is_in_place(resolved: dict[str, Any]) -> None:
@@ -80,18 +91,13 @@ FIRST_FREE = 85.0  # GiB
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    scratch = tmp_path_factory.mktemp("served")
-    packages = PREPARED if (PREPARED / "torch_memory_saver").is_dir() else install(scratch / "packages")
-    (saver := scratch / "saver").mkdir()
-    for package in packages.glob("torch_memory_saver*"):
-        (saver / package.name).symlink_to(package)
-    (used := scratch / "used").mkdir()
-    variables = environment(PhantomGpu(), saver) | {"PHANTOM_GPU_USE": str(used)}
+def served(
+    forks: PhantomForks, model: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    environment = variables | {"PHANTOM_GPU_USE": str(tmp_path_factory.mktemp("used"))}
     changes = {"releases_memory": True, "sglang": {"mem_fraction_static": STATIC}}
     target = "tests.phantom.engine_process:run"
-    (result,) = run_ranks(target, 1, model, changes, FIRST_FREE, seconds=300, environment=variables)
-    return result
+    return forks.run(target, model, changes, FIRST_FREE, seconds=300, environment=environment)
 
 
 @pytest.mark.engine
