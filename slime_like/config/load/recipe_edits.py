@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 import os
 import posixpath
@@ -12,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -49,7 +52,7 @@ def configs_without(configs: Path, files: Mapping[str, Path | None], keys: Seque
     for name, path in files.items():
         if path is None:
             continue
-        tree = _read(path)
+        tree = copy.deepcopy(_read(path))
         if removed := {key for key in keys if _remove(tree, key)}:
             set_keys |= removed
             header = _HEADER.match(InputFile(path, ConfigError, FIX).text())
@@ -131,18 +134,27 @@ def _config(base: str, name: str, optional: bool = False) -> _Included:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the tree of a config, read as Hydra reads it, with interpolations as text.
+    """Return the tree of a config, which callers do not modify, read as Hydra reads it, with interpolations as text.
 
     Raises ``ConfigError`` naming the file if it cannot be read or is not a mapping.
     """
     file = InputFile(path, ConfigError, FIX)
     text = file.text()
-    if not isinstance(file.yaml(), dict | None):  # OmegaConf reads a word as the mapping {word: null}
-        raise file.refused("is not a mapping of keys to settings")
     try:
-        return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False))
+        tree = _parse(text)
     except (OmegaConfBaseException, *YAML_ERRORS) as error:
         raise file.refused(f"cannot be read as YAML ({reason(error)})") from error
+    if tree is None:
+        raise file.refused("is not a mapping of keys to settings")
+    return tree
+
+
+@functools.lru_cache(maxsize=256)  # configs that are composed in one process share most files
+def _parse(text: str) -> dict[str, Any] | None:
+    """Return the tree of a config, read as Hydra reads it, with interpolations as text, or None if it is not a mapping."""
+    if not isinstance(yaml.safe_load(text), dict | None):  # OmegaConf reads a word as the mapping {word: null}
+        return None
+    return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False))
 
 
 def _remove(tree: Mapping[str, Any], key: str) -> bool:
