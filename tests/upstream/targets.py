@@ -1,11 +1,11 @@
-"""Install every hook and patch of one upstream package and print ``{name: problem or null}`` as JSON.
+"""Install every hook and patch of upstream packages and print ``{package: {name: problem or null}}`` as JSON.
 
-Run in a separate process: ``python -m tests.upstream.targets sglang`` (or ``megatron``, ``torch``).
+Run in a separate process: ``python -m tests.upstream.targets megatron torch`` (or ``sglang``, whose environment differs). Each
+package has a fork of its own. If it fails, the value is its output.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -14,13 +14,17 @@ import os
 import pkgutil
 import re
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from slime_like.rollout.engine.sglang_imports import LOSSES, DeferredLosses, sglang_imports
 from slime_like.util.imports import heavy_imports
+
+with heavy_imports():
+    import torch
+
+    from slime_like.rollout.engine.sglang_imports import LOSSES, DeferredLosses, sglang_imports
 
 HOOK_SETS = (
     "unused_libraries",
@@ -269,12 +273,33 @@ def of_torch() -> dict[str, str | None]:
     return {name: problem(lambda r=name == "release": install_and_remove(r)) for name in WRAPPERS}
 
 
+CHECKS: dict[str, Callable[[], dict[str, Any]]] = {"sglang": sglang, "megatron": megatron, "torch": of_torch}
+
+
+def in_fork(package: str) -> dict[str, Any] | str:
+    """Return the problems of an upstream package, found by a fork of this process, or the output of a failed fork."""
+    with tempfile.TemporaryFile("w+") as results, tempfile.TemporaryFile("w+", errors="replace") as output:
+        if (pid := os.fork()) == 0:
+            for descriptor in (1, 2):
+                os.dup2(output.fileno(), descriptor)
+            try:
+                with heavy_imports():
+                    json.dump(CHECKS[package](), results)
+                results.flush()
+                os._exit(0)
+            except BaseException:  # noqa: BLE001 (fault boundary: the test shows it)
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        file = output if code else results
+        file.seek(0)
+        return f"ended with {code}\n{file.read()}" if code else json.load(file)
+
+
 def main() -> None:
-    """Print the problems of one upstream package as the last line."""
-    checks: dict[str, Callable[[], dict[str, Any]]] = {"sglang": sglang, "megatron": megatron, "torch": of_torch}
-    with contextlib.redirect_stdout(sys.stderr), heavy_imports():
-        problems = checks[sys.argv[1]]()
-    sys.stdout.write(json.dumps(problems) + "\n")
+    """Print the problems of the packages that the command line names."""
+    sys.stdout.write(json.dumps({package: in_fork(package) for package in sys.argv[1:]}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every hook and patch finds its target in the installed SGLang, megatron-core and torch.
 
 CI runs the tests marked ``upstream`` with the next version of each (``scripts/next_upstream.sh``); a failure
-names the hook or patch that no longer fits. Each is installed as in a run, in a new process.
+names the hook or patch that no longer fits. Each is installed as in a run, in a process per package.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,26 +25,27 @@ ENGINE = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 
 
 
 @functools.cache
-def run(package: str) -> subprocess.CompletedProcess[str]:
-    """Run the process that installs the hooks and patches of ``package``, and return its output."""
-    environment = engine_environment.child_environment(ENGINE, "/nowhere") if package == "sglang" else None
-    return subprocess.run(
-        [sys.executable, "-m", "tests.upstream.targets", package],
+def run(*packages: str) -> dict[str, Any]:
+    """Run the process that installs the hooks and patches of ``packages``, and return what it prints."""
+    environment = engine_environment.child_environment(ENGINE, "/nowhere") if "sglang" in packages else None
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.upstream.targets", *packages],
         cwd=Path(__file__).parents[2],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def check(package: str, name: str) -> None:
     """Fail with the problem of the hooks, patch or wrapper ``name``, if there is one."""
-    result = run(package)
-    assert result.returncode == 0, result.stderr
-    problem: str | None = json.loads(result.stdout.splitlines()[-1])[name]
-    if problem is not None:
-        pytest.fail(f"{package}, {name}: {problem}", pytrace=False)
+    problems = run("sglang")[package] if package == "sglang" else run("megatron", "torch")[package]
+    assert isinstance(problems, dict), problems
+    if problems[name] is not None:
+        pytest.fail(f"{package}, {name}: {problems[name]}", pytrace=False)
 
 
 @pytest.mark.parametrize("hook_set", targets.HOOK_SETS)
