@@ -1,4 +1,4 @@
-"""Resolve names in the configuration to objects. ``slime_like.config.schema.names`` lists the names; ``resolve`` imports one."""
+"""Resolve names in the configuration to objects: ``slime_like.config.schema.names`` lists them, ``resolve`` imports one."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def own_entry(table_name: str) -> str:
 
 
 def _own_path(name: str) -> str:
-    """Return a hint to give the import path of a user's component, with a path guessed from ``name`` or else two examples."""
+    """Return a hint for a user's own function: an import path guessed from ``name`` or, if none can be guessed, two examples."""
     module, _, function = name.rpartition(".")
     likely = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}" if module else ""
     example = likely or "my_package.my_module:my_function or my_file.py:my_function"
@@ -130,8 +130,8 @@ def _own_path(name: str) -> str:
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
     """Import and return the object that ``table`` maps ``name`` to or, if ``name`` is an import path, the object at that path.
 
-    Raises ``ConfigError`` naming ``key`` if ``name`` is unknown, or if its module cannot be imported or lacks the
-    attribute.
+    Raises ``ConfigError`` naming ``key`` if ``name`` is unknown or an incomplete path, or if its module cannot be imported or
+    lacks the attribute.
     """
     target = table.get(name, name)
     if not is_path(target):
@@ -153,7 +153,7 @@ def resolve(key: str, name: str, table: dict[str, str]) -> Any:
 
 
 def _nearest_function(name: str, module: ModuleType) -> str:
-    """Return a hint for an attribute that ``module`` lacks: a similar name, or all names that the module or package defines."""
+    """Return a hint for an attribute that ``module`` lacks: a similar name, or all public functions and classes it defines."""
     public = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
     if close := closest(name, public):
         return f"did you mean {close!r}?"

@@ -26,7 +26,7 @@ def memory_lines(table: MemoryTable, available: float | None = None) -> Iterator
 def engine_lines(
     shape: ModelShape, hardware: Hardware, workload: Workload, now: EngineAnswer, alternatives: Iterable[Change]
 ) -> Iterator[str]:
-    """Yield the memory of an engine rank, the batch that fits, its speed, and the effect of every change."""
+    """Yield the memory of an engine rank, the batch that fits, its speed, and the effect of each change in ``alternatives``."""
     s, memory = now.settings, now.memory
     layout = f"tp {s.gpus}" + (f", dp attention {s.dp_attention}" if s.dp_attention > 1 else "")
     layout += (f", dcp {s.dcp}" if s.dcp > 1 else "") + (f", FlowMLA of {' '.join(s.flow_mla)}" if s.flow_mla else "")
@@ -55,7 +55,7 @@ def engine_lines(
 def trainer_lines(
     shape: ModelShape, settings: TrainerSettings, table: MemoryTable, hardware: Hardware
 ) -> Iterator[str]:
-    """Yield the memory of a trainer rank, and the effect of every change on it."""
+    """Yield the memory of a trainer rank, and how each single change in ``trainer_changes`` affects it."""
     s, memory = settings, hardware.gpu.memory
     place = f", {table.place}" if table.place else ""
     yield (

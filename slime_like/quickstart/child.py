@@ -75,7 +75,7 @@ def _record_signals(name: str, signals: list[str]) -> Generator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send ``SIGNALS`` to the child if it is running, wait up to ``END_S`` for its end, and kill its process group."""
+    """Send ``SIGNALS`` to a running child, wait up to ``END_S`` for its end, then kill its process group and reap the child."""
     if process.poll() is None:
         for number in SIGNALS:
             process.send_signal(number)

@@ -66,7 +66,10 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape of the model. It is part of the stamp of the quickstart's files, which are rewritten if a value changes."""
+    """Shape, tokenizer and seed of the model.
+
+    They are part of the stamp of the quickstart's files, which are rewritten if a value changes.
+    """
 
     model_type: str = "qwen3"
     hidden_size: int = 128
@@ -152,7 +155,7 @@ def _fill_padding(model: Any, config: Any) -> None:
 
 
 def write_tokenizer(folder: Path, tool_tokens: tuple[str, ...] = (), chat_template: str | None = None) -> None:
-    """Write a tokenizer with one token per character and one for each of ``tool_tokens``."""
+    """Write a tokenizer with tokens for padding and end, one per character, and one for each of ``tool_tokens``."""
     with heavy_imports():
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast

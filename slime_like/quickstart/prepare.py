@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """Specs of a default job's inputs."""
+    """Model, task and warm start of one default job, such as ``+recipe=quickstart``."""
 
     model: ModelSpec
     warm_start: str  # recipe of the warm start
@@ -77,10 +77,11 @@ def prepare_tool(cfg: TrainConfig) -> None:
 def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
     """Create the missing inputs of ``cfg``: datasets, a random model and, unless algo=sft, a warm-started model.
 
-    Each folder has a stamp of the specs and sources of its files, and is rewritten when a spec or source changes. Raises
-    ``ConfigError`` as ``check_folders`` does, and for a folder of an outdated warm start in which the user has files;
-    ``WorkerError`` if the warm start fails; ``DeadlineExceeded`` if the warm start, or another quickstart that prepares the
-    same files, takes longer than ``WARM_START_DEADLINE_S``.
+    The folder of datasets and random model, and that of the warm start, each have a stamp of the specs and sources of their
+    files, and are rewritten when one of these changes. A warm start that the user has run (``_is_users_warm_start``) is used
+    as it is. Raises ``ConfigError`` as ``check_folders`` does, and for a folder of an outdated warm start in which the user
+    has files; ``WorkerError`` if the warm start fails; ``DeadlineExceeded`` if the warm start, or another quickstart that
+    prepares the same files, takes longer than ``WARM_START_DEADLINE_S``.
     """
     check_folders(cfg)
     assets, warm = Path(cfg.data.train).parent, Path(cfg.model.hf_checkpoint).parent
@@ -94,8 +95,8 @@ def check_folders(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if the quickstart cannot use the folders of ``data.train`` and ``model.hf_checkpoint``.
 
     A folder is refused if it has files but no stamp. That of ``model.hf_checkpoint`` may instead be a finished warm start of the
-    user (``_is_users_warm_start``), but not an unfinished one, and its path must end in /``EXPORT``. With algo=sft, only the
-    folder of ``data.train`` is checked.
+    user (``_is_users_warm_start``), but not an unfinished one; ``model.hf_checkpoint`` itself must end in /``EXPORT``. With
+    algo=sft, only the folder of ``data.train`` is checked.
     """
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):
@@ -116,7 +117,7 @@ def _check_owned(key: str, folder: Path) -> None:
 
 
 def _is_users_warm_start(cfg: TrainConfig, folder: Path) -> bool:
-    """Return whether the user has run the warm start of ``cfg`` in ``folder``, as by ``+recipe=quickstart_sft``.
+    """Return whether the user has run the warm start of ``cfg`` in ``folder``, for example with ``+recipe=quickstart_sft``.
 
     The quickstart starts from the export of this run, and neither repeats the run nor writes into its folder. Raises
     ``ConfigError`` if the run has no export yet, or if the config.yaml in ``folder`` is not that of a run.
@@ -244,7 +245,7 @@ def _empty(folder: Path) -> None:
 
 
 def _stamp(job: PreparedJob) -> dict[str, object]:
-    """Return the inputs that determine the files: specs and sources."""
+    """Return the inputs that determine the data and the model: their specs, and digests of the code that writes them."""
     inputs = {
         "task": asdict(job.task),
         "model": asdict(job.model),

@@ -39,7 +39,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LongSum(Addition):
-    """Sum of two numbers; both and the sum have three digits. Example: ``LongSum(475, 386)``: answer 861, guess 475."""
+    """Three-digit sum of two three-digit numbers. Example: ``LongSum(475, 386)`` has the answer 861 and the wrong guess 475."""
 
     @property
     def guess(self) -> str:

@@ -19,7 +19,7 @@ MIN_TOKENS = 16  # minimum for a slope
 
 @dataclass(frozen=True, slots=True)
 class DifferenceCause:
-    """Possible cause of the difference, with its measurement."""
+    """Possible cause of the difference between trainer and engine log-probabilities, with its measurement."""
 
     cause: str
     measurement: str
@@ -27,7 +27,7 @@ class DifferenceCause:
 
 
 def attribute(record: RunRecord, tables: Sequence[TokenTable]) -> list[DifferenceCause]:
-    """Return the total difference, then its possible causes: staleness, temperature, precision and kernel.
+    """Return the total trainer-engine difference, then its possible causes: staleness, temperature, precision and kernel.
 
     Each entry has a measurement, or says why there is none or which option enables it.
     """
@@ -48,9 +48,9 @@ def by_age(tables: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
 def slope(tables: Sequence[TokenTable]) -> tuple[float, int] | None:
     """Return the least-squares slope of trainer on engine log-probabilities, and the number of tokens.
 
-    Only tokens that were sampled with the weight version that the trainer had are used. The slope is about 1 if engine and
-    trainer use the same temperature. The result is None if there are fewer than ``MIN_TOKENS`` tokens, or if the engine's
-    log-probabilities are all equal.
+    A token is used if it was sampled with the weight version that the trainer had, and both log-probabilities are finite. The
+    slope is about 1 if engine and trainer use the same temperature. The result is None if there are fewer than
+    ``MIN_TOKENS`` tokens, or if the engine's log-probabilities are all equal.
     """
     pairs = [
         (table.rollout_logprobs[valid], table.trainer_logprobs[valid])

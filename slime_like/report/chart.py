@@ -16,7 +16,7 @@ NUM_COLOURS = 8  # classes c0..c7 of the page's style
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: points (x, y) ordered by x; a y that is not finite or exceeds ``MAX_VALUE`` leaves a gap."""
+    """One line: points (x, y) ordered by x; a y that is not finite, or beyond ``MAX_VALUE`` in magnitude, leaves a gap."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -24,7 +24,10 @@ class Series:
 
 
 def chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "", mark: float | None = None) -> str:
-    """Return an SVG figure of ``series`` over steps, with a legend if there are several; ``mark`` is a step to highlight."""
+    """Return an HTML figure: an SVG chart of ``series`` over steps, or "no value" if there is nothing to draw.
+
+    It has a legend if it shows several series; ``mark`` is a step to highlight.
+    """
     lines = [line for line in series if any(_is_drawn(y) for _, y in line.points)]
     head = f"<figcaption>{html(title)}{f' <small>{html(unit)}</small>' if unit else ''}</figcaption>"
     if not lines:
@@ -40,7 +43,7 @@ def chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "
 
 
 def ticks(low: float, high: float, max_ticks: int = 5) -> list[float]:
-    """Return about ``max_ticks`` round numbers in ``[low, high]``."""
+    """Return about ``max_ticks`` round numbers in ``[low, high]``; only ``low`` if ``high`` is not larger."""
     if not high > low:
         return [low]
     raw = (high - low) / max_ticks
@@ -94,7 +97,7 @@ def _lines(series: Sequence[Series], mark: float | None) -> Iterator[str]:
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most ``MAX_POINTS`` points: the minimum and maximum of each interval, which keeps spikes."""
+    """Return the points or, if more than ``MAX_POINTS``, the minimum and maximum of each interval, which keeps spikes."""
     size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:
         return list(points)
@@ -106,7 +109,7 @@ def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _pieces(points: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
-    """Yield the parts of a line between its gaps."""
+    """Yield the parts of a line between its gaps: each sequence of consecutive points that can be drawn."""
     piece: list[tuple[float, float]] = []
     for point in points:
         if _is_drawn(point[1]):

@@ -22,7 +22,7 @@ class Divergence:
     b: tuple[tuple[int, float], ...]
     num_common: int  # number of steps that both runs have
     step: int | None  # the first of these steps at which the values differ; None if they agree
-    largest: float  # largest |a - b| over the common steps; nan if there are none
+    largest: float  # largest |a - b| that is not nan, over the common steps; nan if there is none
 
     @property
     def values(self) -> tuple[float, float]:
@@ -63,10 +63,10 @@ def is_time(metric: str) -> bool:
 
 
 def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, times: bool = False) -> Comparison:
-    """Compare every metric of both runs at their common steps.
+    """Compare the configurations of both runs, and the metrics of both at their common steps.
 
-    Two values differ if ``|a - b| > absolute + relative * max(|a|, |b|)``; nan equals nan only. With ``times``, times and
-    rates are compared too.
+    Two values differ if ``|a - b| > absolute + relative * max(|a|, |b|)``; nan and infinities equal themselves only. Times
+    and rates are compared only with ``times``.
     """
     names_a, names_b = ([name for name in run.metrics if times or not is_time(name)] for run in (a, b))
     set_a, set_b = set(names_a), set(names_b)
@@ -77,7 +77,7 @@ def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, tim
 
 
 def config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
-    """Return the dotted keys whose values differ, with both values."""
+    """Return the dotted keys whose values differ, with both values; ``MISSING`` stands for the value of a missing key."""
     values_a, values_b = flat(a), flat(b)
     keys = [*values_a, *(key for key in values_b if key not in values_a)]
     pairs = ((key, values_a.get(key, MISSING), values_b.get(key, MISSING)) for key in keys)

@@ -23,7 +23,7 @@ SPARK_WIDTH = 24
 
 
 def plain(text: str) -> str:
-    """Escape markup and control characters for rich."""
+    """Escape rich's markup and the characters that ``visible`` escapes."""
     return escape(visible(text))
 
 
@@ -49,7 +49,10 @@ def spark(values: Sequence[float], low: float, high: float) -> str:
 
 
 def print_comparison(comparison: Comparison, patterns: Sequence[str], stream: TextIO) -> None:
-    """Print the summary, curves, first differences and differing config keys to ``stream``."""
+    """Print to ``stream`` the summary, curves and first differences of the selected metrics, and config keys that differ.
+
+    ``patterns`` selects the metrics, see ``select_metrics``.
+    """
     console = Console(file=stream, highlight=False)
     for line in summary(comparison):
         console.print(plain(line))
@@ -89,7 +92,10 @@ def summary(comparison: Comparison) -> Iterator[str]:
 
 
 def html_page(comparison: Comparison, patterns: Sequence[str]) -> str:
-    """Return a self-contained page with the curves of both runs, their first differences and the keys that differ."""
+    """Return a self-contained page: summary, curves and first differences of the selected metrics, and config keys that differ.
+
+    ``patterns`` selects the metrics, see ``select_metrics``.
+    """
     return page(f"{comparison.a.name} and {comparison.b.name}", _body(comparison, patterns))
 
 

@@ -44,7 +44,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'none'; form-ac
 
 
 def html(value: object) -> str:
-    """Escape markup and control characters of a value, for use as text or in an attribute."""
+    """Escape markup, and the characters that ``visible`` escapes, for use as text or in an attribute."""
     return escape(visible(str(value)), quote=True)
 
 

@@ -43,10 +43,11 @@ class RunRecord:
 
 
 def read_record(folder: Path) -> RunRecord:
-    """Read a run's folder. An incomplete last line of the metrics, which a killed run can leave, is skipped with a note.
+    """Read a run's folder.
 
-    Raises ``DataError`` if ``folder`` is not that of a run that has finished a step, or if a file or line cannot be read. The
-    error names the folder, file or line.
+    An incomplete last line of the metrics, which a killed run can leave, is skipped with a note; a missing config.yaml also
+    adds only a note. Raises ``DataError`` if ``folder`` is not that of a run that has finished a step, or if a file or line
+    cannot be read. The error names the folder, file or line.
     """
     path = folder / METRICS
     if not folder.is_dir():

@@ -17,7 +17,7 @@ REPORT = "report.html"
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the report of a run's folder atomically to ``out``, by default report.html in the folder. Return its path.
 
-    Raises ``DataError`` if the folder is not a run's or has unreadable files, ``OSError`` if the report cannot be written.
+    Raises ``DataError`` as ``read_record`` and ``sampled_rollouts`` do, and ``OSError`` if the report cannot be written.
     """
     record = read_record(run_dir)
     sampled = sampled_rollouts(run_dir / "rollouts")

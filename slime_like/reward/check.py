@@ -1,6 +1,7 @@
 """Loading and validation of rewards.
 
-The driver checks names and signatures before it starts processes; the workers load the functions.
+The driver imports the rewards of the configuration to check their signatures before it starts processes; the worker processes
+import the rewards that they call.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ SPECIAL = re.compile(r"<\|[^|<>]*\|>")  # special tokens of a chat template, if 
 
 @needs_label
 def dapo(prompt: Prompt, sample: Sample) -> Reward:
-    """Return score 1 and accuracy 1 if the last ``Answer:`` has the label's value, else -1 and 0.
+    """Return score 1 and accuracy 1 if the last ``Answer:`` in the last ``TAIL`` characters has the label's value, else -1 and 0.
 
     Raises ``ValueError`` if the prompt has no label.
     """

@@ -8,6 +8,9 @@ from slime_like.types import Prompt, Reward, Sample
 
 @needs_label
 def exact(prompt: Prompt, sample: Sample) -> Reward:
-    """Return score and accuracy 1 if the texts are equal, else 0. Raises ``ValueError`` if the prompt has no label."""
+    """Return score and accuracy 1 if response and label are equal, apart from outer whitespace, else 0.
+
+    Raises ``ValueError`` if the prompt has no label.
+    """
     correct = sample.text.strip() == label_of(prompt).strip()
     return Reward(score=float(correct), accuracy=float(correct))

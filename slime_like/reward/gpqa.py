@@ -97,6 +97,7 @@ def gpqa(prompt: Prompt, sample: Sample) -> Reward:
 
     Only the text after the last ``</think>`` counts, if there is one. If this text states no letter, or the row's correct
     letter is unknown, the response is correct if this text contains the text of the correct option.
+    Raises ``ValueError`` as ``question`` does.
     """
     parsed = question(prompt.label, prompt.metadata)
     text = sample.text.rpartition(THOUGHT)[2]

@@ -72,9 +72,10 @@ def only_boxed(sample: Sample) -> Sample:
 
 
 def equal(label: str, answer: str) -> bool:
-    """Return whether label and answer are equal as text or have the same value; False if either is empty.
+    """Return whether label and answer are equal as text or have the same value; False if ``plain`` of either is empty.
 
-    The comparison of text ignores case and appearance (``plain``). Values are compared only if sympy can evaluate both safely.
+    The comparison of text uses ``plain``, which ignores case and appearance. Values other than integers are compared only if
+    sympy can evaluate both safely.
     """
     label, answer = label.strip(), answer.strip()
     if not plain(label) or not plain(answer):

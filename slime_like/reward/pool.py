@@ -30,9 +30,9 @@ class RewardPool:
 
     If a call takes longer than ``reward.timeout_s``, its process is killed. A process killed for this reason, from outside,
     or for exceeding ``reward.memory_gb`` is replaced. The samples of such calls, and samples that the reward server did not
-    score despite retries, get ``reward.fallback``; if that is null they fail and enter no baseline. ``reward/timeouts``
-    and ``reward/killed`` count the calls, ``reward/remote_failures`` and ``reward/fallbacks`` the samples. A reward that
-    raises, ends its process or returns something other than a finite number raises ``RewardError`` and ends the run.
+    score, get ``reward.fallback``; if that is null they fail and enter no baseline. ``reward/timeouts`` and
+    ``reward/killed`` count the calls, ``reward/remote_failures`` and ``reward/fallbacks`` the samples. If a reward raises,
+    ends its process or returns an invalid value (``validated_reward``), ``RewardError`` ends the run.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -76,7 +76,7 @@ class RewardPool:
         self._remote.inject_outage(seconds)
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the records of injected outages of the reward server, including current ones."""
+        """Return the records of injected outages of the reward server, and forget the outages whose record is complete."""
         return self._remote.take_recoveries()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class RewardPool:
         return replace(sample, reward=Reward(self._config.fallback))
 
     async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
-        """Return the reward ``name`` of each sample; None if its call was late, its process was killed or the server failed."""
+        """Return the reward ``name`` of each sample; None if its call was late or killed, or if the reward server failed."""
         if split_prefix(name)[1] == REMOTE:
             return await gather_or_cancel([self._query_server(name, prompt, sample) for sample in samples])
         if await self._is_for_groups(name):
@@ -240,7 +240,7 @@ class RewardPool:
 
 
 def _compose(weights: Mapping[str, float], parts: Sequence[Reward]) -> Reward:
-    """Return a reward with the weighted sum of the scores of ``parts``, and the first accuracy that is not None.
+    """Return a reward with the weighted sum of the scores, the first accuracy that is not None, and each score by name.
 
     A single part of weight 1 is returned unchanged.
     """

@@ -42,7 +42,11 @@ class WorkerProcess:
     """
 
     def __init__(self, call_seconds: float, memory_bytes: int) -> None:
-        """Start the process. ``memory_bytes`` is the memory limit that the kernel enforces; 0 means no limit."""
+        """Start the process.
+
+        The process ends itself if a call takes much longer than ``call_seconds``. ``memory_bytes`` is the memory limit that the
+        kernel enforces; 0 means no limit.
+        """
         self.loaded: dict[str, bool] = {}  # by reward: True if it takes groups
         self._pipe_lock = (
             threading.Lock()

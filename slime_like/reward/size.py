@@ -1,8 +1,8 @@
 """Upper bound on the size of a formula after sympy has evaluated and expanded it.
 
 The bound is computed without evaluating the formula, because a few characters can denote numbers that exhaust memory:
-``((9^{99})^{99})^{99}``, ``\\binom{999!}{500!}``, ``(a+b+c+d+e+f)^{99}``. The reader parses LaTeX as sums of products of
-powers, and assumes that letters are small numbers.
+``((9^{99})^{99})^{99}``, ``\\binom{999!}{500!}``, ``(a+b+c+d+e+f)^{99}``. LaTeX is parsed as sums of products of
+powers; letters are assumed to be small numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Size:
     is_number: bool = False  # numeric: collapses into one term
 
     def times(self, other: Size) -> Size:
-        """Return the bound on a product or quotient."""
+        """Return the bound on the product or quotient with ``other``."""
         return Size(
             min(MAX_SIZE, self.digits + other.digits),
             min(MAX_SIZE, self.terms * other.terms),
@@ -41,13 +41,13 @@ class Size:
         )
 
     def plus(self, other: Size) -> Size:
-        """Return the bound on a sum or difference."""
+        """Return the bound on the sum or difference with ``other``."""
         are_numbers = self.is_number and other.is_number
         terms = 1.0 if are_numbers else min(MAX_SIZE, self.terms + other.terms)
         return Size(max(self.digits, other.digits) + 0.31, terms, are_numbers)
 
     def power(self, exponent: Size) -> Size:
-        """Return the bound on a power."""
+        """Return the bound on this value raised to ``exponent``."""
         if exponent.digits > ARGUMENT_DIGITS:
             return HUGE
         n = math.ceil(10.0**exponent.digits)
