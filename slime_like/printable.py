@@ -59,8 +59,8 @@ def complaint(error: BaseException) -> str:
 def hide_in_logs(secret: str) -> None:
     """Mask ``secret`` in every record that this process logs from now on, for current and future handlers.
 
-    The message, its arguments and the traceback are masked. An argument that is not a string is replaced by its masked
-    ``str`` or ``repr`` if that contains the secret, and is otherwise unchanged.
+    The message, its arguments and the traceback are masked. An argument that is neither a string nor a number is replaced by
+    its masked ``str`` or ``repr`` if that contains the secret, and is otherwise unchanged; numbers are always unchanged.
     """
     base_factory = logging.getLogRecordFactory()
 
