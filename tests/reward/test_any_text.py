@@ -49,7 +49,7 @@ def scorer() -> Iterator[Scorer]:
     with asyncio.Runner() as runner:
         server = serve(lambda *_: (200, "0.5"))
         url, _ = runner.run(server.__aenter__())
-        pool = RewardPool(RewardConfig(remote_url=url, timeout_s=20))
+        pool = RewardPool(RewardConfig(workers=1, remote_url=url, timeout_s=20))
         yield Scorer(runner, pool)
         runner.run(pool.stop())
         runner.run(server.__aexit__(None, None, None))
