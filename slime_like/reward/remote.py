@@ -87,7 +87,7 @@ class RemoteReward:
         self._outages.append(Outage(seconds))
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the records of injected outages, and forget the outages whose record is complete."""
+        """Return a record of each injected outage that failed a request, and forget the outages whose record is complete."""
         recoveries = tuple(recovery for outage in self._outages for recovery in outage.recoveries())
         for outage in self._outages:
             if outage.is_over:

@@ -13,7 +13,7 @@ from slime_like.types import SampleGroup
 def shuffle_rewards(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
     """Return new groups in which the rewards of all trained samples are permuted across the batch.
 
-    The multiset of rewards is unchanged, so means and histograms look the same. Failed and aborted samples keep reward 0.
+    The multiset of rewards is unchanged, so means and histograms look the same. Failed and aborted samples stay as they are.
     """
     rewards = [r for group in groups for sample in group.samples if (r := sample.trained_reward) is not None]
     order = iter(np.random.default_rng(seed).permutation(len(rewards)).tolist())

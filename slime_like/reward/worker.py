@@ -104,7 +104,7 @@ def to_reward(value: object) -> Reward:
 def to_rewards(value: object, num_samples: int) -> tuple[Reward, ...]:
     """Convert the return value of a group reward.
 
-    Raises ``ValueError`` unless it is a sequence with one element per sample, each of which ``to_reward`` accepts.
+    Raises ``ValueError`` unless it is a sequence, other than a string, of one element per sample that ``to_reward`` accepts.
     """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"returned {value!r:.80} ({type(value).__name__}), not a list of {num_samples} rewards")

@@ -75,7 +75,7 @@ class OpenAIAgent:
         return metrics
 
     def warnings(self) -> tuple[str, ...]:
-        """Return one warning of each kind since the last call."""
+        """Return the warnings since the last call, at most one of each kind."""
         messages, self._warnings = tuple(self._warnings.values()), {}
         return messages
 

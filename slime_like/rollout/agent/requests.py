@@ -70,7 +70,10 @@ Ignored = Annotated[JsonValue, Field(exclude=True)]
 
 
 def _join(content: JsonValue) -> JsonValue:
-    """Return a message's content as text, joining a list of text parts. Raises ``ValueError`` if a part is not text."""
+    """Return a message's content, with null as empty text and a list of text parts joined.
+
+    Raises ``ValueError`` if a part is not text.
+    """
     if not isinstance(content, list):
         return "" if content is None else content
     texts: list[str] = []
@@ -186,7 +189,8 @@ class ChatRequest(_Model):
 def parse_request(body: bytes) -> ChatRequest:
     """Parse a request.
 
-    Raises ``ApiError`` if it is malformed or has an unsupported parameter. The error names the parameter and the cause.
+    Raises ``ApiError`` if it is malformed or has an unsupported parameter. The error describes the cause and, unless the
+    body is not a JSON object, names the parameter.
     """
     try:
         parsed: JsonValue = from_json(body)

@@ -38,7 +38,7 @@ class Turn:
 
     @property
     def ends_episode(self) -> bool:
-        """Return whether the episode ends with this call's answer. If so, a call that continues this turn extends the episode."""
+        """Return whether this answer is the end of the episode. If so, a call that continues this turn extends the episode."""
         return len(self.episode) == self.length
 
 
@@ -170,7 +170,9 @@ class Session:
         )
 
     def _record(self, turn: Turn | None, prompt_ids: I32, between: I32, completion: Completion) -> Episode:
-        """Append ``between`` and the completion to the sample that ends with ``turn``, or to a new sample if no sample does.
+        """Append ``between`` and the completion to the sample that ends with ``turn`` or, if none does, to a new sample.
+
+        A new sample begins with ``prompt_ids``.
 
         Raises ``ApiError`` if the run would have more than ``MAX_SAMPLES`` samples.
         """

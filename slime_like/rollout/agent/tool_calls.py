@@ -26,7 +26,7 @@ def find_calls(text: str) -> ParsedAnswer:
     """Parse the calls in ``text``.
 
     Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` is the call ``("add", '{"a": 1}')``. If any call
-    is not such JSON, the entire text is returned as content, so that no text of the model is lost.
+    is not such JSON, the entire text is returned as content; otherwise, text after the first call is dropped.
     """
     calls: list[tuple[str, str]] = []
     last = text.rfind(END) + len(END) if END in text else 0  # bounds the search for unterminated calls

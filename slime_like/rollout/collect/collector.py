@@ -38,7 +38,7 @@ class PromptQueue:
         return [*first, *map(QueuedPrompt, new_prompts)]
 
     def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
-        """Put prompts that were taken, but not used, at the front of the queue."""
+        """Put taken prompts that no rollout has used back at the front of the queue."""
         self.queued = (*prompts, *self.queued)
 
 
@@ -147,7 +147,7 @@ class GroupCollector:
 class RolloutProducer:
     """One task that runs ``generate(rollout_id)`` for each admitted rollout, in order and ahead of the trainer.
 
-    Rollout j is admitted once rollout ``j - max_staleness`` has been requested (``get``).
+    Rollout j is admitted once rollout ``j - max_staleness``, or a later one, has been requested (``get``).
     Example: with ``max_staleness=1``, requesting rollout 0 admits 0 and 1, so 1 is generated while the trainer trains on 0.
     """
 

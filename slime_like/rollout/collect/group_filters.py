@@ -41,7 +41,7 @@ class _GroupStats:
             self.spreads.append(len(group.trained_scores) > 1)
 
     def metrics(self) -> list[Metric]:
-        """Return the metrics ``rollout/generated/*``. The mean of a column that has no values is omitted."""
+        """Return the metrics ``rollout/generated/*``, which are means. A mean of no values is omitted."""
         columns = {
             "raw_reward": self.scores,
             "accuracy": self.accuracies,

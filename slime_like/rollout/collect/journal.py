@@ -90,7 +90,7 @@ class EngineCall:
         self.oldest_version = min(versions, default=None)
 
     def completions(self) -> tuple[Completion, ...]:
-        """Return the completions. Their arrays are views of the store row ``Completion.row``."""
+        """Return the completions. The arrays of each are views of its row in the store (``Completion.row``)."""
         return tuple(
             replace(
                 _completion(self.sequence(index), self.num_prompt_tokens, self._finishes[index]),
@@ -102,12 +102,12 @@ class EngineCall:
         )
 
     def record(self) -> RecordedCall:
-        """Return a snapshot."""
+        """Return a snapshot of the call."""
         sequences = tuple(self.sequence(index) for index in range(len(self.seeds)))
         return RecordedCall(self.num_prompt_tokens, self.seeds, sequences, tuple(self._finishes))
 
     def release(self) -> None:
-        """Remove the rows of the call."""
+        """Remove the call's rows from the store."""
         self._store.release(self._rows)
 
     def repeats(self, token_ids: I32, seeds: Sequence[int]) -> bool:

@@ -53,13 +53,13 @@ class GroupTask:
     group: SampleGroup | None = None  # the group, once it is scored and has passed the filters
 
     def on_generated(self) -> None:
-        """Mark the group as generated (only its reward is missing), and drop recorded calls that were not repeated."""
+        """Mark the group as generated (only its reward is missing), and drop calls that the generate function did not repeat."""
         self.is_generated = True
         self.journal.close()
 
     @property
     def running(self) -> asyncio.Task[SampleGroup]:
-        """Return the task of the group, which must have begun."""
+        """Return the group's task, which must have been started."""
         assert self.task is not None, f"group {self.group_id} was not begun"
         return self.task
 

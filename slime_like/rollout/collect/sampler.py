@@ -1,4 +1,4 @@
-"""Sample and score one group from one prompt, by engine, generate function and reward.
+"""Sample a group from a prompt with the generate function and the engines, and score it with the reward.
 
 The generate function gets a ``ResumableEngine``, which continues interrupted completions by itself:
 
@@ -294,7 +294,7 @@ class ResumableEngine:
     async def _extend(
         self, engine: EngineClient, call: EngineCall, indices: Sequence[int], sampling: Sampling
     ) -> tuple[list[Completion], bool]:
-        """Return new tokens of the completions ``indices``, and whether an abort of this run may have ended their sampling."""
+        """Sample and return further tokens of the completions ``indices``, and return whether this run may have aborted them."""
         aborts = engine.num_ended_aborts
         parts = await engine.extend(
             [call.sequence(i).token_ids for i in indices],

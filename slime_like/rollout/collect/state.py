@@ -34,7 +34,7 @@ class GeneratedRollout:
     filtered: FilterReport = field(default_factory=FilterReport)
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON form. It omits the groups and the filter report."""
+        """Return the JSON form, with empty ``groups`` and without the filter report."""
         return {
             "rollout_id": self.rollout_id,
             "groups": (),
@@ -55,7 +55,7 @@ class QueuedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PartialGroup:
-    """A group to be continued."""
+    """A group to be continued, with the engine calls made for it so far."""
 
     group_id: int
     prompt: Prompt
@@ -71,7 +71,7 @@ class RolloutState:
     partial_groups: tuple[PartialGroup, ...]
 
     def in_flight(self) -> list[SampleGroup]:
-        """Return the prompts given back and the unfinished groups, all in the form of groups to be saved.
+        """Return the prompts given back and the unfinished groups, as groups that can be saved.
 
         A prompt given back becomes a group without samples, whose negative id encodes how often its groups were aborted.
         """

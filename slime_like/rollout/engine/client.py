@@ -92,7 +92,7 @@ class EngineClient:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel ranks of the engine."""
+        """Number of tensor-parallel ranks of the engine."""
         return self.address.tp
 
     @property
@@ -102,7 +102,7 @@ class EngineClient:
 
     @property
     def url(self) -> str:
-        """Address of the server."""
+        """URL of the server."""
         return self.address.url
 
     @property
@@ -216,7 +216,7 @@ class EngineClient:
                 return reply
 
     async def abort_all(self) -> None:
-        """End every request; each returns the tokens sampled so far.
+        """End every request that has reached the scheduler; each returns the tokens sampled so far.
 
         The callers of these requests detect the abort by ``num_aborts`` and may request more tokens.
         """
@@ -341,7 +341,7 @@ class EngineClient:
         return weight_version(await self._connection.request("version", "GET", "/model_info", None))
 
     async def health(self, seconds: float | None = None, *, decodes: bool = False) -> bool:
-        """Return whether the server responds within ``seconds``. Raises ``EngineLost`` if there is no server.
+        """Return whether the server reports itself healthy in time. Raises ``EngineLost`` if the connection fails.
 
         With ``decodes``, the scheduler must respond too; an idle scheduler decodes a token for this. A paused engine
         cannot decode, so it fails this check.
