@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 from slime_like.config.schema.base import default_of
 from slime_like.config.schema.known import ALGORITHMS, format_value, free_root, known_keys
+from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.render import render
 from slime_like.errors import ConfigError
 from slime_like_compat.conversion_rows import Row, same_value
@@ -32,6 +34,12 @@ class Setting:
     def key(self) -> str:
         """Name by which this package's tables list the key."""
         return canonical(self.name)
+
+
+@functools.cache
+def _algorithm(name: str) -> AlgoConfig:
+    """Return the default settings of an algorithm, which callers do not modify."""
+    return ALGORITHMS[name]()
 
 
 @dataclass(slots=True)
@@ -190,7 +198,7 @@ class Job:
         if root is not None:
             return None
         if our_key.startswith("algo."):
-            return getattr(ALGORITHMS[self.algo](), our_key.removeprefix("algo."))
+            return getattr(_algorithm(self.algo), our_key.removeprefix("algo."))
         return default_of(known_keys()[our_key])
 
     def report(self, key: str, verdict: str, note: str, *our_keys: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from fnmatch import fnmatchcase
 
 from slime_like_compat.verl.features import NOT_HERE, READ_WITH, Feature
@@ -45,6 +46,7 @@ LEGACY = {
 """Other and older names: a key, or a prefix that ends with a dot -> the name in the tables."""
 
 
+@functools.lru_cache(maxsize=4096)  # the translation of a job asks for each of its keys several times
 def canonical(key: str) -> str:
     """Return the name by which this package's tables list ``key``, which may be one of the ``LEGACY`` names."""
     for old, new in LEGACY.items():
