@@ -167,30 +167,37 @@ class ModelShape:
         """Parameters of one layer's router."""
         return 0 if self.experts is None else self.hidden * self.experts.num_experts
 
-    def mixer_tensors(self, mixer: str) -> tuple[int, ...]:
-        """Return the number of elements of each parameter tensor of one layer's token mixer.
+    def divided_tensors(self, mixer: str) -> tuple[int, ...]:
+        """Return the number of elements of each tensor of one layer's token mixer that tensor parallelism divides.
 
         Queries, keys and values share one input projection, as in the trainer, except in latent attention. The result is empty
         if the model has no such mixer.
         """
         if mixer == ATTENTION and (a := self.attention):
             inputs = a.query * (2 if a.gated else 1) + 2 * a.key
-            biases, norms = (inputs,) * a.bias, (a.head_dim,) * (2 * a.normed)
-            return (self.hidden * inputs, a.query * self.hidden, *biases, *norms)
+            return (self.hidden * inputs, a.query * self.hidden, *(inputs,) * a.bias)
         if mixer == LATENT and (m := self.latent):
             parts = latent_parts(self.hidden, m)
-            queries = (self.hidden * m.query_rank, m.query_rank) if m.query_rank else ()
-            keys = (self.hidden * (m.kv_rank + m.rope_dim), m.kv_rank)
-            return (*queries, *keys, parts["query_up"], parts["kv_up"], parts["output"])
+            return (parts["query_up"], parts["kv_up"], parts["output"])
         if mixer == RECURRENT and (r := self.recurrence):
             inputs = self.hidden * (r.channels + r.values + 2 * r.value_heads)
-            gates = (r.value_heads,) * 2
-            return (inputs, r.channels * r.conv_width, *gates, r.value_dim, r.values * self.hidden)
+            return (inputs, r.channels * r.conv_width, r.value_heads, r.value_heads, r.values * self.hidden)
+        return ()
+
+    def replicated_tensors(self, mixer: str) -> tuple[int, ...]:
+        """Return the same for the tensors that each tensor parallel rank holds in full: norms and latent down-projections."""
+        if mixer == ATTENTION and (a := self.attention):
+            return (a.head_dim,) * (2 * a.normed)
+        if mixer == LATENT and (m := self.latent):
+            queries = (self.hidden * m.query_rank, m.query_rank) if m.query_rank else ()
+            return (*queries, self.hidden * (m.kv_rank + m.rope_dim), m.kv_rank)
+        if mixer == RECURRENT and (r := self.recurrence):
+            return (r.value_dim,)
         return ()
 
     def mixer_parameters(self, mixer: str) -> int:
         """Return the number of parameters of one layer's token mixer."""
-        return sum(self.mixer_tensors(mixer))
+        return sum(self.divided_tensors(mixer)) + sum(self.replicated_tensors(mixer))
 
 
 def latent_parts(hidden: int, latent: LatentAttention) -> dict[str, int]:

@@ -120,6 +120,7 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
     return RankParameters(
         dense_tensors=(
             *(TensorGroup(size / s.tp, count) for size, count in _divided_tensors(part)),
+            *(TensorGroup(size, count) for size, count in _replicated_tensors(part)),
             TensorGroup(part.hidden, num_norms),
             TensorGroup(part.router_parameters, part.sparse_layers),
             TensorGroup(table, (stage == 0) + has_output),
@@ -129,16 +130,20 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
 
 
 def _divided_tensors(part: ModelShape) -> Iterator[tuple[int, int]]:
-    """Yield (size, number) of each kind of layer tensor that the planner divides by the tensor parallel size.
-
-    They include some that the trainer replicates, such as norms of queries and keys, and latent attention's down-projections.
-    """
+    """Yield (size, number) of each kind of layer tensor that tensor parallelism divides."""
     for mixer in MIXERS:
-        yield from ((size, part.count(mixer)) for size in part.mixer_tensors(mixer))
+        yield from ((size, part.count(mixer)) for size in part.divided_tensors(mixer))
     yield from ((size, len(part.layers) - part.sparse_layers) for size in _mlp_tensors(part.hidden, part.dense_width))
     if e := part.experts:
-        shared = (*_mlp_tensors(part.hidden, e.shared_width), part.hidden * e.shared_gate)
-        yield from ((size, part.sparse_layers) for size in shared)
+        yield from ((size, part.sparse_layers) for size in _mlp_tensors(part.hidden, e.shared_width))
+
+
+def _replicated_tensors(part: ModelShape) -> Iterator[tuple[int, int]]:
+    """Yield (size, number) of the layer tensors that each tensor parallel rank holds in full, except router and layer norms."""
+    for mixer in MIXERS:
+        yield from ((size, part.count(mixer)) for size in part.replicated_tensors(mixer))
+    if (e := part.experts) and e.shared_gate:
+        yield part.hidden, part.sparse_layers
 
 
 def _mlp_tensors(hidden: int, width: int) -> tuple[int, int]:
