@@ -96,7 +96,7 @@ class RemoteReward:
         return recoveries
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and release the ports of injected outages."""
         for outage in self._outages:
             outage.release()
         if self._session is not None:
@@ -150,7 +150,7 @@ class RemoteReward:
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:
-    """Return a response body. Stop reading once it has more than ``MAX_ANSWER_BYTES``."""
+    """Return a response body. Of a body above ``MAX_ANSWER_BYTES``, return a beginning that is above this limit too."""
     content = bytearray()
     async for piece in stream.iter_any():
         content += piece

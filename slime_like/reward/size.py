@@ -26,7 +26,7 @@ FACTORIAL_DIGITS = 3  # digits of the number before ``!`` or in a binomial coeff
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bounds on a value: its decimal digits, and the number of terms after expansion."""
+    """Upper bounds on a value's number of decimal digits and on its number of terms after expansion."""
 
     digits: float = 0.0
     terms: float = 1.0
@@ -63,7 +63,7 @@ ONE, HUGE = Size(), Size(MAX_SIZE, MAX_SIZE)
 
 
 def _expanded(terms: float, n: int) -> float:
-    """Return the number of terms of the ``n``-th power of a sum of ``terms`` terms: one per multiset of size ``n``."""
+    """Return a bound on the terms of the ``n``-th power of a sum of ``terms`` terms: one term per multiset of size ``n``."""
     if terms <= 1:
         return 1.0
     if terms > 1000 or n > 10**6:
@@ -200,8 +200,8 @@ def _binomial(top: Size, bottom: Size) -> Size:
 
 
 def _product(size: Size, n: float) -> float:
-    """Return a bound on the number of terms that sympy creates when it expands ``(m + n)!`` or ``\\binom{n}{m}`` (symbol m).
+    """Return a bound on the number of terms that sympy creates when it expands ``(m + n)!`` or ``\\binom{n}{m}``.
 
-    Sympy multiplies out ``n`` factors one by one.
+    The letter ``m`` is a symbol. Sympy multiplies out ``n`` factors one by one.
     """
     return min(MAX_SIZE, max(size.terms, n * n))

@@ -115,7 +115,9 @@ def to_rewards(value: object, num_samples: int) -> tuple[Reward, ...]:
 
 
 def answer(request: Load | ScoreRequest) -> ScoreReply:
-    """Load or call the reward; return an error as a fault with the source line and the end of the reward's output.
+    """Load or call the reward; return an error as a fault, with the end of the reward's output.
+
+    The fault includes the source line if the reward raised the error.
 
     If the process runs out of memory, it exits with code ``OUT_OF_MEMORY``: memory held by the reward cannot be reclaimed.
     """

@@ -69,7 +69,7 @@ class Endpoint:
             call.cancel()
 
     async def close(self) -> None:
-        """Stop listening and cancel calls in flight."""
+        """Stop listening, and cancel calls that do not finish within ``SHUTDOWN_S``."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

@@ -40,7 +40,8 @@ class OpenAIAgent:
     A run of an agent fails if the agent raises, never calls its model, or exceeds ``rollout.agent_deadline_s``. An error after
     a refused call (the context was full, or the engine aborted) is not a failure. Samples of failed runs are not trained on
     and count in no baseline; ``agent/failures`` and ``agent/timeouts`` count the runs, and one warning of each kind per rollout
-    names a cause. A call raises ``AgentError`` if the first runs all fail or many runs fail in a row: this indicates a bug.
+    names a cause. Calling an instance raises ``AgentError`` if an agent returns an invalid reward, the first runs all fail, or
+    many runs fail in a row: this indicates a bug.
     """
 
     def __init__(self, config: RolloutConfig) -> None:

@@ -78,7 +78,7 @@ class AgentLoop:
 
 
 async def _without_exit[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``. Raises ``RuntimeError`` if it calls ``sys.exit``, which would end the thread of all agents."""
+    """Return the result of ``work``. Raises ``RuntimeError`` if it calls ``sys.exit``, which would interrupt all agents' loop."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:

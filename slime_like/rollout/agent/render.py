@@ -29,7 +29,7 @@ class Renderer:
     def conversation(self, request: ChatRequest) -> I32:
         """Return the tokens of a conversation up to the start of the next answer.
 
-        Raises ``ApiError`` if the chat template refuses the messages, or the request sets a template argument that it must not.
+        Raises ``ApiError`` if the chat template refuses the messages, or the request sets a reserved template argument.
         """
         return self._ids(self._text(request, request.messages))
 

@@ -2,7 +2,8 @@
 
 Settings that change the sampling distribution (penalties, several choices, grammars) are refused, because the trainer
 computes log-probabilities under the unchanged distribution. ``temperature`` and ``top_p`` are read, but the session samples
-with the run's values and reports a warning. The settings in ``IGNORED`` are dropped. Unknown fields are refused, as by OpenAI.
+with the run's values, and warns if they differ. The settings in ``IGNORED`` are dropped. Unknown fields are refused, as OpenAI
+does.
 Source of names and error codes: OpenAI's API reference, chat completions.
 """
 
@@ -131,7 +132,7 @@ class Message(_Model):
     def for_template(self) -> dict[str, JsonValue]:
         """Return the message for a chat template.
 
-        Unset fields and empty tool calls are omitted; role developer becomes system.
+        ``Ignored`` fields, fields that are None and empty tool calls are omitted; role developer becomes system.
         """
         fields = self.model_dump(exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"})
         return {**fields, "role": "system" if self.role == "developer" else self.role}

@@ -1,9 +1,9 @@
 """Record one run of an agent: join its calls into conversations, each of which becomes a sample with the sampled tokens.
 
-A call whose messages begin with the messages and the answer of an earlier call, and which has the same tools, continues from
-that call's tokens. Any other call (a new conversation, or a history that the agent rewrote) starts a new sample. A second
-continuation of the same answer starts a new sample too: the shared tokens become the new sample's prompt, so that no token is
-trained on twice.
+A call whose messages begin with the messages and the answer of an earlier call, and which has the same tools and template
+arguments, continues from that call's tokens. Any other call (a new conversation, or a history that the agent rewrote) starts
+a new sample. A second continuation of the same answer starts a new sample too: the shared tokens become the new sample's
+prompt, so that no token is trained on twice.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Session:
         return self._to_reply(request, completion, episode, number)
 
     def samples(self, prompt: Prompt, reward: Reward | None, status: Status | None) -> list[Sample]:
-        """Return the recorded samples, one per conversation, all in one episode.
+        """Return the recorded samples, one per conversation, all with the same ``episode_id``.
 
         Each has the ``reward``. ``status``, if not None, overrides the status of each sample. If no answer was recorded,
         return one sample, so that groups keep their size; its status is failed unless ``status`` is given.

@@ -1,4 +1,7 @@
-"""Record the engine calls that the generate function makes for a group. The sampled tokens are rows of a ``SampleStore``."""
+"""Record the engine calls of a group, so that its generate function can be run again and continue them.
+
+A ``SampleStore`` holds the tokens.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,7 @@ class CallJournal:
         self._unclaimed = []
 
     def copy(self) -> tuple[RecordedCall, ...]:
-        """Return a snapshot of the calls."""
+        """Return a snapshot of the calls, without those that have no seeds."""
         return tuple(call.record() for call in self._calls if call.seeds)
 
     @property

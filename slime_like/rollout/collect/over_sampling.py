@@ -225,7 +225,10 @@ class OverSamplingCollector(GroupCollector):
         )
 
     def _select(self, rollout_id: int) -> list[GroupTask]:
-        """Take up to ``batch_size`` groups that passed: required groups first, then the others in order of completion."""
+        """Remove up to ``batch_size`` passed groups from those in flight, and return them.
+
+        Required groups come first, then the others; both in order of completion.
+        """
         passed_groups = [group_task for group_task in self._in_flight if group_task.group is not None]
         passed_groups.sort(key=lambda group_task: not self._is_required(group_task, rollout_id))
         selected = passed_groups[: self._batch_size]

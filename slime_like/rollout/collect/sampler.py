@@ -49,7 +49,8 @@ ABORT_AGAIN_S = 0.2  # aborts are repeated, since they miss requests that have n
 def open_generate(config: RolloutConfig) -> GenerateFn:
     """Return the generate function that ``rollout.generate`` names or, if it names a class, a new instance of the class.
 
-    An instance may own servers and connections. Raises ``ConfigError`` if the name cannot be resolved.
+    An instance may own servers and connections. Raises ``ConfigError`` if the name cannot be resolved, or the error of the
+    class's constructor.
     """
     target = resolve("rollout.generate", config.generate, names.GENERATE)
     return target(config) if isinstance(target, type) else target
@@ -167,7 +168,7 @@ class GroupSampler:
 
 
 def _problem(sample: Sample, group_id: int) -> str:
-    """Return a description of an invalid field of a user's sample that training would not detect; empty if there is none."""
+    """Describe an invalid field of a user's sample that training would not detect; return "" if there is none."""
     name = f"sample {sample.sample_id}"
     if sample.group_id != group_id:
         return f"{name} has group_id {sample.group_id}: give it context.group_id, here {group_id}"
@@ -228,7 +229,7 @@ class PauseGate:
 
 
 class ResumableEngine:
-    """Implementation of ``interfaces.Engine`` for one group."""
+    """``interfaces.Engine`` for one group that continues its completions after an abort or the loss of an engine."""
 
     def __init__(
         self,
@@ -253,7 +254,7 @@ class ResumableEngine:
         """Return ``len(seeds)`` completions of one prompt, over as many requests as needed.
 
         ``finish`` is ``abort`` only if the engine ended a request that this run did not abort.
-        Raises ``ConfigError`` if ``sampling`` differs from the distribution that is trained on.
+        Raises ``ConfigError`` if the completions are trained on and ``sampling`` differs from the run's distribution.
         """
         if self._required_sampling is not None:
             check_generate(self._required_sampling, sampling)
@@ -274,7 +275,7 @@ class ResumableEngine:
         return scores
 
     async def _continue(self, call: EngineCall, sampling: Sampling) -> bool:
-        """Send one request for all unfinished completions.
+        """Send one request for all unfinished completions, unless the engine was withdrawn.
 
         Return False if the engine aborted one of them, although this run had not requested an abort.
         """

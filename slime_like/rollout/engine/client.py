@@ -187,7 +187,7 @@ class EngineClient:
         return completions(await self._connection.post(phase, "/generate", request), len(token_ids), routing)
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
-        """Return per sequence [L - 1] log-softmax(logits / temperature) of tokens 1 .. L - 1."""
+        """Return [L - 1] per sequence: log-softmax(logits / temperature) of tokens 1 .. L - 1."""
         return scores(await self._score(token_ids, temperature), [len(ids) for ids in token_ids])
 
     async def score_with_experts(
@@ -292,7 +292,7 @@ class EngineClient:
             raise
 
     async def end_update(self, version: int) -> None:
-        """Commit the update as ``version``. Raises ``EngineError`` naming the parameters that were not completely written."""
+        """Commit the update as ``version``. Raises ``EngineError`` that names the parameters that were not completely written."""
         await self._connection.post("end update", "/end_weight_update", {})
         await self._connection.post(
             "end update", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
