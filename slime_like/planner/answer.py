@@ -30,7 +30,10 @@ class EngineAnswer:
     def limit(self) -> str:
         """Name of the factor that limits the number of running requests."""
         if self.batch < 1:
-            return "weights" if self.memory.pool <= 0 else "the KV cache, which is smaller than one request"
+            if self.memory.pool <= 0:
+                return "weights"
+            short = "recurrent states, which have" if self._limited_by_states else "the KV cache, which has"
+            return f"{short} no room for one request"
         if self.settings.max_running is not None and self.settings.max_running <= self.batch:
             return "max_running_requests"
         return "recurrent states" if self._limited_by_states else "the KV cache"

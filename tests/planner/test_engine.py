@@ -11,7 +11,7 @@ import pytest
 from slime_like.errors import ConfigError
 from slime_like.hardware import GPUS, known_gpu, parse_hardware
 from slime_like.planner import constants
-from slime_like.planner.answer import phases
+from slime_like.planner.answer import answer, phases
 from slime_like.planner.engine import (
     engine_memory,
     state_bytes,
@@ -23,6 +23,7 @@ from slime_like.planner.engine_settings import EngineSettings, check_engine
 from slime_like.planner.flow_mla import check_flow_mla, flow_projections, flow_saving, flow_slots
 from slime_like.planner.models import MODELS, find_shape, table_config
 from slime_like.planner.shapes import latent_parts
+from slime_like.planner.speed import Workload
 from slime_like.planner.table import MemoryTable, items
 
 H20 = parse_hardware("--on", "8xH20")
@@ -119,6 +120,13 @@ def test_recurrent_state_is_one_matrix_per_head_and_a_window() -> None:
     slots = int(memory.table.of("recurrent states") // memory.slot_bytes) - 1  # one is padding
     assert memory.requests(1) == slots // 5 > 0
     assert engine_memory(shape, EngineSettings(8, states_per_request=1), H20).requests(1) == slots
+
+
+@pytest.mark.parametrize(("slots", "tokens", "limit"), [(3, 1_000, "recurrent states"), (99, 10**9, "the KV cache")])
+def test_the_limit_names_what_has_no_room_for_a_request(slots: int, tokens: int, limit: str) -> None:
+    shape = find_shape("MODEL", "Qwen3-Next-80B-A3B")
+    result = answer(shape, EngineSettings(8, state_slots=slots), H20, Workload(tokens, 100))
+    assert result.batch == 0 and result.limit.startswith(limit) and "no room for one request" in result.limit
 
 
 def test_everything_in_the_table_adds_up_to_the_gpu_of_a_tuned_engine() -> None:
