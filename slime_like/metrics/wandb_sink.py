@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import netrc
 import os
 import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
@@ -17,7 +19,7 @@ from slime_like.util.reading import InputFile, abbreviate, reason
 class WandbSink:
     """Sink that sends curves and settings to wandb, but no prompts or responses.
 
-    It stores them offline if neither ``WANDB_API_KEY`` nor ``WANDB_MODE`` is set. The run folder stores the id of the wandb
+    It stores them offline if ``WANDB_MODE`` is not set and there is no API key (``_has_api_key``). The run folder stores the id of the wandb
     run, which a resumed run continues (``WANDB_RUN_ID`` takes precedence). The step is logged as a metric and used as the x
     axis, because a resumed run repeats the steps after its checkpoint, and wandb drops rows with an internal step that it
     already has.
@@ -31,7 +33,7 @@ class WandbSink:
                 "metrics.wandb=true or metrics.sinks=[wandb], but wandb is not installed: pip install wandb"
             ) from error
         run_dir = context.run_dir
-        offline = not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ
+        offline = "WANDB_MODE" not in os.environ and not _has_api_key()
         self._run = wandb.init(
             project=config.wandb_project,
             group=config.wandb_group,
@@ -58,6 +60,21 @@ class WandbSink:
     def close(self) -> None:
         """Finish the wandb run."""
         self._run.finish()
+
+
+def _has_api_key() -> bool:
+    """Return whether wandb finds an API key in ``WANDB_API_KEY`` or in the .netrc file that ``wandb login`` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
+    except (
+        OSError,
+        RuntimeError,
+        netrc.NetrcParseError,
+    ):  # no file, no home folder, or a file that wandb cannot read either
+        return False
 
 
 def _wandb_id(path: Path, *, resumed: bool) -> str:

@@ -9,12 +9,14 @@ import sys
 
 from slime_like.errors import ConfigError, SlimeLikeError, exit_code
 from slime_like.phantom.device import GIB, PhantomGpu
+from slime_like.util.reading import reason
 
 
 def main(argv: list[str]) -> int:
     """Replace this process with the command.
 
-    Return an exit code if the command is not a program on PATH, or the phantom GPUs' library cannot be compiled.
+    Return an exit code if the command is not a program on PATH or cannot be executed, or if the phantom GPUs' library cannot be
+    compiled.
     """
     parser = argparse.ArgumentParser(prog="python -m slime_like.phantom", description=__doc__)
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory of each GPU")
@@ -36,7 +38,14 @@ def main(argv: list[str]) -> int:
     except SlimeLikeError as error:
         error.say()
         return exit_code(error)
-    os.execve(program, options.command, environment)
+    try:
+        os.execve(program, options.command, environment)
+    except OSError as error:
+        failure = ConfigError(
+            f"{program} cannot be executed ({reason(error)}): give a program, or a script that begins with #!"
+        )
+        failure.say()
+        return exit_code(failure)
 
 
 if __name__ == "__main__":

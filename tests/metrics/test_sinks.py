@@ -14,7 +14,7 @@ from slime_like.errors import ConfigError
 from slime_like.metrics.sinks import JsonlSink, open_sinks
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import RunWarning
-from slime_like.metrics.wandb_sink import _wandb_id
+from slime_like.metrics.wandb_sink import _has_api_key, _wandb_id
 from slime_like.report.record import read_record
 from slime_like.report.run_page import run_page
 
@@ -114,6 +114,7 @@ def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     config = MetricsConfig(wandb=True, console="off")
     for first in (0, 1):
         sinks = open_sinks(config, tmp_path, first_step=first, num_steps=2, settings={"lr": 1.0})
@@ -125,6 +126,20 @@ def test_wandb_is_offline_without_a_key_and_resumes_the_same_run(
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
     logs = sorted(tmp_path.glob("part*/run-*.wandb"))
     assert [log.name for log in logs] == [f"run-{run_id}.wandb"] * 2, "the same run, resumed"
+
+
+def test_a_key_of_wandb_login_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not _has_api_key()
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'0' * 40}\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert _has_api_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080")
+    assert not _has_api_key()
+    monkeypatch.setenv("WANDB_API_KEY", "0")
+    assert _has_api_key()
 
 
 def test_a_fresh_run_is_a_new_one_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,15 @@ def test_bad_commands(arguments: tuple[str, ...], message: str) -> None:
     assert result.returncode == 2 and message in result.stderr
 
 
+def test_a_command_that_cannot_be_executed_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("echo\n")
+    script.chmod(0o700)
+    result = run_command(str(script))
+    assert result.returncode == 2 and f"{script} cannot be executed (Exec format error)" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_variables_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", "")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")

@@ -120,7 +120,9 @@ class MetricsConfig(Config):
         [], "Additional metric sinks: names registered in SINKS, or import paths such as my_pkg.my_mod:MySink."
     )
     tensorboard: bool = key(False, "Write tensorboard events to the run's folder.")
-    wandb: bool = key(False, "Log to wandb; offline if neither WANDB_API_KEY nor WANDB_MODE is set.")
+    wandb: bool = key(
+        False, "Log to wandb; offline without an API key (WANDB_API_KEY, `wandb login`), unless WANDB_MODE is set."
+    )
     wandb_project: str = key("slime_like", "wandb project.")
     wandb_group: str | None = key(None, "wandb group.")
 
