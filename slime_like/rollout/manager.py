@@ -205,7 +205,10 @@ class RolloutManager:
         return ManagerEvaluation(results, self._rewards.metrics())
 
     async def enter_phase(self, phase: str) -> None:
-        """Release engine memory that ``phase`` (``config.schema.residency``) does not need; in phase collect, restore it."""
+        """Release engine memory that ``phase`` (``config.schema.residency``) does not need; in phase collect, restore it.
+
+        An engine whose weights were released stays paused until the next push; see ``PoolMemory.enter``.
+        """
         self._monitor.start()
         await self._memory.enter(phase)
 
@@ -227,7 +230,7 @@ class RolloutManager:
 
         Return the number of added engines that have the weights, but get no groups until the probe has checked them and
         ``admit_proven`` is called. Raises ``EngineError`` if an engine did not receive all its parameters or no engine remains,
-        ``WeightSyncError`` if an engine reports another version.
+        ``WeightSyncError`` if an engine reports another version, or the errors of ``EngineWeightUpdate.begin``.
         """
         await self._update.commit(version)
         self._version = version
@@ -272,11 +275,11 @@ class RolloutManager:
         await self._update.abort()
 
     async def wait_until_push_needed(self) -> None:
-        """Wait until no engine serves and a restarted engine waits for a push of weights, or until an error ends the run."""
+        """Wait until no engine serves although a push can reach at least one, or until an error ends the run."""
         await self._pool.wait_until_push_needed()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Return recoveries of engines that are new or changed since the last call (``collect`` calls this function too).
+        """Return the engine recoveries that began or changed since the last call (``collect`` calls this function too).
 
         Also return every injected outage of the reward server that caused a failed request, changed or not, until a call has
         returned its complete record.
@@ -332,7 +335,7 @@ class RolloutManager:
             self._collector.restore(RolloutState.from_groups(state["cursor"], load_groups(in_flight_path(base))))
 
     async def stop(self) -> None:
-        """Cancel all groups in flight, close the generate function and the engine clients, and stop the reward pool.
+        """Cancel groups in flight and starts of engines, close generate function and engine clients, and stop the reward pool.
 
         Every step runs even if another one fails.
         """

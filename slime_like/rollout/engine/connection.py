@@ -77,7 +77,10 @@ class KvUsage:
 
 
 def kv_usage(reply: Any) -> KvUsage:
-    """Parse the reply to ``/server_info``. Raises ``EngineError`` if the engine runs without the plugin ``kv_usage``."""
+    """Parse the reply to ``/server_info``.
+
+    Raises ``EngineError`` if the reply is malformed, for example because the engine runs without the plugin ``kv_usage``.
+    """
     try:
         groups = [KvUsage(**state["slime_like_kv"]) for state in reply["internal_states"]]
         fullest = max(groups, key=lambda group: group.share)
@@ -255,7 +258,7 @@ class EngineConnection:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, phase: str, path: str, body: Any) -> Any:
-        """Send a POST request and return the decoded JSON of the reply."""
+        """Send a POST request with the default deadline. Same result and errors as ``request``."""
         return await self.request(phase, "POST", path, body)
 
     async def request(

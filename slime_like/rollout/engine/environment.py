@@ -95,7 +95,7 @@ def child_environment(
 
 
 def _rendezvous_environment(scratch: str, host: str, node: EngineNode) -> dict[str, str]:
-    """Return the variables for the ranks' rendezvous; on several nodes also those that restrict the engine's listeners."""
+    """Return the variables for the ranks' rendezvous; on several nodes also those that limit who can connect to the ranks."""
     method = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
     if not node.rendezvous:
         return {method: f"file://{scratch}/rendezvous"}  # no port that other users can connect to

@@ -38,10 +38,7 @@ def _entry_points() -> importlib.metadata.EntryPoints:
 
 
 def check_entry_points() -> None:
-    """Raise ``ConfigError`` if this installation does not register every entry point.
-
-    The error names the missing ones.
-    """
+    """Raise ``ConfigError`` if this installation does not register all of ``ENTRY_POINTS``; the error names the missing ones."""
     missing = [f"{group}: {name}" for group in ENTRY_POINTS for name in missing_entry_points(group)]
     if missing:
         raise ConfigError(

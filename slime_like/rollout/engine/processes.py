@@ -22,7 +22,7 @@ SCRATCH_PREFIX = "slime_like-engine-"  # prefix of an engine's temporary folder 
 
 
 def members(group: int) -> Iterator[Path]:
-    """Yield ``/proc/<pid>`` of each process of a group."""
+    """Yield ``/proc/<pid>`` of each process in a process group."""
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and os.getpgid(int(process.name)) == group:

@@ -41,8 +41,8 @@ DECODE_LINE = "slime_like decodes with "
 def derived_ports(dp_attention: int) -> range:
     """Return the ports that SGLang may derive from an engine's port, as offsets from that port.
 
-    With data-parallel attention, SGLang derives one port for the rendezvous and six for its processes, and with
-    ``SGLANG_RUST_SERVER`` one more for each attention group; otherwise none.
+    Without data-parallel attention there are none. With it, SGLang derives one port for the rendezvous and six for its processes,
+    and with ``SGLANG_RUST_SERVER`` one more for each attention group.
     """
     return range(DERIVED_PORTS, DERIVED_PORTS + 7 + dp_attention) if dp_attention > 1 else range(0)
 
@@ -90,8 +90,8 @@ class EngineServer:
     def start(self) -> None:
         """Spawn the server and return without waiting for it.
 
-        Raises ``EngineError`` if it has been started before, ``SlimeLikeError`` if no port is free, and the errors of
-        ``child_environment``. After an error, ``stop`` releases the ports.
+        Raises ``EngineError`` if it has been started before, ``SlimeLikeError`` if no port is free, ``OSError`` if a folder or
+        the log cannot be created, and the errors of ``child_environment``. After an error, ``stop`` releases the ports.
         """
         if self._process is not None:
             raise EngineError(f"engine at {self.url} has already been started; create a new EngineServer")
@@ -113,11 +113,14 @@ class EngineServer:
 
     @property
     def rendezvous(self) -> str:
-        """Address (host:port) at which the ranks of an engine on several nodes meet; empty on one node or before ``start``."""
+        """Address (host:port) at which the ranks of an engine on several nodes meet, chosen by ``start`` on the first node.
+
+        It is empty for an engine on one node, and on the first node before ``start``.
+        """
         return self._node.rendezvous
 
     def _reserve_ports(self) -> int:
-        """Reserve the server's port and return it; on the first of several nodes, also choose the rendezvous."""
+        """Reserve the server's ports and return the HTTP port. The first of several nodes also chooses ``rendezvous``."""
         several = self._spec.num_nodes > 1
         server = PortLease(self._host, () if several else derived_ports(self._spec.dp_attention))
         self._leases.append(server)
@@ -165,7 +168,7 @@ class EngineServer:
         return self._process is not None and self._process.poll() is None
 
     def cause_of_death(self) -> str:
-        """Return the exit code, the error in the log and the last log lines; or a note that the engine is alive.
+        """Return the exit code, the error in the log and the last log lines; or that the engine is alive or was not started.
 
         This blocks up to ``EXIT_S``, because connections of a dying engine break before the process has ended.
         """
@@ -193,7 +196,7 @@ class EngineServer:
         return summary + processes.headline(self._last_lines())
 
     def stop(self) -> None:
-        """Kill the engine's process group and nothing else, and remove its files and shared memory. Idempotent.
+        """Kill the engine's process group and nothing else, and remove its temporary folder and shared memory. Idempotent.
 
         This blocks up to ``KILL_S`` until the server has ended. The signal is SIGKILL: SGLang's SIGTERM handler polls every
         five seconds, and an engine has nothing to save.
@@ -214,7 +217,7 @@ class EngineServer:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kill the engine's process group without waiting for its end; ``stop`` also removes its files and shared memory.
+        """Kill the engine's process group without waiting for its end. Unlike ``stop``, keep temporary folder and shared memory.
 
         After ``stop`` has returned, do nothing, unless the process did not end within ``KILL_S``.
         """

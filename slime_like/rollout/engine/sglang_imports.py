@@ -17,7 +17,7 @@ LOSSES = "transformers.loss.loss_utils"
 
 @contextmanager
 def sglang_imports() -> Generator[None]:
-    """Speed up imports of SGLang in the block: use ``heavy_imports``, and do not import megatron, scipy and mistral_common.
+    """Speed up imports of SGLang in the block by ``heavy_imports``, ``import_gguf``, ``deferred_losses`` and ``block_megatron``.
 
     Imports of megatron fail after the block too.
     """
@@ -34,6 +34,8 @@ def block_megatron() -> None:
 
 def import_gguf() -> None:
     """Import gguf without mistral_common, which only its tokenizer converters use.
+
+    If mistral_common has been imported already, do nothing.
 
     Remove this function once gguf imports mistral_common only in these converters.
     """

@@ -1,4 +1,4 @@
-"""Episode under construction, from the ids of sampled and inserted tokens.
+"""Episode that is built from the ids of sampled and inserted tokens.
 
 Generate functions with several turns, tools or agents use it. Nothing is tokenised twice: the next turn's prompt
 consists of the tokens of all earlier turns, as the engine sampled and read them.

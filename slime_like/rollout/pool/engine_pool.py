@@ -152,7 +152,7 @@ class EnginePool:
         return tuple(changed_recoveries.values())
 
     def report(self, message: str) -> None:
-        """Add a message for the user."""
+        """Store a message for the user until ``drain_messages`` returns it."""
         self._messages.append(message)
 
     def drain_messages(self) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ class EnginePool:
 
     # ---- pushes ------------------------------------------------------------------------------------------------------
     def on_push_begin(self) -> None:
-        """Count the push, and switch to health checks that paused engines can pass."""
+        """Count the pause for a push or a release of memory, and switch to health checks that paused engines can pass."""
         self.is_pushing, self.num_pushes = True, self.num_pushes + 1
 
     def on_push_end(self) -> None:
@@ -333,7 +333,7 @@ class EnginePool:
 
 
 async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ``EngineLost`` as soon as ``lost_event`` (``EngineSlot.lost_event``) is set."""
+    """Return the result of ``work``. If ``lost_event`` (of ``EngineSlot``) is set first, cancel it and raise ``EngineLost``."""
     task, lost_task = asyncio.ensure_future(work), asyncio.ensure_future(lost_event.wait())
     try:
         await asyncio.wait({task, lost_task}, return_when=asyncio.FIRST_COMPLETED)

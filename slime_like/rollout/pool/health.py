@@ -1,6 +1,7 @@
 """Health checks of engines.
 
-A suspended (SIGSTOP) or hung engine keeps its connections open, so requests do not detect it.
+A suspended (SIGSTOP) or hung engine keeps its connections open: without these checks, requests to it would wait until their
+deadline.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from slime_like.util.deadline import scale
 class HealthMonitor:
     """Monitor that checks each engine every ``health.interval_s``.
 
-    Between pushes, the engine's scheduler must respond. During a push, the engine is paused and decodes nothing, so only its
-    server must respond; none of its processes may be suspended at two consecutive checks. A check interrupted by a push is
-    repeated immediately. An engine that has completed no request since its start is first checked ``health.first_wait_s``
-    after it.
+    An engine's scheduler must respond. While engines are paused (for a push, or because memory is released), they decode
+    nothing: then only the server must respond, and no process may be suspended at two consecutive checks. A check that fails
+    because a pause began is repeated immediately. An engine that has completed no request since its start is not checked
+    until ``health.first_wait_s`` after the start.
     """
 
     def __init__(self, pool: EnginePool) -> None:
@@ -46,7 +47,7 @@ class HealthMonitor:
                 pass
 
     async def _check(self, slot: EngineSlot) -> bool:
-        """Check one engine. Return False if a push paused the engine meanwhile, so that the check must be repeated."""
+        """Check one engine. Return False if the check failed and the pool was paused meanwhile, so that it must be repeated."""
         health, engine, pushes = self._pool.health, slot.client, self._pool.num_pushes
         if not slot.has_responded and time.monotonic() - slot.ready_since < health.first_wait_s * scale():
             return True

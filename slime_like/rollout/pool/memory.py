@@ -61,7 +61,10 @@ class PoolMemory:
             await asyncio.wait(running)
 
     async def _stop(self, slots: Sequence[EngineSlot]) -> None:
-        """Kill the engines' processes, because they may still hold device memory."""
+        """Kill the engines' processes, because they may still hold device memory.
+
+        Raises ``DeadlineExceeded`` if an engine's actor does not respond.
+        """
 
         async def stop(slot: EngineSlot) -> None:
             with contextlib.suppress(EngineError):  # its actor is lost, and the server with it

@@ -1,9 +1,9 @@
 """Check after each push: engine and trainer score the same sequences and must agree.
 
 The check works at any staleness, since it compares the current weights of engine and trainer, and detects a push that
-had no effect. The engine computes each sequence twice: first as a prefill without cache, then as in a rollout, by
-sampling a few tokens after a cached prefix. If a push left keys and values of older weights in the cache, only the
-second result differs.
+had no effect. The engine is checked in two ways: it scores each sequence as a prefill without cache, and it samples a
+few tokens after a cached prefix of the sequence, as in a rollout. If a push left keys and values of older weights in the
+cache, only the second result differs.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class TrainerScores:
         self._columns = dict(zip(self._sequences, columns, strict=True))
 
     def logprobs_of(self, sequence: ScoredSequence) -> F32:
-        """Return [L - 1] log-probabilities of tokens 1 .. L - 1."""
+        """Return the trainer's log-probabilities [L - 1] of tokens 1 .. L - 1 of a sequence."""
         return self._columns[sequence.identity][1:]
 
 
@@ -217,8 +217,8 @@ def to_rows(sequences: Sequence[ScoredSequence]) -> PackedBatch:
 def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: float) -> tuple[Metric, ...]:
     """Return metrics ``probe/*`` of one engine after the push of ``version``.
 
-    Raises ``ConsistencyError`` if the engine serves another version, or if any log-probability differs by more than
-    ``tolerance``.
+    Raises ``ConsistencyError`` if the engine serves another version, or if any log-probability of engine and trainer
+    differs by more than ``tolerance`` or is not finite.
     """
     if scores.version != version:
         raise ConsistencyError(
@@ -272,7 +272,7 @@ def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tup
 
 
 def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
-    """Return the absolute log-probability differences of trainer and engine, for all but the first token of each sequence."""
+    """Return the absolute log-probability differences of trainer and engine for ``scores.sequences``, without first tokens."""
     return np.abs(np.concatenate([trainer.logprobs_of(s) for s in scores.sequences]) - np.concatenate(scores.logprobs))
 
 
