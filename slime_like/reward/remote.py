@@ -35,7 +35,7 @@ class ServerFailed(Exception):
 
 
 class _Transient(ServerFailed):
-    """Failure after which the request is sent again."""
+    """Failure after which the request may be sent again."""
 
 
 class RemoteReward:

@@ -69,7 +69,7 @@ class Endpoint:
             call.cancel()
 
     async def close(self) -> None:
-        """Stop listening, and cancel calls that do not finish within ``SHUTDOWN_S``."""
+        """Stop listening; give calls in flight a short time (``SHUTDOWN_S``) to finish, then cancel them."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

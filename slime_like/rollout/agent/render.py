@@ -37,7 +37,7 @@ class Renderer:
         """Return the tokens from the end of the answer ``request.messages[answer]`` to the start of the next answer.
 
         They start with the template's end-of-answer token, if it has one. Raises ``ConfigError`` if the template alters
-        the content of answers, ``ApiError`` if it refuses the messages.
+        the content of answers, and ``ApiError`` in the same cases as ``conversation``.
         """
         marked = Message(role="assistant", content=MARK)
         text = self._text(request, [*request.messages[:answer], marked, *request.messages[answer + 1 :]])

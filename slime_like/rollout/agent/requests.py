@@ -49,7 +49,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's error format: HTTP ``status``, the ``param`` it concerns, and a machine-readable ``code``."""
+    """An error in OpenAI's format: HTTP ``status``, the ``param`` it concerns, and a machine-readable ``code``."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

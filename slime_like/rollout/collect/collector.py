@@ -77,9 +77,9 @@ class GroupCollector:
         return GeneratedRollout(rollout_id, tuple(groups), start, time.time(), num_generated, num_refills, report)
 
     def metrics(self) -> list[Metric]:
-        """Return the counts, since the last call, of groups that were stopped or restarted while in flight.
+        """Return the counts, since the last call, of groups stopped or restarted while in flight, and of discarded tokens.
 
-        Empty without over-sampling.
+        The list is empty without over-sampling.
         """
         return []
 
@@ -92,7 +92,7 @@ class GroupCollector:
         return RolloutState(self._prompts.source.state(), self._prompts.queued, self.partial_groups())
 
     def state_before(self, rollout_id: int) -> RolloutState:
-        """Return the state before a rollout took its prompts; the current state if the rollout has not begun."""
+        """Return the state before a rollout took its prompts; the current state if it has not begun or was forgotten."""
         return self._initial_states.get(rollout_id) or self.state()
 
     def forget(self, rollout_id: int) -> None:

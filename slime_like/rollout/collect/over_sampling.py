@@ -193,7 +193,7 @@ class OverSamplingCollector(GroupCollector):
         group_task.task.add_done_callback(lambda _: self._finished.append(group_task))
 
     def _filter_finished(self) -> None:
-        """Apply the filters to finished groups. Raises the error of a failed group."""
+        """Apply the filters to finished groups. Raises the error of a failed group or filter."""
         finished, self._finished = self._finished, []
         for group_task in finished:
             if group_task not in self._in_flight:

@@ -143,8 +143,8 @@ class EngineClient:
         Routed experts are returned only if ``for_training`` is set. Data-parallel rank ``dp_rank`` serves the request;
         by default SGLang chooses a rank for each sequence.
 
-        A seed draws the same token at the same position of a sequence, regardless of the position at which the request
-        begins.
+        Under the same weights, a seed draws the same token at the same position of a sequence, apart from rounding and
+        regardless of the position at which the request begins.
         """
         base = {
             "temperature": sampling.temperature,
