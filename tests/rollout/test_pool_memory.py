@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from slime_like.config.schema.faults import HealthConfig
 from slime_like.config.schema.residency import COLLECT, ENGINE_PARTS, SAVE, STEP
-from slime_like.errors import EngineError, EngineLost
+from slime_like.errors import DeadlineExceeded, EngineError, EngineLost
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_pool import DEAD, STALLED, EnginePool
 from slime_like.rollout.pool.memory import PoolMemory
@@ -206,6 +206,32 @@ def test_a_checkpoint_can_be_saved_after_an_error_has_ended_the_run() -> None:
         assert [supervisor.num_stops for supervisor in supervisors] == [1, 1]
 
     play(SlowSupervisor, HealthConfig(on_dead_engine="stop"), scene)
+
+
+def test_a_checkpoint_is_attempted_even_if_the_actor_of_an_engine_hangs() -> None:
+    class Hung(SlowSupervisor):
+        """Supervisor of which engine 0 has an actor that does not respond."""
+
+        async def stop_server(self) -> None:
+            if self._name == "engine 0":
+                raise DeadlineExceeded("engine 0 did not stop")
+            await asyncio.sleep(0)
+            await super().stop_server()
+
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        for index in range(2):
+            record(pool, index)
+        memory, supervisors = PoolMemory(pool), [slot.supervisor for slot in pool.slots]
+        with pytest.raises(DeadlineExceeded, match="engine 0 did not stop"):
+            await memory._stop(pool.slots)
+        assert cast(Any, supervisors[1]).num_stops == 1
+        with pytest.raises(EngineLost, match="engine 1 is dead"):
+            pool.mark_lost(pool.slots[1], DEAD, EngineLost("engine 1 is dead"))
+        await memory.enter(SAVE)
+        assert cast(Any, supervisors[1]).num_stops == 2
+        assert "engine 0 did not stop: it may keep device memory" in " ".join(pool.drain_messages())
+
+    play(Hung, HealthConfig(on_dead_engine="stop"), scene)
 
 
 def test_a_phase_does_not_wait_for_restarts_that_an_earlier_phase_defers() -> None:

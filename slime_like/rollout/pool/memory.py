@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from slime_like.config.schema.residency import COLLECT, ENGINE_PARTS, ENGINE_PHASES, ENGINE_WEIGHTS
-from slime_like.errors import EngineError
+from slime_like.errors import DeadlineExceeded, EngineError
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool.engine_pool import EnginePool
 from slime_like.rollout.pool.engine_slot import EngineSlot
@@ -38,7 +38,10 @@ class PoolMemory:
             return
         if self._pool.has_failed:
             self._pool.defer_restarts()
-            await self._stop(self._pool.slots)
+            try:
+                await self._stop(self._pool.slots)
+            except DeadlineExceeded as error:  # the save is worth an attempt without this engine's memory
+                self._pool.report(f"{error}: it may keep device memory while the last checkpoint is written")
             return
         await self._wait_for_restarts()
         unneeded_parts = tuple(part for part in ENGINE_PARTS if part not in ENGINE_PHASES[phase])
@@ -63,14 +66,16 @@ class PoolMemory:
     async def _stop(self, slots: Sequence[EngineSlot]) -> None:
         """Kill the engines' processes, because they may still hold device memory.
 
-        Raises ``DeadlineExceeded`` if an engine's actor does not respond.
+        Raises ``DeadlineExceeded`` if an engine's actor does not respond, after the others have been killed.
         """
 
         async def stop(slot: EngineSlot) -> None:
             with contextlib.suppress(EngineError):  # its actor is lost, and the server with it
                 await slot.supervisor.stop_server()
 
-        await asyncio.gather(*(stop(slot) for slot in slots))
+        results = await asyncio.gather(*(stop(slot) for slot in slots), return_exceptions=True)
+        if errors := [result for result in results if result is not None]:
+            raise errors[0]
 
     async def _restore(self, engine: EngineClient) -> None:
         """Restore an engine's released memory and resume decoding. If weights were released, leave this to the next push."""
