@@ -1,4 +1,4 @@
-"""Multi-head latent attention: megatron's module, with replicated down projections and the model's rotary angles."""
+"""Multi-head latent attention: megatron's module, with replicated down projections and rotary angles that all layers share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LatentSelfAttention(MLASelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any
     ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the output [L, 1, H] of hidden states [L, 1, H], and None as its bias.
+        """Return the output [L, 1, H] of this rank's L hidden states [L, 1, H], and None as its bias.
 
         ``rotary_pos_emb`` [P, 1, 1, dim] covers the tokens of all context parallel ranks. Collective over the tensor and context
         parallel ranks.

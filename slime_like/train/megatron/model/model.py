@@ -30,7 +30,7 @@ from slime_like.train.megatron.platform.groups import RankInfo
 
 
 class Rotary(torch.nn.Module):
-    """Rotary angles at positions. Only the first channels of a head are rotated, the fraction ``partial_rotary_factor`` of them.
+    """Rotary angles at positions. A head's first channels are rotated; ``partial_rotary_factor`` is their share.
 
     ``scale`` is the factor of the angles' cosines and sines; it is 1 except with YaRN (https://arxiv.org/abs/2309.00071). Raises
     ``ConfigError`` on unsupported scaling.
@@ -114,7 +114,7 @@ class PolicyModel(HybridModel):
 
     @classmethod
     def adapt_config(cls, hf: Any) -> Any:
-        """Return the HF config adapted to this class of model."""
+        """Return the HF config with the changes that this class of model needs: none for a policy."""
         return hf
 
     def forward(self, input_ids: Tensor | None, packed: PackedRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -165,7 +165,7 @@ class ModelSegments(torch.nn.ModuleList):
 
     @property
     def policies(self) -> list[PolicyModel]:
-        """Models without their data parallel wrappers."""
+        """The segments without their data parallel wrappers."""
         models: list[Any] = [getattr(segment, "module", segment) for segment in self]
         return models
 
@@ -196,9 +196,9 @@ def build_segments(
 ) -> ModelSegments:
     """Build this rank's part of a model on its device, with the kernels that ``model`` selects.
 
-    The weights are uninitialised, except for a critic's value head. Raises ``ConfigError`` if the attention cannot be imported,
-    if the kernels cannot be imported or compiled, if the rotary scaling is not supported, or if the pipeline segments do not
-    fit the model.
+    The weights must then be loaded, except a critic's value head, which is 0. Raises ``ConfigError`` if the attention cannot be
+    imported or has dropout, if the kernels cannot be imported or compiled, if the rotary scaling is not supported, or if the
+    pipeline segments do not fit the model.
     """
     parts = layer_parts(config, family, rank_info, model)
     segments = (kind(config, family, rank_info, segment, parts) for segment in range(rank_info.layout.vpp))
@@ -208,7 +208,8 @@ def build_segments(
 def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig) -> LayerParts:
     """Return the modules that the config section ``model`` selects for the kinds of layers in the family.
 
-    Deterministic mode on a CPU always uses ``ExactAttention`` and torch's kernels. Raises as ``build_segments`` does.
+    Deterministic mode on a CPU always uses ``ExactAttention`` and torch's kernels. Raises ``ConfigError`` if the attention or
+    the kernels cannot be imported, or the kernels cannot be compiled.
     """
     is_batch_invariant = config.deterministic_mode and rank_info.device.type == "cpu"
     core = _core_attention(model.attention, is_batch_invariant=is_batch_invariant)
@@ -218,9 +219,9 @@ def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, 
 
 
 def _on_cpu_kernels(parts: LayerParts, kernels: str) -> LayerParts:
-    """Return ``parts`` with the kernels of ``model.cpu_kernels``: for auto, C kernels if they compile, else torch's.
+    """Return ``parts`` with the kernels of ``model.cpu_kernels``: for auto, C kernels if they can be used, else torch's.
 
-    Raises ``ConfigError`` if ``kernels`` is c and the C kernels cannot be compiled.
+    Raises ``ConfigError`` if ``kernels`` is c and the C kernels cannot be imported or compiled.
     """
     if kernels == "torch":
         return parts
@@ -242,7 +243,8 @@ def _core_attention(name: str, *, is_batch_invariant: bool) -> type:
 def named_weights(model: ModelSegments) -> Iterator[tuple[str, Tensor]]:
     """Yield (slime_like's key, weight) for the parameters and router biases of this pipeline rank, in export order.
 
-    Apart from ``optim.mark_experts``, no other function depends on megatron's parameter names.
+    In a decoder block, a key is "blocks", the block's number and the rest of megatron's name; other keys are megatron's names
+    without "decoder.". Blocks and experts are numbered over the whole model.
     """
     by_key = {_key(policy, name): weight for policy in model.policies for name, weight in _tensors(policy)}
     yield from sorted(by_key.items(), key=lambda item: _order(item[0]))
@@ -277,7 +279,7 @@ def _order(key: str) -> tuple[int, int]:
 def load_hf(model: ModelSegments, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
     """Load this rank's weights from an HF folder; a critic's value head is not changed.
 
-    Raises ``CheckpointError`` on a missing tensor, a wrong shape or a damaged file.
+    Raises ``CheckpointError`` on a missing tensor, a wrong shape, a damaged file or unusable scales of float8 weights.
     """
     for key, target in named_weights(model):
         if key.startswith(VALUE_HEAD):

@@ -58,7 +58,7 @@ class ExpertRouter(TopKRouter):
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map hidden states [L, 1, H] to the routing weights and the mask of chosen experts, both [L, E].
 
-        With an auxiliary loss, this method is a collective over the tensor and context parallel ranks.
+        In training passes with an auxiliary loss, this method is a collective over the tensor and context parallel ranks.
         """
         self.router_replay.padding = padding_mask
         return super().forward(input, padding_mask)
@@ -66,7 +66,7 @@ class ExpertRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map logits [L, 1, E] to the routing weights and the mask of chosen experts, both [L, E].
 
-        With an auxiliary loss, this method is a collective over the tensor and context parallel ranks.
+        In training passes with an auxiliary loss, this method is a collective over the tensor and context parallel ranks.
         """
         probs, chosen_LE = super().routing(logits, padding_mask)
         if self.training and torch.is_grad_enabled():
@@ -91,9 +91,9 @@ class ExpertRouter(TopKRouter):
     ) -> Tensor:
         """Return ``probs``, whose backward pass adds this rank's part of the gradient of T times the auxiliary loss.
 
-        T is the micro-batch's number of tokens (see the class), so the product is a sum over these tokens. Each rank adds the
-        terms of its own tokens: here with the loss's coefficient, and to the result of ``take_load`` without it.
-        Collective over the tensor and context parallel ranks.
+        T is the micro-batch's number of tokens (see the class), so the product is a sum over these tokens, and a rank's part is
+        that of its own tokens. The gradient includes the loss's coefficient. The part is also added, without the coefficient,
+        to the sum that ``take_load`` returns. Collective over the tensor and context parallel ranks.
         """
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))
         count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # the caller has masked padding

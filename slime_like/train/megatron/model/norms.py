@@ -56,7 +56,8 @@ class NormedOutput(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
         """Return the output [L, 1, output_size] of [L, 1, input_size / tp], and None as its bias.
 
-        Collective over the tensor parallel ranks.
+        With sequence parallelism, the output is this rank's part [L / tp, 1, output_size]. Collective over the tensor parallel
+        ranks.
         """
         out, bias = super().forward(input_)
         assert bias is None
@@ -81,7 +82,8 @@ class NormedQKV(ColumnParallelLinear):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Return the output [L, 1, output_size / tp] of [L, 1, input_size], and None as its bias.
 
-        Channels are in the order of ``families.base.QKV``. Collective over the tensor parallel ranks.
+        With sequence parallelism, the input is this rank's part [L / tp, 1, input_size]. Channels are in the order of
+        ``families.base.QKV``. Collective over the tensor parallel ranks.
         """
         out, bias = super().forward(*args, **kwargs)
         assert bias is None

@@ -29,7 +29,7 @@ class StreamPart:
 
 
 def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
-    """Return the range of one rank.
+    """Return one rank's range of the packed stream.
 
     ``padded_cu_seqlens`` is that of ``TokenLayout``, in which the length of each sequence is a multiple of ``2 * cp``.
 

@@ -39,7 +39,7 @@ def dtype_of(spec: RankSpec) -> torch.dtype:
 def choose_family(spec: RankSpec, hf: Any) -> Family:
     """Return the family named by ``model.family`` or, if that is ``auto``, by the HF config's model_type.
 
-    Raises ``ConfigError`` if there is no such family, or if the family does not support the config.
+    Raises ``ConfigError`` if there is no such family, or if it does not support the HF config or the tensor parallel size.
     """
     name: str = hf.model_type if spec.model.family == "auto" else spec.model.family
     if name not in FAMILIES:
@@ -52,8 +52,8 @@ def choose_family(spec: RankSpec, hf: Any) -> Family:
 def transformer_config(spec: RankSpec, family: Family) -> TransformerConfig:
     """Return the TransformerConfig of one rank.
 
-    Raises ``ConfigError`` on a key of ``model.megatron`` that is not a field of the TransformerConfig or is derived from the
-    rest of the config, and on values that megatron-core rejects.
+    Raises ``ConfigError`` on a key of ``model.megatron`` that is not a field of the TransformerConfig or that the trainer
+    sets itself, e.g. from ``parallel``, and on values that megatron-core rejects.
     """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -125,7 +125,10 @@ def _recompute(spec: RankSpec, family: Family) -> dict[str, Any]:
 
 
 def pipeline_pattern(blocks: tuple[str, ...], layout: Layout) -> str:
-    """Return the layer symbols with ``|`` between pipeline segments. Raises ``ConfigError`` if these do not fit ``blocks``."""
+    """Return the layer symbols with ``|`` between pipeline segments.
+
+    Raises ``ConfigError`` if the segments do not fit ``blocks``.
+    """
     sizes = layout.segments or even_segments(len(blocks), layout.pp, layout.vpp)
     if sum(sizes) != len(blocks) or len(sizes) != layout.pp * layout.vpp:
         raise ConfigError(

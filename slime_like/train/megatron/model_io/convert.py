@@ -16,12 +16,15 @@ LOOPBACK = "127.0.0.1"
 
 
 def export_checkpoint(source: Path, hf: str, out: Path, *, dtype: str, max_bytes: int) -> None:
-    """Write the weights of the iteration folder ``source`` to ``out``, with config and tokenizer of the HF folder ``hf``.
+    """Write the weights of the iteration folder ``source`` to ``out``, with the other files of the HF folder ``hf``.
+
+    Tensors of ``hf`` that the trainer does not train, such as a vision tower, are copied too.
 
     ``dtype`` is float32 or bfloat16. A file holds at most ``max_bytes``, or one larger tensor. The process joins a world of one
     CPU rank: it must not be in another world, nor have imported megatron for a GPU.
-    Raises ``ConfigError`` if the trainer does not support the model in ``hf``, and ``CheckpointError`` if the checkpoint is
-    damaged or does not match this model, or if the export fails; ``out`` is then unchanged.
+
+    Raises ``ConfigError`` if the trainer does not support the model in ``hf``, and ``CheckpointError`` if ``hf`` cannot be read,
+    if the checkpoint is damaged or does not match this model, or if the export fails; ``out`` is then unchanged.
     """
     spec = untrained_spec(hf, Layout(), dtype)
     host.install(spec.device)

@@ -56,13 +56,13 @@ def _project_error(error: BaseException) -> CheckpointError | None:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the class name of an error and the first line of its message."""
+    """Return the class name of an error and at most 200 characters of the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
 def read_verified_manifest(source: Path, *, verify: bool) -> Manifest:
-    """Return the ``Manifest`` of an iteration's folder. With ``verify``, first compare its files with their hashes.
+    """Return the ``Manifest`` of an iteration's folder, after comparing its files with their sizes and, if ``verify``, hashes.
 
     Collective: each file is hashed by one rank. Raises ``CheckpointError`` on all ranks if any rank finds a file
     missing, changed or unreadable.

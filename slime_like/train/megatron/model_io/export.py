@@ -79,8 +79,8 @@ class HFExport:
     def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the tensors of all stages on every rank, stage by stage, in buckets as in ``buckets``.
 
-        Collective: all ranks iterate together. Every tensor parallel group gathers its stage's parameters, and every
-        pipeline group broadcasts them.
+        Collective: all ranks iterate together. Every tensor or expert parallel group gathers its stage's parameters,
+        and every pipeline group broadcasts them.
         """
         rank_info = self._rank_info
         manifests: list[Any] = [self.manifest()]
@@ -110,7 +110,7 @@ class HFExport:
 
     @torch.no_grad()
     def _gather(self, weights: tuple[Weight, ...], parameter: Tensor, *, replicated: bool) -> tuple[Tensor, ...]:
-        """Return the complete HF tensors, in order, on the sender and, if ``replicated``, on every rank; otherwise ().
+        """Return the complete HF tensors of ``weights`` on the sender and, if ``replicated``, on every rank; otherwise ().
 
         Collective over the ranks of a stage.
         """
@@ -131,7 +131,7 @@ class HFExport:
 
 
 def all_gather(local: Tensor, size: int, group: Any) -> list[Tensor]:
-    """Return ``local`` of each of the ``size`` ranks of ``group``, in rank order. Collective."""
+    """Return ``local`` of each of the ``size`` ranks of ``group``, in rank order. Collective unless ``size`` is 1."""
     if size == 1:
         return [local]
     shards = [torch.empty_like(local) for _ in range(size)]
@@ -175,8 +175,9 @@ def write_hf(
     Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8
     weights are converted to the dtype of the export, which is not quantised. Every pipeline stage writes its own files,
     of at most ``max_bytes`` (or one larger tensor), into a temporary folder, which then replaces ``folder``.
-    Collective. Raises ``CheckpointError`` on every rank if one rank failed (the temporary folder is then removed), or if
-    ``folder`` exists and either is the source's folder or contains no config.json. After an error, ``folder`` is unchanged.
+    Collective. Raises ``CheckpointError`` on every rank if one fails to write its files (the temporary folder is then
+    removed), or if ``folder`` exists and either is the source's folder or contains no config.json. After an error, ``folder``
+    is unchanged.
     """
     scratch = folder.with_name(folder.name + SCRATCH)
 
@@ -225,7 +226,7 @@ def _export_error(folder: Path, reason: str) -> CheckpointError:
 
 
 def _write_files(export: HFExport, scratch: Path, rank_info: RankInfo, max_bytes: int) -> _RankFiles:
-    """Write this rank's tensors. Collective: a rank whose disk failed still takes part in gathering."""
+    """Write this rank's tensors. Collective: after an error of its disk, which the result names, a rank still takes part."""
     weight_map: dict[str, str] = {}
     num_bytes = 0
     error: str | None = None

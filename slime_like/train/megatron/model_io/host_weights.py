@@ -12,7 +12,7 @@ ALIGNMENT = 256
 
 
 def copy_to_host(weights: Iterable[tuple[str, Tensor]], buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return host copies of the weights, by key. ``buffers``, if given, is an earlier result for the same weights; reuse it."""
+    """Return host copies of the weights, by key. ``buffers``, an earlier result for the same weights, is overwritten."""
     pairs = list(weights)
     buffers = host_buffers(pairs) if buffers is None else buffers
     for key, weight in pairs:

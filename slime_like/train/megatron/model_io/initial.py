@@ -47,8 +47,8 @@ def load_initial_weights(
 ) -> None:
     """Load this rank's parameters from ``folder``, in HF or Megatron format. Collective.
 
-    Raises ``CheckpointError`` naming ``key``, the config key of the folder, if the folder is damaged or belongs to
-    another model.
+    ``key`` is the config key of the folder, for messages. Raises ``CheckpointError`` if the folder is missing or damaged, or
+    belongs to another model.
     """
     source = megatron_folder(Path(folder))
     if source is None:

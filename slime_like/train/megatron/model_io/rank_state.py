@@ -51,7 +51,7 @@ def sharded_state(state: RankState, *, loading: bool) -> dict[str, Any]:
 
 
 def content_metadata() -> dict[str, Any]:
-    """Return megatron's description of the optimizer's sharding, which is stored in the checkpoint."""
+    """Return megatron's options for the form of the sharded state, which are stored in the checkpoint."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,

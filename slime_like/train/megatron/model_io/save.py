@@ -48,7 +48,7 @@ _writer = threading.Lock()
 
 
 class PendingSave:
-    """A snapshot of this rank's state, and the thread that writes it. Methods are collective."""
+    """A snapshot of this rank's state, and the thread that writes it. Its public methods are collective."""
 
     def __init__(self, request: Any, target: Path, manifest: Manifest, rank_info: RankInfo) -> None:
         self.target = target

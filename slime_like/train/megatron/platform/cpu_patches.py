@@ -1,4 +1,4 @@
-"""Patches of megatron-core modules that need more than ``cpu_torch`` on a machine without a GPU."""
+"""Patches of megatron-core and of torch's optimizers for a machine without a GPU, in addition to ``cpu_torch``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime_like.train.megatron.platform import patches
 
 
 def _rng(module: types.ModuleType) -> None:
-    """Replace access to RNG states: upstream reads them through torch.cuda.random and sets them through CUDA generators."""
+    """Read and set the CPU's RNG state: upstream reads states through torch.cuda.random and sets those of CUDA generators."""
 
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
