@@ -33,8 +33,8 @@ class Conversion:
 def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project: str, sign: str) -> TrainConfig:
     """Return the configuration that a converted job's ``overrides`` compose to.
 
-    Raises ``ConfigError`` if they do not compose. The message ends with ``hint`` and the settings of the job and defaults of
-    ``project`` that set a key named in the error, one per line with place, name, ``sign`` and value.
+    Raises ``ConfigError`` if they do not compose. Its message ends with ``hint`` and, if the error names config keys, the job's
+    settings and the defaults of ``project`` behind these keys. Each is a line with its place, name, ``sign`` and value.
     """
     try:
         return load_config(overrides, files=False, machine=False, code=False)

@@ -79,7 +79,7 @@ class Mapped:
 
 
 def refusal_message(rows: Sequence[Row]) -> str:
-    """Return the error message for ``rows``, which block a recipe. It suggests ``--drop`` for each flag not in ``ESSENTIAL``."""
+    """Return the error message for ``rows`` that prevent a recipe. It suggests ``--drop`` for flags not in ``ESSENTIAL``."""
     lines = [f"  {row.flag} {row.value_text}".rstrip() + f": {row.verdict}; {row.note}" for row in rows]
     flags = dict.fromkeys(row.flag for row in rows)
     drops = " ".join(f"--drop={flag}" for flag in flags if flag not in ESSENTIAL)

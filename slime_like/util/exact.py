@@ -40,7 +40,7 @@ def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tenso
 
     ``visible`` is [b, 1, L] if all rows see the same keys.
     Bitwise, a row depends only on its query, its visible keys with their values, and the positions of these keys: masked keys
-    add exact zeros, and the results of the blocks are added in float64, in order.
+    add exact zeros, and the sums over blocks of ``BLOCK`` keys are added in float64, in order.
     """
     rows, length = q_bKRD.shape[2], k_bKLD.shape[2]
     padding = -length % BLOCK

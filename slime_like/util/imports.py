@@ -74,8 +74,8 @@ def without_model_classes() -> Generator[None]:
     """Context manager that blocks the import of model classes while transformers reads a config.
 
     transformers builds the docstring of a config class at import from all model classes, and skips it if they cannot be
-    imported. Model classes import generation and torch's compiler; blocking them saves 1.3 s. Remove this context
-    manager once ``AutoConfig`` no longer imports ``modeling_auto``.
+    imported. Model classes import transformers' text generation and torch's compiler; blocking them saves 1.3 s. Remove this
+    context manager once ``AutoConfig`` no longer imports ``modeling_auto``.
     """
     if MODEL_CLASSES in sys.modules:
         yield
@@ -91,7 +91,7 @@ def without_model_classes() -> Generator[None]:
 class Distributions(dict[str, list[str]]):
     """Lazy ``importlib.metadata.packages_distributions()``.
 
-    The complete mapping is read only for a module whose name differs from that of its distribution.
+    The complete mapping is read only if a module that is looked up does not have the name of an installed distribution.
     """
 
     def __init__(self, read_all: Callable[[], Mapping[str, list[str]]]) -> None:

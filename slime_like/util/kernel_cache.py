@@ -18,10 +18,10 @@ LOADED = (".cubin", ".json")  # files of an entry that a run reads; the others a
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """A compiled kernel of Triton."""
+    """One compiled variant of a Triton kernel."""
 
     name: str
-    target: str  # sm_90
+    target: str  # GPU architecture, such as sm_90
     num_bytes: int
 
 

@@ -70,11 +70,9 @@ def interface_towards(host: str) -> str:
 
 
 def interface_environment(host: str) -> Mapping[str, str]:
-    """Return the environment variables that bind gloo and NCCL to the interface towards ``host``.
+    """Return the environment variables that bind gloo and NCCL to the interface towards ``host``; empty if both are set already.
 
-    Return an empty mapping if both variables are set already.
-
-    Without them gloo listens on the address that the host name resolves to, and NCCL on the first non-loopback interface.
+    If they are not set, gloo listens on the address that the host name resolves to, and NCCL on the first non-loopback interface.
     Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.
     """
     if os.environ.keys() >= INTERFACES:

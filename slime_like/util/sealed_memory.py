@@ -1,7 +1,7 @@
-"""Memory that processes of one user on one machine share: a memfd, which has no file name, with a fixed size.
+"""Memory of a fixed size, shared by processes of one user on one machine: a memfd, which has no path in the file system.
 
 The kernel frees it when no process has it open or mapped. Another process opens it through ``/proc/<pid>/fd``, which only
-processes of the same user can read.
+processes of the same user, or of root, can read.
 """
 
 from __future__ import annotations

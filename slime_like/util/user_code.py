@@ -1,4 +1,4 @@
-"""Checks of user code named by a path, and errors that name the config key, the line and the input."""
+"""Checks of user code that a config key names, and errors that name the key, the line of the code and the input."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def origin(error: BaseException) -> str:
 
 
 def location(function: object) -> str:
-    """Return `` (file:line)`` of the definition of a function, class or object; empty if it has no Python source."""
+    """Return ``source_place`` after a space and in parentheses; empty if there is no place."""
     place = source_place(function)
     return f" ({place})" if place else ""
 
 
 def source_place(function: object) -> str:
-    """Return ``file:line`` of the definition of a function, class or object; empty if it has no Python source."""
+    """Return ``file:line`` of the definition of a function or class, or of an object's class; empty if it is not in Python."""
     while isinstance(function, functools.partial):
         function = function.func
     code = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)

@@ -107,7 +107,7 @@ class BroadcastSender:
     async def _join_groups(self, address: RendezvousAddress) -> dist.ProcessGroup:
         """Create the group on this rank while all engines join it.
 
-        Raises ``EngineLost`` if an engine is lost. The other engines, which wait for the lost one, are released first.
+        Raises the first error, such as ``EngineLost``, after releasing the engines that wait for the one that failed.
         """
         world = 1 + sum(receiver.tp for receiver in self._receivers)
         self._store = join_store(address, world, is_master=True, timeout=self._timeout)
@@ -132,9 +132,10 @@ class BroadcastSender:
         return group_task.result()
 
     async def _release(self, joins: Sequence[asyncio.Task[None]], group_task: asyncio.Task[Any]) -> None:
-        """Close the store, which releases the ranks that wait at it for a lost engine.
+        """Close the store and the connections, which releases the ranks that wait for a lost engine, and await the joins.
 
-        Only connected ranks notice that the store is closed, so wait first until all live ranks have connected.
+        Only connected ranks notice that the store is closed, so wait first until all live ranks have connected. Each of the two
+        waits ends after ``LEAVE_S`` at the latest.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S * scale()):

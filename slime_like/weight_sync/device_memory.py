@@ -119,7 +119,7 @@ class DeviceBucketMemory:
 
 
 def is_message(payload: bytes) -> bool:
-    """Return whether ``payload`` is a message that ``DeviceBucketMemory.write`` returned."""
+    """Return whether ``payload`` begins like a message of ``DeviceBucketMemory.write``."""
     return payload.startswith(MAGIC)
 
 

@@ -109,7 +109,7 @@ class _Delivery:
     async def _exchange(self, message: bytes) -> list[bytes]:
         """Wait for the reply to the last request, then exchange ``message`` with the other trainer ranks of the engine.
 
-        Return the messages of all these ranks; collective over them. If the engine replied with an error, LOST is sent instead
+        Return the messages of all these ranks; collective over them. If the last request failed, this rank sends LOST instead
         of ``message``. If any message is LOST or UNWRITTEN, every rank records a failure.
         """
         is_copied = await self.settle()
