@@ -39,7 +39,7 @@ def moe_builder(
 
 
 class ExpertRouter(TopKRouter):
-    """megatron's router, with an auxiliary loss and a load that do not depend on padding or parallel layout.
+    """megatron's router, with an auxiliary loss and a load whose sums over the ranks depend on neither padding nor layout.
 
     The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its coefficient) is the mean
     over the step's tokens. A micro-batch is therefore weighted by T, its number of tokens on all tensor and context
@@ -77,8 +77,8 @@ class ExpertRouter(TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Add ``routing_map`` to the optimizer step's count of tokens per expert, from which megatron updates the expert bias.
 
-        megatron combines the padding mask with ``routing_map`` [L, E]. A mask [L] would be aligned with the experts instead of
-        the tokens, so this method passes [L, 1].
+        Without an expert bias, or if gradients are disabled, nothing is added. megatron combines the padding mask with
+        ``routing_map`` [L, E]. A mask [L] would be aligned with the experts instead of the tokens, so this method passes [L, 1].
         """
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 

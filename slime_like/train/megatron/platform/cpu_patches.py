@@ -52,7 +52,7 @@ def _split_sizes(module: types.ModuleType) -> None:
 
 
 def _groups_of_one(module: types.ModuleType) -> None:
-    """Skip the collectives of the distributed optimizer in a group of one rank, where gloo would copy each buffer twice.
+    """Skip in-place collectives of the distributed optimizer in a group of one rank, where gloo would copy each buffer twice.
 
     Remove when megatron-core skips them.
     """
