@@ -8,6 +8,7 @@ the ranks' process group. If all nodes mount one file system, nothing is sent.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ def on_every_node(folder: Path, info: RankInfo) -> Generator[Path]:
     copy = folder.parent / COPY
     target = copy / folder.name if info.separate_nodes[rank] else folder
     names: list[list[str]] = [[]]
-    if rank == 0 and folder.is_dir():  # a missing folder is reported by the reader
+    if rank == 0 and os.path.isdir(folder):  # a missing or unreachable folder is reported by the reader
         names = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())]
     dist.broadcast_object_list(names)
     error = ""
