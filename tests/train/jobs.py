@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime_like.batch import PackedBatch
 from slime_like.checkpoint.files import name_latest
+from slime_like.config.schema.names import FAMILIES
 from slime_like.config.schema.resolved import Layout, RankSpec
-from slime_like.util.imports import heavy_imports
+from slime_like.util.imports import heavy_imports, without_model_classes
 from slime_like.util.ports import RendezvousAddress
 from tests.train.models import make_spec
 from tests.train.ranks import RankWorld, fork_ranks, run_ranks
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from slime_like.train.megatron.rank.rank_model import RankModel
     from slime_like.train.megatron.rank.trainer import RankTrainer
 
+KINDS = (  # names of transformers' modules for the models of conftest.py
+    *("deepseek_v2", "deepseek_v3", "glm4", "glm4_moe", "llama", "minimax_m2"),
+    *("qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
+)
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 
 
@@ -97,6 +102,7 @@ def fork_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]], seconds: 
     """
     assert world.size == 1
     import_trainer(*sorted({target.partition(":")[0] for target, *_ in calls.values()}))
+    import_model_parts("qwen3", "qwen3_moe")
     out: dict[str, list[Any]] = {}
     for name, (target, size, *args) in calls.items():
         try:
@@ -136,9 +142,25 @@ def call_targets(world: RankWorld, calls: Mapping[str, Sequence[Any]]) -> dict[s
 
 def prepare(jobs: Sequence[RankJob]) -> None:
     """Import the modules of the jobs, and share process groups between them."""
-    configs = ("transformers.models.auto.configuration_auto", "transformers.models.llama.configuration_llama")
-    import_trainer(*configs, *sorted({job.target.partition(":")[0] for job in jobs}))
+    import_trainer(*sorted({job.target.partition(":")[0] for job in jobs}))
+    import_model_parts(*KINDS)
     reuse_groups()
+
+
+def import_model_parts(*kinds: str) -> None:
+    """Import what the trainer's ranks import when they build models: layers, families, and transformers' configs of ``kinds``."""
+    modules = (
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "megatron.core.models.mimo",
+        "slime_like_plugins.megatron_cpu.layer",
+        "slime_like_plugins.qwen_gdn.spec",
+        "slime_like_plugins.qwen_gdn.torch_chunk",
+        *(f"transformers.models.{kind}.configuration_{kind}" for kind in ("auto", *kinds)),
+        *sorted({family.path.partition(":")[0] for family in FAMILIES.values()}),
+    )
+    with heavy_imports(), without_model_classes():
+        for name in modules:
+            importlib.import_module(name)
 
 
 def import_trainer(*modules: str, device: str = "cpu") -> None:
