@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import profile  # the one of torch.profiler imports torch._inductor
 from torch.distributed import all_reduce as bound_before_install
 from torch.distributed import distributed_c10d as c10d
-from torch.profiler import ProfilerActivity, profile
 
 from slime_like.config.schema.collectives import OPS, Kind
 from slime_like.config.schema.guard_policy import GuardSpec, MemoryPolicy, Threshold
@@ -25,7 +25,7 @@ from slime_like.errors import MemoryShortage
 from slime_like.util.deadline import Deadline
 from slime_like.util.imports import heavy_imports
 from tests.train.jobs import make_actor, reuse_groups, save_checkpoint
-from tests.train.lifecycle import batch, digest, train
+from tests.train.lifecycle import batch, digest, few_micro_batches, train
 from tests.train.ranks import RankWorld
 
 # Deprecated names that megatron-core calls.
@@ -69,13 +69,14 @@ def traced() -> Generator[Counts]:
         name = str(group.group_name)
         group.register_pre_hook(77, lambda args, name=name: tally.update([(name, args.name.name)]))
     try:
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(use_cpu=True) as profiler:
             yield out
     finally:
         for group in groups:
             group.unregister_pre_hook(77)
-    results: Any = profiler.profiler
-    event_names = (event.name() for event in results.kineto_results.events())
+    assert profiler is not None
+    results: Any = profiler.kineto_results
+    event_names = (event.name() for event in results.events())
     tally.update((OPERATORS, name.removeprefix("c10d::")) for name in event_names if name.startswith("c10d::"))
     out.update(tally)
 
@@ -150,10 +151,11 @@ def _run(world: RankWorld, model: Path, scratch: Path, layout: Layout, spec: dic
 
 def _work(actor: Any, scratch: Path, layout: Layout) -> tuple[list[str], dict[str, float]]:
     """Run two rollouts, a save, a load and an export; return digests of weights and scores, and metrics."""
-    metrics = train(actor, layout, 1)
+    make = few_micro_batches(layout)
+    metrics = train(actor, layout, 1, make=make)
     digests = [digest(actor)]
     save_checkpoint(actor, scratch, 1)
-    train(actor, layout, 2)
+    train(actor, layout, 2, make=make)
     digests.append(digest(actor))
     actor.load(scratch, 1)
     digests.append(digest(actor))

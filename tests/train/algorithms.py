@@ -15,6 +15,7 @@ import torch
 
 from slime_like.algo.bind import bind_loss, bind_token_advantage
 from slime_like.algo_interfaces import LossOutput, LossView
+from slime_like.batch import PackedBatch
 from slime_like.config.schema.algo import CispoConfig, DapoConfig, GrpoConfig, GspoConfig, RlooConfig
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.config.schema.resolved import Layout
@@ -23,7 +24,7 @@ from slime_like.metrics.types import reduce_metrics
 from tests.algo.reference import importance, is_kept, surrogate
 from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
-from tests.train.lifecycle import batch
+from tests.train.lifecycle import batch, few_micro_batches
 from tests.train.models import count_tokens
 from tests.train.ranks import RankWorld
 
@@ -43,6 +44,8 @@ OWN = GrpoConfig(
     loss="tests.config.own_algorithm:Reinforce", token_advantage="tests.config.own_algorithm:ConstantAdvantage"
 )
 """A user's own loss and advantage, by path."""
+Scored = list[tuple[PackedBatch, np.ndarray]]
+"""Micro-batches and the trainer's log-probabilities [T] of their tokens."""
 
 
 def every_algorithm(
@@ -55,7 +58,8 @@ def every_algorithm(
     from slime_like.train.megatron.platform.collective import DifferentiableSum
 
     actor = make_actor(world, shared.models["two layers"], layout, optim={"lr": 0.0})
-    scores = [actor.score(micro_batch) for micro_batch in batch(1)]
+    micro_batches = micro_batches_of(layout)
+    scores = [actor.score(micro_batch) for micro_batch in micro_batches]
     with replace_attribute(DifferentiableSum, "sum", lambda self, value: value) if fault else contextlib.nullcontext():
         metrics = {name: _step(actor, layout, config) for name, config in ALGORITHMS.items()}
     metrics["own"] = _own_step(actor, layout)
@@ -68,9 +72,14 @@ def every_algorithm(
         metrics["names"] = {_error_of_names(actor, layout, names): 1.0}
     if not actor.rank_info.is_reporter:
         return {}, {}
-    reported_scores = [score for score in scores if score is not None]
-    expected = {name: reference(config, reported_scores) for name, config in ALGORITHMS.items()}
-    return metrics, expected | {"own": own_reference(reported_scores)}
+    scored = list(zip(micro_batches, (score for score in scores if score is not None), strict=True))
+    expected = {name: reference(config, scored) for name, config in ALGORITHMS.items()}
+    return metrics, expected | {"own": own_reference(scored)}
+
+
+def micro_batches_of(layout: Layout) -> list[PackedBatch]:
+    """Return the micro-batches of a step: two on a single rank, in a pipeline and with data parallelism, otherwise one."""
+    return batch(1) if layout.world_size == 1 else few_micro_batches(layout)(1)
 
 
 def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
@@ -79,7 +88,7 @@ def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
 
 
 def _train(actor: Any, layout: Layout) -> dict[str, float]:
-    micro_batches = batch(1)
+    micro_batches = micro_batches_of(layout)
     return reduce_metrics(
         actor.train_rollout([micro_batches[actor.rank_info.dp_rank :: layout.dp]], [count_tokens(micro_batches)])
     )
@@ -111,19 +120,19 @@ def _error_of_names(actor: Any, layout: Layout, names: Iterator[str]) -> str:
     return "no error"
 
 
-def own_reference(scores: list[np.ndarray]) -> float:
+def own_reference(scored: Scored) -> float:
     """Return the loss of a step of ``OWN``, from the trainer's log-probabilities."""
     total = 0.0
-    for micro_batch, score in zip(batch(1), scores, strict=True):
+    for micro_batch, score in scored:
         advantages = np.repeat(micro_batch.rewards - 0.5, np.diff(micro_batch.cu_seqlens)).astype(np.float64)
         total -= float((micro_batch.loss_weight * advantages * score).sum())
     return total
 
 
-def reference(config: PolicyConfig, scores: list[np.ndarray]) -> float:
+def reference(config: PolicyConfig, scored: Scored) -> float:
     """Return the loss of one step from the trainer's log-probabilities, in Python floats, sequence by sequence."""
     total = 0.0
-    for micro_batch, score in zip(batch(1), scores, strict=True):
+    for micro_batch, score in scored:
         assert micro_batch.advantages is not None
         for s, (start, stop) in enumerate(itertools.pairwise(micro_batch.cu_seqlens.tolist())):
             tokens = [t for t in range(start, stop) if micro_batch.loss_weight[t] > 0]

@@ -44,6 +44,11 @@ def fewest_micro_batches(layout: Layout) -> Callable[[int], list[PackedBatch]]:
     return batch if layout.dp > 1 else one_micro_batch
 
 
+def few_micro_batches(layout: Layout) -> Callable[[int], list[PackedBatch]]:
+    """Return the function that makes two micro-batches for a pipeline, and the fewest for another layout."""
+    return batch if layout.pp > 1 else fewest_micro_batches(layout)
+
+
 def four_micro_batches(seed: int) -> list[PackedBatch]:
     """Return four micro-batches, two for each of two data-parallel ranks."""
     return _ragged([(23, 9, 14), (31,), (5, 2, 8, 6, 11), (17, 12)], seed, 0)
@@ -295,4 +300,4 @@ def rollouts(
 ) -> list[dict[str, float]]:
     """Return the metrics of ``count`` rollouts on the same rows, with ``steps`` optimizer steps each."""
     actor = make_actor(world, shared.models[kind], layout, algo=algo, steps_per_rollout=steps, **spec)
-    return [train(actor, layout, 1, steps) for _ in range(count)]
+    return [train(actor, layout, 1, steps, few_micro_batches(layout)) for _ in range(count)]
