@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from slime_like.types import F32
 from tests.train.faults import replace_attribute
 from tests.train.jobs import Shared, make_actor
 from tests.train.lifecycle import digest, four_micro_batches
-from tests.train.models import count_tokens
+from tests.train.models import count_tokens, join_rows
 from tests.train.ranks import RankWorld
 from tests.train.training import _from_reporter
 
@@ -55,7 +56,7 @@ def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[s
     plan = [four_micro_batches(10 * k) for k in range(steps)]
 
     def scores() -> list[Columns]:
-        return [[_from_reporter(actor.score(row)) for row in rows] for rows in plan]
+        return [_scores_of(actor, rows) for rows in plan]
 
     def train(
         columns: Sequence[Columns], version: int, change: Callable[[PackedBatch], PackedBatch] = lambda row: row
@@ -96,6 +97,12 @@ def gate(world: RankWorld, shared: Shared, layout: Layout, steps: int) -> dict[s
     with one_tensor_left_behind(actor):
         results["reference"] = train_error(scores())
     return results
+
+
+def _scores_of(actor: Any, rows: Sequence[PackedBatch]) -> Columns:
+    """Return the scores [T] of each micro-batch, from one forward pass over all."""
+    scores = _from_reporter(actor.score(functools.reduce(join_rows, rows)))
+    return np.split(scores, np.cumsum([len(row.token_ids) for row in rows])[:-1])
 
 
 def begun_by_another(row: PackedBatch) -> PackedBatch:
