@@ -27,7 +27,7 @@ def rollouts(
 
     With ``fault``, weights and optimizer state become zeros instead of their host copies.
     """
-    resident = _run(world, shared, layout, kind, spec, lambda actor, phase: None)
+    resident = _run(world, shared, layout, kind, spec, lambda actor, phase: None, saves=False)
     num_bytes: dict[str, tuple[int, ...]] = {}
 
     def move(actor: Any, phase: str) -> None:
@@ -50,7 +50,10 @@ def _run(
     kind: str,
     spec: Mapping[str, Any],
     move: Callable[[Any, str], None],
+    *,
+    saves: bool = True,
 ) -> list[Any]:
+    """Return the results of two rollouts. ``move`` is called at the start of each phase; ``saves``: save after each rollout."""
     actor = make_actor(world, shared.models[kind], layout, algo=ALGO, **spec)
     out: list[Any] = []
     for seed in (1, 2):
@@ -61,7 +64,8 @@ def _run(
         move(actor, STEP)
         metrics = train(actor, layout, seed)
         move(actor, SAVE)
-        save_checkpoint(actor, shared.scratch / f"residency_{seed}", seed)
+        if saves:
+            save_checkpoint(actor, shared.scratch / f"residency_{seed}", seed)
         times = {name for name in metrics if name.startswith("perf/")}
         out += [exported, None if score is None else score.tolist(), _digest(actor)]
         out.append({name: value for name, value in metrics.items() if name not in times})
