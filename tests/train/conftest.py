@@ -40,8 +40,8 @@ def models(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("models")
     folders = qwen3 | {
         "llama": make_model(folder / "llama", "llama", tied=False, seed=2, rope="llama3"),
-        "llama tied": make_model(folder / "llama_tied", "llama", tied=True, seed=3),
-        "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, seed=4),
+        "llama tied": make_model(folder / "llama_tied", "llama", tied=True, layers=2, seed=3),
+        "qwen2": make_model(folder / "qwen2", "qwen2", tied=True, layers=2, seed=4),
         "qwen3_5": make_model(folder / "qwen3_5", "qwen3_5_text", tied=True, seed=5),
         "qwen3_5 two key heads": make_model(
             folder / "qwen3_5_two", "qwen3_5_text", tied=True, seed=10, changes={"linear_num_key_heads": 2}
@@ -75,10 +75,10 @@ def models(qwen3: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
                 changes={"n_group": 1, "topk_group": 1, "qk_nope_head_dim": 24},  # heads that fit the C kernel
             )
         ),
-        "glm4": make_model(folder / "glm4", "glm4", tied=False, seed=14),
+        "glm4": make_model(folder / "glm4", "glm4", tied=False, layers=2, seed=14),
         "glm4_moe": add_mtp_layer(make_model(folder / "glm4_moe", "glm4_moe", tied=False, seed=15)),
         "minimax_m2": add_mtp_layer(make_model(folder / "minimax_m2", "minimax_m2", tied=False, seed=16)),
-        "mimo": rename_to_mimo(make_model(folder / "mimo", "qwen2", tied=False, seed=17)),
+        "mimo": rename_to_mimo(make_model(folder / "mimo", "qwen2", tied=False, layers=2, seed=17)),
         "one layer": make_qwen3(folder / "one_layer", tied=True, layers=1, seed=18),
         "two layers": make_qwen3(folder / "two_layers", tied=True, layers=2, seed=19),
         "few experts": make_model(
