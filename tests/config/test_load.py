@@ -118,8 +118,10 @@ def test_copies_of_the_tests_equal_those_of_the_loader(groups: tuple[str, ...]) 
 def test_compositions_of_the_tests_equal_those_of_hydra(
     groups: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the tests Hydra copies schemas from pickles and reads its own files once (tests/pickled_copies.py)."""
+    """In the tests Hydra copies schemas from pickles, and reads its own files and parses overrides once (tests/pickled_copies.py)."""
     faster = _hydra(config_folder(), groups)
+    parse: Any = OverridesParser.parse_rule
+    monkeypatch.setattr(OverridesParser, "parse_rule", parse.__wrapped__)
     read: Any = ImportlibResourcesConfigSource.load_config
     monkeypatch.setattr(ImportlibResourcesConfigSource, "load_config", read.__wrapped__)
     for name in ("load", "__deepcopy__"):
