@@ -13,7 +13,7 @@ from slime_like.config.schema.resolved import Layout
 from slime_like.train.megatron.families.hf import HFFolder
 from tests.train.jobs import Shared, make_actor, save_checkpoint
 from tests.train.models import count_tokens
-from tests.train.parity import ALGO, batch
+from tests.train.parity import ALGO, batch, shard_of
 from tests.train.ranks import RankWorld
 
 RATE = 0.01
@@ -29,7 +29,7 @@ def update_and_resume(world: RankWorld, shared: Shared, layout: Layout) -> tuple
 
     actor = make_actor(world, shared.models["deepseek_v3"], layout, **SETTINGS)
     rows = batch()
-    actor.train_rollout([rows[actor.rank_info.dp_rank :: layout.dp]], [count_tokens(rows)])
+    actor.train_rollout([shard_of(rows, layout, actor.rank_info.dp_rank, join=True)], [count_tokens(rows)])
     save_checkpoint(actor, shared.scratch, 1)
     resumed = make_actor(world, shared.models["deepseek_v3"], layout, **SETTINGS)
     resumed.load(shared.scratch)
