@@ -74,7 +74,7 @@ class Mapped:
 
     @property
     def blocked(self) -> tuple[Row, ...]:
-        """Rows that block a recipe."""
+        """Rows with a verdict in ``BLOCKING``. If there are any, no recipe is written."""
         return self.rows_with(BLOCKING)
 
 

@@ -50,7 +50,7 @@ class Deadline:
         return time.monotonic() - self.started
 
     def remaining(self, waits_for: str) -> float:
-        """Return the number of seconds left. Raises ``DeadlineExceeded`` if the limit has passed."""
+        """Return the number of seconds left. Raises ``DeadlineExceeded``, which names ``waits_for``, if none are left."""
         seconds = self.limit - self.elapsed()
         if seconds <= 0:
             raise self.exceeded(waits_for)

@@ -25,7 +25,7 @@ MAX_CHECKED_COLUMNS = 4_096  # largest number of columns that ``check_machine`` 
 
 
 def padded_rows(x_TI: Tensor) -> Tensor:
-    """Return ``x`` padded to ``ROWS`` rows by repeating the last row; the caller drops the results of the copies."""
+    """Return ``x``, filled up to ``ROWS`` rows with copies of its last row. The caller drops the results of the copies."""
     missing = ROWS - x_TI.shape[0]
     return x_TI if missing <= 0 or x_TI.shape[0] == 0 else torch.cat([x_TI, x_TI[-1:].expand(missing, -1)])
 

@@ -51,7 +51,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def parse(line: str) -> Gpu:
-    """Parse a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 81559 MiB, 9.0``; [N/A] becomes None."""
+    """Parse a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 81559 MiB, 9.0``; other values, such as [N/A], become None."""
     fields = [field.strip() for field in line.rsplit(",", 2)]
     if len(fields) < 3:
         return Gpu(line.strip())

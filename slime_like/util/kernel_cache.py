@@ -31,7 +31,7 @@ def cache_variables(folder: Path) -> dict[str, str]:
 
 
 def read_cache(folder: Path) -> list[CacheEntry]:
-    """Return the kernels of Triton's cache in ``folder``, sorted by target and name."""
+    """Return the complete kernel variants in Triton's cache in ``folder``, sorted by target and name."""
     entries: list[CacheEntry] = []
     for cubin in folder.glob("*/*.cubin"):
         try:
@@ -60,7 +60,7 @@ def relocate(folder: Path) -> int:
     """Make a cache that was copied to ``folder`` usable. Return the number of its usable kernels.
 
     Triton lists the absolute path of each file of a kernel, and ignores the kernel unless all of its files exist. This
-    function rewrites the lists with the current paths of the files that a run reads. A run may be reading the cache meanwhile.
+    function rewrites the lists with the current paths of the files that a run reads. It is safe while a run reads the cache.
     Raises ``OSError`` if a list cannot be written. Remove this function once Triton's lists contain relative paths.
     """
     count = 0

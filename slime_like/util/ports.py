@@ -30,7 +30,7 @@ class RendezvousAddress:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on ``host`` and on no other address; with port 0 the kernel chooses one.
+    """Return a socket that listens on ``host`` and on no other address; if ``port`` is 0, the kernel chooses a free one.
 
     Raises ``SlimeLikeError`` if the port is taken or the address does not belong to this machine.
     """

@@ -38,7 +38,7 @@ def private_folder(path: Path) -> Path:
 
 
 def temporary_folder(name: str, place: str | None = None) -> Path:
-    """Create or reuse this user's private folder ``name`` in ``place``, by default the system's folder for temporary files.
+    """Create or reuse ``name`` in this user's private folder in ``place``, by default the system's folder for temporary files.
 
     This user's processes share it. Raises ``SlimeLikeError`` as ``private_folder`` does, ``OSError`` if it cannot be created.
     """
@@ -49,8 +49,8 @@ def temporary_folder(name: str, place: str | None = None) -> Path:
 def create_private(path: Path) -> IO[bytes]:
     """Create ``path`` for this user only, open for reading and writing; an existing file is removed.
 
-    Raises ``OSError`` if the existing file cannot be removed, or if another process creates a file or link at ``path`` after
-    the removal: neither is ever opened.
+    Raises ``OSError`` if the existing file cannot be removed or the new one cannot be created. A file or link that another
+    process creates at ``path`` after the removal is not opened: it raises ``OSError`` too.
     """
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w+b")

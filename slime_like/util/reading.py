@@ -136,7 +136,8 @@ def parse_strict_json(text: str) -> Any:
 def typed[T](values: object, kind: type[T]) -> T:
     """Return parsed JSON or YAML as a ``kind``: a dataclass or any other type that ``msgspec`` supports.
 
-    Raises ``ValueError`` naming the field that is missing, unknown, out of range or has the wrong type.
+    Raises ``ValueError`` if a field is missing, out of range or of the wrong type, if ``values`` has a field that a dataclass
+    ``kind`` does not have, or if they are nested too deeply. Unknown fields of nested dataclasses are ignored.
     """
     if is_dataclass(kind) and isinstance(values, Mapping):
         field_names = {item.name for item in fields(kind)}
@@ -165,7 +166,7 @@ def abbreviate(value: object) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Describe a parser's or the system's error in a few words on one line."""
+    """Return a parser's or the system's description of an error, on one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, RecursionError):

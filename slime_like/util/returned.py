@@ -16,7 +16,7 @@ COLLECTIONS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp
 
 @dataclass(frozen=True, slots=True)
 class FunctionReturns:
-    """The return statements of a function, which determine the result of a call unless it raises."""
+    """The return statements of a function. A call that does not raise returns the value of one, or None at the end."""
 
     file: str
     statements: tuple[tuple[int, ast.expr | None], ...]  # line, value
@@ -76,7 +76,7 @@ def _is_none(value: ast.expr | None) -> bool:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function except those of functions and classes within it."""
+    """Yield the nodes of a function except those inside the functions, lambdas and classes that it contains."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, SCOPES):

@@ -18,7 +18,7 @@ MAX_TEXT = 500  # characters of an error's own text in a message
 
 
 def check_signature(key: str, name: str, function: Callable[..., Any], form: str, num_args: int) -> None:
-    """Raise ``ConfigError`` unless ``function`` takes ``num_args`` positional arguments.
+    """Raise ``ConfigError`` if ``function`` has a signature that does not accept ``num_args`` positional arguments.
 
     ``form`` is the expected call as the error message shows it, such as ``filter(group)``.
     """
@@ -48,7 +48,7 @@ def name_user_errors(key: str, name: str, subject: str) -> Generator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type, text and source line as one line of text: ``ValueError: no digits (my_reward.py:12)``."""
+    """Return an error's type, text and origin on one line, such as ``ValueError: no digits (my_reward.py:12)``."""
     text = " ".join(str(error).split())[:MAX_TEXT]
     return f"{type(error).__name__}: {text} ({origin(error)})"
 

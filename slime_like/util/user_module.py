@@ -42,7 +42,7 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
 def check_exists(key: str, value: str) -> None:
     """Raise ``ConfigError`` if the file or the top-level package that ``value`` names is missing. Nothing is imported.
 
-    ``value`` is ``file.py:attribute`` or ``package.module:attribute``.
+    ``value`` is ``file.py:attribute`` or ``package.module:attribute``. A module name that begins with a dot is refused too.
     """
     module = value.rpartition(":")[0]
     if module.endswith(".py"):

@@ -230,7 +230,8 @@ def _is_lost(request: asyncio.Task[None]) -> bool:
 def _broadcast(group: dist.ProcessGroup, bucket: Bucket) -> None:
     """Broadcast all tensors of a bucket concurrently from rank 0 of ``group``.
 
-    Raises ``EngineLost`` if an engine leaves the group, ``WeightSyncError`` if a broadcast does not complete.
+    Raises ``EngineLost`` if a broadcast fails, as it does once an engine has left the group, and ``WeightSyncError`` if one
+    does not complete.
     """
     try:
         works = [

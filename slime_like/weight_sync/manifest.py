@@ -21,7 +21,7 @@ def meta_of(name: str, tensor: Tensor) -> TensorMeta:
 def merge(stages: Sequence[Iterable[TensorMeta]]) -> dict[str, TensorMeta]:
     """Merge the manifests of all pipeline stages into a dict by tensor name.
 
-    Raises ``WeightSyncError`` if two stages would send the same tensor (tied embeddings are sent once).
+    Raises ``WeightSyncError`` if a tensor would be sent more than once; tied embeddings too must be sent by one stage only.
     """
     metas = [meta for stage in stages for meta in stage]
     duplicates = sorted(name for name, count in Counter(meta.name for meta in metas).items() if count > 1)

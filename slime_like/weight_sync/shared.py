@@ -1,8 +1,8 @@
-"""Tensors shared by two processes on one machine: memory without a file name, and a small message that describes it.
+"""Tensors shared by two processes on one machine: memory with no path in the file system, and a small message about it.
 
-The sender writes into a memfd. The kernel frees it when no process has it open or mapped. Only processes of the same user
-can open it (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that is sealed against shrinking,
-and builds tensors from names, dtypes and shapes: it unpickles nothing.
+The sender writes into a memfd. The kernel frees it when no process has it open or mapped. Only processes of the same user,
+or of root, can open it (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that is sealed against
+shrinking, and builds tensors from names, dtypes and shapes: it unpickles nothing.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class SharedBucketMemory:
 
 
 def is_message(payload: bytes) -> bool:
-    """Return whether ``payload`` is a message that ``SharedBucketMemory.write`` returned."""
+    """Return whether ``payload`` begins like a message of ``SharedBucketMemory.write``."""
     return payload.startswith(MAGIC)
 
 
