@@ -26,7 +26,7 @@ from typing import IO, Any, NoReturn, Self
 
 from slime_like.phantom.device import PhantomGpu
 from slime_like.util.deadline import Deadline
-from slime_like.util.imports import heavy_imports
+from slime_like.util.imports import heavy_imports, without_model_classes
 from slime_like.util.ports import PortLease
 from tests.namespaces import PR_SET_PDEATHSIG
 from tests.train import ranks
@@ -184,10 +184,14 @@ def run_rank(parent: int, request: Mapping[str, Any]) -> NoReturn:
 
 
 def import_trainer() -> None:
-    """Import the trainer as ``solo.join`` does, and what the ranks of this folder import."""
+    """Import the trainer as ``solo.join`` does, and what its first step imports; compute the hashes of compilers that it needs."""
     from slime_like.train.megatron.trace import solo
 
     solo.import_trainer()
+    with without_model_classes():
+        importlib.import_module("transformers").AutoConfig.for_model("qwen3")
+    for name in ("triton.runtime.cache:triton_key", "torch._inductor.codecache:torch_key"):
+        pkgutil.resolve_name(name)()  # cached
     for name in ("trace_checks", "trainer_checks"):
         importlib.import_module(f"tests.phantom.{name}")
 
