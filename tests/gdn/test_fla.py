@@ -20,10 +20,11 @@ LOCK = ROOT / "scripts" / "requirements" / "fla_interpreter.lock"
 PREPARED = Path(sys.prefix) / "fla_interpreter"  # made by scripts/setup.sh
 FLOAT32, FLOAT16 = 2e-5, 5e-3
 SECONDS = 300
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",  # the process forks ranks
     "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-}  # the process forks ranks
+    "TORCHDYNAMO_DISABLE": "1",  # fla's activations, which do not run here, would import torch's compiler
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     result = subprocess.run(
         [sys.executable, "-m", "tests.gdn.interpreted", str(folder)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")]), **ONE_THREAD},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "plugins")]), **VARIABLES},
         capture_output=True,
         text=True,
         timeout=SECONDS,
