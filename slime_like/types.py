@@ -113,7 +113,7 @@ class Sample:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Return the weight versions of the model spans, oldest first."""
+        """Return the weight version of each model span, oldest first."""
         return tuple(sorted(s.version for s in self.spans if s.source is Source.MODEL))
 
     @property

@@ -1,7 +1,7 @@
 """Compilation of C sources with the machine's compiler, into a cache of this user.
 
-Objects are built for the current CPU. Their name is a hash of source, flags, compiler and CPU. The folder is private,
-because processes execute its content.
+Objects may be specific to the current CPU (``-march=native``), so their name is a hash of source, flags, compiler and CPU.
+The folder is private, because processes execute its content.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SharedObject:
 
 
 def find_compiler() -> str:
-    """Return the path of the C compiler: ``$CC`` if set, else the first of ``COMPILERS`` on PATH.
+    """Return the path of the C compiler: ``$CC`` without launchers and options, or else the first of ``COMPILERS`` on PATH.
 
     Raises ``BuildError`` if it is not found.
     """
@@ -69,7 +69,7 @@ def cache_folder() -> Path:
 
 
 def cpu_identity() -> str:
-    """Return the CPU properties that ``-march=native`` depends on."""
+    """Return the properties of an x86 CPU that ``-march=native`` depends on; on other CPUs, they are usually not found."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -81,7 +81,7 @@ def cpu_identity() -> str:
 
 
 def object_name(compiler: str, recipe: Recipe) -> str:
-    """Return the file name of the object, a hash of source, flags, compiler and CPU."""
+    """Return the file name of the shared object: a hash of the source's folder, the flags, the compiler and the CPU."""
     digest = hashlib.sha256()
     for file in sorted(recipe.main.parent.rglob("*")):
         if file.is_file():
@@ -102,7 +102,7 @@ def object_name(compiler: str, recipe: Recipe) -> str:
 
 
 def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
-    """Compile ``recipe`` to ``target``. Raises ``BuildError`` if the compiler fails."""
+    """Compile ``recipe`` to ``target``. Raises ``BuildError`` if the compiler fails, times out or cannot be executed."""
     message = ""
     for extra in recipe.extra:
         command = [compiler, *recipe.flags, *extra, str(recipe.main), "-o", str(target), "-lm"]
@@ -117,7 +117,7 @@ def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
 
 
 def build(recipe: Recipe) -> SharedObject:
-    """Return the object of ``recipe`` for this machine, compiled if not cached; the file is created atomically.
+    """Return the shared object of ``recipe`` for this machine, compiled if not cached; the file is created atomically.
 
     Raises ``BuildError`` if it cannot be compiled or cached.
     """

@@ -13,8 +13,8 @@ UNLIMITED_BYTES = 1 << 60  # v1 writes "no limit" as the largest multiple of the
 def control_groups(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterator[tuple[Path, int]]:
     """Yield each control group of this process for ``controller``, innermost first: its folder, and 1 or 2 for its version.
 
-    In a container, the path of its group may be the host's although only the container's group is mounted. Some of the yielded
-    folders then do not exist, and the last one, the mount itself, is the container's group.
+    In a container, ``/proc/self/cgroup`` may contain the group's path on the host, although only the container's own group is
+    mounted. Some of the yielded folders then do not exist, and the last one, the mount itself, is the container's group.
     """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()

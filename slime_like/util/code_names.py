@@ -1,4 +1,4 @@
-"""Collection of the names in a function's code. The function cannot read a config key whose name is not among them."""
+"""Collection of the names in a function's code. A config key whose name is not among them counts as unread by the function."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Search:
         self._pending: list[Any] = []
 
     def run(self) -> bool:
-        """Search until nothing is pending. Return False after ``MAX_OBJECTS`` objects."""
+        """Search the pending objects. Return False if ``MAX_OBJECTS`` were added before all were searched."""
         while self._pending and len(self._seen) < MAX_OBJECTS:
             self._search(self._pending.pop())
         return not self._pending
@@ -64,7 +64,10 @@ class _Search:
             self._pending.append(value)
 
     def _search(self, value: Any) -> None:
-        """Record the names in ``value`` and queue the objects that it refers to. Code of libraries is skipped."""
+        """Record the names in ``value`` and queue the objects that it refers to.
+
+        Code of libraries and containers of more than ``MAX_ITEMS`` items are skipped.
+        """
         match value:
             case functools.partial():
                 self._add_all((value.func, *value.args, *value.keywords.values()))

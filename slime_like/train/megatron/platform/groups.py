@@ -44,7 +44,10 @@ class RankInfo:
     separate_nodes: tuple[str, ...] = ()
 
     def shard(self, *, expert: bool) -> tuple[int, int]:
-        """Return the number of shards of a split parameter, and the index of this rank's shard."""
+        """Return the number of shards of a split parameter, and the index of this rank's shard.
+
+        ``expert`` is True for a parameter of a routed expert.
+        """
         return (self.layout.etp, self.etp_rank) if expert else (self.layout.tp, self.tp_rank)
 
     @property

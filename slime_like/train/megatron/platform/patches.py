@@ -175,7 +175,7 @@ def save_errors() -> Generator[list[Exception]]:
 
 
 def _collect_errors(write: Callable[..., None]) -> Callable[..., None]:
-    """Wrap rank 0's ``write``: an ``OSError`` is added to the list of ``save_errors`` or, if there is no list, raised."""
+    """Wrap ``write``, a function of rank 0: its ``OSError`` goes to the list of ``save_errors`` or, without a list, is raised."""
 
     def write_collecting_errors(*args: Any, **kwargs: Any) -> None:
         try:

@@ -71,7 +71,7 @@ class CheckedReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return ``.metadata``. Raises a ``CheckpointException`` that wraps the ``CheckpointError`` of ``load_metadata``.
+        """Return the content of ``.metadata``. Raises ``load_metadata``'s ``CheckpointError`` inside a ``CheckpointException``.
 
         torch's loader treats any ``Exception`` here as a missing file; CheckpointException is a BaseException.
         """

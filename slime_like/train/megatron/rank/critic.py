@@ -64,7 +64,7 @@ class ValueStep(OptimizerStep):
 
 
 class RankCritic(RankModel):
-    """The value model on one rank. Methods are collectives: every rank calls them in the same order."""
+    """The value model on one rank. ``score`` and ``update`` are collectives: every rank calls them in the same order."""
 
     def __init__(self, spec: CriticSpec, rank_info: RankInfo) -> None:
         super().__init__(spec.rank, rank_info, ValueModel)
@@ -114,6 +114,6 @@ class RankCritic(RankModel):
 
 
 def _rename(metric: Metric) -> Metric:
-    """Rename a metric that the actor reports too: ``train/lr`` becomes ``train/critic_lr``."""
+    """Rename a metric, unless only the critic reports it: ``train/lr`` becomes ``train/critic_lr``."""
     name = metric.name.removeprefix("train/")
     return metric if name in CRITIC_ONLY else replace(metric, name=f"train/critic_{name}")

@@ -33,10 +33,11 @@ from slime_like.types import F32
 
 
 class RankModel:
-    """Model and optimizer of one rank: the model of an HF folder, with its weights or those of ``model.megatron_checkpoint``.
+    """Model and optimizer of one rank.
 
-    Methods that compute, save or load are collectives: every rank of the role calls them in the same order. ``version``
-    counts rollouts, including empty ones and those in which the weights are frozen.
+    The initial weights are those of an HF folder or, for a policy, of ``model.megatron_checkpoint`` if it is set. Methods that
+    compute, save or load are collectives: every rank of the role calls them in the same order. ``version`` counts rollouts;
+    a policy's also counts empty ones and those in which its weights are frozen.
     """
 
     def __init__(self, spec: RankSpec, rank_info: RankInfo, kind: type[PolicyModel] = PolicyModel) -> None:
@@ -77,7 +78,7 @@ class RankModel:
         """Return host copies of this rank's shards of the weights in ``folder`` or, if that is None, of the initial weights.
 
         The model must still have its initial weights, and has them again afterwards. ``key`` is the config key of
-        ``folder``. Collective.
+        ``folder``. Collective. Raises ``CheckpointError`` as ``load_initial_weights`` does.
         """
         if folder in (None, self.spec.model.megatron_checkpoint or self.spec.model.hf_checkpoint):
             return self._host_copy()
@@ -111,13 +112,16 @@ class RankModel:
         return make_micro(batch, self.rank_info)
 
     def open(self, steps: Sequence[Sequence[PackedBatch]]) -> OpenRollout:
-        """Lay out the batches of a rollout, grouped by optimizer step, and keep the rollout open until ``close``."""
+        """Lay out the batches of a rollout, grouped by optimizer step, and keep the rollout open until ``close``.
+
+        Raises ``DataError`` as ``lay_out`` does.
+        """
         self._rollout = OpenRollout([[self.lay_out(batch) for batch in step] for step in steps])
         return self._rollout
 
     @property
     def rollout(self) -> OpenRollout:
-        """The open rollout."""
+        """The open rollout; one must be open."""
         assert self._rollout is not None, "no rollout is open: call open first"
         return self._rollout
 
@@ -146,8 +150,8 @@ class RankModel:
     def finish_save(self, *, wait: bool) -> bool:
         """Complete any pending checkpoint and return True.
 
-        With ``wait=False``, return False if a rank is still writing.
-        Raises ``CheckpointError`` on every rank if a rank failed to write its part or did not write it in time.
+        With ``wait=False``, return False if a rank is still writing. Raises ``CheckpointError`` on every rank if a rank failed
+        to write its part or did not write it in time, or if the folder cannot be completed.
         """
         pending = self._pending_save
         if pending is None:

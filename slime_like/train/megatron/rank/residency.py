@@ -48,7 +48,7 @@ class DeviceState:
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Parts that are entirely on the device."""
+        """Parts of which no storage is offloaded."""
         return tuple(part for part in TRAINER_PARTS if not self._offloaded[part])
 
     def keep(self, parts: Collection[str]) -> None:
@@ -64,7 +64,7 @@ class DeviceState:
                 self._restore(part)
 
     def num_bytes(self, part: str) -> int:
-        """Return the bytes of a part on the device."""
+        """Return how many bytes of a part are on the device."""
         return sum(storage.nbytes() for storage in self._storages()[part])
 
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:

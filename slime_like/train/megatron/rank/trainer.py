@@ -38,13 +38,14 @@ class RankTrainer(RankModel):
     """The policy on one rank.
 
     Methods that compute, save or load are collectives: every rank calls them in the same order. Exactly one rank of the
-    world is the reporter, whose metrics and scores are used.
+    world is the reporter, which alone returns global metrics and the results of ``score``.
     """
 
     def __init__(self, spec: RankSpec, rank_info: RankInfo) -> None:
         """Load the weights of the policy, and of the reference and teacher that this rank swaps in; build the optimizer.
 
-        Raises ``ConfigError`` on an unsupported layout or model, ``CheckpointError`` on an unusable checkpoint.
+        Raises ``ConfigError`` on a model or setting that is invalid or unsupported on this machine, and ``CheckpointError`` on an
+        unusable checkpoint.
         """
         super().__init__(spec, rank_info)
         reference, teacher = spec.model.ref_checkpoint, spec.teacher_checkpoint
@@ -83,7 +84,7 @@ class RankTrainer(RankModel):
 
         ``steps[k]`` are this dp rank's batches of optimizer step k, ``num_tokens[k]`` the step's global count of trained
         tokens. The reporter returns the metrics of all ranks; every rank adds its own ``comm/...`` and ``guard/...`` metrics.
-        Raises ``ConsistencyError`` as ``update`` does.
+        Raises the errors of ``open_rollout``, ``compute_advantages`` and ``update``.
         """
         metrics: tuple[Metric, ...] = ()
         with install.phase("step"):
@@ -95,7 +96,10 @@ class RankTrainer(RankModel):
 
     @install.phase("step")
     def open_rollout(self, steps: Sequence[Sequence[PackedBatch]]) -> None:
-        """Run the first part of ``train_rollout``: score the batches with each policy of this rank that the algorithm needs."""
+        """Run the first part of ``train_rollout``: score the batches with each policy of this rank that the algorithm needs.
+
+        Raises ``DataError`` as ``lay_out`` does.
+        """
         rollout = self.open(steps)
         rollout.metrics.extend(self._policy_scores(rollout.micros))
 
@@ -103,7 +107,8 @@ class RankTrainer(RankModel):
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
         """Run the second part of ``train_rollout``: compute advantages from scores and the ``columns`` of other roles.
 
-        Return the critic's targets on the reporter of each shard; None on other ranks, or if there is no critic.
+        Return the critic's targets on the reporter of each shard; None on other ranks, or if there is no critic. Raises
+        ``UserCodeError`` if a user's token advantage fails.
         """
         rollout = self.rollout
         for name, column in columns.items() if self.rank_info.is_last else ():
@@ -118,7 +123,7 @@ class RankTrainer(RankModel):
         """Run the last part of ``train_rollout``: take the optimizer steps of the open rollout, none if ``frozen``.
 
         Raises ``ConsistencyError`` before the first step if log-probabilities of engine and trainer differ by more than
-        ``weights.sample_tolerance`` (``SampleLogprobDifference``).
+        ``weights.sample_tolerance`` (``SampleLogprobDifference``), and ``UserCodeError`` as the loss and ``StepReport`` do.
         """
         with install.phase("step"):
             metrics = self._update(num_tokens, frozen=frozen)
@@ -182,7 +187,7 @@ class RankTrainer(RankModel):
         return sample_difference
 
     def _drift_by_layer(self, rollout: OpenRollout) -> list[Metric]:
-        """Measure the difference from the engine on each rank's first micro-batch, with layers in float64.
+        """Measure how far log-probabilities are from the engine's on each rank's first micro-batch, with layers in float64.
 
         There is one measurement per kind of layer, and one with all kinds in float64. If the engine's experts are replayed, also
         measure the difference with the router's own experts.
@@ -209,7 +214,10 @@ class RankTrainer(RankModel):
         return tuple(name for name in FLOAT64_LAYERS if any(name in kinds for kinds in stages))
 
     def _policy_scores(self, micros: Sequence[MicroBatch]) -> list[Metric]:
-        """Fill the old, reference and teacher log-probabilities that the algorithm needs. Return the durations as metrics."""
+        """Fill the log-probabilities of each policy of this rank (old, reference, teacher) that the algorithm needs.
+
+        Return the durations as metrics.
+        """
         metrics: list[Metric] = []
         if self.spec.needs_old_logprobs:
             with self.routing.in_old_pass(micros):
@@ -223,7 +231,10 @@ class RankTrainer(RankModel):
         return metrics
 
     def _fill_scores(self, name: str, column: str, micros: Sequence[MicroBatch]) -> Metric:
-        """Fill ``column`` by scoring trained tokens with the model's current weights. Return the duration as a metric."""
+        """Score trained tokens with the model's current weights and set field ``column`` of the micro-batches on the last stage.
+
+        Return the duration as a metric.
+        """
         start = time.perf_counter()
         for micro, values in self._columns(micros, self._scores(micros)):
             setattr(micro, column, values)

@@ -48,10 +48,10 @@ class ExpertBalance:
         self._config.moe_grad_scale_func = lambda: scale
 
     def close_step(self) -> list[Metric]:
-        """Return global metrics, the same on every rank. Must run after the backward pass.
+        """Return global metrics, the same on every rank; [] for a model without experts. Collective.
 
-        The metric ``train/moe_load`` is the number of tokens of a layer's busiest expert divided by the mean over its experts,
-        averaged over the layers; 1 is balanced.
+        Must run after the backward pass. The metric ``train/moe_load`` is the number of tokens of a layer's busiest expert
+        divided by the mean over its experts, averaged over the layers; 1 is balanced.
         """
         if not self._has_experts:
             return []

@@ -58,9 +58,10 @@ def mark_experts(model: ModelSegments) -> None:
 
 
 def gather_parameters(wrapped: ModelSegments) -> None:
-    """Gather this rank's updated weights. With overlap_param_gather, megatron defers the gather to the next forward pass.
+    """Gather this rank's updated weights from the optimizer's shards if megatron defers that to the next forward pass.
 
-    Required before any other read of the weights: export, checkpoint, swapping in other weights. Collective.
+    megatron does so with overlap_param_gather. Required before any other read of the weights: export, checkpoint, swapping in
+    other weights. Collective.
     """
     segments: list[Any] = list(wrapped)
     for segment in segments:
@@ -70,7 +71,7 @@ def gather_parameters(wrapped: ModelSegments) -> None:
 
 
 def make_optimizer(spec: RankSpec, wrapped: ModelSegments) -> Any:
-    """Build megatron's optimizer over this rank's parameters (its shard, with the distributed optimizer)."""
+    """Build megatron's optimizer over this rank's parameters or, if it is distributed, over this rank's shard of them."""
     optim, dtype = spec.optim, dtype_of(spec)
     config = OptimizerConfig(
         optimizer="adam",
@@ -100,7 +101,7 @@ def _free_replaced_optimizer() -> None:
     """Free the hybrid optimizer that megatron builds first and then replaces with one over this rank's shard.
 
     It holds a float32 copy of all parameters of the rank, on the host for those that are offloaded. Because it is part of a
-    reference cycle, ``gc.freeze`` would keep it for the whole run. Remove once megatron builds one hybrid optimizer.
+    reference cycle, ``gc.freeze`` would keep it for the whole run. Remove this function once megatron builds only the second.
     """
     gc.collect()
     torch.accelerator.empty_host_cache()
@@ -125,8 +126,8 @@ def make_schedule(spec: RankSpec, optimizer: Any) -> OptimizerParamScheduler:
     """Build the learning rate schedule.
 
     Step it *before* each optimizer step, so that the first uses lr / warmup_steps, not 0. The scheduler also applies
-    weight decay per group; without this, norms and biases (wd_mult 0) would decay. Raises ``ConfigError`` on a schedule
-    that does not fit the run.
+    weight decay per group; without this, norms and biases (wd_mult 0) would decay. Raises ``ConfigError`` as
+    ``resolve_schedule`` does.
     """
     optim = resolve_schedule(spec.optim, spec.num_steps)
     decay = optim.decay_steps or spec.num_steps

@@ -42,7 +42,7 @@ class RoutingReplay:
     def attach(self, micro: MicroBatch) -> MicroBatch:
         """Set ``micro.experts`` to the experts that the engine chose, for this rank's tokens and routers; return ``micro``.
 
-        Leave it unchanged unless the engine's choices are replayed and the batch contains them.
+        ``micro`` stays unchanged unless the engine's choices are replayed and the batch contains them.
         """
         experts_TBK = micro.batch.extras.get(ROUTED_EXPERTS)
         if self._mode == "rollout" and experts_TBK is not None:
@@ -54,14 +54,14 @@ class RoutingReplay:
         return micro
 
     def in_old_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay the engine's experts in the pass for old log-probabilities.
+        """Replay the engine's expert choices in the pass for old log-probabilities if ``routing_replay=rollout``.
 
-        With ``routing_replay=old``, nothing is replayed; the experts that the routers choose in this pass are recorded.
+        With ``routing_replay=old``, record the experts that the routers choose in this pass.
         """
         return self.record(micros) if self._mode == "old" else self.replay(micros, compare=True)
 
     def in_reference_pass(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
-        """Replay the engine's experts in the reference's pass if ``algo.routing_replay_reference`` is set."""
+        """Replay the engine's expert choices in the reference's pass if ``algo.routing_replay_reference`` is set."""
         return self.replay(micros if self._in_reference else (), compare=False)
 
     def in_training(self, micros: Sequence[MicroBatch]) -> AbstractContextManager[None]:
@@ -74,7 +74,10 @@ class RoutingReplay:
 
     @contextmanager
     def replay(self, micros: Sequence[MicroBatch], *, compare: bool) -> Generator[None]:
-        """Replay the experts of ``micros``. With ``compare``, count the tokens for which a router would choose other experts."""
+        """Replay the experts of the ``micros`` that have some; the routers choose as usual for the others.
+
+        With ``compare``, count the tokens for which a router would choose other experts than the replayed ones.
+        """
         by_address = {_address(micro): micro.experts for micro in micros if micro.experts is not None}
         for index, choice in enumerate(self._choices()):
             choice.replayed_experts = {address: experts[index] for address, experts in by_address.items()}
@@ -102,7 +105,7 @@ class RoutingReplay:
     def metrics(self) -> tuple[Metric, ...]:
         """Return metrics of how replayed experts differed from the routers' own choices since the last call.
 
-        The result is () if nothing is replayed; otherwise, this is a collective.
+        The result is () with ``routing_replay=off``; otherwise, this is a collective.
         """
         return () if self._mode == "off" else self.difference().metrics("train")
 

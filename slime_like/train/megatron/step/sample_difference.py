@@ -98,9 +98,9 @@ class SampleLogprobDifference:
         return [Mean(f"{NAME}{suffix}", float(magnitudes.mean())), Max(f"{NAME}_max{suffix}", float(magnitudes.max()))]
 
     def _compare(self) -> tuple[list[Metric], str | None]:
-        """Return global metrics, and the error message if an ``on_policy`` difference exceeds the tolerance, otherwise None.
+        """Return global metrics, and the error message if an ``on_policy`` difference is NaN or exceeds the tolerance, else None.
 
-        Collective.
+        Collective over the dp and cp ranks.
         """
         on_policy, mixed, stale = self._gather()
         num_sampled = len(on_policy) + len(mixed) + len(stale)
@@ -129,7 +129,7 @@ class SampleLogprobDifference:
         return metrics, self._error_message(magnitudes)
 
     def _error_message(self, magnitudes: Any) -> str:
-        """Return the error message for ``on_policy`` differences. Collective over the ranks that hold a part of the batch."""
+        """Return the error message for the absolute ``on_policy`` differences of all dp and cp ranks. Collective over them."""
         ids = np.concatenate([np.zeros(0, np.int64), *self.sample_ids])
         (gathered_ids,) = gather_ragged([to_device(ids, self.rank_info.device)], self.rank_info.dp_cp_group)
         global_ids = gathered_ids.cpu().numpy()
@@ -147,9 +147,9 @@ class SampleLogprobDifference:
         )
 
     def _gather(self) -> list[Any]:
-        """Return the differences ``on_policy``, ``mixed`` and ``stale`` of all ranks that hold a part of the batch, each F64 [n].
+        """Return the differences ``on_policy``, ``mixed`` and ``stale`` of all dp and cp ranks, each F64 [n].
 
-        Collective.
+        Collective over these ranks.
         """
         empty = torch.zeros(0, device=self.rank_info.device)
         kinds = [torch.cat([empty, *parts]) for parts in (self.on_policy, self.mixed, self.stale)]

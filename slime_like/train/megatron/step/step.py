@@ -54,7 +54,7 @@ class OptimizerStep(ABC):
 
         In the first optimizer step of a rollout, ``sample_difference`` compares the samples with the engine. If they differ by
         more than its tolerance, it raises ``ConsistencyError`` before the weights change. Later steps pass None, because no
-        engine has their weights. Raises ``UserCodeError`` as ``StepReport`` does.
+        engine has their weights. Raises ``UserCodeError`` as the loss and ``StepReport`` do.
         """
         report = self.backward(micros, num_tokens, sample_difference)
         balance = self._balance.close_step()
@@ -110,7 +110,7 @@ class OptimizerStep(ABC):
 
 
 class PolicyStep(OptimizerStep):
-    """Optimizer step of a policy with a token loss."""
+    """Optimizer steps of a policy on the loss of its algorithm."""
 
     def __init__(
         self,

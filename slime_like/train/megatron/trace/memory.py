@@ -47,8 +47,9 @@ class PhasePeak:
 class RankTrace:
     """Traced memory of a rank in bytes, and the ``CallCounts`` of its second rollout.
 
-    ``pinned`` and ``pageable`` are host memory at the end: page-locked blocks as torch's allocator rounds them, and pageable
-    tensors above the phantom GPU's ``host_limit``. torch keeps pinned blocks, so ``pinned`` includes those of earlier phases.
+    ``pinned`` and ``pageable`` are host memory at the end of the trace: page-locked blocks as torch's allocator rounds them, and
+    pageable tensors larger than the phantom GPU's ``host_limit``. torch keeps pinned blocks, so ``pinned`` includes those of
+    earlier phases.
     """
 
     rank: int
@@ -62,7 +63,7 @@ class RankTrace:
 
     @property
     def resident(self) -> int:
-        """Bytes that stay allocated between steps."""
+        """Bytes of GPU memory that stay allocated between steps."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -76,7 +77,7 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
 
     With ``offload``, the rank's state leaves the device as with ``placement.offload_train``. The process must run on a phantom
     GPU, and the first call in a process must precede the first import of megatron. Raises ``torch.OutOfMemoryError`` if the
-    rank does not fit on the GPU, and ``ConfigError`` as ``solo.join`` does.
+    rank does not fit on the GPU, and ``ConfigError`` as ``solo.join`` and ``RankTrainer`` do.
     """
     spec = replace(spec, guard=NO_GUARD, sample_tolerance=None, drift_by_layer=False)
     info = solo.join(spec, rank)
@@ -138,7 +139,7 @@ class _Peaks:
     reserved: int
 
     def during[T](self, name: str, function: Callable[[], T]) -> T:
-        """Return the result of ``function`` and record the peak of its run."""
+        """Run ``function``, record its peak of GPU memory as phase ``name``, and return its result."""
         torch.cuda.reset_peak_memory_stats()
         result = function()
         allocated = torch.cuda.max_memory_allocated() - self.allocated

@@ -36,7 +36,7 @@ def join(spec: RankSpec, rank: int = 0) -> RankInfo:
     """Make this process rank ``rank`` of the world of ``spec.layout``; an earlier world is replaced.
 
     The first call must precede the first import of megatron. Raises ``ConfigError`` if the process does not run on a phantom
-    GPU, if ``spec.device`` is not cuda, or if ``groups.check_layout`` does.
+    GPU or ``spec.device`` is not cuda, and as ``groups.check_layout`` does.
     """
     if not is_phantom() or spec.device != "cuda":
         raise ConfigError(
@@ -114,7 +114,10 @@ def adapt() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` with ``wrapper``, whose first argument is the original function or bound method."""
+    """Make ``owner.name`` call ``wrapper`` with the original function, then the arguments of the call.
+
+    If ``owner`` is a class, ``wrapper`` gets the original method, bound to its object, then the object and the arguments.
+    """
     stock = getattr(owner, name)
     if not isinstance(owner, type):
         setattr(owner, name, functools.partial(wrapper, stock))
@@ -207,7 +210,10 @@ def _own_shape(
 
 
 def _without_values(stock: Callable[..., Any], owner: Any, *args: Any) -> Any:
-    """Return the metrics, or no metrics if a check of their values fails: values are meaningless on a phantom GPU."""
+    """Return the metrics that ``stock`` returns, or [] if a check of their values fails.
+
+    Values are meaningless on a phantom GPU.
+    """
     del owner
     try:
         return stock(*args)
