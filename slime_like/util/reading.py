@@ -142,8 +142,8 @@ def typed[T](values: object, kind: type[T]) -> T:
     if is_dataclass(kind) and isinstance(values, Mapping):
         field_names = {item.name for item in fields(kind)}
         mapping = cast("Mapping[object, object]", values)
-        if unknown := next((name for name in mapping if name not in field_names), None):
-            raise ValueError(f"unknown field {abbreviate(unknown)}")
+        if unknown := [name for name in mapping if name not in field_names]:
+            raise ValueError(f"unknown field {abbreviate(unknown[0])}")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

@@ -92,6 +92,7 @@ def test_a_path_that_is_not_a_regular_file_is_named(
         ({"length": -1}, "length: Expected `int` >= 0"),
         ({"length": 10**30}, "length: Expected `int` <="),
         ({"length": 1, "nmae": "x"}, "unknown field 'nmae'"),
+        ({"length": 1, "": "x"}, "unknown field ''"),
         ([], "Expected `object`, got `array`"),
     ],
 )
