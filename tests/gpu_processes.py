@@ -11,6 +11,7 @@ import torch.multiprocessing
 
 # None of them uses the GPU at import. If one cannot be imported in the server, each process imports it.
 IMPORTS = (
+    "pytest",
     "torch.distributed",
     "slime_like.weight_sync.ipc",
     "slime_like_plugins.flow_mla.sharding",
