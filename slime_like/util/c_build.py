@@ -23,6 +23,8 @@ from slime_like.util.caches import is_private
 COMPILERS = ("cc", "gcc", "clang")
 LAUNCHERS = ("ccache", "distcc", "sccache")  # words of ``$CC`` before the compiler
 COMPILE_S = 300
+X86_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")  # of /proc/cpuinfo
+ARM_FIELDS = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision", "Features")
 
 
 class BuildError(Exception):
@@ -69,15 +71,13 @@ def cache_folder() -> Path:
 
 
 def cpu_identity() -> str:
-    """Return the properties of an x86 CPU that ``-march=native`` depends on; on other CPUs, they are usually not found."""
+    """Return the properties of an x86 or ARM CPU that ``-march=native`` depends on."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor()
     first = text.split("\n\n")[0]
-    return "\n".join(
-        re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|flags)\s*:.*$", first, re.MULTILINE)
-    )
+    return "\n".join(re.findall(rf"^(?:{'|'.join((*X86_FIELDS, *ARM_FIELDS))})\s*:.*$", first, re.MULTILINE))
 
 
 def object_name(compiler: str, recipe: Recipe) -> str:

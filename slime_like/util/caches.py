@@ -43,14 +43,16 @@ def is_private(path: Path) -> bool:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Return whether another user could replace ``path`` or one of its parents."""
-    real = path.resolve()
-    for part in (real, *real.parents):
-        if part.exists():
-            state = part.stat()
-            shared = state.st_mode & WRITABLE and not state.st_mode & stat.S_ISVTX
-            if shared or state.st_uid not in (0, os.geteuid()):
-                return True
+    """Return whether another user could replace ``path``, one of its parents, or those to which links in it lead."""
+    given, real = path.absolute(), path.resolve()
+    for part in (real, *real.parents, given, *given.parents):
+        try:
+            state = part.lstat()
+        except OSError:  # does not exist yet
+            continue
+        shared = state.st_mode & WRITABLE and not (state.st_mode & stat.S_ISVTX or stat.S_ISLNK(state.st_mode))
+        if shared or state.st_uid not in (0, os.geteuid()):
+            return True
     return False
 
 

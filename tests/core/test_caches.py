@@ -61,6 +61,16 @@ def test_a_cache_below_a_folder_of_another_user_is_not_used(tmp_path: Path, monk
         assert is_replaceable(tmp_path / "link" / "theirs" / "not" / "there")
 
 
+def test_a_cache_through_a_link_that_others_can_replace_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "link").symlink_to(tmp_path / "mine")
+    assert not is_replaceable(tmp_path / "shared" / "link")
+    (tmp_path / "shared").chmod(0o777)
+    assert is_replaceable(tmp_path / "shared" / "link")
+    assert is_replaceable(tmp_path / "shared" / "link" / "not" / "there")
+
+
 def test_a_planted_folder_among_temporary_files_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc")
     temporary.mkdir()

@@ -60,6 +60,18 @@ def test_a_build_is_reused_until_its_source_changes(cache: Path, short_source: P
     assert build().path != library
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "word"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n\nprocessor\t: 1\n", "avx2"),
+        ("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd sve\nCPU part\t: 0xd40\n", "sve"),
+    ],
+)
+def test_the_identity_of_a_cpu_has_its_features(cpuinfo: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: cpuinfo)
+    assert word in c_build.cpu_identity() and "processor" not in c_build.cpu_identity()
+
+
 def test_the_object_name_depends_on_the_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = str(fake_compiler(tmp_path, "exit 1"))
     name = object_name(compiler)
