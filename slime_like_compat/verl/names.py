@@ -1,4 +1,4 @@
-"""Other names of verl's keys, and lookup of a key in the tables of missing features, their switches and keys without effect.
+"""Other names of verl's keys, and lookups of a key: its missing feature, the switch it needs, or why it has no effect.
 
 ``verl_keys.VERL_KEYS`` lists the keys with a counterpart.
 """
@@ -48,7 +48,7 @@ LEGACY = {
 
 @functools.lru_cache(maxsize=4096)  # the translation of a job asks for each of its keys several times
 def canonical(key: str) -> str:
-    """Return the name by which this package's tables list ``key``, which may be one of the ``LEGACY`` names."""
+    """Return the name by which this package's tables list ``key``: another one for a ``LEGACY`` name, else ``key`` itself."""
     for old, new in LEGACY.items():
         if key == old or (old.endswith(".") and key.startswith(old)):
             return new + key[len(old) :]

@@ -87,7 +87,7 @@ def _warm_up(job: Job) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Schedule of the actor's or the critic's learning rate, in steps of verl."""
+    """Schedule of the actor's or the critic's learning rate, counted in verl's steps, which are rollouts."""
 
     shape: str
     key: str  # key of the shape: Megatron's lr_decay_style or FSDP's lr_scheduler_type
@@ -99,7 +99,7 @@ class Schedule:
 def schedule_of(job: Job, optim: str) -> Schedule:
     """Return the schedule that the keys below ``optim`` describe. Keys that its shape does not read are ignored.
 
-    Raises ``ConfigError`` if the shape is wsd and its decay steps are missing.
+    Raises ``ConfigError`` if a value has the wrong type, or the shape is wsd and its decay steps are missing.
     """
     kind, style = f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style"
     key = kind if job.has(kind) and not job.has(style) else style

@@ -104,7 +104,7 @@ class DeviceClock:
         """Return the list for the next pair of events: that of the graph being captured, or ``_eager`` outside a capture.
 
         The first exchange captured after an uncaptured one begins a new graph. Between two graphs there always is an uncaptured
-        exchange, because SGLang runs each batch size once before it captures the graph.
+        exchange, because SGLang runs each batch size without a graph before it captures the graph.
         """
         was_capturing, self._is_capturing = self._is_capturing, bool(self._device.is_current_stream_capturing())
         if not self._is_capturing:

@@ -66,8 +66,8 @@ def layer_obstacle(layer: Any) -> str | None:
 class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     """SGLang's FlashInfer backend for one rank of a DCP group.
 
-    The constructor raises ``NotImplementedError`` if ``runner`` has ``runner_obstacles``, if FlashInfer is not installed, or if
-    the KV cache has 4 bits.
+    The constructor raises ``NotImplementedError`` if ``runner_obstacles`` returns any, if FlashInfer is not installed, or if the
+    KV cache has 4 bits per element.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -176,10 +176,10 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     def _attend_rows(
         self, wrapper: Any, q_THD: Tensor, layer: Any, empty_T: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention of the group's queries to this rank's rows.
+        """Compute attention of the group's queries to the cached tokens on this rank.
 
-        Return [T, A, D] and natural log-sum-exp [T, A]. FlashInfer leaves its outputs undefined for tokens whose
-        requests have no row on this rank (``empty_T``); here they are 0 and -inf. Collective over the DCP group,
+        Return [T, A, D] and natural log-sum-exp [T, A]. FlashInfer leaves its outputs undefined for queries whose
+        requests have no cached token on this rank (``empty_T``); here they are 0 and -inf. Collective over the DCP group,
         because the queries are gathered.
         """
         q_TAD = self.group.all_gather(q_THD, dim=1).contiguous()
@@ -196,7 +196,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
         return out_TAD.masked_fill_(empty_T[:, None, None], 0), lse_TA
 
     def _wide(self, out_TAD: Tensor) -> Tensor:
-        """Return the outputs in float32, because the ranks sum them, and in symmetric memory if it is in use."""
+        """Return the outputs as float32, in which the ranks sum them. If symmetric memory is in use, the result lies in it."""
         with use_symmetric_memory(self.group):
             return out_TAD.float()
 

@@ -130,7 +130,7 @@ class ShardedPrefillPlans(upstream.FlashInferIndicesUpdaterPrefill):
     ) -> None:
         """Plan both wrappers; ``paged_kernel_lens`` are the lengths of the cached prefixes.
 
-        Raises ``NotImplementedError`` if there is a custom mask, or the ragged wrapper is not used.
+        Raises ``NotImplementedError`` if ``spec_info`` or a custom mask is given, or the ragged wrapper is not used.
         """
         if not use_ragged or spec_info is not None or options.get("cross_attention_custom_mask") is not None:
             raise NotImplementedError(

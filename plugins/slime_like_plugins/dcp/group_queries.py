@@ -22,7 +22,7 @@ from slime_like_plugins.plugin_names import DCP
 
 
 class GroupQueries:
-    """Query projections of all ranks of a group for one attention module."""
+    """Weights of the query projections of all ranks of a group for one attention module; a call computes the queries."""
 
     def __init__(self, attention: Any, group: Any) -> None:
         self._attention, self._group = attention, group

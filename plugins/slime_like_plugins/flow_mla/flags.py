@@ -33,7 +33,7 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 def enable(argv: Sequence[str], name: str) -> None:
     """Enable plugin ``name`` in this process and its children, with the settings in ``argv``.
 
-    Raises ``SystemExit`` if one setting has no effect in combination with another.
+    Raises ``SystemExit`` if a setting is invalid, or has no effect in combination with another.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_flags(None, parser)

@@ -38,7 +38,7 @@ def options() -> FlowOptions:
 
 
 def check_arguments(original: Callable[..., None], server_args: Any) -> None:
-    """Hook around ``ServerArgs.resolve_once``: stop the engine (``SystemExit``) if FlowMLA does not support its arguments.
+    """Hook around ``ServerArgs.resolve_once``: stop the engine (``SystemExit``) if FlowMLA does not support its arguments or model.
 
     The number of data-parallel attention groups is checked first, because SGLang only asserts, without a message, that it
     divides ``tp_size``.
@@ -83,7 +83,7 @@ def obstacle(view: Any) -> str | None:
 
 
 def model_obstacle(quantization: str | None, config: Any) -> str | None:
-    """Return the reason why a model's attention weights cannot be sharded; None if they can.
+    """Return the reason why a model's configuration or ``quantization`` rules out FlowMLA; None if neither does.
 
     ``config`` is SGLang's ``ModelConfig``.
     """

@@ -1,6 +1,7 @@
 """Gathers by one-sided copies from the memory of the other ranks: CUDA IPC on a GPU, shared memory on a CPU.
 
-The ranks synchronise only before and after a weight update, so that no rank copies a part while it is being written.
+Once each rank has mapped the others' parts, the ranks synchronise only before and after a weight update, so that no rank copies a
+part while it is being written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Sharded weights of a model's decoder layers, and loaders that write pushed weights to this rank's part.
 
-A layer is sharded as soon as it has been built, so a rank never holds the full weights. While the model loads, the weights of all
-layers are views of one slot; the slots for forwards are allocated later. SGLang's loaders write through these views: before a
-write, this rank's part of the old values is copied into the slot, and after the write it is copied back. Elements that a loader
-does not write, such as other parts of a fused projection, therefore keep their values.
+A layer is sharded as soon as it has been built, so a rank never holds the full weights of all layers. While the model loads, the
+weights of all layers are views of one slot; the slots for forwards are allocated later. SGLang's loaders write through these views:
+before a write, this rank's part of the old values is copied into the slot, and after the write it is copied back. Elements that a
+loader does not write, such as other parts of a fused projection, therefore keep their values.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class ShardedWeights:
                 weight.set(layer.layout.view(buffer, position), layer.layout.part_of(layer.part, self._rank, position))
 
     def _record_peak(self, selected: Sequence[tuple[ModuleWeight, Matrix]]) -> None:
-        """Update the maximum ``peak_bytes``: earlier layers' parts plus a layer's ``selected`` weights, not yet sharded."""
+        """Raise ``peak_bytes`` to the size of the earlier layers' parts and this layer's full ``selected`` weights, if larger."""
         weights = (getattr(weight.module, weight.attribute) for weight, _ in selected)
         tensors = [*(layer.part for layer in self.layers), *(weight for weight in weights if weight is not None)]
         self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in tensors))
