@@ -209,7 +209,7 @@ def test_a_checkpoint_can_be_saved_after_an_error_has_ended_the_run() -> None:
 
 
 def test_a_checkpoint_is_attempted_even_if_the_actor_of_an_engine_hangs() -> None:
-    class Hung(SlowSupervisor):
+    class SilentActor(SlowSupervisor):
         """Supervisor of which engine 0 has an actor that does not respond."""
 
         async def stop_server(self) -> None:
@@ -231,7 +231,7 @@ def test_a_checkpoint_is_attempted_even_if_the_actor_of_an_engine_hangs() -> Non
         assert cast(Any, supervisors[1]).num_stops == 2
         assert "engine 0 did not stop: it may keep device memory" in " ".join(pool.drain_messages())
 
-    play(Hung, HealthConfig(on_dead_engine="stop"), scene)
+    play(SilentActor, HealthConfig(on_dead_engine="stop"), scene)
 
 
 def test_a_phase_does_not_wait_for_restarts_that_an_earlier_phase_defers() -> None:
