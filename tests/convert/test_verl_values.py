@@ -230,8 +230,8 @@ def test_the_page_names_the_number_of_refills_that_is_written() -> None:
     key = "algorithm.filter_groups.max_num_gen_batches"
     job = translated(f"{FILTER} {METRIC}=acc {key}=10")
     assert VERL_KEYS[key][1] == (
-        "older loops of verl count generated batches, the first one included: set rollout.max_refills=N-1 yourself, for N above 0. "
-        f"verl's loop since 0.9 ignores the key and has no limit: {value(job, 'rollout.max_refills')} here"
+        f"dropped: verl's loop since 0.9 has no limit, so rollout.max_refills={value(job, 'rollout.max_refills')} is set. Older loops "
+        "stop after N batches, the first one included: for these give --with rollout.max_refills=N-1 if N is above 0"
     )
     assert next(row.note for row in job.rows if row.flag == key) == (
         "verl's own loop ignores it; if yours stops after N batches: --with rollout.max_refills=N-1"

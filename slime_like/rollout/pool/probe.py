@@ -272,7 +272,7 @@ def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tup
 
 
 def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
-    """Return the absolute log-probability differences of trainer and engine for ``scores.sequences``, without first tokens."""
+    """Return the absolute log-probability differences of trainer and engine for the sequences of ``scores``, without first tokens."""
     return np.abs(np.concatenate([trainer.logprobs_of(s) for s in scores.sequences]) - np.concatenate(scores.logprobs))
 
 
