@@ -1,4 +1,4 @@
-"""Metrics of slime and verl with our name for each, and names that some of our config keys have in other projects.
+"""Metrics of slime and verl with our name for each, and other projects' names for some of our config keys.
 
 ``verl_keys`` has verl's configuration keys.
 

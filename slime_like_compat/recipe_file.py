@@ -146,7 +146,7 @@ def _origin(row: Row, project: str) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """Return ``value`` as YAML on one line."""
+    """Return ``value`` as YAML, on one line unless a text in it has line breaks."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n").strip()
 
 

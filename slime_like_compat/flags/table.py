@@ -49,7 +49,7 @@ def count(flag: str, text: str) -> int:
 
 
 def number(flag: str, text: str) -> float:
-    """Parse a number. Raises ``ConfigError`` naming ``flag`` on other text."""
+    """Parse a number, inf or nan. Raises ``ConfigError`` naming ``flag`` on other text."""
     try:
         return float(text)
     except ValueError:
@@ -97,9 +97,10 @@ def group_filter(flag: str, text: str) -> list[str]:
 
 
 def attention(flag: str, text: str) -> str:
-    """Return the value of ``model.attention`` for a backend of Megatron. Raises ``ConfigError`` naming ``flag`` on other text.
+    """Return the value of ``model.attention`` for Megatron's backend auto, flash or local.
 
-    The value is never ``te``: TransformerEngine would select a kernel itself, whichever backend the flag names.
+    The value is never ``te``, as TransformerEngine would select a kernel itself, whichever backend the flag names.
+    Raises ``ConfigError`` naming ``flag`` on any other text, even if it is another backend of Megatron.
     """
     backend = {"auto": "auto", "flash": "torch", "local": "torch"}.get(text)
     if backend is None:

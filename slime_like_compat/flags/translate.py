@@ -43,11 +43,11 @@ class Command:
 
 
 def translate(argv: Sequence[str]) -> Command:
-    """Parse ``argv``. Flags are translated to overrides; other words are taken as overrides.
+    """Parse ``argv``. Flags are translated to overrides, except those of ``ACTIONS``; other words are taken as overrides.
 
     Example: ``["--lr", "1e-6", "run.name=a"]`` gives overrides ``("optim.lr=1e-06", "run.name=a")``.
-    Raises ``ConfigError`` if a flag is unknown (naming the nearest) or not supported, if its value is missing or wrong, or
-    if flags cannot be combined.
+    Raises ``ConfigError`` if a flag is unknown (naming the nearest) or not supported, if its value is missing or wrong, if it
+    takes none, if flags cannot be combined, or if ``--trace`` is given without a plan.
     """
     tokens = _Tokens(list(argv))
     overrides: list[str] = []
@@ -143,7 +143,7 @@ class _Tokens:
 def _simple_overrides(flag: str, tokens: _Tokens) -> list[str]:
     """Return the overrides of a flag that does not depend on other flags.
 
-    Raises ``ConfigError`` if the flag or its value is unknown or not supported.
+    Raises ``ConfigError`` if the flag is unknown or not supported, or if its value is missing, wrong or not supported.
     """
     if flag in VALUES:
         key, convert = VALUES[flag]
@@ -208,7 +208,10 @@ def _parsed_bool(flag: str, text: str | None) -> bool:
 
 
 def _converted(annotation: str, text: str) -> Any:
-    """Return ``text`` as the first of int, float, JSON and str that fits the type ``annotation`` or that of its list items."""
+    """Return ``text`` as the first of int, float, JSON and str that fits the type ``annotation`` or that of its list items.
+
+    Return ``text`` itself if none fits.
+    """
     for parse in (int, float, parse_strict_json, str):
         try:
             value: Any = parse(text)

@@ -1,6 +1,7 @@
 """Flags of slime and Megatron without a key here: config.json of the model has the value, or the feature is missing.
 
-``table.REFUSED`` includes them. Flags in ``HARMLESS`` do not change a job; a script with any other of them is rejected.
+``table.REFUSED`` includes them. A conversion drops those in ``HARMLESS``, which do not change a job, and refuses any other,
+except one that has no effect in the job.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Assignments:
     condition_text: str
 
     def expand(self, words: Sequence[Token]) -> None:
-        """Apply expansions that set variables, such as ``${NAME:=word}`` and ``$((NAME++))``."""
+        """Apply expansions that set variables: ``${NAME:=word}``, and ``$((NAME++))`` and the like, which make NAME unknown."""
         for word in words:
             if isinstance(word, Operator):
                 self._compute(word.text, word.file_line)
@@ -73,7 +73,7 @@ class Assignments:
             self.scope.assign(name, tuple(values))
 
     def declare(self, words: Sequence[Word | Array]) -> None:
-        """Apply a command of ``DECLARE``, whose name is the first of ``words``.
+        """Apply ``export`` or another command of ``DECLARE``; the first of ``words`` is its name.
 
         Raises ``ConfigError`` if an option changes the meaning of values, and the errors of ``assign``.
         """

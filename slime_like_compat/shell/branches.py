@@ -40,7 +40,8 @@ type Run = Callable[[Sequence[Token], str], None]
 class Branches:
     """Interpreter of a script's control flow that calls ``run`` for each command that may run.
 
-    A result tells whether commands succeed: True or False, or None if it depends on a command or an unknown variable.
+    A result tells whether commands succeed: True or False, or None if it depends on a command or an unknown variable, or on a
+    condition that is not supported.
     """
 
     scope: Scope
@@ -51,7 +52,7 @@ class Branches:
     repeats: bool = False  # in a loop or function: a variable may have another value when its commands run again
 
     def follow(self, commands: Commands) -> bool | None:
-        """Follow ``commands`` and return the result of the last one."""
+        """Interpret ``commands`` and return the result of the last one; True if it runs in the background or there is none."""
         result: bool | None = True
         for item in commands:
             with self.scope.subshell() if item.background else nullcontext():
@@ -160,7 +161,10 @@ class Branches:
         return None
 
     def _follow_if(self, runs: bool | None, commands: Commands, reason: str) -> bool | None:
-        """Follow ``commands`` and return the result of the last one, or None without following them if ``runs`` is False."""
+        """Interpret ``commands``, under the condition ``reason`` if ``runs`` is None, and return the result of the last one.
+
+        If ``runs`` is False, return None without interpreting them.
+        """
         if runs is False:
             return None
         with self._under(reason) if runs is None else nullcontext():
@@ -177,7 +181,7 @@ class Branches:
             self.condition_text, self.repeats = outer
 
     def _is_constant(self, words: Sequence[Word]) -> bool:
-        """Return whether ``words`` expand to the same text whenever their command runs."""
+        """Return whether ``words`` surely expand to the same text whenever their command runs."""
         parts = [part for word in words for part in word.parts]
         return not self.repeats or all(part.kind == "text" or part.text in self.scope.user_values for part in parts)
 

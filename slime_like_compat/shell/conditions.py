@@ -1,6 +1,6 @@
 """Conditions of a bash script: ``[ ... ]``, ``[[ ... ]]``, ``true``, ``false`` and patterns of ``case``.
 
-A result is True or False, or None if it depends on a command or an unknown variable.
+A result is True or False, or None if it depends on a command or an unknown variable, or if the condition is not supported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def negated(a: bool | None) -> bool | None:
 
 
 def variables(words: Sequence[Word]) -> list[str]:
-    """Return the names of the variables in ``words``."""
+    """Return the names of the variables in ``words``, without ``$1``, ``$@`` and the like."""
     texts = [part.text for word in words for part in word.parts if part.kind == "variable"]
     return [match[0] for text in texts if (match := re.match(r"[A-Za-z_]\w*", text))]
 

@@ -2,7 +2,7 @@
 
 Assignments, arrays, ``source`` and the training command are read; no command is run. ``if``, ``case``, ``&&`` and
 ``||`` are followed if variables decide them, and variables of a subshell are dropped at its end. A variable that is set
-under any other condition, in a loop or in a function is unknown; the script is rejected if an argument needs it.
+under any other condition, in a loop or in a function is unknown; an argument that needs it has a ``problem``.
 """
 
 from __future__ import annotations

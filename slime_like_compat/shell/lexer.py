@@ -1,7 +1,7 @@
 """Lexer of bash scripts: words, with quotes and unevaluated ``$`` expansions, arrays and operators.
 
-Comments, redirections and here-documents are skipped. Syntax that the lexer does not know, such as globs and braces, stays
-text in a word, unless it raises ``ConfigError`` (``tokens``).
+Comments, redirections and here-documents are skipped. Globs, braces and other syntax that the lexer does not know stay text in
+a word; ``tokens`` names the syntax that raises ``ConfigError`` instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def tokens(text: str, name: str) -> Iterator[Token]:
 def text_parts(text: str, file_line: str) -> tuple[Part, ...]:
     """Return ``text``, such as the word after ``:-`` in ``${X:-word}``, as the parts of one word, blanks included.
 
-    Raises ``ConfigError`` if a quote or an expansion is not closed.
+    Raises ``ConfigError`` if a quote or an expansion is not closed, or a ``$(...)`` in it is nested too deeply or has a syntax
+    that is not supported.
     """
     return _Lexer(text, file_line, has_fixed_line=True).parts(stop="")
 
@@ -60,7 +61,7 @@ class _Lexer:
         return self.name if self.has_fixed_line else f"{self.name}:{self.text.count('\n', 0, self.at) + 1}"
 
     def token(self) -> Token | None:
-        """Return the next token, or None at the end."""
+        """Return the next token, or None at the end. Raises ``ConfigError`` for syntax that is wrong or not supported."""
         while self.at < len(self.text):
             char = self.text[self.at]
             if char in _BLANK:
@@ -95,7 +96,7 @@ class _Lexer:
     def _redirection(self, match: re.Match[str]) -> None:
         """Skip a redirection. If it begins a here-document, note the document, whose text is skipped after this line.
 
-        Raises ``ConfigError`` if the redirection names no file.
+        Raises ``ConfigError`` if the redirection names no file, and the errors of ``parts``.
         """
         file_line, self.at = self.file_line, match.end()
         while self.at < len(self.text) and self.text[self.at] in _BLANK:
@@ -151,7 +152,10 @@ class _Lexer:
         raise ConfigError(f"{start_line}: the array that begins here has no closing parenthesis: add it")
 
     def parts(self, stop: str) -> tuple[Part, ...]:
-        """Return the parts up to an unquoted character of ``stop`` or the end of the text."""
+        """Return the parts up to an unquoted character of ``stop`` or the end of the text.
+
+        Raises the errors of ``text_parts``.
+        """
         parts: list[Part] = []
         while self.at < len(self.text) and self.text[self.at] not in (stop or "\0"):
             char = self.text[self.at]
@@ -230,7 +234,7 @@ class _Lexer:
         return Part("text", "$", quoted)
 
     def _substitution(self, opening: int) -> str:
-        """Return the commands inside the substitution here, which begins with ``opening`` characters such as ``$(``.
+        """Return the commands inside the substitution here. ``opening`` is the length of its beginning: 2 for ``$(``.
 
         Raises ``ConfigError`` if it is not closed, if commands are nested too deeply, or if their syntax is not supported.
         """
@@ -251,7 +255,8 @@ class _Lexer:
     def _matching(self, opening: str, closing: str) -> int:
         """Return the position after the ``closing`` that matches the ``opening`` here.
 
-        Nested pairs are skipped; if ``opening`` is a brace, so is quoted text. Raises ``ConfigError`` if there is no match.
+        Nested pairs are skipped and, if ``opening`` is a brace, quoted text. Raises ``ConfigError`` if there is no match or a
+        quote is not closed.
         """
         file_line, depth, at = self.file_line, 0, self.at
         a, b, min_depth = opening[0], closing[0], len(opening)
@@ -284,7 +289,7 @@ def _end(position: int, text: str) -> int:
 
 
 def _merged(parts: list[Part]) -> Iterator[Part]:
-    """Yield the parts, with neighbouring pieces of text joined."""
+    """Yield the parts, with neighbouring pieces of text joined if both are quoted or neither is."""
     last: Part | None = None
     for part in parts:
         if last is not None and last.kind == part.kind == "text" and last.quoted == part.quoted:

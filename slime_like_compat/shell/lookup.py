@@ -17,8 +17,8 @@ def script_text(script: Path) -> str:
 def find_file(value: Value, script: Path) -> Path | None:
     """Return the file at the path ``value``; a relative path is relative to the script's folder.
 
-    If there is no such file, or the path is partly unknown, search the script's folder and the folders above it for the end of
-    the path, at least its last two parts: the longest end that exists counts. Return None if no file is found.
+    If there is no such file, or the path is partly unknown, look for the whole path, then for ever shorter ends of it, down to
+    its last two parts: each in the script's folder and the folders above it. Return None if no file is found.
     """
     written_path = Path(value.text)
     path = written_path if written_path.is_absolute() else script.parent / written_path
@@ -34,5 +34,8 @@ def find_file(value: Value, script: Path) -> Path | None:
 
 
 def is_elsewhere(path: Path, value: Value, script: Path) -> bool:
-    """Return True if ``find_file`` returned ``path`` for ``value`` although the script names another path."""
+    """Return True if ``path``, which ``find_file`` returned for ``value``, is not the path that the script names.
+
+    Return True as well if a part of that path is unknown.
+    """
     return bool(value.problem) or path != script.parent / value.text  # joining an absolute path returns that path

@@ -14,9 +14,9 @@ _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 
 
 def file_command(text: str, file_line: str) -> list[Word]:
-    """Return the words of a single command other than ``cd``; for ``cd FOLDER && pwd``, the words ``cd FOLDER``.
+    """Return the words of ``text`` if it is a single command other than ``cd``.
 
-    Return an empty list for anything else.
+    Return the words ``cd FOLDER`` for ``cd FOLDER && pwd``, also with ``pwd -P``, and an empty list for anything else.
     """
     try:
         parsed = list(tokens(text, file_line))
@@ -55,7 +55,7 @@ def named_file(command: str, arguments: list[str], script: Path) -> str | None:
 
 
 def seq(text: str) -> str | None:
-    """Return the numbers that ``seq`` prints; None for other commands, step 0 and more than ``MAX_WORDS`` numbers."""
+    """Return what ``seq`` with whole numbers prints; None for any other text, step 0 and more than ``MAX_WORDS`` numbers."""
     match = _SEQ.fullmatch(text)
     if match is None:
         return None

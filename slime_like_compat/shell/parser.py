@@ -28,7 +28,11 @@ _COMMAND_ENDS = (";", "&", "\n", ")", "&&", "||", "|", "|&", *_BRANCH_ENDS)
 
 
 def parse(text: str, name: str) -> Commands:
-    """Parse the script ``text`` of the file ``name``. Raises ``ConfigError`` with file and line of a syntax error."""
+    """Parse the script ``text`` of the file ``name``.
+
+    Raises ``ConfigError`` if the text is too long and, with the line, for syntax that is wrong or not supported; raises
+    ``RecursionError`` if blocks are nested too deeply.
+    """
     parser = _Parser((*tokens(text, name), Operator("", f"{name}:{text.count('\n') + 1}")))
     commands = parser.commands()
     if not parser.at_end:
@@ -66,7 +70,7 @@ class _Parser:
         return ConfigError(f"{self.next.file_line}: {text!r} is not expected here: give a script that bash can read")
 
     def commands(self, *ends: str) -> Commands:
-        """Parse commands up to one of ``ends`` or the end of the script."""
+        """Parse commands up to one of ``ends`` or the end of the script. Raises ``ConfigError`` for a syntax error."""
         parsed: list[AndOr] = []
         while True:
             self._skip("\n", ";")

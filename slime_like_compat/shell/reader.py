@@ -47,7 +47,8 @@ class ScriptReader:
     def read(self, script: Path) -> None:
         """Read a file and the files it sources.
 
-        Raises ``ConfigError`` with file and line if a part cannot be read, or if too many files are sourced.
+        Raises ``ConfigError`` if a file or, with its line, a part of one cannot be read, or if too many files are sourced; raises
+        ``RecursionError`` if blocks or sourced files are nested too deeply.
         """
         self.files.append(script)
         if len(self.files) > MAX_SOURCED:
@@ -65,7 +66,7 @@ class ScriptReader:
         return training(plain_words(leading_assignments(words)[1]), self.programs) is not None
 
     def _effects(self, words: Sequence[Token], script: Path, condition_text: str) -> None:
-        """Apply the assignments of a command, read the file that it sources, or record the training that it starts.
+        """Set the variables that a command sets, read the file that it sources, record the training that it starts, or count it.
 
         ``condition_text`` is the condition under which the command runs; empty if it surely runs.
         """
@@ -126,12 +127,12 @@ class ScriptReader:
                 )
 
     def _clear_model_args(self, reason: str) -> None:
-        """Clear MODEL_ARGS, which give the model's shape in slime; config.json gives it here. ``reason`` begins a note."""
+        """Clear MODEL_ARGS, slime's shape of the model, which config.json gives here. Add a note that begins with ``reason``."""
         self.notes.append(f"{reason}, as config.json of --hf-checkpoint does")
         self.scope.assign("MODEL_ARGS", ())
 
     def _environment(self, text: str) -> None:
-        """Collect the variables of ``--runtime-env-json=...``, even if some values in the JSON are unknown."""
+        """Collect each ``"NAME": "text"`` of ``--runtime-env-json=...``, even if some values in the JSON are unknown."""
         if text.startswith("--runtime-env-json="):
             self.environment |= dict(_VARIABLE.findall(text))
 
@@ -181,7 +182,10 @@ class ScriptReader:
 
 
 def training(words: Sequence[Word], programs: Sequence[str]) -> int | None:
-    """Return the index of the word that names the program if a command starts one of ``programs``, else None."""
+    """Return the index of the word that names the program if a command starts one of ``programs``, else None.
+
+    The first word has to be a variable or a runner such as python or ray; the program's name is a later word.
+    """
     for index, word in enumerate(words):
         last_part = word.parts[-1] if word.parts else None
         if not index or last_part is None or last_part.kind != "text":

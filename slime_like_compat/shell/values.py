@@ -1,6 +1,7 @@
 """Values of bash expansions, found without running a command: variables, arrays, arithmetic and simple commands (``output``).
 
-A value has a ``problem`` if it is the output of another command (``$(nvidia-smi ...)``) or is set under an unknown condition.
+A value that cannot be found has a ``problem``: the output of another command (``$(nvidia-smi ...)``), for example, or a
+variable that is set under an unknown condition.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Scope:
     def expand(self, word: Word, script: Path) -> tuple[Value, ...]:
         """Return the words that ``word`` expands to.
 
-        Unquoted values are split at blanks; arrays give a word per element. Raises ``ConfigError`` if ``word`` contains
-        braces that bash expands, or there are more than ``MAX_WORDS`` words.
+        Unquoted values are split at blanks; ``${NAME[@]}`` gives a word per element. Raises ``ConfigError`` if ``word`` contains
+        braces that bash expands or an expansion that is not closed, or if there are more than ``MAX_WORDS`` words.
         """
         if any(part.kind == "text" and not part.quoted and _BRACES.search(part.text) for part in word.parts):
             raise ConfigError(f"{word.file_line}: braces that bash expands are not read: write the words out")
@@ -124,7 +125,10 @@ class Scope:
         return (*words, current) if current is not None else tuple(words)
 
     def text(self, word: Word, script: Path) -> Value:
-        """Return ``word`` as one value without splitting, as on the right of ``=``."""
+        """Return ``word`` as one value without splitting, as on the right of ``=``.
+
+        Raises ``ConfigError`` if an expansion in it is not closed.
+        """
         return self._joined_parts(word.parts, word.file_line, script)
 
     def _joined_parts(self, parts: tuple[Part, ...], file_line: str, script: Path) -> Value:
@@ -147,9 +151,9 @@ class Scope:
                 return (self._command(part.text, file_line, script),)
 
     def _command(self, text: str, file_line: str, script: Path) -> Value:
-        """Return the output of a command that only names files (cd && pwd, dirname, basename, realpath), or of ``seq``.
+        """Return the output of a command that only names files (``named_file``) or of ``seq``.
 
-        Other commands give an unknown value.
+        Any other command gives an unknown value.
         """
         plain = " ".join(text.split())
         short = plain if len(plain) < 60 else plain[:57] + "..."
@@ -230,7 +234,10 @@ class Scope:
     def _with_operation(
         self, name: str, values: tuple[Value, ...] | None, operation: str, position: WordPosition
     ) -> tuple[Value, ...] | None:
-        """Return the value of ``${X:-word}`` and the like; None for an unsupported form, or for ``${X%word}`` of an unset X."""
+        """Return the value of ``${X:-word}`` and the like.
+
+        Return None for an unsupported form, and if X is unset in a form that removes a prefix or suffix, as ``${X%word}``.
+        """
         sign = next(
             (s for s in (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#") if operation.startswith(s)),
             "",
@@ -295,7 +302,10 @@ def _split(value: Value) -> Iterator[Value]:
 
 
 def _cut(text: str, pattern: str, sign: str) -> str:
-    """Remove the shortest or longest matching suffix or prefix: ``${X%pattern}``, ``%%``, ``#``, ``##``."""
+    """Return ``text`` without the part that ``pattern`` matches.
+
+    ``sign`` is ``%`` for the shortest suffix, ``%%`` for the longest, ``#`` for the shortest prefix or ``##`` for the longest.
+    """
     positions = range(len(text) + 1)
     if sign[0] == "%":
         ends = [at for at in positions if fnmatchcase(text[at:], pattern)]

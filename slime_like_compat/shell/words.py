@@ -10,7 +10,7 @@ MAX_WORDS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Piece of a word. kind: text, variable (``$X``, ``${X...}``), command (``$(...)``) or arithmetic (``$((...))``)."""
+    """Piece of a word. kind: text, variable (``$X``, ``${X...}``), command (as ``$(...)``) or arithmetic (``$((...))``)."""
 
     kind: str
     text: str

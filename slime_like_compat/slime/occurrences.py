@@ -22,7 +22,7 @@ class FlagOccurrence:
 
     @property
     def text(self) -> str:
-        """Values as written in the script, with ``?`` for an unknown value."""
+        """Expanded values, joined by blanks, with ``?`` for an unknown value."""
         return " ".join(value.text if not value.problem else "?" for value in self.values)
 
     @property
@@ -63,7 +63,7 @@ class Flags:
 
     @property
     def has_kl(self) -> bool:
-        """True if the job uses a reference model."""
+        """True if flags ask for a KL to a reference model. Supervised fine-tuning ignores these flags."""
         return ("--use-kl-loss" in self and self.is_positive("--kl-loss-coef")) or self.is_positive("--kl-coef")
 
     @property

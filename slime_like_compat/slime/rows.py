@@ -75,7 +75,10 @@ def _is_policy_option(flag: str) -> bool:
 
 
 def _row_of_unknown_value(row: Row, item: FlagOccurrence) -> Row:
-    """Return the row of a flag with an unknown value: ``needed``, unless our ``train.py`` rejects the flag with every value."""
+    """Return the row of a flag with an unknown value: ``needed``, unless our ``train.py`` seems to reject every value.
+
+    A flag without a key of its own is tried with the value 1; if ``train.py`` rejects that, the row gives its error.
+    """
     if keys_of(item.flag) or item.flag in ALWAYS or not (error := _translation_error(FlagOccurrence(item.flag), ["1"])):
         return replace(row, verdict="needed", note=f"{item.problem}, or --drop={item.flag}")
     return replace(row, verdict=_verdict_on_error(item.flag, error), keys=(), note=_shortened(error, item.flag))

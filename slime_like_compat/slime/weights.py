@@ -15,7 +15,11 @@ QUANTISED = re.compile(r"(?<![a-z0-9])(fp8|fp4|nvfp4|mxfp4|int4|int8|awq|gptq|w\
 
 
 def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --ref-load, from which slime's policy starts if --load has no checkpoint."""
+    """Return the verdict on --ref-load, from which slime's policy starts if --load has no checkpoint.
+
+    It is mapped if it is known to name another model than --hf-checkpoint, and else dropped if the job has no reference model.
+    Return None in any other case: there is no special verdict.
+    """
     is_same_model = _model_name(item.text) == _model_name(flags.text("--hf-checkpoint"))
     if not is_same_model and not item.problem and "--hf-checkpoint" in flags:
         reference = ", and is the reference" if flags.has_kl and not flags.is_supervised else ""
@@ -29,14 +33,20 @@ def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --load: dropped if it equals --ref-load and --save is another folder, as a new run then starts."""
+    """Return the verdict dropped, with its note, if --load equals --ref-load but not --save, so that a new run starts.
+
+    Return None for any other --load, which has no special verdict.
+    """
     if item.text.rstrip("/") == flags.text("--ref-load").rstrip("/") != flags.text("--save").rstrip("/"):
         return "dropped", "the weights of --ref-load, from which a new run starts"
     return None
 
 
 def start_checkpoint(flags: Flags) -> str | None:
-    """Return the value of --ref-load if slime's policy starts from it when --load has no checkpoint; else None."""
+    """Return the value of --ref-load if the policy starts from it here: its model has another name than --hf-checkpoint's.
+
+    Return None for any other job.
+    """
     item = flags.by_name.get("--ref-load")
     verdict_note = ref_load(item, flags) if item is not None else None
     return item.text if item is not None and verdict_note is not None and verdict_note[0] == "mapped" else None

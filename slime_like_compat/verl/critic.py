@@ -47,7 +47,10 @@ def map_critic(job: Job) -> None:
 
 
 def _same_as_actor(job: Job) -> None:
-    """Refuse each setting or verl default of the critic that differs from the actor's: the critic uses the actor's here."""
+    """Refuse each setting of the critic's optimizer or schedule that differs from the actor's, even if it is verl's default.
+
+    Here the critic has the actor's optimizer and schedule.
+    """
     for name in ("weight_decay", "clip_grad", "betas"):
         key, read_value = f"{CRITIC}.{name}", job.pair if name == "betas" else job.number
         _compare(job, key, read_value(key), read_value(f"{OPTIM}.{name}"))
@@ -70,7 +73,10 @@ def _same_as_actor(job: Job) -> None:
 
 
 def _compare(job: Job, key: str, critic: object, actor: object, or_key: str = "") -> None:
-    """Refuse ``key``, or ``or_key`` if only that is set, unless the values of verl's critic and actor are equal."""
+    """Refuse ``key`` if the values of verl's critic and actor differ; if they are equal, report that the actor's is used.
+
+    If the job sets ``or_key`` but not ``key``, do this for ``or_key`` instead.
+    """
     key = or_key if or_key and job.has(or_key) and not job.has(key) else key
     if critic == actor:
         job.leave_out("the actor's", key)

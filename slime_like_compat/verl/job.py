@@ -68,10 +68,10 @@ class Job:
         return key in self.drop
 
     def value(self, key: str) -> Any:
-        """Return the value of ``key`` in the job, or verl's default if the job does not set it.
+        """Return the value of ``key`` in the job, or verl's default if the job does not set it or the user dropped it.
 
         If the value is unknown, add ``key`` to ``needed`` and return verl's default, or None if ``defaults`` has none. Raises
-        ``KeyError`` for a key that neither the job nor ``defaults`` has.
+        ``KeyError`` if the default is needed for any other reason and ``defaults`` has none.
         """
         if not self.has(key):
             return VALUES[key]
@@ -86,7 +86,10 @@ class Job:
         return self.has(key) and self.value(key) is not None
 
     def number(self, key: str) -> float:
-        """Return the value of ``key`` as a number. Raises ``ConfigError`` unless it is a finite number."""
+        """Return the value of ``key`` as a number.
+
+        Raises ``ConfigError`` unless it is a number from -``MAX_NUMBER`` to ``MAX_NUMBER``.
+        """
         value = self.value(key)
         if self._is_placeholder(key, value):
             return 1
@@ -137,9 +140,9 @@ class Job:
         return text
 
     def texts(self, key: str) -> list[str]:
-        """Return the value of ``key`` as a list of texts: a single text as a list of one, null as an empty list.
+        """Return the value of ``key``, a list of texts and numbers, as a list of texts.
 
-        Raises ``ConfigError`` on any other value.
+        A single text or number gives a list of one, null an empty list. Raises ``ConfigError`` on any other value.
         """
         value = self.value(key)
         items = cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
@@ -149,11 +152,14 @@ class Job:
         return texts
 
     def _is_placeholder(self, key: str, value: object) -> bool:
-        """Return whether ``value`` of ``key`` is None because it is unknown: a placeholder is used, and no recipe is written."""
+        """Return whether ``value`` is None because the value of ``key`` is unknown.
+
+        The caller then returns a placeholder, and no recipe is written.
+        """
         return value is None and key in self.needed
 
     def wrong(self, key: str, reason: str) -> ConfigError:
-        """Return the error for a wrong value of ``key``, with the place of the setting unless the value is verl's default."""
+        """Return the error for a wrong value of ``key``, with the place of the job's setting if it has one."""
         setting = self.settings.get(key)
         if setting is None:
             default = VALUES.get(key)
@@ -163,7 +169,10 @@ class Job:
         )
 
     def needs(self, key: str, other_key: str, example: object) -> ConfigError:
-        """Return the error for a job that sets ``key`` but not ``other_key``, which verl needs together with it."""
+        """Return the error for a value of ``key`` that needs ``other_key``, which is null or not set.
+
+        ``example`` is a possible value of ``other_key``.
+        """
         state = "null" if self.has(other_key) else "not given"
         return self.wrong(key, f"needs {other_key}, which is {state}: give {other_key}={format_value(example)}")
 
@@ -191,7 +200,7 @@ class Job:
             )
 
     def default(self, our_key: str) -> Any:
-        """Return the default of one of our keys under the job's algorithm; None for a key in a mapping with free keys."""
+        """Return the default of one of our keys under the job's algorithm; None for a mapping with free keys or a key in one."""
         if our_key == "algo":
             return "grpo"
         root = free_root(our_key)
@@ -218,7 +227,7 @@ class Job:
         self.rows.append(Row(setting.name, setting.text, setting.file_line, verdict, tuple(our_keys), note))
 
     def report_needed(self) -> None:
-        """Replace the row of every needed but unknown value with a row that says how to give the value."""
+        """Add a row that says how to give the value, in place of any other row, for each needed but unknown value."""
         for setting in [setting for key, setting in self.settings.items() if key in self.needed]:
             note = f"{setting.problem}; add {setting.name}=VALUE or --drop={setting.name} to the command line"
             row = Row(setting.name, setting.text, setting.file_line, "needed", note=note)
@@ -231,9 +240,10 @@ class Job:
                 self.report(key, "dropped", note)
 
     def refuse(self, key: str, note: str, alternatives: Sequence[str] = ()) -> None:
-        """Refuse the setting of ``key``, unless the user set one of our keys in ``alternatives``.
+        """Add a row that refuses ``key``; if the user set one of our keys in ``alternatives``, report that it replaces ``key``.
 
-        If the job does not set ``key``, refuse verl's default.
+        If the job does not set ``key``, the row refuses verl's default, unless ``--drop`` names ``key``. A row that ``key``
+        already has keeps its verdict.
         """
         if user_keys := [name for name in alternatives if name in self.user_overrides]:
             self.set_by_user(key, user_keys)
@@ -259,5 +269,5 @@ def _number(value: object) -> float | None:
 
 
 def _text(value: object) -> str | None:
-    """Return ``value`` as text if it is a text or a number, else None."""
+    """Return ``value`` as text if it is a text or a number, but not a bool; else None."""
     return str(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else None

@@ -41,8 +41,8 @@ def read_verl(
     """Return the training command of ``path`` and its settings in the order in which Hydra applies them.
 
     ``path`` is a launch script or a YAML file; ``extra`` are overrides that are applied last; ``config`` is the file of the
-    script's ``--config-name``. ``read_launch`` describes ``variables`` and ``skip``. Raises ``ConfigError`` for a program of
-    ``OTHERS``, as ``read_launch`` does, and with file and line for anything that cannot be read.
+    script's ``--config-name``. ``read_launch`` describes ``variables`` and ``skip``. Raises ``ConfigError`` if the script starts
+    one of ``OTHERS``, if a setting cannot be read, and in the cases of ``read_launch``.
     """
     extra_settings = [setting_of_text(text, "the command line") for text in extra]
     if path.suffix in (".yaml", ".yml"):
@@ -62,9 +62,9 @@ def read_verl(
 
 
 def _hydra_flags(launch: Launch) -> tuple[dict[str, Value], list[Value]]:
-    """Return the values of ``--config-name`` and Hydra's other flags, and the other words.
+    """Return the values of Hydra's flags in ``FLAGS``, by their long names, and the other words.
 
-    Raises ``ConfigError`` if a flag has no value or is not one of Hydra's.
+    Raises ``ConfigError`` if one of these flags has no value, or if another word begins with ``--``.
     """
     flags: dict[str, Value] = {}
     other_words: list[Value] = []

@@ -145,7 +145,7 @@ def _map(job: Job) -> None:
 
 
 def _report_other(job: Job, key: str) -> None:
-    """Report a setting that no function called by ``_map`` has reported."""
+    """Report a setting that no function called by ``_map`` has reported; translate it if it is a field of Megatron or SGLang."""
     setting = job.settings[key]
     if key.startswith((_TRANSFORMER, _SGLANG)) and not setting.problem:
         _set_foreign(job, key)
@@ -217,7 +217,7 @@ def _leaves(setting: Setting) -> list[Setting]:
 def setting_of_text(text: str, file_line: str, problem: str = "") -> Setting:
     """Parse ``key=value`` of a command line. ``problem`` is the reason why the value is unknown, empty if it is known.
 
-    Raises ``ConfigError`` with the place of any other text.
+    Raises ``ConfigError``, which begins with ``file_line``, if ``text`` has another form or its value cannot be parsed.
     """
     name, equals, value = text.lstrip("+").partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.@/-]*", name):

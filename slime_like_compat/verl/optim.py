@@ -11,7 +11,7 @@ from slime_like_compat.verl.job import Job
 def map_batches(job: Job) -> None:
     """Set the keys of batches, steps and rollouts. verl counts mini-batches in prompts, and its step is a rollout.
 
-    Raises ``ConfigError`` if the size of a mini-batch does not divide that of the batch.
+    Raises ``ConfigError`` if a number is invalid, or the size of a mini-batch does not divide that of the batch.
     """
     prompts, mini = job.count("data.train_batch_size"), job.count(f"{ACTOR}.ppo_mini_batch_size")
     if prompts % mini:
