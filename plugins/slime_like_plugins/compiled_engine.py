@@ -49,8 +49,8 @@ def main(request: Path, result: Path) -> int:
 def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
     """Return ``request_pool`` and the other functions whose kernels the engine may use.
 
-    Attention is left out if it is latent or the engine uses a backend other than Triton, Gated DeltaNet if the model has
-    none, and the activation if nvcc is not installed.
+    The functions of attention are left out if it is latent or the engine uses a backend other than Triton; those of Gated
+    DeltaNet, if the model has none; the activation, if nvcc is not installed.
     """
     out: list[Callable[[Sizes], None]] = [request_pool]
     if not sizes["latent"] and sizes["attention_backend"] in ("", "triton"):  # "": the default of some models and GPUs
@@ -61,7 +61,7 @@ def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
 
 
 def activation(sizes: Sizes) -> None:
-    """Compile the activation of an MLP with nvcc, which takes minutes. SGLang keeps it in ~/.cache/sglang."""
+    """Compile the activation of an MLP with nvcc, which takes minutes. SGLang keeps the compiled module in ~/.cache/sglang."""
     ops: Any = importlib.import_module(f"{OPS}.activation.activation")
     ops.activation_module(getattr(torch, sizes["dtype"]))
 

@@ -13,8 +13,8 @@ _MANAGER = "reward.reward_manager.name"
 def map_rewards(job: Job, max_response_len: int) -> None:
     """Set the keys of the reward, its workers and the penalty on long responses.
 
-    The user has to name the reward with ``--with`` unless the job names a function, because verl chooses its own rewards by
-    a column of each row of data.
+    Unless the job names a function, the user has to name the reward with ``--with``, or to drop verl's key for the column of
+    each row by which verl chooses its own rewards.
     """
     by_row, own_function = "data.reward_fn_key", "reward.custom_reward_function.path"
     alternatives = ("reward.name", "reward.weights")

@@ -201,7 +201,7 @@ class ShardedFlashInfer(upstream.FlashInferAttnBackend):
             return out_TAD.float()
 
     def _store(self, k_TKD: Tensor, v_TKD: Tensor, layer: Any, forward_batch: Any) -> None:
-        """Write the keys and values of this rank's slots to its pool. An FP8 cache overwrites ``k_TKD`` and ``v_TKD``."""
+        """Write the keys and values of this rank's slots to its pool. A scaled FP8 cache overwrites ``k_TKD`` and ``v_TKD``."""
         slots_T = forward_batch.out_cache_loc
         location = KVWriteLoc(slots_T // self.size, physical=forward_batch.out_cache_loc_is_physical)
         stored_T = slots_T % self.size == self.rank

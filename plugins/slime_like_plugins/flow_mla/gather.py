@@ -37,7 +37,10 @@ class Gather(Protocol):
         ...
 
     def meet(self) -> None:
-        """Wait until all ranks have finished earlier gathers and earlier writes to their parts. Collective."""
+        """Wait until all ranks have finished earlier gathers and earlier writes to their parts. Collective.
+
+        Gathers that themselves wait for the other ranks need to wait only for this rank's work here.
+        """
         ...
 
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:

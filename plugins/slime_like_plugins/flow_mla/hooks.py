@@ -102,8 +102,8 @@ def shard_layers(
 ) -> Any:
     """Hook around ``make_layers``: shard each decoder layer once it is built.
 
-    Collective. Raises ``SystemExit`` if the model lacks a weight that ``rollout.flow_mla.weights`` names, if a weight cannot be
-    sharded, or if the ranks cannot share their parts.
+    Collective. Raises ``SystemExit`` if the model lacks a weight that ``rollout.flow_mla.weights`` names or has two stacks of
+    decoder layers, if a weight cannot be sharded, or if the ranks cannot share their parts.
     """
     weights = create_weights()
 
@@ -202,9 +202,9 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
 
 
 def check_loaded(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: check that sharded weights are loaded and in their slots.
+    """Hook after ``ModelRunner.load_model``: check that the model has sharded weights, all loaded and in their slots.
 
-    Raises ``SystemExit``, which stops the engine, if they are not.
+    Raises ``SystemExit``, which stops the engine, if not.
     """
     if not _models:
         raise SystemExit(

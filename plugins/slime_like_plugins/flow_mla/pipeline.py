@@ -41,7 +41,10 @@ class GatherPipeline:
         self.slots = [Slot(size, self._device) for size in slot_sizes(layouts, num_slots)]
 
     def grow(self, num_slots: int) -> None:
-        """Replace the single slot used for loading with ``num_slots`` slots, one of which reuses it. All ranks call it."""
+        """Replace the single slot used for loading with ``num_slots`` slots, or one per layer if there are fewer layers.
+
+        One of them reuses the single slot. All ranks call it.
+        """
         (loading_slot,) = self.slots
         self.drain()
         sizes = slot_sizes(self._layouts, num_slots)
