@@ -46,8 +46,8 @@ def translate(argv: Sequence[str]) -> Command:
     """Parse ``argv``. Flags are translated to overrides, except those of ``ACTIONS``; other words are taken as overrides.
 
     Example: ``["--lr", "1e-6", "run.name=a"]`` gives overrides ``("optim.lr=1e-06", "run.name=a")``.
-    Raises ``ConfigError`` if a flag is unknown (naming the nearest) or not supported, if its value is missing or wrong, if it
-    takes none, if flags cannot be combined, or if ``--trace`` is given without a plan.
+    Raises ``ConfigError`` if a flag is unknown (naming the nearest) or not supported, if its value is missing, wrong or
+    superfluous, if flags cannot be combined, or if ``--trace`` is given without a plan.
     """
     tokens = _Tokens(list(argv))
     overrides: list[str] = []

@@ -172,7 +172,7 @@ class Branches:
 
     @contextmanager
     def _under(self, reason: str, *, repeats: bool = False) -> Generator[None]:
-        """Use ``reason`` as the condition of the commands followed in the ``with`` block; ``repeats``: they may run again."""
+        """Use ``reason`` as the condition of the commands interpreted in the ``with`` block; ``repeats``: they may run again."""
         outer = self.condition_text, self.repeats
         self.condition_text, self.repeats = reason, self.repeats or repeats
         try:

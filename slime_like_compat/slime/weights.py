@@ -17,8 +17,8 @@ QUANTISED = re.compile(r"(?<![a-z0-9])(fp8|fp4|nvfp4|mxfp4|int4|int8|awq|gptq|w\
 def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     """Return the verdict on --ref-load, from which slime's policy starts if --load has no checkpoint.
 
-    It is mapped if it is known to name another model than --hf-checkpoint, and else dropped if the job has no reference model.
-    Return None in any other case: there is no special verdict.
+    The verdict is ``mapped`` if the flag is known to name another model than --hf-checkpoint, and else ``dropped`` if the job has
+    no reference model. Return None in any other case: there is no special verdict.
     """
     is_same_model = _model_name(item.text) == _model_name(flags.text("--hf-checkpoint"))
     if not is_same_model and not item.problem and "--hf-checkpoint" in flags:
@@ -33,7 +33,7 @@ def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict dropped, with its note, if --load equals --ref-load but not --save, so that a new run starts.
+    """Return the verdict ``dropped`` and its note if --load equals --ref-load but not --save, so that a new run starts.
 
     Return None for any other --load, which has no special verdict.
     """

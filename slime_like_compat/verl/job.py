@@ -71,7 +71,7 @@ class Job:
         """Return the value of ``key`` in the job, or verl's default if the job does not set it or the user dropped it.
 
         If the value is unknown, add ``key`` to ``needed`` and return verl's default, or None if ``defaults`` has none. Raises
-        ``KeyError`` if the default is needed for any other reason and ``defaults`` has none.
+        ``KeyError`` if ``defaults`` has none for a key that the job does not set or the user dropped.
         """
         if not self.has(key):
             return VALUES[key]
