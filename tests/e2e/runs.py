@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import psutil
 
@@ -26,6 +26,8 @@ from slime_like.util.caches import FALLBACK
 from slime_like.util.deadline import Deadline
 from slime_like.util.private import temporary_folder
 from tests.e2e.exposed_secrets import PLANTED_SECRETS
+from tests.e2e.forked.fork_client import FORK_DRIVER
+from tests.e2e.forked_training import ForkedTraining
 from tests.e2e.leftovers import MARK, RunResources, leftovers, living_processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,21 +66,12 @@ class Training:
         self._run_dir = Path(run_dirs[-1]) if run_dirs else None
         self.resources = RunResources(f"{os.getpid()}.{next(_run_numbers)}", living_processes())
         self._recorded_at = self._memory_recorded_at = 0.0
+        command = [str(REPOSITORY / script), *arguments, "metrics.console=plain"]
+        variables = {**os.environ, **PLANTED_SECRETS, **(environment or {}), "HF_HUB_OFFLINE": "1"}
+        variables[MARK] = self.resources.mark
+        is_forked = variables.pop(FORK_DRIVER, None) is not None and script == "train.py"
         with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, str(REPOSITORY / script), *arguments, "metrics.console=plain"],
-                cwd=folder,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    **PLANTED_SECRETS,
-                    **(environment or {}),
-                    "HF_HUB_OFFLINE": "1",
-                    MARK: self.resources.mark,
-                },
-                start_new_session=True,
-            )
+            self._process = (ForkedTraining if is_forked else _start_python)(command, folder, variables, file)
         self.instances.append(self)
 
     @property
@@ -145,11 +138,25 @@ class Training:
     def kill(self) -> int:
         """Kill a run that hangs and return its exit code."""
         self._kill()
-        return self._process.returncode
+        return self._process.wait()
 
     def interrupt(self) -> None:
         """Send SIGINT to every process of the group, as Ctrl-C on a terminal does."""
         os.killpg(self._process.pid, signal.SIGINT)
+
+
+def _start_python(
+    command: list[str], folder: Path, environment: dict[str, str], output: BinaryIO
+) -> subprocess.Popen[bytes]:
+    """Start a Python script in a new session."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def unwritable_home() -> dict[str, str]:

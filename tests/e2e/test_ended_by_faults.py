@@ -54,7 +54,7 @@ def test_a_push_that_never_happened_ends_the_run_and_a_reward_server_that_fails_
             "chaos.slow_s=600",
             f"run.dir={tmp_path / 'run'}",
         )
-        result = train(*arguments, log=tmp_path / "skip.log")
+        result = train(*arguments, log=tmp_path / "skip.log", environment=forking_workers(driver=False))
     assert result.code == 1
     assert "ConsistencyError: after the push of version 3 engine and trainer disagree" in result.output
     assert "Traceback" not in result.output

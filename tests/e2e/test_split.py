@@ -45,7 +45,7 @@ def run_dir(warm_start: WarmStart, tmp_path_factory: pytest.TempPathFactory) -> 
     assert "stopped after 5 rollouts; continue with the same command" in result.output
     assert "terminate:push:4:0 on driver: ends the run" in result.output
     assert first.leftovers() == []
-    resumed = train(*command, log=folder / "second.log", environment=forking_workers())
+    resumed = train(*command, log=folder / "second.log", environment=forking_workers(driver=False))
     assert resumed.code == 0, resumed.output
     return folder / "run"
 

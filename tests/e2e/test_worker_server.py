@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from slime_like.util.deadline import Deadline
-from tests.e2e.forked.fork_client import ADDRESS, LOG, SCRIPT
+from tests.e2e.forked.fork_client import ADDRESS, FORK_DRIVER, LOG, SCRIPT
+from tests.e2e.forked_training import ForkedTraining
 from tests.e2e.worker_server import CLIENT, forking_workers
 
 pytestmark = pytest.mark.e2e
@@ -30,6 +32,13 @@ print(json.dumps({
     "threads": len(os.listdir("/proc/self/task")), "pid": os.getpid(),
 }), flush=True)
 exec(sys.argv[1])
+"""
+
+DRIVER = """
+import json, os, pathlib, sys, time
+shown = "OF_WORKER=7" in pathlib.Path("/proc/self/environ").read_text().split(chr(0))
+forks = "SLIME_LIKE_TEST_FORK_DRIVER" in os.environ
+print(json.dumps({"pid": os.getpid(), "session": os.getsid(0), "shown": shown, "forks": forks}), flush=True)
 """
 
 
@@ -85,6 +94,51 @@ def test_a_fork_has_arguments_files_folder_and_environment_of_the_command(script
         "group": True,
         "threads": 1,
     }
+
+
+def test_a_driver_has_its_own_session_and_ends_as_its_script(tmp_path: Path) -> None:
+    script, started = tmp_path / "train.py", tmp_path / "started"
+    script.write_text(f"{DRIVER}pathlib.Path({str(started)!r}).touch(); exec(sys.argv[1])\n")
+    endings = {
+        "sys.exit(3)": 3,
+        "sys.exit()": 0,
+        "pass": 0,
+        "sys.exit('its last words')": 1,
+        "raise OSError('its last words')": 1,
+        "import threading; threading.Thread(target=lambda: (time.sleep(0.2), print('its last words'))).start()": 0,
+        "import atexit; atexit.register(print, 'its last words')": 0,
+        "time.sleep(600)": -signal.SIGTERM,
+    }
+    for action, code in endings.items():
+        started.unlink(missing_ok=True)
+        with (tmp_path / "log").open("w+b") as log:
+            driver = ForkedTraining([str(script), action], tmp_path, driver_environment(), log)
+            deadline = Deadline("test", "a driver", WAIT_S)
+            while driver.poll() is None:
+                if code < 0 and started.exists():
+                    driver.send_signal(signal.Signals(-code))
+                time.sleep(min(0.05, deadline.remaining(action)))
+        description, _, text = (tmp_path / "log").read_text().partition("\n")
+        assert json.loads(description) == {"pid": driver.pid, "session": driver.pid, "shown": True, "forks": False}
+        assert (driver.poll(), driver.wait()) == (code, code)
+        assert ("its last words" in text) == ("its last words" in action)
+
+
+def driver_environment() -> dict[str, str]:
+    """Return the environment that ``Training`` gives a driver."""
+    environment = os.environ | forking_workers() | {"HF_HUB_OFFLINE": "1", "OF_WORKER": "7"}
+    return {name: value for name, value in environment.items() if name != FORK_DRIVER}
+
+
+def test_a_driver_is_forked_only_on_request(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{DRIVER}print('torch' in sys.modules)\n")
+    for driver in (True, False):
+        environment = os.environ | forking_workers(driver=driver) | {"HF_HUB_OFFLINE": "1"}
+        output = subprocess.check_output([sys.executable, script], env=environment, cwd=tmp_path, text=True)
+        description, forked, _ = output.split("\n")
+        assert forked == str(driver)
+        assert json.loads(description)["forks"] is False, "its own train.py is not forked"
 
 
 def test_a_fork_that_fails_or_dies_ends_the_process_of_the_command_in_the_same_way(script: Path) -> None:

@@ -1,11 +1,12 @@
-"""Server that forks Ray's workers of a test's runs from a process that has imported torch, megatron-core and transformers.
+"""Server that forks drivers and Ray's workers of a test's runs from a process that has imported torch, megatron-core and transformers.
 
 The imports take a third of the CPU time of a rank in a short run. Everything else is as in a user's run. The server
 imports packages that Ray imports, but not Ray, which reads a worker's variables (``RAY_JOB_ID``) at its import. If the
 environment of a run has the variables of ``forking_workers()``, the raylet starts Python for a worker as usual;
 tests/e2e/forked/sitecustomize.py then sends command, environment and files to the server, and waits for the end of the
-fork. The fork is in the namespaces of the process that requested it (a node of tests/nodes). A fork ends when the process that requested it or the server ends; the server ends with the process that started
-it.
+fork. ``ForkedTraining`` requests the fork of a train.py without such a process. The fork is in the namespaces of the process
+that requested it (a node of tests/nodes). A fork ends when the process that requested it or the server ends; the server ends with
+the process that started it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from slime_like.util.deadline import Deadline, scale
-from tests.e2e.forked.fork_client import ADDRESS, LOG, NUM_BYTES, START_S
+from slime_like.util.leave import leave
+from tests.e2e.forked.fork_client import ADDRESS, FORK_DRIVER, LOG, NUM_BYTES, SCRIPT, START_S
 from tests.engine import forked_engines
 from tests.namespaces import PR_SET_PDEATHSIG, enter_namespaces, open_namespaces
 
@@ -56,6 +60,28 @@ IMPORTS = (
     "slime_like.train.megatron.rank.teacher",
     "slime_like.train.megatron.rank.trainer",
 )
+DRIVER_IMPORTS = (
+    *("hydra", "logging.config", "logging.handlers", "pdb", "socketserver", "starlette.datastructures"),
+    "slime_like.cli",
+    "slime_like.cluster.plan.verify",
+    "slime_like.cluster.run.control",
+    "slime_like.cluster.run.status",
+    "slime_like.cluster.start.identity",
+    "slime_like.cluster.start.prepared",
+    "slime_like.cluster.supervise.reporting",
+    "slime_like.cluster.supervise.supervisor",
+    "slime_like.config.load.explain",
+    "slime_like.config.schema.render",
+    "slime_like.data.assemble",
+    "slime_like.data.demonstrations",
+    "slime_like.data.prompts",
+    "slime_like.data.token_table",
+    "slime_like.metrics.sinks",
+    "slime_like.metrics.user_sink",
+    "slime_like.quickstart.prepare",
+    "slime_like.report.write",
+    "slime_like_compat.flags.translate",
+)
 # Prefixes of variables that the imports read: they have to be equal in server and worker.
 READ_AT_IMPORT = (
     *("CUDA_", "GOMP_", "HF_", "HOME", "KMP_", "LD_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTORCH_"),
@@ -76,10 +102,10 @@ class WorkerRequest:
     files: list[int] = field(compare=False)
 
 
-def forking_workers() -> dict[str, str]:
-    """Return the variables that make train.py's engines and Ray workers forks of this process's servers."""
-    engines = forked_engines.forking_engines()
-    return engines | {ADDRESS: str(start_worker_server()), "OMP_NUM_THREADS": NUM_THREADS}
+def forking_workers(*, driver: bool = True) -> dict[str, str]:
+    """Return the variables that make engines, Ray workers and, if ``driver``, train.py itself forks of this process's servers."""
+    variables = forked_engines.forking_engines() | {ADDRESS: str(start_worker_server()), "OMP_NUM_THREADS": NUM_THREADS}
+    return variables | ({FORK_DRIVER: "1"} if driver else {})
 
 
 @cache
@@ -125,14 +151,14 @@ def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def import_worker() -> None:
-    """Import the modules that a trainer rank and the actors of a run import."""
+    """Import the modules that a trainer rank, the actors of a run and its driver import, except Ray and those that import it."""
     from slime_like.util.imports import heavy_imports
 
     with heavy_imports():
         from slime_like.train.megatron.platform import host
 
         host.install("cpu")
-        for name in IMPORTS:
+        for name in (*IMPORTS, *DRIVER_IMPORTS):
             importlib.import_module(name)
         import_configs()
     assert "ray" not in sys.modules, "Ray has read its variables"
@@ -271,11 +297,37 @@ def run_worker(request: WorkerRequest) -> None:
         os.dup2(source, target)
         os.close(source)
     os.chdir(request.folder)
-    set_environment(request.environment, str(Path(request.arguments[0]).parent))
+    program = request.arguments[0]
+    set_environment(request.environment, request.folder if program == "-m" else str(Path(program).parent))
     forked_engines.show_environment()
-    check_actors()
     sys.argv = list(request.arguments)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0].endswith(SCRIPT):
+        check_actors()
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        run_driver()
+
+
+def run_driver() -> NoReturn:
+    """Run the program of ``sys.argv`` and end as it ends, but do not free the modules, which takes 0.4 s of CPU time.
+
+    The interpreter's other steps at its exit are the same: wait for threads, run exit handlers, flush the output.
+    """
+    code: object = None
+    try:
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    if code is not None and not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    for step in ((threading, "_shutdown"), (atexit, "_run_exitfuncs")):
+        getattr(*step)()
+    leave(code or 0)
 
 
 def check_actors() -> None:
