@@ -7,7 +7,7 @@ from slime_like_compat.verl.job import Job
 
 
 def map_run(job: Job) -> None:
-    """Set the keys of model path, run folder, checkpoints and loggers."""
+    """Set the keys of model path, run folder, checkpoints, loggers and dumps of rollouts."""
     if job.has(f"{MODEL}.path"):
         job.set("model.hf_checkpoint", job.text(f"{MODEL}.path"), f"{MODEL}.path")
     for our_key, key in (("run.dir", "trainer.default_local_dir"), ("run.name", "trainer.experiment_name")):

@@ -19,8 +19,8 @@ def load() -> None:
     """Install the plugin's hooks if ``SLIME_LIKE_SGLANG`` names ``flow_mla`` or the server has ``--enable-flow-mla``.
 
     The flag is for a server that is started without slime_like. SGLang calls this function in every process (entry
-    point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook does not fit SGLang, or the flags contradict each
-    other.
+    point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook does not fit SGLang, or the flags are invalid or contradict
+    each other.
     """
     if "--enable-flow-mla" in sys.argv:
         from slime_like_plugins.flow_mla import flags

@@ -174,7 +174,7 @@ def create_weights() -> ShardedWeights:
 
 
 def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, weight_names: Any = None) -> None:
-    """Hook around ``post_load_weights`` of models with latent attention: compute the absorbed weights layer by layer."""
+    """Hook around ``post_load_weights`` of models with latent attention: compute sharded absorbed weights layer by layer."""
     if "kv_b_proj" not in options().weights:
         original(model, is_nextn, weight_names)
         return
