@@ -38,7 +38,7 @@ def options() -> FlowOptions:
 
 
 def check_arguments(original: Callable[..., None], server_args: Any) -> None:
-    """Hook around ``ServerArgs.resolve_once``: stop the engine (``SystemExit``) if FlowMLA does not support its arguments or model.
+    """Hook around ``ServerArgs.resolve_once``: stop the engine (``SystemExit``) if FlowMLA cannot serve its arguments or model.
 
     The number of data-parallel attention groups is checked first, because SGLang only asserts, without a message, that it
     divides ``tp_size``.
