@@ -139,7 +139,7 @@ def sharded_backend(latent: bool) -> sharded.BackendFactory:
 
 
 def register_flashinfer() -> None:
-    """Register the backend ``flashinfer_dcp``. SGLang imports its module only to create it, after choosing a device."""
+    """Register the backend ``flashinfer_dcp``. Its module is imported when SGLang creates it, after choosing a device."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention import attention_registry
 
