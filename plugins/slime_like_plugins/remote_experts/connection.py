@@ -21,7 +21,7 @@ type Buffer = bytes | bytearray | memoryview
 
 
 class PeerLost(SlimeLikeError, ConnectionError):
-    """The process at the other end of a connection has ended or closed it."""
+    """There is no connection to the peer process: it could not be opened, has ended, or was closed."""
 
 
 class Connection:
@@ -104,7 +104,7 @@ class Connection:
         return events
 
     def next(self) -> Frame | None:
-        """Return the oldest received frame; None if there is none."""
+        """Remove and return the oldest received frame; None if there is none."""
         return self._incoming.popleft() if self._incoming else None
 
     @property

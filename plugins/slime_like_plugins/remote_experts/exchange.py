@@ -24,7 +24,10 @@ class Exchange:
         self._in_flight: deque[tuple[TokenBucket, ExpertRequest]] = deque()
 
     def feed(self) -> None:
-        """Receive replies, and send requests while the client has room for them, without waiting."""
+        """Receive replies, and send requests while the client has room for them, without waiting.
+
+        Do nothing once every request has been sent and at most one is unanswered.
+        """
         if self._next is None and len(self._in_flight) < 2 and not self._client.is_sending:
             return  # the worker has at most one request, and receiving its reply now would not give it more work
         self._client.poll()

@@ -142,10 +142,10 @@ class RemoteExperts:
         return self._failure
 
     def _try(self, call: Callable[[], None]) -> None:
-        """Call a method of the client, unless the worker has failed before. Abandon the worker if the call fails.
+        """Call a method of the client, unless the worker has failed earlier in this update or the engine replaces it.
 
-        Under policy ``fallback``, the engine then computes the worker's experts itself; otherwise the failure is kept for the
-        end of the update.
+        If the call fails, abandon the worker. Under policy ``fallback``, the engine then computes the worker's experts itself;
+        otherwise the failure is kept for ``_restore`` and for the end of the update.
         """
         if self._is_replaced or self._failure:
             return

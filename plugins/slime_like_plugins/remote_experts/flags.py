@@ -1,4 +1,4 @@
-"""Command-line flags of remote experts, such as ``--remote-experts-count 64``, for a server without slime_like."""
+"""Command-line flags of remote experts, such as ``--remote-experts-count 64``, for a server that slime_like does not start."""
 
 from __future__ import annotations
 

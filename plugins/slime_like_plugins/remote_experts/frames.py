@@ -106,8 +106,8 @@ def pack(header: Header) -> bytes:
 def unpack(data: bytes | bytearray | memoryview, max_payload: int) -> Header:
     """Return the header in ``data``.
 
-    Raises ``FrameError`` if it is damaged, has another protocol version or an unknown kind, or announces more than ``MAX_JSON``
-    bytes of JSON or ``max_payload`` bytes of payload.
+    Raises ``FrameError`` if it is damaged, has another protocol version or an unknown kind or row type, or announces more than
+    ``MAX_JSON`` bytes of JSON or ``max_payload`` bytes of payload.
     """
     if len(data) != HEADER_BYTES:
         raise FrameError(f"a header has {len(data)} bytes instead of {HEADER_BYTES}")
@@ -141,8 +141,8 @@ def dump_json(fields: Mapping[str, object]) -> bytes:
 def read_json(data: bytes, types: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
     """Return the object in ``data``, which must have exactly the keys of ``types``, with values of exactly these types.
 
-    A tuple ``(list, item)`` requires a list of items, ``(list, list, item)`` a list of such lists. Raises ``FrameError`` if
-    the object is different.
+    A tuple ``(list, item)`` requires a list of items, ``(list, list, item)`` a list of such lists. Raises ``FrameError`` on
+    any other data.
     """
     try:
         fields: Any = json.loads(data)

@@ -176,10 +176,10 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around updates in a single call, from disk or by IPC: commit the weights that the worker received.
+    """Hook around updates in a single call, from disk or by IPC: check and commit the weights that the workers received.
 
-    Collective. If the update fails on one rank, it fails on every rank: a single rank that continued to the checks
-    would wait for the others forever.
+    Collective. If the update fails on one rank, every rank reports the failure and skips the check: a rank that
+    checked alone would wait for the others forever. Raises the error of ``check``.
     """
     output = original(manager, request)
     message = _joined(manager, "" if output.success else output.message) or check(manager) or commit(manager)

@@ -50,7 +50,7 @@ class WorkerLink:
         return self._client is not None
 
     def start(self) -> None:
-        """Start the worker's process, unless it runs or the option ``workers`` has the address of a worker.
+        """Start the worker's process, unless it has been started or the option ``workers`` gives the worker's address.
 
         The process imports torch while the engine builds its model.
         """

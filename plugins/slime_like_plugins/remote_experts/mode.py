@@ -1,4 +1,4 @@
-"""Choice between large and small requests by measured rates."""
+"""Choice between large and small requests to a worker by their measured rows per second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModeChooser:
 
     ``auto`` begins with ``batched``. While the mode is ``stream``, or the engine waits for the worker longer than it computes,
     the other mode is measured at intervals; it replaces the current one if it has over ``FASTER`` times the rows per second.
-    Batches of up to ``STREAM_ROWS`` rows are the same in both modes, and are not measured.
+    Batches of up to ``STREAM_ROWS`` rows are sent in the same way in both modes, and are not measured.
     """
 
     setting: str = "auto"

@@ -18,8 +18,8 @@ from slime_like_plugins.remote_experts.compute import Ids
 def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[int, ...]:
     """Return the ascending ids of a layer's remote experts among ``num_experts`` routed ones.
 
-    Raises ``ConfigError`` if no expert would be left in the engine, if a listed expert does not exist, or if the load file does
-    not fit the layer.
+    Raises ``ConfigError`` if no expert would be left in the engine, if a listed expert does not exist, or if the load file cannot
+    be read or does not fit the layer.
     """
     if options.experts:
         if max(options.experts) >= num_experts:

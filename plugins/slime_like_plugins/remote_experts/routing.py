@@ -82,7 +82,7 @@ def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[Token
 
 
 def _padded(tokens: NDArray[np.int64], counts: NDArray[np.int64], remote: Ids, weights: Weights) -> TokenBucket:
-    """Return a bucket of tokens with different numbers of remote experts; some ids are -1."""
+    """Return one bucket of ``tokens``; a token with fewer remote experts than another is padded with id -1 and weight 0."""
     if len(tokens) < len(counts):
         counts, remote, weights = counts[tokens], remote[tokens], weights[tokens]
     if (num_selected := int(counts.max())) < remote.shape[1]:

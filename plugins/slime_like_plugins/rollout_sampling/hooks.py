@@ -1,4 +1,4 @@
-"""Hooks that add seeded sampling and temperature-scaled scores to SGLang."""
+"""Hooks that add seeded sampling and temperature-scaled scores to SGLang, together with the hooks of ``columns``."""
 
 from __future__ import annotations
 
@@ -157,10 +157,11 @@ def sample(original: Callable[..., Tensor], sampler: Any, output: Any, info: Any
 def sample_from_probs(
     original: Callable[..., Any], sampler: Any, probs_BV: Tensor, info: Any, positions_B: Tensor, *args: Any
 ) -> Any:
-    """Hook around ``Sampler._sample_from_probs``: return tokens, and the distributions of requests with sampling masks.
+    """Hook around ``Sampler._sample_from_probs``: sample batches with seeds, also with min-p and on a CPU.
 
-    SGLang's function rejects seeds with min-p and with flashinfer, and samples seeded tokens by a Triton kernel, which
-    does not run on a CPU.
+    Return tokens, and the distributions of the requests with sampling masks, or None if no request has one. SGLang's
+    function rejects seeds with min-p and with flashinfer, and samples seeded tokens by a Triton kernel, which does not
+    run on a CPU.
     """
     if info.sampling_seed is None:
         return original(sampler, probs_BV, info, positions_B, *args)

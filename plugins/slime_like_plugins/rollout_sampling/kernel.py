@@ -1,4 +1,4 @@
-"""Registry for the platform's compiled kernel that samples batches without top-k, nucleus and min-p sampling."""
+"""Registry for the platform's compiled kernel for batches in which no request uses top-k, nucleus or min-p sampling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _selected: list[SamplingKernel] = []
 
 
 def select(kernel: SamplingKernel | None) -> None:
-    """Set the kernel that samples batches without top-k, nucleus and min-p sampling; None to sample them in torch.
+    """Set the kernel for batches in which no request uses top-k, nucleus or min-p sampling; None to sample them in torch.
 
-    The kernel is called as ``kernel(logits, temperatures, top_k, seeds, positions)``. It must return the tokens that ``hooks.choose``
-    would return and their log-probabilities, or None to leave the batch to torch.
+    The kernel is called as ``kernel(logits, temperatures, top_k, seeds, positions)``; requests with ``top_k`` 1 are greedy. It must
+    return the tokens that ``hooks.choose`` would return and their log-probabilities, or None to leave the batch to torch.
     """
     _selected[:] = [] if kernel is None else [kernel]
 

@@ -270,7 +270,10 @@ class BatchedAttention(AttentionBackend):
         return out_bKRD.view(b, kv_heads, rows // q, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, -1, dim)
 
     def _gather(self, tag: str, pool: Tensor, slots_bL: Tensor) -> Tensor:
-        """Return rows of the pool as [b, L, K, D] in reused memory, because faulting in new pages costs more than the copy."""
+        """Return rows of the pool as [b, L, K, D], in memory that the next call with the same ``tag`` overwrites.
+
+        Reusing it is cheaper than faulting in new pages, which costs more than the copy itself.
+        """
         key, size = (tag, pool.dtype), slots_bL.numel() * pool[0].numel()
         workspace = self._workspace.get(key)
         if workspace is None or workspace.numel() < size:
