@@ -1,9 +1,9 @@
-"""Admission of requests by the expected length of responses, which is estimated from earlier responses.
+"""Admission of requests by the length of responses, which is estimated from finished and running requests.
 
 SGLang keeps ``ratio * min(4096, max_new_tokens - generated)`` tokens free for each running request. The ratio starts at
 0.7 whenever the engine has been idle, and falls to 0.1 within 600 steps, regardless of the length of the responses. If
 responses are long, the cache overflows, and SGLang retracts requests and recomputes their keys and values. Here the engine
-reserves the number of tokens that ``ResponseLengths`` expects.
+reserves the estimate of ``ResponseLengths``, plus the exact number of tokens for requests whose length is known.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Admission:
         self._lengths = ResponseLengths.estimate(np.array(lengths, np.int64), np.array(has_ended, np.bool_))
 
     def reservation(self, requests: Sequence[Any]) -> int:
-        """Return the number of tokens to keep free for ``requests``."""
+        """Return the number of tokens to keep free for the rest of the responses to ``requests``."""
         fixed_requests = [request for request in requests if _has_fixed_length(request)]
         sampled = [request for request in requests if not _has_fixed_length(request)]
         generated = np.array([len(request.output_ids) for request in sampled], np.int64)
@@ -72,7 +72,10 @@ admission = Admission()
 
 
 def open_pass(result: None, adder: Any, *_: Any, **__: Any) -> None:
-    """Hook after ``PrefillAdder.__init__``: reserve the estimate for running requests instead of SGLang's guess."""
+    """Hook after ``PrefillAdder.__init__``: reserve the estimated remaining tokens of running requests.
+
+    The estimate replaces SGLang's guess.
+    """
     pending_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
     admission.observe(pending_requests)
     reserved = admission.reservation(pending_requests)
@@ -83,7 +86,7 @@ def open_pass(result: None, adder: Any, *_: Any, **__: Any) -> None:
 
 
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``PrefillAdder.add_one_req``: reserve the estimate for the request instead of its ``max_new_tokens``."""
+    """Hook around ``PrefillAdder.add_one_req``: reserve what the request adds to the estimate, not ``max_new_tokens``."""
     running_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
     reserved = admission.reservation([*running_requests, *adder.can_run_list, request])
     params = request.sampling_params

@@ -68,7 +68,7 @@ def retract_decode(result: tuple[Any, ...], batch: Any) -> None:
 
 
 def internal_state(output: Any, controller: Any, request: Any) -> None:
-    """Hook after ``SchedulerInternalStateController.get_internal_state``: add the counts since the last call to its output."""
+    """Hook after ``SchedulerInternalStateController.get_internal_state``: add to its output the counts since the last call."""
     counts.capacity_tokens = controller.scheduler.pool_stats_observer.get_pool_stats().full_capacity
     output.internal_state[STATE] = counts.report()
 

@@ -1,6 +1,7 @@
-"""Megatron layers on a CPU: attention, norms, rotation, SwiGLU and log-probabilities in C, compiled on the machine.
+"""Megatron layers on a CPU: attention, norms, rotation, SwiGLU, experts and log-probabilities in C, compiled on the machine.
 
-Each kernel makes one pass over memory, where torch makes five to ten. With bfloat16 matrix multiplications, torch's
-passes take half of a small model's training step. ``layer`` has the parts that ``model.cpu_kernels=c`` puts
-into the layer specs; for torch kernels, this package is not imported.
+Each kernel except those of the experts' multiplications makes one pass over memory, where torch makes five to ten. With
+bfloat16 matrix multiplications, torch's passes take half of a small model's training step. ``layer`` has the parts that
+``model.cpu_kernels=c`` puts into the layer specs, as ``auto`` does if they can be compiled. For ``torch``, this package is
+not imported.
 """

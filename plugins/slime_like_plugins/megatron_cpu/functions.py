@@ -1,4 +1,4 @@
-"""Autograd functions over the C kernels. They save their inputs and at most one number per row or head for backward."""
+"""Autograd functions over the C kernels. They save their inputs and at most one number per row and head for backward."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SplitRotateFunction(torch.autograd.Function):
     """Split of projected queries, keys and values, with norms and rotation of queries and keys.
 
     The inputs are qkv [N, G (R + 2) D], the weights of query and key norm [D] or None, cos_sin [N, D], heads, eps and
-    the kernels. The results are F32 queries [N, G R, D], and keys and values [N, G, D].
+    the kernels. The results are queries [N, G R, D], keys and values [N, G, D], all F32.
     """
 
     @staticmethod
@@ -94,8 +94,8 @@ class SplitRotateFunction(torch.autograd.Function):
 class AttentionFunction(torch.autograd.Function):
     """Causal attention over packed sequences.
 
-    The inputs are F32 queries [N, H, D], keys and values [N, G, D], cu_seqlens, scale, the dtype of the result and the
-    kernels; the result is [N, H, D].
+    The inputs are queries [N, G R, D], keys and values [N, G, D], all F32, cu_seqlens, scale, the dtype of the result and
+    the kernels; the result is [N, G R, D].
     """
 
     @staticmethod

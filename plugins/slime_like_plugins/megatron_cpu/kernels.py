@@ -1,4 +1,4 @@
-"""C leaf kernels for training (``csrc``) on contiguous host tensors.
+"""C kernels for training (``csrc``) on contiguous host tensors.
 
 Arguments that could make C read out of bounds are checked here.
 
@@ -108,7 +108,7 @@ class TrainKernels:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Split ``qkv`` [N, G (R + 2) D].
 
-        Return F32 queries [N, G R, D], keys and values [N, G, D], and the norms' scales. If ``norms`` has weights (of
+        Return queries [N, G R, D], keys and values [N, G, D], and the norms' scales, all F32. If ``norms`` has weights (of
         queries and keys, [D] each), queries and keys are normalised. They are rotated by halves; ``cos_sin`` has D / 2 cosines,
         then sines. The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
         """
@@ -146,10 +146,10 @@ class TrainKernels:
     def attention(
         self, qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return causal attention [N, H, D] in ``dtype``, and its log-sum-exps F32 [N, H].
+        """Return causal attention [N, G R, D] in ``dtype``, and its log-sum-exps F32 [N, G R].
 
-        ``qkv``: F32 queries [N, H, D], keys and values [N, G, D]. ``cu_seqlens`` I32 [S + 1]: bounds of the sequences, from
-        0 to N.
+        ``qkv``: queries [N, G R, D], keys and values [N, G, D], all F32. ``cu_seqlens`` I32 [S + 1]: bounds of the S sequences,
+        from 0 to N.
         """
         n, h, d = qkv[0].shape
         sizes = _check_attention(qkv, cu_seqlens)

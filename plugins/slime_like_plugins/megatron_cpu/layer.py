@@ -50,7 +50,7 @@ class FusedStack(Stack):
 
 
 class FusedMLP(MLP):
-    """MLP whose SwiGLU makes one pass over memory."""
+    """MLP whose SwiGLU makes one pass over memory, except for dtypes that the kernels do not support."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +72,10 @@ class FusedMLP(MLP):
 
 
 class FusedGroupedMLP(GroupedMLP):
-    """Grouped experts with weighted SwiGLU in one pass, and matrix multiplications in C on CPUs with AVX-512."""
+    """Grouped experts with weighted SwiGLU in one pass, and matrix multiplications in C on CPUs with AVX-512.
+
+    Torch computes what the kernels do not support because of its dtype or shape.
+    """
 
     def product(self, rows_RI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
         if not expert_kernels().multiplies(rows_RI, weights[0]):
@@ -107,7 +110,7 @@ class FusedAttention(SelfAttention):
     """Attention with split, norms, rotation and cast of queries, keys and values in one pass.
 
     Megatron's own steps run instead with context parallelism, a KV head shared by tensor parallel ranks, output gates,
-    zero-centred norms, or a rotation of part of a head or of neighbouring channels.
+    zero-centred norms, no rotation, or a rotation of part of a head or of neighbouring channels.
     """
 
     _cos_sin: Tensor | None = None
@@ -121,7 +124,10 @@ class FusedAttention(SelfAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Run megatron's forward with the rotation moved into ``get_query_key_value_tensors``."""
+        """Run megatron's forward.
+
+        Unless megatron's own steps run, the rotation is moved into ``get_query_key_value_tensors``.
+        """
         if isinstance(packed_seq_params, PackedRows) and self._fits(packed_seq_params, rotary_pos_emb):
             self._cos_sin = packed_seq_params.cos_sin_of(rotary_pos_emb)
             rotary_pos_emb = None
@@ -150,7 +156,7 @@ class FusedAttention(SelfAttention):
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return queries [L, 1, heads, dim], keys and values [L, 1, groups, dim].
 
-        They are rotated and in float32, except if Megatron's own steps run.
+        Unless Megatron's own steps run, all are float32, and queries and keys are rotated.
         """
         if self._cos_sin is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)

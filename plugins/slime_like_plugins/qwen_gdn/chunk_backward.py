@@ -22,7 +22,10 @@ from slime_like_plugins.qwen_gdn.packing import ChunkOrder
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients of ``ChunkInputs`` and of the initial states. That of ``gamma`` includes those of ``decay`` and ``to_end``."""
+    """Gradients of ``ChunkInputs`` and of the initial states.
+
+    ``decay`` and ``to_end`` are functions of ``gamma``, so the gradient of ``gamma`` includes theirs.
+    """
 
     keys: Tensor  # [M, H, 2C, K] of the keys of norm 1 and the scaled queries
     v: Tensor  # [M, HV, C, V]

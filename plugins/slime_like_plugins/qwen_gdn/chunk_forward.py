@@ -27,7 +27,7 @@ MATRICES = 64  # (chunk, head) pairs per block
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """Inputs of a call, split into M chunks and converted to the compute dtype."""
+    """Inputs of a call, split into M chunks and converted to float32, or to float64 for a float64 call."""
 
     keys: Tensor  # [M, H, 2C, K] keys of norm 1, below them queries of norm ``scale``
     rstd: Tensor  # [M, H, 2C] factor that normalised keys and queries

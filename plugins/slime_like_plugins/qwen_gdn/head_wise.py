@@ -20,7 +20,9 @@ from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_r
 
 
 class HeadWise:
-    """``Mixing`` for head counts that the size of ``group`` divides. A group of one rank needs no all-to-all.
+    """``Mixing`` that splits the heads over the ranks of ``group``, whose size must divide the head counts.
+
+    A group of one rank needs no all-to-all.
 
     A call is a collective over ``group``.
     """

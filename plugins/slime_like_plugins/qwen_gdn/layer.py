@@ -36,9 +36,9 @@ The channels are 0 under sequence parallelism, which splits the tokens of a rank
 class GatedDeltaNetLayer(GatedDeltaNet):
     """Gated DeltaNet over packed rows.
 
-    megatron keeps ``A_log`` and ``dt_bias`` in the compute dtype. The 8 bits of bfloat16 are not enough: the effect of the
-    decay grows with the distance between tokens, and an optimizer step is smaller than the last bit. Here these parameters,
-    their gradients, optimizer moments and checkpoints are float32.
+    megatron keeps ``A_log`` and ``dt_bias`` in the compute dtype. The 8 significant bits of bfloat16 are not enough: the effect
+    of the decay grows with the distance between tokens, and an optimizer step is smaller than the last bit. Here these
+    parameters, their gradients, optimizer moments and checkpoints are float32.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class GatedDeltaNetLayer(GatedDeltaNet):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the bias of the output projection.
+        """Return the layer's output, and the bias of the output projection.
 
-        The output has the shape of ``hidden_states`` [L, 1, hidden] (L / tp with sequence parallelism).
+        The layer's output has the shape of ``hidden_states`` [L, 1, hidden] (L / tp with sequence parallelism).
         """
         assert isinstance(packed_seq_params, PackedRows) and attention_mask is None
         mixer_input = self.mixing.enter(hidden_states, packed_seq_params)

@@ -1,4 +1,7 @@
-"""One rank's range of the packed stream (``model.stream``), on the device; built once per micro-batch for all layers."""
+"""One rank's range of the packed stream (``model.stream``), with its index arrays on the device.
+
+A range is built once per micro-batch for all layers.
+"""
 
 from __future__ import annotations
 

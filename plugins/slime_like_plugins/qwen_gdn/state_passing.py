@@ -11,8 +11,8 @@ its range for a convolution of width W.
 
 In attention, a rank has other tokens than in its range: two chunks of each sequence (``model.layout.zigzag``). Moving tokens
 to the ranges and back causes traffic that does grow with the length. Moving hidden states, before the first projection and after
-the second, usually causes less (a third in Qwen3-Next) than moving the projected tensors and the output of the rule. If so, the
-hidden states are moved, unless sequence parallelism splits them.
+the second, usually causes less than moving the projected tensors and the output of the rule (in Qwen3-Next, a third as much). If
+so, the hidden states are moved, unless sequence parallelism splits them.
 
 Linearity of the recurrence: S. Yang, J. Kautz, A. Hatamizadeh, Gated Delta Networks (https://arxiv.org/abs/2412.06464).
 

@@ -185,7 +185,10 @@ class WorkerClient:
         return list(zip(names, counts, totals, strict=True))
 
     def commit(self, version: int) -> None:
-        """Make the worker serve its weights as ``version``. Raises ``WorkerRefusal`` if they are not complete."""
+        """Make the worker serve its weights as ``version``.
+
+        Raises one of ``FAILURES``: ``WorkerRefusal`` if the weights are not complete.
+        """
         self._control(FrameKind.COMMIT, version=version)
         self.version = version
 
@@ -249,7 +252,7 @@ class WorkerClient:
         return request.rows
 
     def close(self) -> None:
-        """Close the connection. Wait at most ``CLOSE_S`` for the worker to finish."""
+        """Ask the worker to stop serving, wait up to ``CLOSE_S`` for its reply, then close the connection in any case."""
         try:
             self._control(FrameKind.CLOSE, seconds=CLOSE_S)
         except FAILURES:
@@ -312,9 +315,10 @@ class WorkerClient:
             self._take(frame)
 
     def _take(self, frame: Frame) -> None:
-        """Store a reply in its request.
+        """Store a reply in its request, or only count it if that request has already had a reply.
 
-        Raises ``FrameError`` if the reply does not fit a request, or reports that the worker closes the connection.
+        Raises ``FrameError`` if the reply does not fit its request, names a request that was never sent, or reports that the
+        worker closes the connection.
         """
         h = frame.header
         if h.kind is FrameKind.ERROR and not h.sequence:
