@@ -1,8 +1,8 @@
 """Hook that keeps an engine's KV cache as large as at the first start when the engine restarts next to a trainer.
 
 Of the memory that is free before it loads, SGLang leaves the share ``1 - mem_fraction_static`` to other processes and fills
-the rest. Here, memory that a trainer has taken since the first start is deducted from the others' share, down to a minimum, before
-the KV cache shrinks. Memory that another process has released since is added to the others' share.
+the rest. Here, memory that a trainer has taken since the first start is deducted from the others' share, down to a minimum,
+before the KV cache shrinks. Memory that another process has released since is added to the others' share.
 """
 
 from __future__ import annotations

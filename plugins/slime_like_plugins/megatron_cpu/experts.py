@@ -1,7 +1,7 @@
 """Matrix multiplications of all experts of a rank by the C kernels (``csrc/experts.h``), as an autograd function.
 
-The kernels are used only on CPUs with AVX-512, because elsewhere torch is faster. Arguments that could make C read out of
-bounds are checked here.
+The kernels are used only on CPUs with AVX-512 (with its BF16 instructions for bfloat16), because elsewhere torch is faster.
+Arguments that could make C read out of bounds are checked here.
 
 Axes: R rows (tokens, ordered by expert), E experts, I inputs, O outputs.
 """

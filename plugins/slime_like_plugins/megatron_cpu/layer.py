@@ -72,9 +72,10 @@ class FusedMLP(MLP):
 
 
 class FusedGroupedMLP(GroupedMLP):
-    """Grouped experts with weighted SwiGLU in one pass, and matrix multiplications in C on CPUs with AVX-512.
+    """Grouped experts with weighted SwiGLU in one pass, and with matrix multiplications in C.
 
-    Torch computes what the kernels do not support because of its dtype or shape.
+    Torch computes dtypes and shapes that the kernels do not support, and multiplies where it is faster: on CPUs without AVX-512,
+    or for bfloat16 without its BF16 instructions.
     """
 
     def product(self, rows_RI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:

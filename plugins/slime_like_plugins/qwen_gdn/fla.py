@@ -26,7 +26,7 @@ class FlaGDN:
 
     fla dispatches each call to any installed package that accepts it. With flash-qla installed, it would dispatch to FlashQLA
     on Hopper and Blackwell, so the constructor sets the environment variable FLA_FLASH_QLA to 0 in this process. It raises
-    ``ConfigError`` if fla would still dispatch to another package.
+    ``ConfigError`` if fla would still dispatch the rule to another package, or if fla's dispatch tables have moved.
     """
 
     name = "fla"

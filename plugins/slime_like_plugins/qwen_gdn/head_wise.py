@@ -80,7 +80,7 @@ class HeadWise:
     def _share(self, parameter: Tensor, sections: Sequence[int]) -> Tensor:
         """Return this rank's rows of each section of ``parameter``.
 
-        Other ranks compute the gradients of the other rows; the data parallel gradient reduction adds them up.
+        This rank's gradient of the other rows is 0; the data parallel gradient reduction sums the gradients of all ranks.
         """
         return torch.cat([s.chunk(self.size)[self.rank] for s in parameter.split(list(sections))])
 

@@ -145,7 +145,7 @@ class WorkerClient:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Make the worker invalidate its weights."""
+        """Make the worker invalidate its weights. Raises one of ``FAILURES`` if the worker fails."""
         self.version = 0
         self._control(FrameKind.BEGIN)
 
@@ -226,7 +226,10 @@ class WorkerClient:
         return request
 
     def poll(self) -> None:
-        """Send and receive without waiting, between computations of the engine."""
+        """Send and receive without waiting, between computations of the engine.
+
+        Raises one of ``FAILURES`` if the worker fails.
+        """
         self._pump(0.0)
 
     @property
