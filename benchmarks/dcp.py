@@ -3,10 +3,11 @@
     python benchmarks/dcp.py --write
     python benchmarks/dcp.py --rounds 5 --case narrow
 
-The first command takes about five minutes on an idle machine. All engines of a case run at the same time and serve the
-same random Qwen3 with one KV head, by C kernels. They take turns, so that a busy machine slows all of them; quote the
-ratios. In a round, each engine first decodes one request. Then it gets more simultaneous requests than its small KV
-cache holds. Requests are greedy, so the engines return the same tokens.
+The first command takes about five minutes on an idle machine. All engines of a case stay up for all its rounds and serve
+the same random Qwen3 with one KV head, by C kernels. They are measured in turn in each round, so that a busy machine
+slows all of them; quote the ratios. In a round, each engine first decodes one request. Then it gets more simultaneous
+requests than its small KV cache holds. Requests are greedy; the table counts the responses that are equal to those of
+the engine without DCP.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class DcpArm:
         return time.perf_counter() - start, [completion for (completion,) in replies]
 
     async def measure(self, prompts: Sequence[np.ndarray], tokens: int) -> DcpRound:
-        """Run one round with responses of ``tokens`` tokens: the first prompt alone, then all of them."""
+        """Generate one and then ``tokens`` tokens for the first prompt alone, then ``tokens`` for all prompts at once."""
         first, _ = await self.generate(prompts[:1], 1)
         single, _ = await self.generate(prompts[:1], tokens)
         await self.client.kv_usage()  # resets its counts

@@ -194,7 +194,10 @@ def megatron_layer(
 
 
 def difference(arms: Mapping[str, Arm], hidden: Tensor, limit: float) -> str:
-    """Describe an arm whose output or input gradient differs by more than ``limit``; empty if there is none."""
+    """Describe the first arm whose output or input gradient differs from ``BASE``'s by more than ``limit``, relatively.
+
+    Return an empty text if there is none.
+    """
     results: dict[str, tuple[Tensor, Tensor]] = {}
     for name, arm in arms.items():
         out = arm(hidden)
@@ -222,7 +225,7 @@ def measure(arm: Arm, hidden: Tensor) -> Times:
 
 
 def table(rounds: Sequence[Mapping[str, Times]]) -> list[str]:
-    """Return the lines of the table."""
+    """Return a Markdown table of the medians of each arm: its times, and its speed as a multiple of ``BASE``'s."""
     lines = ["| arm | forward, ms: wall (CPU) | ratio | backward, ms: wall (CPU) | ratio |", "|---|---|---|---|---|"]
     for name in rounds[0]:
         cells = [name]

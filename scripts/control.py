@@ -30,7 +30,8 @@ ACTIONS = {
 def main(argv: list[str]) -> int:
     """Return the exit code: 0, or 1 if a request with ``--wait`` failed or got no answer in time.
 
-    The code is 2 if the folder has no run, if a request cannot be written, or if the run ends before it answers one.
+    The code is 2 if the folder has no run or, for a request, no active one; if the request cannot be written; or if the run
+    ends before it answers.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of the run")

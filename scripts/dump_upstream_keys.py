@@ -63,7 +63,7 @@ def cli_names(name: str, metadata: list[ast.expr]) -> list[str]:
 
 
 def sglang_server_args() -> Table:
-    """Return the fields of ``sglang.srt.server_args.ServerArgs``, from the namespaces of ``arg_groups/fields``."""
+    """Return the fields of ``sglang.srt.server_args.ServerArgs``, which the classes in ``arg_groups/fields`` declare."""
     table: Table = {}
     for path in sorted((package_folder("sglang") / "srt" / "arg_groups" / "fields").glob("*.py")):
         for node in ast.parse(path.read_text()).body:

@@ -162,7 +162,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def needs_of(part: EvidencePart) -> Iterator[str]:
-    """Yield the needs of a part in words, and its time limit."""
+    """Yield texts: the GPUs of a part, its other needs and files, and its time limit."""
     gpus = f"{counted(part.num_gpus, 'GPU')}{f' of {part.gb} GB' * (part.gb > 0)}"
     yield f"{part.num_nodes} nodes of {gpus}" if part.num_nodes > 1 else gpus
     yield from (f"`{name}`" for name in (*part.needs, *part.files))

@@ -67,7 +67,7 @@ def runs(common: str, **keys: str) -> tuple[Command, ...]:
 
 
 def command(words: str) -> tuple[Command]:
-    """Return ``words`` as one command."""
+    """Split ``words`` as a shell does, and return them as the only command of a tuple."""
     return (tuple(shlex.split(words)),)
 
 

@@ -47,7 +47,10 @@ def main(argv: list[str]) -> int:
 
 
 def find(path: Path) -> Path:
-    """Return the iteration folder that ``path`` refers to. Raises ``CheckpointError`` if there is none."""
+    """Return ``path`` if it is an iteration folder, else the newest one of ``path``, a run's folder or its checkpoints folder.
+
+    Raises ``CheckpointError`` if there is none.
+    """
     for folder in (path / "checkpoints", path):
         if (source := megatron_folder(folder)) is not None:
             return source
@@ -57,9 +60,9 @@ def find(path: Path) -> Path:
 
 
 def model_of(source: Path) -> str:
-    """Return ``model.hf_checkpoint`` from the config.yaml of the run that wrote ``source``; nothing else in it is read.
+    """Return ``model.hf_checkpoint`` from the config.yaml of the run that wrote ``source``; nothing else in it is checked.
 
-    Raises ``CheckpointError`` if the file is missing or names no model.
+    Raises ``CheckpointError`` if that file is missing or unreadable, or names no model.
     """
     path = source.parents[1] / "config.yaml"
     if not path.is_file():

@@ -139,7 +139,7 @@ def export_project(folder: Path) -> None:
 
 
 def edit(project: Path, changes: dict[str, tuple[tuple[str, str], ...]]) -> None:
-    """Replace patterns in files. Raises ``SystemExit`` naming a pattern that does not match."""
+    """Replace the matches of regular expressions in files. Raises ``SystemExit`` naming one that does not match."""
     for file, replacements in changes.items():
         text = (project / file).read_text()
         for pattern, replacement in replacements:

@@ -190,7 +190,10 @@ def copy(line: Instruction, image: Image, root: Path) -> None:
 
 
 def run(line: Instruction, image: Image, options: Options) -> None:
-    """Run a RUN line with the image's variables and this machine's ``SETTINGS``. Raises ``ImageError`` if the line fails."""
+    """Run a RUN line with the image's variables and this machine's values of ``SETTINGS``.
+
+    Raises ``ImageError`` if the line fails.
+    """
     environment = image.environment | {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
     for name in CERTIFICATES:
         if (certificates := Path(environment.get(name, ""))).is_file():

@@ -1,5 +1,4 @@
-"""Write report.html of a finished or active run: curves, differences between trainer and
-engine, time, memory, sampled tokens.
+"""Write report.html of a finished or active run: curves, differences between trainer and engine, time, memory, sampled tokens.
 
 python scripts/report.py runs/quickstart [--out report.html]
 """

@@ -186,7 +186,7 @@ class FaultSoak:
         return all(part.clean and not part.leftovers for part in self.parts) and not self._differences()
 
     def reference(self) -> None:
-        """Do the undisturbed run, or reuse the one in the folder. Call it first. Raises ``SystemExit`` if the run fails."""
+        """Do the undisturbed run, or reuse that of ``folder``. Call it first. Raises ``SystemExit`` if the run fails."""
         self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
 
     def part(self, max_faults: int) -> None:

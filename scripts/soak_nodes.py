@@ -4,9 +4,10 @@ python scripts/soak_nodes.py [--kills 20] [--seed 0] [--limit-s SECONDS] [--fold
 
 The nodes are namespaces of this machine (``tests/nodes/machine.py``; needs root). The driver and trainer rank 0 are on the
 first node, trainer rank 1 is on the second, engines are on the others and, with ``weights.transport=tensor``, also on
-the first. Three kills hit nodes with engines, in the phases collect, step and push; the run continues and moves the engines.
-A fourth kill hits the node of rank 1: the run ends, the node starts again, and the same command with the other transport
-resumes the run from its checkpoint. Half of the kills are power failures, about which the peers receive no packet.
+the first. Kills come in fours. Three hit nodes with engines, one in each of the phases collect, step and push; the run
+continues and moves the engines. The fourth hits the node of rank 1: the run ends, the node starts again, and the same
+command with the other transport resumes the run from its checkpoint. Half of the kills are power failures, about which
+the peers receive no packet.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ KILLS_OF_ENGINES = ("collect", "step", "push")  # of one part, in an order drawn
 
 
 def plan(num_kills: int, seed: int) -> list[PlannedKill]:
-    """Return ``num_kills`` kills: each part kills three nodes with engines, then one with a trainer rank."""
+    """Return ``num_kills`` kills in parts: each kills three nodes with engines, then one with a trainer rank.
+
+    The last part may have fewer. ``seed`` determines the order of phases, and which kills cut the cable first.
+    """
     rng, kills = random.Random(seed), list[PlannedKill]()
     power = [True, False] * ((num_kills + 1) // 2)
     rng.shuffle(power)
@@ -176,7 +180,7 @@ def serving_again(run: NodeRun, since: float) -> set[str]:
 
 
 def wait_for_phase(run: NodeRun, phase: str, rng: random.Random) -> None:
-    """Wait until a random moment in ``phase`` of the next rollout, estimated from the times of earlier ones."""
+    """Wait for two rollouts, then until a random moment in ``phase`` of the next, estimated from the times of the second."""
     step = newest_step(run.run_dir)
     run.wait_until(lambda: newest_step(run.run_dir) > step + 1, LIMIT_S)
     before, row = newest_rows(run.run_dir, 2)
@@ -186,7 +190,7 @@ def wait_for_phase(run: NodeRun, phase: str, rng: random.Random) -> None:
 
 
 def phase_at(run_dir: Path, moment: float) -> str:
-    """Return the phase at a moment of a completed rollout; empty if the moment is between two phases."""
+    """Return the phase that ran at ``moment``; empty if no phase of a completed rollout did."""
     phases = {span: phase for phase, span in SPANS.items()}
     for row in metrics(run_dir):
         for name, (begin, end) in row["spans"].items():

@@ -72,11 +72,11 @@ class SampleCount:
 
 
 def check_samples(run_dir: Path, *, is_ended: bool) -> SampleCount:
-    """Count the samples of a run. Raises ``AssertionError`` if one is missing, duplicated or sampled with other weights.
+    """Count the samples of a run. Raises ``AssertionError`` unless they are complete, as follows.
 
-    Each step must be logged once, group ids must be consecutive over all rollouts, the groups of a rollout equally large, and
-    rollout ``i`` sampled with weights ``i``. If ``is_ended``, the newest checkpoint must be that of the last rollout, with a
-    data cursor just past the last group.
+    Each step must be logged once, group ids must be consecutive over all rollouts, no sample id may occur twice in a group,
+    the groups of a rollout must be equally large, and rollout ``i`` must be sampled with weights of version ``i``. If
+    ``is_ended``, the newest checkpoint must be that of the last rollout, with a data cursor just past the last group.
     """
     rows = metrics(run_dir)
     num_rollouts = int(rows[-1]["step"])
