@@ -38,7 +38,10 @@ class Exchange:
             self._next = next(self._waiting, None)
 
     def results(self) -> Iterator[tuple[TokenBucket, Tensor]]:
-        """Wait for the worker, and yield each request's tokens and their float32 sums, in the order of the requests."""
+        """Wait for the worker, and yield each request's tokens and their float32 sums, in the order of the requests.
+
+        Raises one of ``FAILURES`` if the worker fails.
+        """
         self.feed()
         while self._in_flight:
             bucket, request = self._in_flight.popleft()

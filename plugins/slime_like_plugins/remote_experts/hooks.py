@@ -162,7 +162,7 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``end_weight_update``: check the workers of all ranks, then the rest of the model, then commit.
 
     Collective: every rank takes part in every exchange, whatever happened to its worker, so that no other rank waits
-    for it forever.
+    for it forever. Raises the error of ``check``.
     """
     session = manager._session
     if session is None or not _selects_target(manager, session.selector):

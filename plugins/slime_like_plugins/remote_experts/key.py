@@ -23,7 +23,8 @@ PROOF_S = 10.0
 def read_key(path: Path) -> bytes:
     """Return the key in a file.
 
-    Raises ``ConfigError`` if the file cannot be read, belongs to another user or can be read by others, or has a short key.
+    Raises ``ConfigError`` if the file cannot be read, belongs to another user, gives group or others any permission, or has a
+    short key.
     """
     try:
         state, text = path.stat(), path.read_bytes().strip()
@@ -41,8 +42,8 @@ def read_key(path: Path) -> bytes:
 def admit(connection: Connection, secret: bytes) -> None:
     """Challenge an engine, and answer its challenge.
 
-    Raises ``FrameError`` if the engine does not know the key, ``PeerLost`` if it closes the connection, and ``DeadlineExceeded``
-    if it does not answer within ``PROOF_S``.
+    Raises ``FrameError`` if the engine does not know the key or violates the protocol, ``PeerLost`` if it closes the connection,
+    and ``DeadlineExceeded`` if it does not answer within ``PROOF_S``.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     _send(connection, FrameKind.CHALLENGE, nonce)
@@ -56,8 +57,8 @@ def admit(connection: Connection, secret: bytes) -> None:
 def prove(connection: Connection, secret: bytes, worker: str) -> None:
     """Answer a worker's challenge, and challenge the worker in turn.
 
-    Raises ``FrameError`` if the worker does not know the key, ``PeerLost`` if it closes the connection, and ``DeadlineExceeded``
-    if an answer takes longer than ``PROOF_S``.
+    Raises ``FrameError`` if the worker does not know the key or violates the protocol, ``PeerLost`` if it closes the connection,
+    and ``DeadlineExceeded`` if an answer takes longer than ``PROOF_S``.
     """
     challenge = bytes(_receive(connection, FrameKind.CHALLENGE, worker).payload)
     nonce = secrets.token_bytes(NONCE_BYTES)

@@ -82,7 +82,7 @@ class WorkerLink:
         return client
 
     def send(self, matrices: LayerMatrices) -> None:
-        """Send every row of ``matrices``."""
+        """Send every row of ``matrices``. Raises one of ``FAILURES`` if the worker fails or is not open."""
         for layer, by_name in matrices.items():
             for name, matrix in by_name.items():
                 for expert, rows in enumerate(matrix):

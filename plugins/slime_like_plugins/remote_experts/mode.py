@@ -42,7 +42,10 @@ class ModeChooser:
         return _other(self.mode) if self._probe else self.mode
 
     def record(self, num_rows: int, seconds: float, wait_s: float) -> None:
-        """Record a measurement of ``next_mode``: ``num_rows`` remote rows took ``seconds``, including ``wait_s`` of waiting."""
+        """Record a measurement of ``next_mode``: ``num_rows`` remote rows took ``seconds``, including ``wait_s`` of waiting.
+
+        With ``auto`` and over ``STREAM_ROWS`` rows, this may change the mode; otherwise it does nothing.
+        """
         if self.setting != "auto" or num_rows <= STREAM_ROWS:
             return
         measured_mode, rate = self.next_mode, num_rows / max(seconds, 1e-9)

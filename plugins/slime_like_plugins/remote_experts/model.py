@@ -44,7 +44,7 @@ class RemoteModel:
         """Allocate the local experts of a layer with ``create``, and make its loaders send the other experts to the worker.
 
         The first call starts the worker. Raises ``ConfigError`` if the placement does not fit the layer, ``ValueError`` if
-        the layer is not supported or its experts have a different size from those of earlier layers.
+        the layer is not supported or its experts differ in size or dtype from those of earlier layers.
         """
         if problem := obstacle(layer):
             raise ValueError(f"layer {layer.layer_id}: {problem}")

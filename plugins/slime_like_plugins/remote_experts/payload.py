@@ -15,7 +15,7 @@ TORCH_TYPES = {RowType.float32: torch.float32, RowType.float16: torch.float16, R
 
 
 def encode_rows(rows_NH: Tensor, row_type: RowType) -> tuple[Tensor, RowType]:
-    """Return contiguous rows on the CPU and their row type: ``row_type``, or float32 if a number would overflow float16.
+    """Return contiguous rows on the CPU and their row type: ``row_type``, or float32 if a number would be infinite in float16.
 
     The result shares the memory of ``rows_NH`` if no conversion is needed.
     """

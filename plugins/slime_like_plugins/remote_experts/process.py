@@ -54,7 +54,7 @@ class ExpertProcess:
         return self._process.pid
 
     def stop(self) -> None:
-        """End the process: wait ``END_S`` for it to exit after its socket was closed, then kill it.
+        """End the process: close its socket, and kill it if it has not exited after ``END_S``.
 
         It returns even if the process cannot be killed.
         """
@@ -69,7 +69,7 @@ class ExpertProcess:
                 return  # in an uninterruptible call of the kernel; nothing can be done
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the process and close its socket."""
         self._process.send_signal(signal.SIGKILL)
         self.stop()
 

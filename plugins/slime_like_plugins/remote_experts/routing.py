@@ -61,8 +61,8 @@ def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[Token
     The index is -1 if the expert is not local. The buckets are in ascending order of the number of remote experts per token.
 
     Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. If at most
-    ``ONE_REQUEST_ROWS`` tokens have remote experts, as in a decode step, they form a single bucket: the worker then
-    computes each expert once, and a layer needs one request.
+    ``ONE_REQUEST_ROWS`` tokens have remote experts, as in a decode step, they form a single bucket. That is usually one
+    request, so the worker computes each expert once.
     """
     local, remote = rows.local_rows.take(ids), rows.remote_rows.take(ids)
     if not (is_used := weights != 0).all():

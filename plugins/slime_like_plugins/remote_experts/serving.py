@@ -50,7 +50,7 @@ class Service:
     def run(self) -> None:
         """Serve until the engine sends CLOSE.
 
-        Raises ``PeerLost`` if the engine ends first, ``FrameError`` for a frame that violates the protocol, and
+        Raises ``PeerLost`` if the engine ends first, ``FrameError`` for a frame with an invalid header or kind, and
         ``DeadlineExceeded`` if a frame or a reply takes longer than ``FRAME_S``.
         """
         try:

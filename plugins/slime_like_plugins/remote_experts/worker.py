@@ -31,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def serve(sock: socket.socket, settings: WorkerSettings, secret: bytes | None = None) -> None:
-    """Serve the engine at the other end of ``sock`` until it closes the connection, then close ``sock``.
+    """Serve the engine at the other end of ``sock`` until it sends CLOSE, and close ``sock`` in any case.
 
     If ``secret`` is given, the engine has to know it. Raises the errors of ``key.admit`` and ``Service.run``.
     """
@@ -51,7 +51,10 @@ def listen_address(text: str) -> tuple[str, int]:
 
 
 def listen_and_serve(address: str, secret: bytes, settings: WorkerSettings) -> None:
-    """Listen on ``address``, and serve the ranks of engines one after another until the process ends."""
+    """Listen on ``address``, and serve the ranks of engines one after another until the process ends.
+
+    Raises ``SlimeLikeError`` if the address is not valid or cannot be listened on.
+    """
     host, port = listen_address(address)
     with listen(host, port) as listener:
         print_output(f"a worker of remote experts listens at {host}:{listener.getsockname()[1]}\n")
