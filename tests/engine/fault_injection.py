@@ -35,7 +35,7 @@ from tests.engine.test_weights import TensorSource
 HOST = "127.0.0.1"
 # An engine works on one group at a time and queues one more. At its first or second answer it therefore still has
 # groups to answer, however fast it decodes and however late this process receives the answer.
-GROUPS, SAMPLES, TOKENS, MAX_GROUPS_IN_FLIGHT = 12, 4, 50, 2
+GROUPS, SAMPLES, TOKENS, MAX_GROUPS_IN_FLIGHT = 12, 4, 16, 2
 AnswerCallback = Callable[[str], None]
 _answer_callbacks: list[AnswerCallback] = []  # called with the engine's name at each answer
 
@@ -170,11 +170,8 @@ class LocalSupervisor:
 class EnginePair:
     """Two engines and the managers that use them. The second engine has ``dp_attention`` data-parallel ranks."""
 
-    def __init__(
-        self, models: Models, folder: Path, max_response_len: int = TOKENS, dp_attention: int = 1, **engine: Any
-    ) -> None:
+    def __init__(self, models: Models, folder: Path, dp_attention: int = 1, **engine: Any) -> None:
         self.models, self.folder, self.version = models, folder, 0
-        self._max_response_len = max_response_len
         characters().save_pretrained(folder / "tokenizer")
         self._data = write(folder / "train.jsonl", [{"prompt": f"{i}+1=", "label": str(i)} for i in range(100)])
         spec = EngineSpec(
@@ -209,7 +206,7 @@ class EnginePair:
             rollout=RolloutConfig(
                 batch_size=GROUPS,
                 n_samples_per_prompt=SAMPLES,
-                max_response_len=self._max_response_len,
+                max_response_len=TOKENS,
             ),
             reward=RewardConfig(name="exact", workers=1),
             evaluation=EvalConfig(),

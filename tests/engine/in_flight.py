@@ -15,13 +15,19 @@ PUSHED_B, PUSHED_A = 3, 4  # versions; odd versions have the weights of B
 
 
 def generate_over_two_pushes(
-    engine: RunningEngine, models: Models, ids: I32, tokens: int, dp_rank: int | None = None
+    engine: RunningEngine,
+    models: Models,
+    ids: I32,
+    tokens: int,
+    dp_rank: int | None = None,
+    tokens_after_pushes: int | None = None,
 ) -> list[Completion]:
     """Return three completions, each sampled under the weights of A, then B, then A.
 
     If ``dp_rank`` is given, it computes all of them while other data-parallel ranks have no request; otherwise SGLang
-    distributes them. On a busy machine a request may begin after the first push or end before the second; all three are
-    then sampled again.
+    distributes them. They end with ``tokens`` tokens, or earlier if ``tokens_after_pushes`` is given: they are then aborted
+    when a request that begins after the second push has sampled that many tokens. On a busy machine a request may begin after
+    the first push or end before the second; all three are then sampled again.
     """
 
     async def sample(seeds: list[int], num_tokens: int) -> list[Completion]:
@@ -33,6 +39,9 @@ def generate_over_two_pushes(
         for version in (PUSHED_B, PUSHED_A):
             await sample([9], 8)  # by then the three requests usually have tokens
             await engine.push(models.tensors("AB"[version % 2]), version)
+        if tokens_after_pushes is not None:
+            await sample([9], tokens_after_pushes)
+            await engine.client.abort_all()
         return await request
 
     versions_of_completions: list[list[int]] = []

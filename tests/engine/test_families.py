@@ -167,7 +167,7 @@ def test_engine_and_transformers_agree(family: str, engines: Mapping[str, tuple[
             engine.run(engine.push(models.tensors(name), version))
         (scores,) = engine.run(engine.client.score([ids], 1.0))
         np.testing.assert_allclose(scores, models.logprobs(name, ids, 1.0), atol=TOLERANCE)
-        for completion in engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, tokens=40))):
+        for completion in engine.run(engine.client.generate(ids, [1, 2, 3], make_sampling(0.8, tokens=16))):
             sequence, num_sampled = np.concatenate([ids, completion.token_ids]), len(completion.token_ids)
             np.testing.assert_allclose(
                 completion.logprobs, models.logprobs(name, sequence, 0.8)[-num_sampled:], atol=TOLERANCE

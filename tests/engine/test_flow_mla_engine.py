@@ -166,7 +166,7 @@ def test_requests_continue_under_new_weights_and_after_an_abort(pair: EngineArms
     """
     engine, models, ids = pair.flow, pair.models, prompt(21, seed=3)
     for dp_rank in (None, 1):
-        for completion in generate_over_two_pushes(engine, models, ids, 120, dp_rank):
+        for completion in generate_over_two_pushes(engine, models, ids, 120, dp_rank, tokens_after_pushes=8):
             expected = logprobs_by_version(models, ids, completion)
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
 

@@ -36,6 +36,7 @@ from tests.engine.test_weights import TensorSource
 pytestmark = pytest.mark.engine
 TOLERANCE = 1e-5
 CHUNK = 48
+NUM_BUCKETS = 7
 ENGINES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"cpu_kernels": "torch"},
     "deepseek_v2 greedy": {},
@@ -80,16 +81,20 @@ def assert_agrees(models: Models, name: str, ids: I32, completion: Completion, t
         np.testing.assert_array_equal(completion.token_ids, logits.argmax(-1).numpy())
 
 
-class SingleTensors(TensorSource):
-    """Weight source in buckets of one tensor, so that parts of a fused parameter are in different buckets."""
+class InterleavedTensors(TensorSource):
+    """Weight source whose buckets have every seventh tensor, so that parts of a fused parameter are in different buckets.
+
+    At most five tensors lie between the parts of a fused parameter.
+    """
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        yield from (Bucket((entry,)) for entry in self._tensors.items())
+        entries = [*self._tensors.items()]
+        yield from (Bucket(tuple(entries[first::NUM_BUCKETS])) for first in range(NUM_BUCKETS))
 
 
 async def push(engine: RunningEngine, tensors: dict[str, torch.Tensor], version: int) -> None:
     """Push version 1 over the tensor transport, and later versions over a process group."""
-    source = SingleTensors(tensors)
+    source = InterleavedTensors(tensors)
 
     async def send() -> None:
         region = SharedBucketMemory()
@@ -118,7 +123,7 @@ def test_a_batch_of_many_lengths_agrees_before_and_after_pushes(
 
     async def answers() -> list[list[Completion]]:
         requests = [
-            engine.client.generate(ids, [index], make_sampling(temperature, 8 + 3 * index))
+            engine.client.generate(ids, [index], make_sampling(temperature, 4 + 2 * index))
             for index, (ids, temperature) in enumerate(zip(prompts, temperatures, strict=True))
         ]
         return await asyncio.gather(*requests)
@@ -184,14 +189,13 @@ def test_the_samples_of_a_prompt_share_the_prefix_cache_of_a_data_parallel_rank(
 def test_retracted_requests_of_sharded_latents_have_the_tokens_without_dcp(
     engines: Mapping[str, tuple[Models, RunningEngine]],
 ) -> None:
-    """Run so many sequences that requests are retracted, and prefilled again later."""
+    """Run so many sequences that requests are retracted, and prefilled again later. They arrive together, in one message."""
     (_, sharded), (_, unsharded) = engines["deepseek_v3 dcp2"], engines["deepseek_v3"]
 
     async def answers(engine: RunningEngine) -> tuple[list[Completion], int]:
         await engine.client.kv_usage()
-        sampling = make_sampling(0.0, 30)
-        requests = (engine.client.generate(prompt(20, seed=seed), [0], sampling) for seed in range(16))
-        completions = [completion for (completion,) in await asyncio.gather(*requests)]
+        prompts, sampling = [prompt(20, seed=seed) for seed in range(16)], make_sampling(0.0, 30)
+        completions = await engine.client.extend(prompts, [0] * len(prompts), [30] * len(prompts), sampling)
         return completions, (await engine.client.kv_usage()).retractions
 
     completions, retractions = sharded.run(answers(sharded))
@@ -234,7 +238,7 @@ def test_requests_of_sharded_latents_continue_under_new_weights(
 ) -> None:
     models, engine = engines["deepseek_v3 dcp2"]
     ids = prompt(21, seed=3)
-    for completion in generate_over_two_pushes(engine, models, ids, 120):
+    for completion in generate_over_two_pushes(engine, models, ids, 120, tokens_after_pushes=8):
         np.testing.assert_allclose(
             completion.logprobs, logprobs_by_version(models, ids, completion), rtol=0, atol=TOLERANCE
         )

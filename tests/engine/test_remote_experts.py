@@ -172,7 +172,7 @@ def assert_same(actual: tuple[F32, Completion], expected: tuple[F32, Completion]
 
 @pytest.mark.parametrize("name", [name for name in ARMS if name != "all local"])
 def test_results_are_those_of_an_engine_with_all_experts(name: str, arms: Mapping[str, ExpertArm]) -> None:
-    """Compare engines at the start and after pushes of single tensors over shared memory and over a process group."""
+    """Compare engines at the start and after pushes of interleaved tensors over shared memory and over a process group."""
     arm, plain = arms[name], arms["all local"] if name not in BOUNDS else None
     assert len(arm.workers) == (2 if "tp2" in name else 1)
     assert len(re.findall("slime_like remote experts: ", arm.log)) == len(arm.workers)
@@ -266,7 +266,7 @@ def test_every_family(family: str, families: Mapping[str, ExpertArm]) -> None:
 def test_a_rollout_survives_the_loss_of_a_required_worker(arms: Mapping[str, ExpertArm], tmp_path: Path) -> None:
     """The other engine takes over the groups, and the restarted engine has a new worker and the pushed weights."""
     remote = replace(HALF, policy="required", threads=1).to_json()
-    pair = EnginePair(arms["all local"].models, tmp_path, max_response_len=48, remote_experts=remote)
+    pair = EnginePair(arms["all local"].models, tmp_path, remote_experts=remote)
 
     async def scenario() -> None:
         manager = pair.manager()
