@@ -53,7 +53,7 @@ def listen_address(text: str) -> tuple[str, int]:
 def listen_and_serve(address: str, secret: bytes, settings: WorkerSettings) -> None:
     """Listen on ``address``, and serve the ranks of engines one after another until the process ends.
 
-    Raises ``SlimeLikeError`` if the address is not valid or cannot be listened on.
+    Raises ``SlimeLikeError`` if the address is not valid, or nothing can listen there.
     """
     host, port = listen_address(address)
     with listen(host, port) as listener:

@@ -2,7 +2,7 @@
 
 SGLang's in-tree CPU engine needs a kernel package built from source. On an out-of-tree platform, every op uses its
 torch-native forward instead; this package supplies the rest. For decoding, where a run spends most of its time, it has
-kernels in C, which are compiled on the machine (``csrc``, ``build``), and equivalents in torch (both in ``kernels``).
+kernels in C, which are compiled on the machine (``csrc``, ``build``), and equivalents in torch; ``kernels`` calls both.
 Batches that the kernels do not support go through SGLang's own forward. The platform is inactive unless
 ``SLIME_LIKE_SGLANG`` names ``cpu``.
 """
