@@ -151,7 +151,7 @@ class EngineArm:
 
 
 def hf_arm(model: Qwen3ForCausalLM) -> Callable[[np.ndarray, int], None]:
-    """Return a function that calls transformers' generate, with every prompt repeated for its samples."""
+    """Return a function that generates ``SAMPLES_PER_PROMPT`` samples of each prompt with ``generate`` of transformers."""
 
     model_generate: Any = getattr(model, "generate")  # noqa: B009  (its declared type fits no model)
 
@@ -166,7 +166,7 @@ def hf_arm(model: Qwen3ForCausalLM) -> Callable[[np.ndarray, int], None]:
 
 @contextlib.contextmanager
 def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Generator[dict[str, Callable[..., None]]]:
-    """Start all arms and yield them once they are ready."""
+    """Start the arms of ``options``, yield them by name once they are ready, and stop their engines on exit."""
     model = make_model(shape, folder / "model")
     runners: dict[str, Callable[..., None]] = {}
     engines: list[EngineArm] = []
@@ -218,7 +218,7 @@ def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[fl
 
 
 def print_row(batch: int, kind: str, times: dict[str, list[float]], steps: int, base: str) -> None:
-    """Print one row: median tokens/s and ms per token of each arm, and its speed relative to ``base``.
+    """Print one row: median tokens/s and ms per decode step of each arm, and its speed relative to ``base``.
 
     ``times`` are the seconds of each round by arm.
     """
@@ -233,7 +233,7 @@ def print_row(batch: int, kind: str, times: dict[str, list[float]], steps: int, 
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the arms and rounds that the command line asks for, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--arms", nargs="+", choices=("off", "torch", "c", "hf"), default=["off", "torch", "c", "hf"])

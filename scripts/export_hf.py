@@ -23,7 +23,7 @@ from slime_like.util.leave import leave
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, or 1 with one message."""
+    """Return the exit code: 0, or 1 after printing an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a run's folder, its checkpoints folder, or one iteration of it")
     parser.add_argument("--output", type=Path, required=True, help="folder to write; replaced if it is an export")

@@ -18,7 +18,7 @@ from slime_like_compat.slime.job import convert_script
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0 if the recipe is equivalent to the script, 1 if user code has to be ported too, 2 without a recipe.
+    """Return the exit code: 0 if the recipe is the same job, 1 if user code has to be ported too, 2 if no recipe is written.
 
     ``--check`` keeps no recipe and returns 0, or 2 after an error.
     """

@@ -92,6 +92,7 @@ def _run_parts(
 
 def run_part(part: EvidencePart, folder: Path, address: str = "") -> PartResult:
     """Run the part's commands, each in its own session. At the part's time limit the running one is killed and the rest skipped.
+
     Write logs and result.json to ``folder``, which is removed first if it has the logs of an earlier call.
     """
     if (folder / "log_0").is_file():  # from an earlier call for this part, whose runs would be continued
@@ -146,7 +147,7 @@ def read_result(folder: Path) -> PartResult | None:
 
 
 def commit() -> str:
-    """Return a sentence with the commit: of the git checkout, or of the bundle of ``gpu_bundle.py``."""
+    """Return a sentence that names the commit of the git checkout or, in a bundle of ``gpu_bundle.py``, of the bundled code."""
     bundled = REPOSITORY / "COMMIT"
     if bundled.is_file():
         return f"Commit {bundled.read_text().strip()}, from a bundle."

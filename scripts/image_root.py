@@ -1,4 +1,4 @@
-"""Execute docker/Dockerfile in a clean root folder with chroot, on a machine without an image builder, as the user root.
+"""Execute the lines of docker/Dockerfile in a clean root folder with chroot, for a machine without an image builder; needs root.
 
 python3 scripts/image_root.py FOLDER --device cpu --python /usr/local      # then print the quickstart's plan
 python3 scripts/image_root.py FOLDER --device gpu -- .venv/bin/python train.py +recipe=one_gpu --plan-for 1xH200

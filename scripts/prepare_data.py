@@ -23,7 +23,7 @@ GSM8K_HINT = "Let's think step by step and give the final answer after ####, in 
 
 
 class UnusableRow(Exception):
-    """A row without the fields of its data set."""
+    """A row that lacks a part of its data set's format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,9 +256,9 @@ class FaultSoak:
 
     @staticmethod
     def _signals(training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
-        """Send one or two signals during the start; return an outcome for each.
+        """Send one or two signals during the start of a part; return an outcome for each.
 
-        After a single signal the run continues to its first checkpoint.
+        After a single signal the part ends once a rollout is saved; a second signal, 0.5 s later, ends it without a save.
         """
         signals_sent: list[tuple[str, str, str]] = []
         number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))

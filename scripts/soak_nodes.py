@@ -104,7 +104,10 @@ class NodeSoak:
         run.wait_until(lambda: all(f"engine {i} serves" in run.output() for i in new_engines), LIMIT_S)
 
     def kill(self, run: NodeRun, kill: PlannedKill, next_transport: str) -> NodeRun:
-        """Kill a node, wait for the recovery, start the node again; return the run, or the one that resumes it."""
+        """Kill a node, wait for the recovery, start the node again; return the run that goes on.
+
+        It is ``run`` after the loss of engines; after the loss of a trainer rank, it is one with ``next_transport`` that resumes.
+        """
         if kill.role == "engine":
             self.kills.append(self._kill_engine(run, kill))
             return run
@@ -161,7 +164,7 @@ class NodeSoak:
 
 
 def newest_rows(run_dir: Path, num_rows: int) -> list[dict[str, Any]]:
-    """Return the newest rows of metrics.jsonl, at most ``num_rows``, without parsing the others."""
+    """Return the newest complete rows of metrics.jsonl, at most ``num_rows``, without parsing the whole file."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines[-num_rows - 1 :] if line.endswith(b"\n")][-num_rows:]

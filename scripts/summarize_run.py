@@ -1,6 +1,6 @@
-"""Print how a finished run's held-out accuracy changed. scripts/quickstart.sh calls it with train.py's arguments.
+"""Print the first and last held-out accuracy of a finished run. scripts/quickstart.sh calls it.
 
-python scripts/summarize_run.py [overrides and flags of train.py]
+python scripts/summarize_run.py [overrides and flags with which train.py started the run]
 """
 
 from __future__ import annotations
