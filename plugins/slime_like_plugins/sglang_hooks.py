@@ -43,7 +43,7 @@ def record_loaded(name: str) -> None:
 
 
 def setting_of(field: str) -> str:
-    """Return the key and the flag that set ``field`` of ServerArgs."""
+    """Return, for a message, the configuration key and the command-line flag that set ``field`` of ServerArgs."""
     return f"rollout.sglang.{field} (--{field.replace('_', '-')})"
 
 

@@ -36,7 +36,7 @@ def run_compiler(compiler: str, target: Path, source: Path | None = None) -> Non
 def build(source: Path | None = None) -> SharedObject:
     """Return the compiled kernels of the folder ``source`` (default ``SOURCE``) for this machine.
 
-    Raises ``BuildError`` if they cannot be compiled.
+    Raises ``BuildError`` if they cannot be compiled or cached.
     """
     return c_build.build(_recipe(source))
 

@@ -43,7 +43,7 @@ class DecodeStep:
         self._layers = torch.empty(0, dtype=torch.int64)
 
     def supports(self, rows: int) -> bool:
-        """Return True if the model is supported and the number of rows is large enough."""
+        """Return True if the model is supported and there are enough rows for all threads."""
         return self._is_supported and rows >= self._min_rows_per_thread * self._c.threads
 
     def __call__(self, x_BT: Tensor, angles: tuple[Tensor, Tensor], backend: Any, batch: Any) -> Tensor:

@@ -14,7 +14,7 @@ from slime_like_plugins.sglang_cpu.exact import EXACT_ATTENTION
 
 
 class FixedOrderAttention(BatchedAttention):
-    """Batched attention that sums in a fixed order."""
+    """Batched attention with sums in an order that does not depend on the batch."""
 
     def _attend(self, bucket: LengthBucket, q_bQHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Return attention [b, Q, H, D] of q [b, Q, H, D] to the KV pool [slots, K, D]."""

@@ -18,13 +18,13 @@ from slime_like_plugins.sglang_hooks import wrap_target
 
 
 def install() -> None:
-    """Replace the experts' forward in this process, if experts are divided over ranks."""
+    """Call ``replace`` if the experts are divided over ranks."""
     if get_parallel().moe_ep_size > 1:
         replace()
 
 
 def replace() -> None:
-    """Replace the experts' forward. Raises ``SystemExit`` if it does not exist."""
+    """Wrap the experts' forward to skip other ranks' experts. Raises ``SystemExit`` if SGLang has no such function."""
     wrap_target(CPU, "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", local_choices)
 
 

@@ -68,7 +68,7 @@ class ExpertSums:
 
 @cache
 def expert_sums_kernel() -> ExpertSums | None:
-    """Return the compiled kernel; None if it cannot be compiled or loaded, or ``rollout.cpu_kernels`` is off or torch."""
+    """Return the compiled kernel; None if it cannot be compiled or loaded, or if ``rollout.cpu_kernels`` selects no C kernels."""
     if os.environ.get(CPU_KERNELS_VARIABLE) in ("off", "torch"):
         return None
     try:

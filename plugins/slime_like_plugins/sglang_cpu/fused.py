@@ -50,7 +50,7 @@ class FusedForward:
 
     @property
     def packed_by(self) -> str:
-        """Return the library that packs the weights for multiplications; "" if none does."""
+        """Return the name of the library that packs the weights for multiplications; "" if none does."""
         return self._product.packed_by
 
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
@@ -69,7 +69,7 @@ class FusedForward:
         )
 
     def __call__(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Any:
-        """Return the logits of the next token of each request, and of prompt tokens if requested."""
+        """Return SGLang's output: logits of each request's next token, and log-probabilities of prompt tokens if requested."""
         model = self._model
         if not batch.forward_mode.is_decode() or batch.capture_hidden_mode.need_capture():
             hidden_BT = self._hidden(token_ids, positions, batch)

@@ -258,7 +258,7 @@ class CKernels:
     def product(self, x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """Write ``x`` [N, K] times a packed weight, plus ``bias``, to ``out`` [N, M], and return ``out``.
 
-        The result of a row does not depend on the other rows, to the bit.
+        Each row of the result is bitwise independent of the other rows.
         """
         rows, depth = x.shape
         columns = out.shape[1]

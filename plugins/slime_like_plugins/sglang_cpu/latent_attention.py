@@ -46,9 +46,9 @@ class LatentAttentionBackend(KeysAsValues):
         AttentionBackendRegistry.register(ATTENTION, absorbed)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * latent] for q [T, H, D] and new keys k [T, 1, D].
+        """Return attention [T, H * latent] of q [T, H, D] to the keys in the pool.
 
-        If ``save_kv_cache``, also store k and v in the pool.
+        If ``save_kv_cache``, first store k [T, 1, D] and v, the keys and values of the new tokens, in the pool.
         """
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)

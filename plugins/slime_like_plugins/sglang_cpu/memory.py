@@ -24,7 +24,7 @@ _models: list[torch.nn.Module] = []
 def limit() -> int | None:
     """Return the memory limit of a rank in bytes; None if only the machine's memory limits it.
 
-    Raises ``SystemExit`` if the setting is not a number of bytes.
+    Raises ``SystemExit`` if the setting is not a number of bytes above 0.
     """
     try:
         return rank_memory()
@@ -33,7 +33,7 @@ def limit() -> int | None:
 
 
 def record_model(model: Any) -> None:
-    """Record the loaded ``model``, whose weights ``free_bytes`` subtracts from then on."""
+    """Record the loaded ``model``; from then on, ``free_bytes`` subtracts its weights from the limit."""
     _models[:] = [model]
 
 
@@ -59,7 +59,7 @@ def free_bytes() -> int:
 def install() -> None:
     """Replace SGLang's ``get_free_cpu_memory`` in this process if the memory of a rank is limited.
 
-    Raises ``SystemExit`` if the limit is not a number of bytes, or if the function was not replaced.
+    Raises ``SystemExit`` if the limit is not a number of bytes above 0, or if the function was not replaced.
     """
     if limit() is not None:
         install_hooks(CPU, (Hook("sglang.srt.utils.common.get_free_cpu_memory", "replace", free_bytes),))

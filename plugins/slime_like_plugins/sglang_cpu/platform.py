@@ -50,7 +50,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
 
         SGLang calls this method while it resolves its arguments. With several ranks, the method also sets the CPU binding in the
         environment and the batch scheduling policy of this process, which the workers inherit. Raises ``SystemExit`` if
-        speculative decoding is configured, or if the memory limit of a rank is not a number of bytes.
+        speculative decoding is configured, or if the memory limit of a rank is invalid.
         """
         if server_args.speculative_algorithm is not None:
             raise SystemExit(
@@ -129,7 +129,7 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
 
 
 def host_memory(dims: tuple[int, ...], dtype: Any, device: str, *args: Any, **kwargs: Any) -> Any:
-    """Return uninitialised memory for a host pool, such as that of cached tokens' expert ids.
+    """Return uninitialised memory for a host pool, such as the pool of cached tokens' expert ids.
 
     SGLang's own function would register the memory with CUDA.
     """

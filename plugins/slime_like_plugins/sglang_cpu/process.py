@@ -1,4 +1,4 @@
-"""Hooks into SGLang's processes: how workers start, and how idle engines wait."""
+"""Hooks into SGLang's processes, mainly to fork workers and to let idle and paused engines wait."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def unpadded_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 
 def device_module(original: Callable[..., Any], device: Any = None) -> Any:
-    """Hook around ``torch.get_device_module``: default to the CPU.
+    """Hook around ``torch.get_device_module``: return the CPU's module if no device is given.
 
     A torch built for CUDA returns ``torch.cuda`` on machines without CUDA, and SGLang's Qwen3-Next gets the current
     device from it. Remove when SGLang uses its platform, or torch checks the available devices.

@@ -54,7 +54,7 @@ class OneDnn:
 
 
 def can_pack() -> bool:
-    """Return True if oneDNN multiplies bfloat16 on this CPU."""
+    """Return True if oneDNN supports bfloat16 on this CPU, and so can pack bfloat16 weights."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -1,8 +1,8 @@
 """Fast path for requests that need only tokens, log-probabilities and, at their end, routed experts.
 
 SGLang passes every token of every request through a dozen functions, which for a small model cost half as much as its
-forward. Here a token is just appended, except if it ends its request or is due to be sent. Finishing requests and all other
-batches use SGLang's own functions.
+forward. Here a token is just appended, except if it ends its request or is due to be sent. Requests that finish, and all other
+batches, go through SGLang's own functions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StopConditions:
 
 
 def plain_request(request: Any) -> StopConditions | None:
-    """Return the stop conditions of a request that needs only tokens and log-probabilities; None for any other.
+    """Return the stop conditions of a request that the fast path can process; None for any other.
 
     The result is computed once and kept in the request.
     """

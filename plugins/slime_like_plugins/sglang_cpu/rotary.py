@@ -1,4 +1,4 @@
-"""Rotary embeddings for latent attention on a CPU. SGLang's function rejects models without ``rope_scaling``."""
+"""Rotary embeddings for latent attention on a CPU, also without ``rope_scaling``, which SGLang's ``get_rope_cpu`` requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection of an engine's leaf kernels (``kernels.py``), once per process: in C, in torch, or none."""
+"""Selection of an engine's kernels (``kernels.py``), once per process: in C, in torch, or none (SGLang's own forward)."""
 
 from __future__ import annotations
 

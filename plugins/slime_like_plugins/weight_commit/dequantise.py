@@ -31,5 +31,5 @@ HOOKS = (Hook("sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_it
 
 
 def install() -> None:
-    """Apply the hook in this process."""
+    """Apply the hook in this process. Raises ``SystemExit`` if it does not take effect."""
     install_hooks(DEQUANTISE, HOOKS)

@@ -21,7 +21,7 @@ MAX_NAMED = 3  # maximum number of parameters that an error names
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """A parameter with elements that no update wrote."""
+    """A parameter with elements that the update did not write, or wrote as NaN."""
 
     name: str
     elements: int
@@ -73,7 +73,7 @@ type GenerateStream = Callable[..., AsyncIterator[Any]]
 
 
 def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of the parameters that an update writes, and of the tensors that SGLang computes from them.
+    """Yield the name and value of each parameter that an update writes, and of each tensor that SGLang computes from one.
 
     ``selector`` selects model runners (target and draft). Tied parameters are yielded once. For a weight that is sharded
     over ranks, this rank's shard is yielded.
@@ -142,7 +142,7 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
 
 
 def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any:
-    """Hook around ``BaseTpWorker.deserialize_own_rank``: pass on tensors that ``load_tensors`` has opened."""
+    """Hook around ``BaseTpWorker.deserialize_own_rank``: return tensors unchanged if ``load_tensors`` has opened them already."""
     return payloads[0] if isinstance(payloads[0], list) else original(worker, payloads)
 
 

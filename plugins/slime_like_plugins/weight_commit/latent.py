@@ -49,10 +49,10 @@ class PairedLoader:
 
 
 def adjust(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: adjust a model with latent attention.
+    """Hook after ``ModelRunner.load_model``: in a model with latent attention, adjust the norms and the loading of fused projections.
 
     Raises the ``SystemExit`` of ``adjust_norms``. Remove when SGLang's norms of latents use the epsilon of transformers and its
-    loader keeps a part until its partner arrives.
+    loader accepts the parts of a fused projection in separate calls.
     """
     if runner.use_mla_backend:
         for name, module in runner.model.named_modules():
@@ -64,7 +64,10 @@ def adjust(result: Any, runner: Any) -> Any:
 
 
 def adjust_norms(name: str, attention: Any) -> None:
-    """Set the epsilon of a layer's latent norms. Raises ``SystemExit`` if the layer lacks an expected attribute."""
+    """Set the epsilon of a layer's latent norms to ``NORM_EPSILON``.
+
+    Raises ``SystemExit`` if the layer lacks an expected attribute.
+    """
     norms = [norm for norm in (attention.kv_a_layernorm, getattr(attention, "q_a_layernorm", None)) if norm is not None]
     missing = [f"{name} has no {key}" for key in DERIVED if not isinstance(getattr(attention, key, None), Tensor)]
     missing += [

@@ -19,7 +19,7 @@ def copy_states(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """Copy the states [S, ...] of the requests that ``mask_B`` selects from slots ``slots_B`` to slots ``targets_B``."""
+    """For the requests that ``mask_B`` selects, copy the states [S, ...] from slots ``slots_B`` to slots ``targets_B``."""
     copy_states_of_all_layers(conv_states[None], delta_states[None], slots_B, mask_B, targets_B, batch_size)
 
 
@@ -32,7 +32,7 @@ def copy_states_of_all_layers(
     batch_size: int,
     check_freed_slots: bool = False,
 ) -> None:
-    """Copy the states [N, S, ...] of the requests that ``mask_B`` selects from slots ``slots_B`` to slots ``targets_B``."""
+    """For the requests that ``mask_B`` selects, copy the states [N, S, ...] from slots ``slots_B`` to slots ``targets_B``."""
     rows = mask_B[:batch_size].nonzero()[:, 0]
     if len(rows):
         for pool in (conv_states, delta_states):

@@ -54,7 +54,7 @@ def extend(  # noqa: PLR0913  (a signature of SGLang)
 
     The arguments are q, k [1, T, H, K], v [1, T, HV, V], g and beta [1, T, HV]. ``ssm_states`` is the pool; its rows
     ``cache_indices`` are read, and written unless ``inplace_update`` is false. Row b of ``track_state`` [B, HV, V, K]
-    gets the state of request b after its first ``64 * track_chunk_idx[b]`` tokens, if that is above 0. This function replaces
+    gets the state of request b after its first ``64 * track_chunk_idx[b]`` tokens, if there are any. This function replaces
     ``sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel.extend``.
     """
     packed = (q[0], k[0], v[0], g[0], beta[0])
@@ -146,7 +146,7 @@ def fused_sigmoid_gating_delta_rule_update(  # noqa: PLR0913  (a signature of SG
 
 
 def normed(x: Tensor, heads: int) -> Tensor:
-    """Normalise [T, H, K] in float32 and repeat each head for the value heads that share it: [T, heads, K]."""
+    """Scale vectors [T, H, K] to norm 1 in float32; repeat each head for the value heads that share it: [T, heads, K]."""
     x = x.float()
     x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

@@ -44,7 +44,7 @@ OF_MODELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 
 
 def bind(model: Any) -> str | None:
-    """Replace the Triton kernels of ``model``. Return a description; None if the model has no linear attention.
+    """Replace the Triton kernels of ``model``. Return a description of its linear attention; None if it has none.
 
     An engine imports the modules of only one model; modules that are not imported are skipped. Raises ``SystemExit`` if
     a name does not exist.
