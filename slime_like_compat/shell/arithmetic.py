@@ -24,8 +24,11 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def plain(text: str) -> str:
-    """Return the expression with ``$X`` and ``${X}`` written as ``X``."""
-    return re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
+    """Return the expression with ``$X`` and ``${X}`` written as ``X``.
+
+    A positional parameter such as ``$1`` stays as it is, and ``evaluate`` does not support it.
+    """
+    return re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text).strip()
 
 
 def variables(expression: str) -> list[str]:
@@ -38,6 +41,8 @@ def evaluate(expression: str, value_of: Callable[[str], str]) -> int | None:
 
     ``value_of`` returns the text of a variable; an empty text counts as 0.
     """
+    if "#" in expression:  # a base in bash, as in 8#17, but a comment for ast.parse
+        return None
     try:
         return _number(ast.parse(expression, mode="eval").body, value_of)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
@@ -49,7 +54,7 @@ def _number(node: ast.expr, value_of: Callable[[str], str]) -> int:
         case ast.Constant(value=int(value)):
             return value
         case ast.Name(id=name):
-            return int(value_of(name) or "0")
+            return int(value_of(name) or "0", base=0)  # base 0 rejects 010, which is octal in bash
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return int(_OPERATORS[type(op)](_number(left, value_of), _number(right, value_of)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
