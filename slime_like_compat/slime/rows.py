@@ -77,9 +77,12 @@ def _is_policy_option(flag: str) -> bool:
 def _row_of_unknown_value(row: Row, item: FlagOccurrence) -> Row:
     """Return the row of a flag with an unknown value: ``needed``, unless our ``train.py`` seems to reject every value.
 
-    A flag without a key of its own is tried with the value 1; if ``train.py`` rejects that, the row gives its error.
+    A flag without a key of its own is tried with the value true, which every field of SGLang and Megatron that can be set
+    accepts; if ``train.py`` rejects it, the row gives the error.
     """
-    if keys_of(item.flag) or item.flag in ALWAYS or not (error := _translation_error(FlagOccurrence(item.flag), ["1"])):
+    has_key = bool(keys_of(item.flag)) or item.flag in ALWAYS
+    error = "" if has_key else _translation_error(FlagOccurrence(item.flag), ["true"])
+    if not error:
         return replace(row, verdict="needed", note=f"{item.problem}, or --drop={item.flag}")
     return replace(row, verdict=_verdict_on_error(item.flag, error), keys=(), note=_shortened(error, item.flag))
 
