@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain, count
 from pathlib import Path
 
 from slime_like_compat.verl.defaults import ROLLOUT
@@ -90,6 +91,7 @@ def _paths_by_name(paths: list[str]) -> dict[str, str]:
             (part for part in reversed(parts) if part.lower() not in _COMMON_NAMES), parts[-1] if parts else "val"
         )
         name = re.sub(r"\W+", "_", stem).strip("_").lower() or "val"
-        name = name if name not in paths_by_name else f"{name}_{len(paths_by_name)}"
-        paths_by_name[name] = path
+        numbered_names = (f"{name}_{number}" for number in count(len(paths_by_name)))
+        free_name = next(text for text in chain((name,), numbered_names) if text not in paths_by_name)
+        paths_by_name[free_name] = path
     return paths_by_name

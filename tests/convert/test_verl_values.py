@@ -218,6 +218,18 @@ def test_values_without_equivalent_are_refused_unless_dropped(line: str, key: st
         assert refusals(translated(line, user_overrides=answers, drop=[name.strip() for name in names]).rows) == ""
 
 
+VAL_FILES = {
+    "x/math.parquet,x/math_2.parquet,y/math.parquet": ["math", "math_2", "math_3"],
+    "x/math.parquet,y/math.parquet,x/math_1.parquet,z/math.parquet": ["math", "math_1", "math_1_2", "math_3"],
+}
+
+
+@pytest.mark.parametrize(("files", "names"), VAL_FILES.items(), ids=list(VAL_FILES))
+def test_each_file_of_rows_becomes_a_dataset(files: str, names: list[str]) -> None:
+    job = translated(f"data.val_files=[{files}] trainer.test_freq=5")
+    assert value(job, "evaluation.datasets") == dict(zip(names, files.split(","), strict=True))
+
+
 @pytest.mark.parametrize("written", ["grad_clip", "optim.clip_grad"])
 @pytest.mark.parametrize("dropped", ["grad_clip", "optim.grad_clip", "optim.clip_grad"])
 def test_a_setting_is_dropped_by_any_name_of_its_key(written: str, dropped: str) -> None:
