@@ -159,11 +159,15 @@ class Job:
         return value is None and key in self.needed
 
     def wrong(self, key: str, reason: str) -> ConfigError:
-        """Return the error for a wrong value of ``key``, with the place of the job's setting if it has one."""
-        setting = self.settings.get(key)
-        if setting is None:
-            default = VALUES.get(key)
-            return ConfigError(f"{key}={default!r} (verl's default) {reason}; add {key}=VALUE to the command line")
+        """Return the error for a wrong ``value`` of ``key``, with the place of the job's setting unless it is verl's default."""
+        if not self.has(key):
+            default, cause, fix = VALUES.get(key), "", "add"
+            if key in self.drop:
+                cause, fix = ", because of --drop", "remove --drop and add"
+            return ConfigError(
+                f"{key}={default!r} (verl's default{cause}) {reason}; {fix} {key}=VALUE to the command line"
+            )
+        setting = self.settings[key]
         return ConfigError(
             f"{setting.file_line}: {setting.name}={setting.text} {reason}; --drop {setting.name} leaves it out"
         )

@@ -218,6 +218,12 @@ def test_values_without_equivalent_are_refused_unless_dropped(line: str, key: st
         assert refusals(translated(line, user_overrides=answers, drop=[name.strip() for name in names]).rows) == ""
 
 
+def test_an_error_about_a_dropped_key_names_the_default_of_verl() -> None:
+    key = f"{R}.tensor_model_parallel_size"
+    with refusal([f"{key}=2 (verl's default, because of --drop)", "3 GPUs", f"remove --drop and add {key}=VALUE"]):
+        translated(f"trainer.n_gpus_per_node=3 {key}=6", drop=[key])
+
+
 VAL_FILES = {
     "x/math.parquet,x/math_2.parquet,y/math.parquet": ["math", "math_2", "math_3"],
     "x/math.parquet,y/math.parquet,x/math_1.parquet,z/math.parquet": ["math", "math_1", "math_1_2", "math_3"],
