@@ -183,15 +183,15 @@ class Job:
     def set(self, our_key: str, value: Any, key: str, note: str = "") -> None:
         """Set ``our_key`` to ``value``, the translation of verl's ``key``, and report it.
 
-        Do nothing if the job does not set ``key`` and ``value`` is our default. A value of ``--with`` takes precedence.
-        Raises ``ConfigError`` if JSON cannot represent the value.
+        A value of ``--with`` takes precedence. If the job does not set ``key``, do nothing if ``--with`` sets ``our_key`` or
+        ``value`` is our default. Raises ``ConfigError`` if JSON cannot represent the value.
         """
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise self.wrong(key, "contains a value that JSON cannot represent") from error
         is_set = self.has(key)
-        if not is_set and same_value(value, self.default(our_key)):
+        if not is_set and (our_key in self.user_overrides or same_value(value, self.default(our_key))):
             return
         if our_key not in self.user_overrides:
             self.overrides[our_key] = render(value)

@@ -224,6 +224,12 @@ def test_an_error_about_a_dropped_key_names_the_default_of_verl() -> None:
         translated(f"trainer.n_gpus_per_node=3 {key}=6", drop=[key])
 
 
+def test_a_default_that_the_user_replaces_is_not_reported() -> None:
+    job = translated("", user_overrides=[REWARD, "algo.eps_clip_c=5", "rollout.num_engines=2"])
+    keys = [key for row in job.rows if row.verdict == "default" for key in row.keys]
+    assert "rollout.tp" in keys and not {"algo.eps_clip_c", "rollout.num_engines"} & {*keys}
+
+
 VAL_FILES = {
     "x/math.parquet,x/math_2.parquet,y/math.parquet": ["math", "math_2", "math_3"],
     "x/math.parquet,y/math.parquet,x/math_1.parquet,z/math.parquet": ["math", "math_1", "math_1_2", "math_3"],
