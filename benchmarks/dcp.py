@@ -155,7 +155,8 @@ async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCas
 def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
     """Return the Markdown table, with ratios to the first engine in brackets.
 
-    Values and ratios are medians over the rounds, except that simultaneous requests are a maximum and equal responses a sum.
+    Values and ratios are medians over the rounds, but the number of simultaneous requests is their maximum, and that of the
+    responses equal to the first engine's is their sum.
     """
     base = next(iter(results.values()))
     lines = [
@@ -240,7 +241,7 @@ def run_case(case: DcpCase, rounds: int) -> dict[str, list[DcpRound]]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line."""
+    """Measure the cases and print their page; with ``--write``, also write it. Return 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--case", choices=CASES, help="model and requests; default: all")

@@ -189,7 +189,7 @@ def arms(options: argparse.Namespace, shape: DecodeShape, folder: Path) -> Gener
 
 
 def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace, vocab: int, base: str) -> None:
-    """Run rounds of all arms in turn for each batch size, and print four rows, with ratios to the arm ``base``."""
+    """For each batch size, run rounds of all arms in turn and print a row per kind of time, with ratios to the arm ``base``."""
     print(
         visible("| batch | time | " + " | ".join(f"{name} tok/s (ms)" for name in runners) + f" | ratios to {base} |")
     )
@@ -210,7 +210,7 @@ def measure(runners: dict[str, Callable[..., None]], options: argparse.Namespace
 
 
 def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[float, float]:
-    """Return the wall and CPU seconds of one call."""
+    """Call ``arm`` once and return its wall and CPU seconds."""
     cpu_clock = arm.cpu_seconds if isinstance(arm, EngineArm) else time.process_time
     spent_before, start = cpu_clock(), time.perf_counter()
     arm(prompts, steps)

@@ -46,7 +46,7 @@ GIGABYTE = 10**9
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts, or list them with ``--list``. Return 0, 1 if a part failed or was killed, or an error's exit code."""
+    """Run the parts, or list them with ``--list``. Return 0, 1 if a part failed or was killed, or ``exit_code`` of an error."""
     args = _parser().parse_args(argv)
     parts = [part for part in PARTS if not args.parts or part.name in args.parts]
     try:
@@ -71,7 +71,10 @@ def main(argv: Sequence[str]) -> int:
 def _run_parts(
     parts: Sequence[EvidencePart], node_gpus: Sequence[int], args: argparse.Namespace
 ) -> dict[str, PartResult]:
-    """Run the parts that can run here, and write their pages. Without ``--again``, skip parts with a result at this commit."""
+    """Run the parts that can run here, write their pages, and return the new results by name of the part.
+
+    Without ``--again``, skip parts with a result at this commit. Start no part after ``--minutes``.
+    """
     end = time.monotonic() + 60 * args.minutes
     results: dict[str, PartResult] = {}
     for part in parts:

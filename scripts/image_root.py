@@ -163,7 +163,7 @@ def inside(root: Path, image: Image, path: str) -> Path:
 
 
 def make_folder(path: Path, owner: tuple[int, int]) -> None:
-    """Create the folder and its missing parents, with this owner."""
+    """Create the folder and its missing parents with this owner; existing folders keep theirs."""
     if not path.is_dir():
         make_folder(path.parent, owner)
         path.mkdir()

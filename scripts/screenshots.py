@@ -3,8 +3,9 @@
 python scripts/screenshots.py [--folder FOLDER] [--out docs/images] [train.py's arguments]
 
 The script runs ``train.py +recipe=quickstart`` (or the given arguments) on a pseudo-terminal, requests a checkpoint and an
-evaluation halfway as scripts/control.py does, and takes pictures of the frame of the live view that shows both results, and
-of the report, in a headless browser. It fails if a page writes to the browser's console or requests another resource.
+evaluation halfway as scripts/control.py does, and takes pictures of the first frame of the live view that shows the saved
+checkpoint, and of the report, in a headless browser. With the folder of an earlier call, it takes them without a new run.
+It fails if a page writes to the browser's console or requests another resource.
 tests/report/browser.py describes how the browser is found.
 """
 

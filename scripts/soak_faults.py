@@ -177,7 +177,7 @@ class FaultSoak:
 
     @property
     def finished(self) -> bool:
-        """True if the disturbed run is complete."""
+        """True if the disturbed run has completed and exported its model."""
         return (self.run / "hf" / "config.json").exists()
 
     @property

@@ -113,7 +113,7 @@ class ResumeSoak:
         return all(kill.died for kill in self.kills) and not any(v.differences or v.drift for v in self.verdicts)
 
     def reference(self) -> None:
-        """Do the undisturbed run, or reuse the one in the folder. ``one_run`` needs it.
+        """Do the undisturbed run, or reuse that of ``folder``. ``one_run`` needs its results.
 
         Raises ``SystemExit`` if the undisturbed run fails.
         """

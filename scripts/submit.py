@@ -37,7 +37,7 @@ STOP_WAIT_S = 3600.0  # for the current rollout and the checkpoint
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: the job's for run and follow; 2 for bad input; 1 for other failures; 130 after Ctrl-C."""
+    """Return the exit code: the job's if it was followed, else 0; 2 for bad input; 1 for other failures; 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
         return asyncio.run(_dispatch(args))
@@ -156,7 +156,7 @@ def _write(text: str) -> None:
 
 
 def _report(job: ClusterJob) -> int:
-    """Write the job's outcome; return its exit code."""
+    """Write the job's outcome to stderr; return ``job.code``."""
     reason = f": {job.reason}" if job.reason else ""
     sys.stderr.write(visible(f"job {job.id} {job.outcome}{reason}\n"))
     if job.exit_code in NO_PROGRAM_CODES and PYTHON in job.metadata:
@@ -173,7 +173,7 @@ def _print_nodes(nodes: tuple[ClusterNode, ...]) -> int:
 
 
 def _print_jobs(jobs: tuple[ClusterJob, ...]) -> int:
-    """Print those of ``jobs`` that are runs of train.py, in the given order."""
+    """Print those of ``jobs`` that this script submitted, in the given order. Return 0."""
     for job in jobs:
         if job.is_ours and RUN_NAME in job.metadata:
             start = (
