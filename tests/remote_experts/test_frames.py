@@ -93,6 +93,8 @@ def test_json_of_other_types_is_refused(text: bytes, message: str) -> None:
     "change",
     [
         {"hidden": 0},
+        {"hidden": 10**30},
+        {"num_experts": [3, 2**40]},
         {"layers": [0, 0]},
         {"layers": [0]},
         {"dtype": "int8"},

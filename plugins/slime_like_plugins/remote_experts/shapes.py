@@ -11,6 +11,7 @@ from slime_like_plugins.remote_experts.frames import FrameError, RowType, dump_j
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_CAPACITY = 4096
+MAX_SIZE = 1 << 24  # of a dimension
 WRITE_BYTES = 32 << 20  # maximum size of a piece of a matrix
 PAIR_BYTES = 8  # int32 id and float32 weight of a selected expert
 
@@ -68,6 +69,8 @@ def shapes_from_json(data: bytes) -> ExpertShapes:
     positive = min(*(fields[name] for name in counts), *shapes.num_experts, 1) >= 1
     if not positive or len(shapes.layers) != len(shapes.num_experts) or len({*shapes.layers}) < len(shapes.layers):
         raise FrameError(f"shapes of remote experts are not positive, or do not fit together: {shapes}")
+    if (largest := max(*(fields[name] for name in counts), *shapes.num_experts)) > MAX_SIZE:
+        raise FrameError(f"shapes of remote experts have a size of {largest}, above {MAX_SIZE}")
     if shapes.dtype not in DTYPES:
         raise FrameError(f"dtype {shapes.dtype} of remote experts is not one of {', '.join(DTYPES)}")
     if shapes.capacity > MAX_CAPACITY:
