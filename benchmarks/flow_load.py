@@ -77,7 +77,10 @@ def resident(pid: int) -> int:
 
 
 def run_arm(name: str, model: Path) -> tuple[int, int]:
-    """Start an engine and stop it. Return the largest memory of a rank in bytes, at the peak of the start and while serving."""
+    """Start an engine and stop it. Return two sizes in bytes, each the largest of the ranks.
+
+    The first is the peak of memory during the start, the second is the memory while serving.
+    """
     spec = EngineSpec(
         model_path=str(model),
         device="cpu",

@@ -1,11 +1,12 @@
-"""Benchmark of FlowMLA and decode context parallelism on this CPU: engines of four ranks with the same bytes on each rank.
+"""Benchmark of FlowMLA and decode context parallelism on this CPU: engines of four ranks with equal memory per rank.
 
     python benchmarks/flow_mla.py --rounds 2 --write
 
 All engines serve one random DeepSeek-V3 with two groups of data-parallel attention. Each rank has a fixed amount of
 memory, and the KV cache gets the part that the weights leave free, as on a GPU. Engines run one after another,
 because four of them exceed a laptop's memory. In a round, an engine decodes one request; then it gets more simultaneous
-requests than its cache holds. Requests are greedy, so the engines return the same tokens.
+requests than its cache holds. Requests are greedy, so the engines should return the
+same tokens; the table counts equal responses.
 """
 
 from __future__ import annotations

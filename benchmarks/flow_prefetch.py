@@ -1,8 +1,8 @@
-"""Benchmark of FlowMLA's gathers on this CPU: two ranks, each a process, multiply by gathered and by full weights.
+"""Benchmark of FlowMLA's gathers on this CPU: two ranks, each a process, multiply inputs by gathered and by full weights.
 
     python benchmarks/flow_prefetch.py
 
-It reports the time of a layer's product and of its gather alone, the share of the gathers' time that the products hide, and the
+It reports the time of a layer's products and of its gather alone, the share of the gathers' time that the products hide, and the
 timeline of a forward. Gathers and products share the cores.
 """
 
@@ -43,7 +43,7 @@ BATCHES = (1, 16, 128)
 
 @dataclass(frozen=True, slots=True)
 class PrefetchResult:
-    """Medians of one batch size on rank 0, in seconds."""
+    """Medians of one transport and batch size on a rank, in seconds, and the timeline of its last forward."""
 
     transport: str
     batch: int

@@ -10,7 +10,7 @@ state and every gradient, including the gradient of the initial state, are compa
 by token in float64 (tests/gdn/recurrence.py); errors are relative to the largest value of each tensor. Every arm runs
 once per round. Times are medians over rounds: device time on a GPU, the process's CPU time (one thread) on a CPU.
 Ratios are medians of the rounds' ratios. The first call, which compiles and tunes kernels, is listed separately. The
-exit code is 1 if parity fails or no arm can run.
+exit code is 1 if parity fails, no arm can run, or all runs of --end-to-end fail.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def shape_of(text: str) -> GdnShape:
 
 
 def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], bool]:
-    """Return a table of errors, and True if every error is within the tolerance of the dtype."""
+    """Return a table of errors against the recurrence, and True if every error is within the tolerance of the dtype."""
     dim = 128 if options.device == "cuda" else 64
     rows, within_tolerance = ["| case | arm | " + " | ".join(PARTS) + " |"], True
     rows.append("|---|---|" + "---|" * len(PARTS))

@@ -92,7 +92,7 @@ class TransformersFallback:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute one sequence. Key heads are repeated for their value heads, as in transformers' layer."""
+        """Apply the rule to a single sequence. Key heads are repeated for their value heads, as in transformers' layer."""
         assert len(cu_seqlens_cpu) == 2
         q, k = (t.repeat_interleave(v.shape[2] // q.shape[2], 2) for t in (q, k))
         return self._rule(
@@ -136,7 +136,7 @@ class TimedCall:
     dout: Tensor
 
     def forward(self) -> Tensor:
-        """Return the output [1, T, HV, V], without gradient."""
+        """Return the output [1, T, HV, D], without gradient."""
         with torch.no_grad():
             return self._run()
 

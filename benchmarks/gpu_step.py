@@ -5,9 +5,9 @@
     python benchmarks/gpu_step.py --traced                             # also the peak on a phantom GPU (docs/gpu.md)
     python benchmarks/gpu_step.py --device cpu --tiny --arms dense     # rehearsal on a CPU
 
-Weights are random. A step has four micro-batches of sequences of 2048 tokens, full recompute, bfloat16, and one AdamW
-update; the last three quarters of each sequence are trained on (in the traced step, all tokens). Seconds are the median
-over the steps after two warm-up steps; peak GiB is torch's peak over the same steps.
+Weights are random. A step has four micro-batches, by default of four sequences of 2048 tokens, full recompute,
+bfloat16, and one AdamW update; the last three quarters of each sequence are trained on (in the traced step, all tokens).
+Seconds are the median over the steps after two warm-up steps; peak GiB is torch's peak over the same steps.
 Synchronisations are listed by line, as torch.cuda.set_sync_debug_mode reports them in one step.
 """
 
@@ -149,7 +149,7 @@ def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
 
 
 def run_arm(arm: StepArm, args: argparse.Namespace) -> int:
-    """Measure one arm, write its figures to ``args.result``, and end this process."""
+    """Measure one arm, write its figures to ``args.result``, and exit with status 0."""
     from slime_like.train.megatron.platform import groups, host
 
     device: str = args.device

@@ -146,7 +146,10 @@ def wrapped_calls(call: Callable[[], object]) -> int:
 
 
 def cost(rounds: int) -> Iterator[str]:
-    """Yield a table of medians over alternating rounds, and of minima, which other work affects least. Run it in ``world``."""
+    """Yield the lines of a table: medians over alternating rounds, and minima, which other work affects least.
+
+    Iterate within a ``world`` block.
+    """
     heads = ["raw us", *(f"{arm}, over raw" for arm in ARMS)]
     yield "| " + " | ".join(["op", "wrapped calls", *heads, "quickest: raw us", *heads[1:]]) + " |"
     yield "|---" * (2 + 2 * len(heads)) + "|"
@@ -168,7 +171,10 @@ def cost(rounds: int) -> Iterator[str]:
 
 
 def simulate(steps: int) -> Iterator[str]:
-    """Yield a table with a row for each guard preset, from steps of a simulated trainer. Run it in ``world``."""
+    """Yield the lines of a table with a row for each guard preset, from steps of a simulated trainer.
+
+    Iterate within a ``world`` block.
+    """
     calls = ops()
     plan = [name for name, n in PER_STEP.items() for _ in range(n)]
     for _ in range(MICRO_BATCHES):
@@ -214,7 +220,7 @@ def simulated_clock(clock: GuardClock) -> Generator[None]:
 
 @contextlib.contextmanager
 def world() -> Generator[None]:
-    """Initialise a world of two ranks that communicates nothing (torch's fake backend)."""
+    """Initialise, within the block, a world of two ranks that communicates nothing (torch's fake backend)."""
     original = FakeWork.wait
     del FakeWork.wait  # then Work.wait is called, as for works of gloo and NCCL
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

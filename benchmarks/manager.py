@@ -5,7 +5,7 @@ python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists
 The manager is the real one, in a new process for each line of the table: HTTP client, columnar store, text, reward pool, the
 pickle that Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all
 requests of a rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this
-project's plugin.
+project's plugins.
 
 With `--managers K`, K managers collect the rollout at the same time, each with a process and an engine for its share.
 The time per token is the CPU time of the busiest manager; tokens/s are K times that manager's rate. Memory and the times
@@ -73,7 +73,7 @@ class RecordedEngine:
         raise EngineError("a recorded engine cannot be stopped")
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return no process ids, because a recorded engine has no processes."""
+        """Return no process ids: nothing suspends the process of a recorded engine."""
         return ()
 
 
@@ -99,7 +99,7 @@ class Prompts:
         return ()
 
     def state(self) -> Mapping[str, object]:
-        """Return the position."""
+        """Return the position of the next prompt."""
         return {"position": self._position}
 
     def load_state(self, state: Mapping[str, object]) -> None:

@@ -6,7 +6,7 @@ Layers and steps are those of `remote_experts.py`, which also measures larger ex
 arms compute all experts in one process: one by SGLang's function, as in an engine on a CPU without remote experts, and
 one by the plugin's function, which the third arm uses for each half. Times are those of the fastest round, which other
 work on the machine disturbs least. The third arm needs a second core, for the worker.
-With `--real-time` (needs root) no other process gets a core while both processes compute.
+With `--real-time` (needs root) this process and the worker have priority over other processes.
 """
 
 from __future__ import annotations

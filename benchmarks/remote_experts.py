@@ -1,4 +1,4 @@
-"""Benchmark of remote experts on this CPU: the MoE layers of a small model, with half of the experts in a worker process.
+"""Benchmark of remote experts on this CPU: MoE layers with half of the experts in a worker process, and with all in one process.
 
     python benchmarks/remote_experts.py --rounds 5 --write
 
@@ -233,7 +233,8 @@ def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str
 def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
     """Return results by name: all experts in one process, by SGLang and by the plugin, then the arms of ``setting``.
 
-    Raises ``SystemExit`` if the hidden states of an arm differ from SGLang's.
+    Raises ``SystemExit`` if a worker cannot serve the experts, or if the hidden states of an arm differ from SGLang's by more
+    than the tolerance.
     """
     torch.set_num_threads(1)
     layers = make_layers(setting.size)

@@ -7,6 +7,6 @@ from slime_like.types import Prompt, Sample
 
 
 def digits(prompt: Prompt, sample: Sample) -> float:
-    """Return the reward, in [0, 1]."""
+    """Return the number of digits in the sample's text, divided by ``NEW_TOKENS`` and at most 1."""
     del prompt
     return min(1.0, sum(character.isdigit() for character in sample.text) / NEW_TOKENS)

@@ -2,7 +2,7 @@
 
 python benchmarks/run.py trl       our recipe and TRL's GRPOTrainer on the same work, alternating
 python benchmarks/run.py startup   from command to first rollout, compared with a bare import of the libraries
-python benchmarks/run.py spin      our recipe with several numbers of turns that engine threads spin, alternating
+python benchmarks/run.py spin      our recipe with several spin counts of the engine's threads, alternating
 """
 
 from __future__ import annotations

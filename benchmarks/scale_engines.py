@@ -55,7 +55,7 @@ class SimulatedSupervisor:
     client: EngineClient
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Return the client: a simulated engine does not end."""
+        """Return the same client and "simulated" as the cause: a simulated engine does not end."""
         return self.client, "simulated"
 
     async def stop_server(self) -> None:
@@ -120,7 +120,7 @@ async def measure(num_engines: int, rounds: int) -> EngineTimes:
 
 
 async def _check_all(pool: EnginePool) -> None:
-    """Check all engines at the same time; the monitor spreads the checks over ``health.interval_s``."""
+    """Check all engines at the same time. Raises ``AssertionError`` unless each of them responds."""
     results = await asyncio.gather(*(pool.check_health(slot, slot.client, decodes=True) for slot in pool.slots))
     assert all(results)
 

@@ -115,7 +115,7 @@ def _start_actors(num_ranks: int, stacks: str) -> list[ActorHandle[SimulatedRank
 
 
 def make_batch(dp: int) -> TrainBatch:
-    """Return a step of ``MICRO_BATCHES`` micro-batches of ``TOKENS`` tokens for each of ``dp`` ranks."""
+    """Return a step of ``MICRO_BATCHES`` micro-batches of ``TOKENS`` tokens for each of ``dp`` data-parallel ranks."""
     num_sequences = TOKENS // SEQUENCE
     micro_batch = PackedBatch(
         token_ids=np.zeros(TOKENS, dtype=np.int32),

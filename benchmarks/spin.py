@@ -1,4 +1,4 @@
-"""Benchmark of our recipe with several numbers of turns that an engine's threads spin before they sleep; the runs alternate.
+"""Benchmark of our recipe with several spin counts: turns that an engine's idle threads spin before they sleep. Runs alternate.
 
 It reports the time of a rollout, which includes the rollout manager, HTTP and the prefill, and the time of a decode
 step in SGLang's scheduler, from the throughput that the engine logs every ``INTERVAL`` steps.
@@ -71,7 +71,7 @@ def decode_seconds(log: str) -> list[float]:
 
 
 def rollout_by_round(record: ArmRecord, rounds: int) -> list[float]:
-    """Return the median seconds of a rollout in each run."""
+    """Return the median seconds of a rollout for each of the arm's ``rounds`` runs."""
     values = record.parts_s["rollout"]
     num_steps = len(values) // rounds
     return [statistics.median(values[i * num_steps : (i + 1) * num_steps]) for i in range(rounds)]

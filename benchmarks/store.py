@@ -46,7 +46,7 @@ def batched(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColum
 
 
 def per_sample(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
-    """Append to each row of a store in turn."""
+    """Append to the rows of a store one by one in each step."""
     store = SampleStore()
     rows = [StoreRow(store, index) for index in store.fork(store.add(prompt), num_rows=samples)]
     for columns in steps:
@@ -95,7 +95,7 @@ def lists(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns
 
 
 def concatenated(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
-    """Concatenate arrays per sample."""
+    """Concatenate each append to the arrays of its sample."""
     rows = [prompt] * samples
     for columns in steps:
         n = len(columns) // samples
@@ -119,7 +119,10 @@ CONTAINERS: dict[str, Container] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print a table per form of appends. Raises ``SystemExit`` if containers disagree."""
+    """Print a table for appends of one token per sample, and one for appends of whole replies.
+
+    Raises ``SystemExit`` if containers disagree.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--samples", type=at_least(1), default=64)
     parser.add_argument("--tokens", type=at_least(1), default=512)

@@ -2,7 +2,7 @@
 
 It writes ``{"ends": [...], "rollout_s": [...], "tokens": [...], "rewards": [...], "versions": {...}}`` to ``--out``:
 for each step the unix time of its end, the seconds spent on generation, the number of sampled tokens and the mean
-reward.
+reward; and the versions of TRL, torch and transformers.
 """
 
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false

@@ -1,6 +1,6 @@
 """Tool calls inside an answer: the model writes ``<calc>12+34</calc>``, reads ``<result>46</result>`` and continues.
 
-``rollout.generate=examples.calculator:generate`` (+recipe=quickstart_tool trains with it). Tokens written by
+Set ``rollout.generate=examples.calculator:generate``, as +recipe=quickstart_tool does. Tokens written by
 the model are trained on, those of the calculator are not. Text is never tokenised twice: a call ends at one token, which
 stops the engine; its result is tokenised and appended; the engine continues from exactly these token ids.
 """

@@ -25,7 +25,7 @@ class CsvSink:
             self._writer.writerow(("step", *COLUMNS))
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
-        """Write one row, with an empty cell for each metric that the step does not have."""
+        """Write the step and its metrics of ``COLUMNS`` as a row; a metric that the step lacks is an empty cell."""
         del spans
         self._writer.writerow((step, *(values.get(name, "") for name in COLUMNS)))
         self._file.flush()

@@ -36,7 +36,7 @@ CPU_ENVIRONMENT = {
 
 
 def server_arguments(model: str, device: str, port: int) -> list[str]:
-    """Return the command line of ``sglang.launch_server``, which listens on loopback unless ``--host`` is given."""
+    """Return the arguments of ``sglang.launch_server``. Without ``--host`` it listens on loopback."""
     arguments = ["--model-path", model, "--port", str(port), "--skip-tokenizer-init"]
     arguments += ["--tp-size", "2", "--attention-data-parallel-size", "2"]
     arguments += ["--enable-flow-mla", "--flow-mla-weights", "o_proj", "--flow-mla-transport", "p2p"]
