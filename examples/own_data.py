@@ -22,8 +22,9 @@ NUM_ROWS = 1000
 
 def prepare(config: TrainConfig) -> None:
     """Write ``data.train``, one JSON object per line, before anything starts."""
-    rng = random.Random(0)
-    with Path(config.data.train).open("w") as file:
+    rng, path = random.Random(0), Path(config.data.train)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
         for _ in range(NUM_ROWS):
             a, b, c = rng.randrange(100, 1000), rng.randrange(10), rng.randrange(10)
             file.write(json.dumps({"prompt": f"{a}+{b}+{c}=", "label": str(a + b + c)}) + "\n")

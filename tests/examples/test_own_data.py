@@ -15,7 +15,7 @@ from tests.reward.scored import group
 
 
 def test_rows_are_written_before_a_run(tmp_path: Path) -> None:
-    cfg = load_config(["+recipe=quickstart", f"data.train={tmp_path / 'rows.jsonl'}"], files=False)
+    cfg = load_config(["+recipe=quickstart", f"data.train={tmp_path / 'new' / 'rows.jsonl'}"], files=False)
     prepare(cfg)
     rows = [json.loads(line) for line in Path(cfg.data.train).read_text().splitlines()]
     assert len(rows) == NUM_ROWS
