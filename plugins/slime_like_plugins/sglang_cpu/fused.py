@@ -1,8 +1,8 @@
 """Fused forward of a dense model, which replaces the forward of SGLang's modules.
 
-All operations between matrix multiplications, except attention, are leaf kernels over reused memory. If C also computes the
-multiplications, a decode step with enough rows per thread is one call (``decode.py``). Prefill uses torch's attention and
-SGLang's logits processor. Unsupported batches go through SGLang's own forward.
+All operations between matrix multiplications, except attention, are kernels (``kernels.py``) over reused memory. If C also
+computes the multiplications, a decode step with enough rows per thread is one call (``decode.py``). Prefill uses torch's
+attention and SGLang's logits processor. Unsupported batches go through SGLang's own forward.
 
 Axes: B rows (decode: one per request; prefill: the tokens of all requests, packed), T hidden, H query heads, D head
 dimension, V vocabulary.

@@ -34,7 +34,7 @@ class Kernels(Protocol):
     """Kernels of a forward, except matrix multiplications and attention."""
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
-        """Compute ``x += delta`` in place and ``out = rms_norm(x) * weight`` of the unrounded sum."""
+        """Add ``delta``, if given, to ``x`` in place; write ``rms_norm(x) * weight``, from the unrounded sum, to ``out``."""
         ...
 
     def silu_mul(self, gate_up_BF: Tensor, out_BF: Tensor) -> None:
@@ -287,7 +287,7 @@ class CKernels:
     ) -> tuple[Tensor, Tensor] | None:
         """Sample from ``softmax(logits / temperature)``. Return int32 tokens [B] and their log-probabilities [B].
 
-        A row with top-k <= 1 is greedy; other values of top-k have no effect. Return ``None`` if a row is not finite.
+        A row with top-k <= 1 is greedy; other values of top-k have no effect. Return None if a row's distribution is not finite.
         """
         size, vocabulary = logits_BV.shape
         assert logits_BV.dtype is torch.float32 and logits_BV.stride(1) == 1

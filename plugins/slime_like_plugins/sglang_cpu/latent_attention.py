@@ -36,7 +36,7 @@ class KeysAsValues(BatchedAttention):
 
 
 class LatentAttentionBackend(KeysAsValues):
-    """Batched backend for absorbed queries.
+    """Batched backend for absorbed queries, which are multiplied by the keys' up projection.
 
     ``attend`` returns weighted sums of complete keys, [T, H, D]; ``_forward`` returns their latent part.
     """

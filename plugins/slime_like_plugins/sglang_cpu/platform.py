@@ -81,7 +81,8 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Register attention backends, rotary embeddings and the host memory allocator.
 
-        SGLang calls this method once per worker, when the model runner is imported.
+        SGLang calls this method once per worker, when the model runner is imported. Raises the ``SystemExit`` of
+        ``rotary.install``.
         """
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
@@ -99,7 +100,8 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Set the number of threads, and replace functions and forwards of SGLang by those of this package.
 
         SGLang calls this method in the worker, after the fork and after it has loaded ``model`` on one thread. Raises
-        ``SystemExit`` if a replaced name does not exist in SGLang, or if the machine does not support the chosen kernels.
+        ``SystemExit`` if a replaced name does not exist in SGLang, if the configured kernels are unknown or cannot be built, or
+        if the machine rules out ``run.deterministic``.
         """
         import torch
 

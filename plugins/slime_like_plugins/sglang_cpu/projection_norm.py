@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sums_of_squares(query: Tensor, key: Tensor) -> Tensor:
-    """Return F32 [2 T]: the sums of squares of all tokens' local queries [T, Dq], then those of their keys [T, Dk]."""
+    """Return float32 [2 T]: the sums of squares of all tokens' queries [T, Dq] on this rank, then those of their keys [T, Dk]."""
     return torch.cat([x.float().square().sum(-1) for x in (query, key)])
 
 

@@ -37,7 +37,7 @@ class StopConditions:
 
 
 def plain_request(request: Any) -> StopConditions | None:
-    """Return the stop conditions of a request that the fast path can process; None for any other.
+    """Return the stop conditions of a plain request, which the fast path can process; None for any other.
 
     The result is computed once and kept in the request.
     """
@@ -63,7 +63,7 @@ def plain_request(request: Any) -> StopConditions | None:
 def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
     """Return True if all requests are plain (see ``plain_request``) and no feature handles the results of the step specially.
 
-    The result is False if ``rollout.cpu_kernels`` is off.
+    Always return False if ``rollout.cpu_kernels`` is ``off``.
     """
     output = result.logits_output
     return (

@@ -68,7 +68,7 @@ def latent_kernels(latent: int) -> CKernels | None:
 
 @cache
 def selected() -> Selection:
-    """Return the kernels selected in this process."""
+    """Return the kernels of this process, selected at the first call. Raises the ``SystemExit`` of ``choose``."""
     from sglang.srt.runtime_context import get_exec
 
     deterministic = get_exec().deterministic

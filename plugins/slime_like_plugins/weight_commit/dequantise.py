@@ -19,7 +19,7 @@ type ReadWeights = Callable[..., Iterable[tuple[str, Tensor]]]
 
 
 def weights(original: ReadWeights, loader: Any, source: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-    """Hook around ``DefaultModelLoader._get_weights_iterator``: multiply float8 weights by their scales."""
+    """Hook around ``DefaultModelLoader._get_weights_iterator``: multiply float8 weights by their scales, and drop the scales."""
     folder = HFFolder(source.model_or_path)
     for name, tensor in original(loader, source, **options):
         stored_name = name.removeprefix(source.prefix)

@@ -18,8 +18,8 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
     """Load this rank's bucket with ``original`` (``SchedulerWeightUpdaterManager.update_weights_from_tensor``).
 
     SGLang replies when the ranks have started their copies. The sender overwrites the memory after the reply, so here
-    the ranks reply only when all their copies have finished. If a rank fails, every rank replies with that rank's
-    error. Collective over the tensor-parallel ranks.
+    the ranks reply only when all their copies have finished. If ranks fail, every rank replies with the error of the
+    first of them. Collective over the tensor-parallel ranks.
     """
     group = manager.tp_cpu_group
     bucket, problem = None, ""

@@ -161,7 +161,7 @@ async def begin_request(original: UpdateRequest, manager: Any, *args: Any) -> tu
 
 
 async def end_request(original: UpdateRequest, manager: Any, *args: Any) -> tuple[bool, str]:
-    """Hook around ``TokenizerControlMixin.end_weight_update``: continue to reject requests after a failed commit."""
+    """Hook around ``TokenizerControlMixin.end_weight_update``: after a failed commit, reject requests until a commit succeeds."""
     success, message = await original(manager, *args)
     if success or getattr(manager, REFUSAL, ""):  # ending an update that was never begun changes nothing
         setattr(manager, REFUSAL, "" if success else message)
@@ -233,5 +233,5 @@ HOOKS = (
 
 
 def install() -> None:
-    """Apply the hooks in this process."""
+    """Apply the hooks in this process. Raises ``SystemExit`` if one does not take effect."""
     install_hooks(WEIGHT_COMMIT, HOOKS)

@@ -49,7 +49,7 @@ class PairedLoader:
 
 
 def adjust(result: Any, runner: Any) -> Any:
-    """Hook after ``ModelRunner.load_model``: in a model with latent attention, adjust the norms and the loading of fused projections.
+    """Hook after ``ModelRunner.load_model``: adjust the norms of latent attention and the loading of its fused projections.
 
     Raises the ``SystemExit`` of ``adjust_norms``. Remove when SGLang's norms of latents use the epsilon of transformers and its
     loader accepts the parts of a fused projection in separate calls.
@@ -79,7 +79,7 @@ def adjust_norms(name: str, attention: Any) -> None:
 
 
 def drop_waiting(model: Any) -> None:
-    """Drop the parts of an unfinished update that wait for their partner in ``model``."""
+    """Drop the parts of fused projections that an unfinished update left without their partner."""
     if isinstance(model.load_weights, PairedLoader):
         model.load_weights.clear()
 

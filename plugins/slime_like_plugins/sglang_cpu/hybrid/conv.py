@@ -88,9 +88,9 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def apply_activation(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Add the bias to ``x`` and apply SiLU if ``activation`` is set.
+    """Return ``x`` plus ``bias``, if given, after SiLU, if ``activation`` is set.
 
-    Raises ``NotImplementedError`` for other activations.
+    Raises ``NotImplementedError`` for an activation other than SiLU.
     """
     if bias is not None:
         x = x + bias.to(x.dtype)

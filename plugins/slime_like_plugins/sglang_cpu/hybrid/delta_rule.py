@@ -28,7 +28,7 @@ CHUNKED = TorchGDN()  # the trainer's backend on a CPU
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return log decay and write strength, both [1, T, HV] in float32, from the projections ``a`` and ``b`` [T, HV].
 
-    It replaces ``sglang.kernels.ops.attention.linear.fused_gdn_gating.fused_gdn_gating``.
+    This function replaces ``sglang.kernels.ops.attention.linear.fused_gdn_gating.fused_gdn_gating``.
     """
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g[None], b.float().sigmoid()[None]

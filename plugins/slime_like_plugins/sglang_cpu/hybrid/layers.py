@@ -1,4 +1,4 @@
-"""Splits, gates and gated norms between the projections of hybrid models."""
+"""Splits of projections, gates, and gated norms in the layers of hybrid models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def split_by_key_head(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split Qwen3-Next's projections, interleaved by key head, into queries, keys and values (in one tensor), z, b and a.
 
-    It replaces ``fused_qkvzba_split_reshape_cat``. With r = HV / H, the arguments are qkvz [T, H (2 K + 2 r V)] and
+    This function replaces ``fused_qkvzba_split_reshape_cat``. With r = HV / H, the arguments are qkvz [T, H (2 K + 2 r V)] and
     ba [T, 2 HV]; the results are [T, 2 H K + HV V], [T, HV, V], [T, HV] and [T, HV].
     """
     tokens, ratio = len(qkvz), value_heads // heads
@@ -36,7 +36,7 @@ def split_contiguous(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split Qwen3.5's projections, which are not interleaved, into the results of ``split_by_key_head``.
 
-    It replaces ``fused_qkvzba_split_reshape_cat_contiguous``.
+    This function replaces ``fused_qkvzba_split_reshape_cat_contiguous``.
     """
     mixed = 2 * heads * key_dim + value_heads * value_dim
     z = qkvz[:, mixed:].reshape(len(qkvz), value_heads, value_dim)
