@@ -88,7 +88,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def apply_activation(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Return ``x`` plus ``bias``, if given, after SiLU, if ``activation`` is set.
+    """Return the SiLU of ``x`` plus ``bias`` (if given); without an ``activation``, return the sum itself.
 
     Raises ``NotImplementedError`` for an activation other than SiLU.
     """
