@@ -3,12 +3,12 @@
     python benchmarks/decode.py --model tiny --batches 16 64 256 --rounds 5
     python benchmarks/decode.py --model 20m --arms off c hf --steps 64
 
-All arms run at the same time and take turns, so that a busy machine slows all of them; quote the ratios. Engines get
-the requests of a run: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned.
+All arms stay up and are measured in turn, so that a busy machine slows all of them; quote the ratios. Engines get the
+requests of a run: over HTTP, groups of 8 samples per prompt, seeded, temperature 1, log-probabilities returned.
 Each arm has one thread by default. transformers gets the same prompts in one batch, samples, and returns no
 log-probabilities. The script prints four rows per batch size: wall time and CPU time of whole calls, including the
 prefill, and of decoding alone (a call minus a call for one token). CPU time is the user and system time of all
-processes of an engine; other work on the machine affects it least. Each row has medians of tokens/s and of milliseconds
+processes of an arm; other work on the machine affects it least. Each row has medians of tokens/s and of milliseconds
 per token of a sequence, and the median of the rounds' speeds relative to transformers, or to the first arm if
 transformers does not run.
 """
@@ -218,7 +218,7 @@ def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[fl
 
 
 def print_row(batch: int, kind: str, times: dict[str, list[float]], steps: int, base: str) -> None:
-    """Print one row: median tokens/s and ms per decode step of each arm, and its speed relative to ``base``.
+    """Print one row: median tokens/s and ms per token of a sequence of each arm, and its speed relative to ``base``.
 
     ``times`` are the seconds of each round by arm.
     """

@@ -170,7 +170,7 @@ def needs_of(part: EvidencePart) -> Iterator[str]:
 
 
 def _machine() -> str:
-    """Return the GPU, and the versions of CUDA, torch and Triton."""
+    """Return the name of the first GPU, and the versions of CUDA, torch and Triton."""
     import torch
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"

@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def copy_kernels(cache: Path, folder: Path) -> None:
-    """Copy a kernel cache without the files that no run loads. Raises ``SystemExit`` if there is no compiled kernel."""
+    """Copy a kernel cache without ``INTERMEDIATE`` files, which no run loads. Raises ``SystemExit`` if it has no kernel."""
     if not any(cache.glob("*/*.cubin")):
         raise SystemExit(
             f"--kernels {cache}: no compiled kernels: run scripts/compile_kernels.py --cache {cache} first"

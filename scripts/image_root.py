@@ -53,7 +53,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Root, build argument, and deviations from the image that save time."""
+    """Root, build argument, Python to copy, and deviations from the image that save time."""
 
     root: Path
     device: str
@@ -73,7 +73,7 @@ class Image:
     entrypoint: tuple[str, ...] = ()
 
     def expand(self, text: str) -> str:
-        """Return ``text`` with variables replaced by their values."""
+        """Return ``text`` with build arguments and environment variables replaced by their values."""
         return string.Template(text).substitute({**self.arguments, **self.environment})
 
 

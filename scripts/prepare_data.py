@@ -49,9 +49,9 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_label(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row with ``prompt`` (chat messages) and ``label``, as in slime's copies of these data sets.
+    """Convert a row with ``prompt`` (chat messages) and ``label``, the fields of slime's copies of data sets on the hub.
 
-    Raises ``UnusableRow`` if a field is missing.
+    Raises ``UnusableRow`` if a field is missing or the prompt is empty.
     """
     if not row.get("prompt") or row.get("label") is None:
         raise UnusableRow("has no prompt or no label")
@@ -87,7 +87,7 @@ def convert(name: str, target: Path, source: str | None) -> list[Path]:
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, or 1 if the data cannot be loaded or is invalid."""
+    """Return the exit code: 0, or 1 if the data cannot be loaded or written, or is invalid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(FORMATS))
     parser.add_argument("target", type=Path, help="folder to write to")

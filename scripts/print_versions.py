@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of the code. Images have no .git; SLIME_LIKE_COMMIT names the commit there."""
+    """Return the commit of the code by git or, in an image, by SLIME_LIKE_COMMIT; "unknown commit" if neither names one."""
     command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, check=True, text=True, timeout=GIT_S).stdout.strip()

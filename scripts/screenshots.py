@@ -54,7 +54,10 @@ class MidRunRequests:
 
 
 def main(argv: list[str]) -> int:
-    """Run the job and write the pictures. Return the exit code: 0, 2 if there is no browser, 1 after any other failure."""
+    """Run the job, unless ``--folder`` has the output of one, and write the pictures.
+
+    Return the exit code: 0, 2 if there is no browser, 1 after any other failure.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--folder", type=Path, help="folder for the run, or of the run of an earlier call; default: temporary"

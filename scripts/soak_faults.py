@@ -127,7 +127,7 @@ class SoakPart:
 
 
 def main() -> int:
-    """Return exit code 0 if every part so far ended as required and left nothing behind, and no result differs."""
+    """Run parts and print the table. Return exit code 0 if the soak so far is ``good``, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--max-faults-per-call", type=int, default=50)

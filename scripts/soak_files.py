@@ -35,7 +35,7 @@ MAX_SHOWN = 1500  # printed characters of a failed trial's message
 
 
 def main() -> int:
-    """Return exit code 0 if every damaged file was handled, else 1."""
+    """Return exit code 0 if each damaged file was rejected with one message, or read with a permitted value, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1200, help="number of damaged files")
     parser.add_argument("--seed", type=int, default=0)

@@ -177,7 +177,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def serving_again(run: NodeRun, since: float) -> set[str]:
-    """Return the engines that were lost after ``since`` and serve again."""
+    """Return the engines that serve again and whose loss was noticed after ``since``."""
     newest = {recovery.engine: recovery for recovery in faults.read(run.run_dir)[1] if recovery.noticed > since}
     return {engine for engine, recovery in newest.items() if recovery.joined}
 

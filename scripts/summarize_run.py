@@ -17,7 +17,10 @@ from slime_like_compat.flags.translate import translate
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, or 1 if the run has no accuracy."""
+    """Return the exit code: 1 if the run has no metrics.jsonl, or no accuracy of one of its evaluation datasets, else 0.
+
+    Nothing is printed, and the code is 0, if the arguments asked train.py for something other than training.
+    """
     if translate(argv).action != "train":
         return 0
     cfg = load_config(argv, files=False)
