@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,7 @@ from slime_like.config.schema.known import free_root
 from slime_like.errors import ConfigError
 from slime_like_compat.conversion_rows import BLOCKING, VERDICTS, Mapped, Row
 from slime_like_compat.shell.launch_script import Launch
+from slime_like_compat.temporary_folder import temporary_folder
 
 
 def recipe_path(script: Path, out: Path | None, project: str) -> Path:
@@ -35,24 +35,31 @@ def recipe_path(script: Path, out: Path | None, project: str) -> Path:
 def save_recipe(mapped: Mapped, launch: Launch, path: Path, project: str, *, force: bool) -> None:
     """Write the recipe to ``path`` after checking that it composes to ``mapped.config``, which must not be None.
 
-    Raises ``ConfigError`` if the file exists and ``force`` is false, if the check fails, or if the file cannot be written.
+    Raises ``ConfigError`` if the file exists and ``force`` is false, if the check fails, or if the file cannot be written,
+    and the error of ``temporary_folder``.
     """
-    if path.exists() and not force:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        exists = path.exists()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if exists and not force:
         raise ConfigError(f"{path} exists: give another --out, or --force to replace it")
     text = recipe_text(mapped, launch, project)
-    with tempfile.TemporaryDirectory() as folder:
-        trial = Path(folder) / "recipe" / path.name
-        trial.parent.mkdir()
-        trial.write_text(text)
-        if load_config(_arguments(trial), files=False, machine=False, code=False) != mapped.config:
+    trial = Path("recipe", path.name)
+    with temporary_folder(str(trial), text) as folder:
+        if load_config(_arguments(folder / trial), files=False, machine=False, code=False) != mapped.config:
             raise ConfigError(
                 f"{path} does not compose to the configuration of {launch.script}, which is a bug: please report it"
             )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written ({error.strerror}): name another file") from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out {path} cannot be written ({error.strerror}): name another file")
 
 
 def plan_command(path: Path) -> str:

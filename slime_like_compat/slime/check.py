@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from slime_like_compat.outcome_table import class_table, first_line, may_contain
 from slime_like_compat.shell.launch_script import TRAIN, read_launch
 from slime_like_compat.shell.lookup import script_text
 from slime_like_compat.slime.job import convert_script
+from slime_like_compat.temporary_folder import temporary_folder
 
 CLASSES = {
     "same": "a recipe of the same job",
@@ -26,7 +26,8 @@ CLASSES = {
 def check_folder(folder: Path, *, variables: Mapping[str, str] | None = None) -> str:
     """Return a table that counts the launch scripts below ``folder`` by outcome, followed by a line for each script.
 
-    ``variables`` (``--set``) apply to every script. Raises ``ConfigError`` if there is no launch script.
+    ``variables`` (``--set``) apply to every script. Raises ``ConfigError`` if there is no launch script, and the error of
+    ``temporary_folder``.
     """
     scripts = [path for path in sorted([*folder.rglob("*.sh"), *folder.rglob("*.py")]) if _starts_training(path)]
     if not scripts:
@@ -51,8 +52,8 @@ def _classify(path: Path, variables: Mapping[str, str]) -> tuple[str, str]:
         read_launch(path, variables=variables)
     except ConfigError as error:
         return "unread", first_line(error, path)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         try:
-            return outcome(convert_script(path, Path(folder) / "recipe" / "a.yaml", variables=variables), " ")
+            return outcome(convert_script(path, folder / "recipe" / "a.yaml", variables=variables), " ")
         except ConfigError as error:
             return "config", first_line(error, path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_like.errors import ConfigError
 from slime_like_compat.outcome_table import class_table, first_line, may_contain, outcome
+from slime_like_compat.temporary_folder import temporary_folder
 from slime_like_compat.verl.convert import VerlSource, convert_verl
 from slime_like_compat.verl.launch import OTHERS, PROGRAMS
 
@@ -27,7 +27,7 @@ def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Se
     """Return a table that counts the launch scripts below ``folder`` by outcome, followed by a line for each script.
 
     ``variables`` (``--set``) and ``user_overrides`` (``--with``) apply to every script. Raises ``ConfigError`` if there is no
-    launch script.
+    launch script, and the error of ``temporary_folder``.
     """
     names = "|".join(re.escape(name) for name in (*PROGRAMS, *OTHERS))
     scripts = [path for path in sorted(folder.rglob("*.sh")) if may_contain(path, names)]
@@ -38,12 +38,12 @@ def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Se
 
 def _classify(path: Path, variables: Mapping[str, str], user_overrides: Sequence[str]) -> tuple[str, str]:
     """Return the outcome of a script, a key of ``CLASSES``, and the reason if it is not ``same``."""
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         try:
             return outcome(
                 convert_verl(
                     VerlSource(path, variables=variables),
-                    Path(folder) / "recipe" / "a.yaml",
+                    folder / "recipe" / "a.yaml",
                     user_overrides=user_overrides,
                 ),
                 "=",

@@ -35,7 +35,8 @@ def convert_verl(
 
     ``user_overrides`` and ``drop`` are passed to ``map_settings``; ``recipe_path`` gives the file if ``out`` is None. Raises
     ``ConfigError`` if the job cannot be read, its settings cannot be translated or do not compose, ``out`` is not a .yaml file in
-    a folder named recipe, the recipe's file exists and ``force`` is false, or the file cannot be written.
+    a folder named recipe, the recipe's file exists and ``force`` is false, or the file cannot be written, and the error of
+    ``temporary_folder``.
     """
     launch, settings = read_verl(
         source.job, source.extra, variables=source.variables, skip=source.skip, config=source.config
