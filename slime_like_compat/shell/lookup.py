@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 from slime_like.errors import ConfigError
@@ -18,17 +19,18 @@ def find_file(value: Value, script: Path) -> Path | None:
     """Return the file at the path ``value``; a relative path is relative to the script's folder.
 
     If there is no such file, or the path is partly unknown, look for the whole path, then for ever shorter ends of it, down to
-    its last two parts: each in the script's folder and the folders above it. Return None if no file is found.
+    its last two parts: each in the script's folder and the folders above it. Return None if no file is found. A file in a
+    folder without permission, or with a name that is too long, counts as missing.
     """
     written_path = Path(value.text)
     path = written_path if written_path.is_absolute() else script.parent / written_path
-    if not value.problem and path.is_file():
+    if not value.problem and os.path.isfile(path):
         return path
     names = [name for name in written_path.parts if name not in ("/", ".", "..")]
     folders = [script.resolve().parent, *script.resolve().parents]
     for length in range(len(names), 1, -1):
         for folder in folders:
-            if (candidate := folder.joinpath(*names[-length:])).is_file():
+            if os.path.isfile(candidate := folder.joinpath(*names[-length:])):
                 return candidate
     return None
 

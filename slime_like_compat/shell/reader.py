@@ -165,7 +165,7 @@ class ScriptReader:
             )
         if path is None:
             raise ConfigError(
-                f"{word.file_line}: the sourced file {value.text} does not exist: put it there; {skip_hint}"
+                f"{word.file_line}: the sourced file {value.text} is missing or cannot be reached: put it there; {skip_hint}"
             )
         arguments = [value for word in words[2:] if isinstance(word, Word) for value in self.scope.expand(word, script)]
         saved_values = {name: self.scope.values.get(name) for name in names_of(assignments)}

@@ -87,6 +87,7 @@ REFUSED_ARGUMENTS = {
     "A=(--a 1)\nA[1+1]+=--b\npython3 train.py ${A[@]}": ["A has an element set at", "run.sh:2"],
     'if [ "$X" -eq 1 ]; then N=2; fi\nX=²\nif [ $X -eq +-5 ]; then N=1; fi\npython3 train.py $N': ["N is set inside"],
     "source run.sh": ["more than 32 files", "--skip FILE"],
+    f"source lib/{'a' * 300}": ["run.sh:1", "is missing or cannot be reached", "--skip"],
 }
 
 
