@@ -92,7 +92,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def steps(cases: Sequence[Case], rounds: int, sequences: int) -> Iterator[str]:
-    """Yield a table of median seconds per step. Raises ``SystemExit`` if the arms' first gradient norms differ."""
+    """Yield a table of median seconds per step.
+
+    Raises ``SystemExit`` if the arms' first gradient norms differ by more than ``TOLERANCE``.
+    """
     yield "| model, dtype, threads | torch, wall (CPU) | c, wall (CPU) | ratio, wall (CPU) |"
     yield "|---|---|---|---|"
     for case in cases:

@@ -71,7 +71,7 @@ def _relocate(folder: Path) -> int:
         ) from error
     if not count:
         raise ConfigError(f"--cache {folder} has no compiled kernels of Triton: give the folder that was copied")
-    _say(f"{folder}: {count} kernels")
+    _say(f"{folder}: {count} kernel variants")
     return 0
 
 

@@ -57,9 +57,9 @@ def cache_lines(entries: Sequence[CacheEntry]) -> list[str]:
 
 
 def relocate(folder: Path) -> int:
-    """Make a cache that was copied to ``folder`` usable. Return the number of its usable kernels.
+    """Make a cache that was copied to ``folder`` usable. Return the number of its usable kernel variants.
 
-    Triton lists the absolute path of each file of a kernel, and ignores the kernel unless all of its files exist. This
+    Triton lists the absolute path of each file of a variant, and ignores the variant unless all of its files exist. This
     function rewrites the lists with the current paths of the files that a run reads. It is safe while a run reads the cache.
     Raises ``OSError`` if a list cannot be written. Remove this function once Triton's lists contain relative paths.
     """

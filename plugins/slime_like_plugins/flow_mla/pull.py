@@ -141,5 +141,5 @@ def machine() -> str:
 
 
 def part_memory(device: torch.device, num_slots: int) -> PartMemory:
-    """Return memory for parts on ``device``, a CPU or a GPU."""
+    """Return the allocator of parts for ``device``: ``DeviceParts`` on a GPU, ``HostParts`` on a CPU."""
     return DeviceParts(device, num_slots) if device.type == "cuda" else HostParts(num_slots)

@@ -215,7 +215,7 @@ class ShardedWeights:
                 weight.set(layer.layout.view(buffer, position), layer.layout.part_of(layer.part, self._rank, position))
 
     def _record_peak(self, selected: Sequence[tuple[ModuleWeight, Matrix]]) -> None:
-        """Raise ``peak_bytes`` to the size of the earlier layers' parts and this layer's full ``selected`` weights, if larger."""
+        """Update ``peak_bytes`` with the memory held at present: the earlier layers' parts and this layer's full ``selected`` weights."""
         weights = (getattr(weight.module, weight.attribute) for weight, _ in selected)
         tensors = [*(layer.part for layer in self.layers), *(weight for weight in weights if weight is not None)]
         self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in tensors))

@@ -11,7 +11,7 @@ from slime_like.rollout.selection import GroupSelection, LearningSignal, Selecti
 
 
 def open_selection(cfg: TrainConfig, samples_per_rollout: int) -> GroupSelection:
-    """Return the selection of the groups that a rollout trains on."""
+    """Return the selector of the groups that each rollout trains on, built from the config."""
     spec = SelectionSpec(
         samples_per_rollout=samples_per_rollout,
         leftover=cfg.loop.leftover,

@@ -5,12 +5,13 @@ The generate function gets a ``ResumableEngine``, which continues interrupted co
 consumes  an assignment to one engine, so that a continuation finds its group's prefix in the cache; if that engine is
           lost, the group moves to another engine, which continues from the tokens already returned
 produces  finished completions, with the log-probability of each token and the version that sampled it
-waits for an engine that serves; for the gate, which is closed between rollouts while unfinished completions are
-          retained
+waits for a serving engine, and for the ``PauseGate``: over-sampling closes it at the end of a rollout, and unfinished
+          completions that are kept continue when the next rollout opens it
 
-During an interruption, calls to the engine just wait. After a restart of the process, the generate function runs again,
-and calls that it repeats are served from a record (``CallJournal``). A call that differs from the recorded ones (for
-example because a tool returned another result) is sent to an engine.
+During an interruption, calls of ``generate`` just wait. After a restart of the process, the generate function runs again,
+and the calls of ``generate`` that it repeats are served from a record (``CallJournal``). A call that differs from the
+recorded ones (for example because a tool returned another result) is sent to an engine. Calls of ``score`` are neither held
+back by the gate nor recorded.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class Episode:
         return min(num_tokens, self._context.max_context_len - len(self))
 
     def sampling(self, *stop_token_ids: int) -> Sampling:
-        """Return the sampling parameters of the next turn, with at most ``remaining_tokens`` tokens and additional stop tokens.
+        """Return the sampling parameters of the next turn: ``stop_token_ids`` are added to the run's stop tokens.
 
-        ``remaining_tokens`` must be above 0.
+        The maximum number of new tokens is ``remaining_tokens``, which must be above 0.
         """
         sampling = self._context.sampling
         return replace(

@@ -135,8 +135,8 @@ async def probe_engine(
 ) -> ProbeScores:
     """Return the scores and continuations of an engine that serves ``version``.
 
-    Scoring does not read the KV cache, but stores its keys and values there unless the cache already has entries for these
-    tokens. Continuations therefore start from the cache entries that a rollout would use.
+    Scoring does not read the KV cache. It adds entries for tokens that the cache lacks, and keeps existing ones. A continuation
+    therefore reads the same entries as a rollout would, including any that a push left from older weights.
     """
     scored = await engine.score_with_experts(sequences, temperature)
     prefixes = _prefixes(sequences, max_context_len)
