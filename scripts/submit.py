@@ -34,6 +34,12 @@ from slime_like.printable import complaint, visible
 REPOSITORY = Path(__file__).resolve().parents[1]
 NO_PROGRAM_CODES = (126, 127)  # of a shell that cannot run a program
 STOP_WAIT_S = 3600.0  # for the current rollout and the checkpoint
+INTERRUPTED = {
+    "run": "interrupted; a job that was submitted keeps running (scripts/submit.py list)",
+    "follow": "stopped following; the job keeps running (scripts/submit.py list)",
+    "stop": "stopped waiting; a stop request that was sent remains in effect (scripts/submit.py list)",
+}
+"""Command that submits, follows or stops a job -> message after Ctrl-C."""
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +48,7 @@ def main(argv: list[str]) -> int:
     try:
         return asyncio.run(_dispatch(args))
     except KeyboardInterrupt:
-        sys.stderr.write("stopped following; the job keeps running (scripts/submit.py list)\n")
+        sys.stderr.write(visible(f"{INTERRUPTED.get(args.command, 'interrupted')}\n"))
         return STOPPED_CODE
     except SlimeLikeError as error:
         sys.stderr.write(complaint(error))

@@ -363,6 +363,27 @@ def test_a_missing_python_on_the_head_names_the_options(capsys: pytest.CaptureFi
     assert "no Python at /code/.venv/bin/python: correct --code or --python" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("nodes", "--wait-for", "2"), "interrupted\n"),
+        (("list",), "interrupted\n"),
+        (("run", *QUICK), "interrupted; a job that was submitted keeps running (scripts/submit.py list)\n"),
+        (("follow", "a"), "stopped following; the job keeps running (scripts/submit.py list)\n"),
+        (("stop", "a"), "stopped waiting; a stop request that was sent remains in effect (scripts/submit.py list)\n"),
+    ],
+)
+def test_ctrl_c_says_only_what_is_true_of_the_command(
+    argv: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "_dispatch", interrupted)
+    assert submit.main([*argv]) == 130
+    assert capsys.readouterr().err == message
+
+
 def test_errors_are_printed_with_their_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert submit.main(["--address", "nonsense", "list"]) == 2
     assert capsys.readouterr().err.startswith("ConfigError: --address='nonsense'")
