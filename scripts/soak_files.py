@@ -1,6 +1,7 @@
 """Damage every file that a run reads, in many ways, and read it as a run does. No process of a run is started.
 
 python scripts/soak_files.py [--count 1200] [--seed 0] [--write] [--show]
+python scripts/soak_files.py --kind recipe [--count 1200] [--seed 0] [--show]
 
 A small model, its reference, data, a recipe and the folder of a stopped run are written to a temporary folder. Then,
 ``--count`` times, one file is damaged (bytes, one field, a folder or pipe in its place, its permissions), read by the readers
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -43,9 +45,16 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"replace the section of {PAGE.relative_to(REPOSITORY)}")
     parser.add_argument("--show", action="store_true", help="print every trial")
     options = parser.parse_args()
+    if not any(options.kind in name for name in FILES):
+        parser.error(f"--kind {options.kind!r} matches no kind of files: choose from {'; '.join(FILES)}")
+    if options.write and options.kind:
+        parser.error(
+            f"--write with --kind {options.kind!r}: the page's section has all kinds; leave out one of the options"
+        )
     start = time.monotonic()
     trials = soak(options.count, options.seed, options.kind, show=options.show)
     command = f"scripts/soak_files.py --count {options.count} --seed {options.seed}"
+    command += f" --kind {shlex.quote(options.kind)}" if options.kind else ""
     text = section(trials, command, time.monotonic() - start)
     print(visible(text))
     if options.write:
