@@ -73,8 +73,16 @@ class Image:
     entrypoint: tuple[str, ...] = ()
 
     def expand(self, text: str) -> str:
-        """Return ``text`` with build arguments and environment variables replaced by their values."""
-        return string.Template(text).substitute({**self.arguments, **self.environment})
+        """Return ``text``, the arguments of an ENV line, with build arguments and environment variables replaced by their values.
+
+        Raises ``ImageError`` if a variable is not defined or written in another form than $NAME or ${NAME}.
+        """
+        try:
+            return string.Template(text).substitute({**self.arguments, **self.environment})
+        except KeyError as error:
+            raise ImageError(f"ENV {text}: no line above defines {error.args[0]}; add an ENV line") from error
+        except ValueError as error:
+            raise ImageError(f"ENV {text}: {error}; write $NAME or ${{NAME}}") from error
 
 
 def instructions(text: str) -> list[Instruction]:

@@ -80,7 +80,12 @@ def test_lines_of_a_dockerfile_are_read_as_an_image_builder_reads_them(tmp_path:
     image = image_root.build(image_root.instructions(text), options)
     assert {name: image.environment[name] for name in "ABC"} == {"A": "1", "B": "gpu2", "C": "13"}
     assert (image.user, image.folder) == ("5:6", "/x/y") and (tmp_path / "x" / "y").is_dir()
-    for line, message in (("COPY missing.py ./", "has no such file"), ("VOLUME /data", "is not supported")):
+    for line, message in (
+        ("COPY missing.py ./", "has no such file"),
+        ("VOLUME /data", "is not supported"),
+        ("ENV A=/x:$MISSING", r"ENV A=/x:\$MISSING: no line above defines MISSING"),
+        ("ENV A=${B:-1}", r"ENV A=\${B:-1}: .*write \$NAME or \${NAME}"),
+    ):
         with pytest.raises(image_root.ImageError, match=message):
             image_root.build(image_root.instructions(f"FROM a\n{line}\n"), options)
 
