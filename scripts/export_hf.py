@@ -68,7 +68,10 @@ def model_of(source: Path) -> str:
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, so the model is unknown: give its folder with --hf-checkpoint")
     try:
-        return str(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["hf_checkpoint"])
+        hf = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["hf_checkpoint"]
+        if not hf or not isinstance(hf, str):
+            raise ValueError(f"hf_checkpoint is {hf!r}")
+        return hf
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(f"{path}: names no model ({reason}): give its folder with --hf-checkpoint") from error
