@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import sys
@@ -209,7 +210,8 @@ def soak(num_kills: int, seed: int, folder: Path, table: TableFile | None, limit
     if the run does not end as expected or its samples are wrong.
     """
     kills = plan(num_kills, seed)
-    command = f"python scripts/soak_nodes.py --kills {num_kills} --seed {seed}"
+    limit = "" if limit_s == math.inf else f" --limit-s {limit_s}"
+    command = f"python scripts/soak_nodes.py --kills {num_kills} --seed {seed}{limit}"
     start = time.monotonic()
     with ray_nodes(NUM_NODES, folder) as cluster:
         soaking = NodeSoak(cluster, make_job(folder), folder / "run", random.Random(seed))
@@ -237,7 +239,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="no further kill after this many seconds")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="no further kill after this many seconds")
     parser.add_argument("--folder", type=Path, default=None, help="new folder; default: a temporary one")
     parser.add_argument("--page", type=lambda text: TableFile(Path(text), Path(__file__).name), default=None)
     options = parser.parse_args()

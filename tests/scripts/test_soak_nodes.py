@@ -6,7 +6,9 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -27,6 +29,29 @@ def test_the_kills_alternate_between_transports_phases_and_kinds(count: int) -> 
         assert sum(kill.role == "trainer" for kill in kills) == 5
         by_engine = [(kill.transport, kill.phase) for kill in kills if kill.role == "engine"]
         assert {*by_engine} == {(transport, phase) for transport in soak_nodes.LAYOUTS for phase in soak_page.SPANS}
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "option"), [(float("inf"), ""), (0.0, " --limit-s 0.0"), (7200.5, " --limit-s 7200.5")]
+)
+def test_the_command_on_the_page_has_the_time_limit(
+    limit_s: float, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(soaking: Any, run: object, planned_kill: object, _: str) -> object:
+        soaking.kills.append(planned_kill)
+        return run
+
+    run = SimpleNamespace(run_dir=tmp_path, wait=MagicMock(return_value=(130, "")))
+    monkeypatch.setattr(soak_nodes, "ray_nodes", MagicMock())
+    monkeypatch.setattr(soak_nodes, "make_job", MagicMock())
+    monkeypatch.setattr(soak_nodes, "send_request", MagicMock())
+    monkeypatch.setattr(soak_nodes.NodeSoak, "start", MagicMock(return_value=run))
+    monkeypatch.setattr(soak_nodes.NodeSoak, "add_engines", MagicMock())
+    monkeypatch.setattr(soak_nodes.NodeSoak, "kill", kill)
+    page = MagicMock(return_value="page")
+    monkeypatch.setattr(soak_nodes, "page", page)
+    assert [*soak_nodes.soak(1, 2, tmp_path, None, limit_s)][-1] == "page"
+    assert page.call_args.args[2] == f"python scripts/soak_nodes.py --kills 1 --seed 2{option}"
 
 
 @pytest.fixture
