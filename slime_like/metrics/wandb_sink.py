@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import RunWarning, SinkContext, StepSpans
-from slime_like.util.reading import InputFile, abbreviate, reason
+from slime_like.util.reading import InputFile, abbreviate, one_line, reason
 
 
 class WandbSink:
@@ -34,17 +34,24 @@ class WandbSink:
             ) from error
         run_dir = context.run_dir
         offline = "WANDB_MODE" not in os.environ and not _has_api_key()
-        self._run = wandb.init(
-            project=config.wandb_project,
-            group=config.wandb_group,
-            name=run_dir.name,
-            id=_wandb_id(run_dir / "wandb" / "run_id", resumed=context.first_step > 0),
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(context.settings),
-            mode="offline" if offline else None,
-            settings=wandb.Settings(save_code=False, disable_git=True, console="off"),
-        )
+        wandb_id = _wandb_id(run_dir / "wandb" / "run_id", resumed=context.first_step > 0)
+        try:
+            self._run = wandb.init(
+                project=config.wandb_project,
+                group=config.wandb_group,
+                name=run_dir.name,
+                id=wandb_id,
+                resume="allow",
+                dir=str(run_dir),
+                config=dict(context.settings),
+                mode="offline" if offline else None,
+                settings=wandb.Settings(save_code=False, disable_git=True, console="off"),
+            )
+        except Exception as error:  # fault boundary: wandb raises its own errors for the network, the key and settings
+            raise ConfigError(
+                f"metrics.wandb=true: wandb did not start ({one_line(str(error))}): correct the key of `wandb login` or WANDB_API_KEY, set "
+                "WANDB_MODE=offline, or set metrics.wandb=false"
+            ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -66,15 +73,12 @@ def _has_api_key() -> bool:
     """Return whether wandb finds an API key in ``WANDB_API_KEY`` or in the .netrc file that ``wandb login`` writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:
-        return netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
-    except (
-        OSError,
-        RuntimeError,
-        netrc.NetrcParseError,
-    ):  # no file, no home folder, or a file that wandb cannot read either
+        host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+        entry = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").hosts.get(host)
+    except (OSError, RuntimeError, ValueError, netrc.NetrcParseError):  # no file, no home folder, or unreadable text
         return False
+    return entry is not None and bool(entry[2])
 
 
 def _wandb_id(path: Path, *, resumed: bool) -> str:

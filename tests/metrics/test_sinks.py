@@ -138,8 +138,31 @@ def test_a_key_of_wandb_login_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _has_api_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080")
     assert not _has_api_key()
+    for text, has_key in (
+        ("machine wandb.example:8080 login user password 0", True),
+        ("default login anonymous password me@example", False),
+        ("machine wandb.example:8080 login user", False),
+        ("machine", False),
+    ):
+        (tmp_path / ".netrc").write_text(text + "\n")
+        assert _has_api_key() == has_key, text
+    (tmp_path / ".netrc").write_bytes(b"# caf\xe9\n")
+    assert not _has_api_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "http://[x")
+    assert not _has_api_key()
     monkeypatch.setenv("WANDB_API_KEY", "0")
     assert _has_api_key()
+
+
+def test_an_error_of_wandb_names_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise RuntimeError("no network\nat all")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=lambda **_: None))
+    with pytest.raises(
+        ConfigError, match=r"metrics.wandb=true: wandb did not start \(no network at all\).*WANDB_MODE=offline"
+    ):
+        open_sinks(MetricsConfig(wandb=True, console="off"), tmp_path, first_step=0, num_steps=2)
 
 
 def test_a_fresh_run_is_a_new_one_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
