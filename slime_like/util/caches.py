@@ -43,14 +43,21 @@ def is_private(path: Path) -> bool:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Return whether another user could replace ``path``, one of its parents, or those to which links in it lead."""
-    given, real = path.absolute(), path.resolve()
-    for part in (real, *real.parents, given, *given.parents):
+    """Return whether another user could replace ``path``, one of its parents, or a folder or link to which links in it lead."""
+    pending, checked = [path.absolute()], set[Path]()
+    while pending:
+        part = pending.pop()
+        if part in checked:
+            continue
+        checked.add(part)
+        pending += [part.parent] * (part != part.parent)
         try:
             state = part.lstat()
         except OSError:  # does not exist yet
             continue
-        shared = state.st_mode & WRITABLE and not (state.st_mode & stat.S_ISVTX or stat.S_ISLNK(state.st_mode))
+        if is_link := stat.S_ISLNK(state.st_mode):
+            pending.append(Path(os.path.normpath(part.parent / os.readlink(part))))
+        shared = state.st_mode & WRITABLE and not (state.st_mode & stat.S_ISVTX or is_link)
         if shared or state.st_uid not in (0, os.geteuid()):
             return True
     return False

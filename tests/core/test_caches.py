@@ -66,7 +66,10 @@ def test_a_cache_through_a_link_that_others_can_replace_is_not_used(tmp_path: Pa
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "link").symlink_to(tmp_path / "mine")
     assert not is_replaceable(tmp_path / "shared" / "link")
+    (tmp_path / "to_link").symlink_to(Path("shared") / "link")
+    assert not is_replaceable(tmp_path / "to_link" / "not" / "there")
     (tmp_path / "shared").chmod(0o777)
+    assert is_replaceable(tmp_path / "to_link" / "not" / "there")
     assert is_replaceable(tmp_path / "shared" / "link")
     assert is_replaceable(tmp_path / "shared" / "link" / "not" / "there")
 
