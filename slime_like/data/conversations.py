@@ -106,7 +106,7 @@ class Conversations:
         return first - header_len, open_turn[len(once) :]
 
     def _conversation(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
-        _check_markers(messages, location)
+        _check_markers(messages, tools, location)
         text = self._render(messages, location, tools=tools)
         ranges: Ranges = []
         cursor = 0
@@ -152,24 +152,28 @@ class Conversations:
             ) from error
 
 
-def _check_markers(messages: Sequence[Message], location: str) -> None:
-    """Raise ``DataError`` if text of a message contains a marker, which would be taken for the begin or end of an answer."""
+def _check_markers(messages: Sequence[Message], tools: object, location: str) -> None:
+    """Raise ``DataError`` if a tool or message contains a marker, which would be taken for the begin or end of an answer."""
+    places: list[tuple[str, object, tuple[str, ...]]] = [("a tool", tools, (HEADER,))]
     for message in messages:
         markers = (HEADER, END) if message["role"] == "assistant" else (HEADER,)
+        places.append((f"a message of role {message['role']!r}", dict(message), markers))
+    for name, value, markers in places:
         for marker in markers:
-            if any(marker in text for text in _texts(dict(message))):
+            if any(marker in text for text in _texts(value)):
                 raise DataError(
-                    f"{location}: a message of role {message['role']!r} contains {marker!r}, by which data.conversation=whole finds "
-                    "turns: remove the row, or set data.conversation=turns"
+                    f"{location}: {name} contains {marker!r}, by which data.conversation=whole finds turns: remove the row, or set "
+                    "data.conversation=turns"
                 )
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text within nested dicts and lists."""
+    """Yield every text within nested dicts and lists, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in cast("Mapping[object, object]", value).values():
+        for key, item in cast("Mapping[object, object]", value).items():
+            yield from _texts(key)
             yield from _texts(item)
     elif isinstance(value, Sequence):
         for item in cast("Sequence[object]", value):
