@@ -59,7 +59,12 @@ WRONG: dict[str, tuple[dict[str, object], int, list[str]]] = {
     "layout and first": ({"pp": 2, "first_stage_layers": 1, "pipeline_layout": "Et|tL"}, 2, ["sets the whole layout"]),
     "layout letters": ({"pp": 2, "pipeline_layout": "Etm|tL"}, 2, ["'Etm|tL' has 'm'"]),
     "layout without E": ({"pp": 2, "pipeline_layout": "t|tL"}, 2, ["write the embedding E once, at the start"]),
-    "layout too long": ({"pp": 2, "pipeline_layout": "Et*99999999999|tL"}, 2, ["repeats t 99999999999 times"]),
+    "layout too long": ({"pp": 2, "pipeline_layout": "Et*99999999999|tL"}, 2, ["correct the numbers after *"]),
+    "layout too long, by groups": (
+        {"pp": 2, "pipeline_layout": "E(t*9999|)*999tL"},
+        2,
+        ["correct the numbers after *"],
+    ),
     "layout, empty": ({"pp": 3, "pipeline_layout": "Et||tL"}, 2, ["segment 2 of 3 has no layer"]),
 }
 

@@ -11,6 +11,7 @@ import re
 from slime_like.config.schema.model import ParallelConfig
 from slime_like.errors import ConfigError
 
+MAX_LAYOUT_LEN = 10_000  # characters of parallel.pipeline_layout without repetitions
 UNEVEN = ("first_stage_layers", "last_stage_layers")
 
 
@@ -96,13 +97,10 @@ def parse_layout(text: str) -> tuple[int, ...]:
     flat = re.sub(r"[,\s]", "", text)
     setting = f"parallel.pipeline_layout={text!r}"
 
-    def repeat(match: re.Match[str]) -> str:
-        if len(match[2]) > 4:
-            raise ConfigError(f"{setting} repeats {match[1]} {match[2]} times: no model has as many layers")
-        return match[1] * int(match[2])
-
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"([A-Za-z])\*(\d+)"):
-        flat = re.sub(pattern, repeat, flat)
+        if sum(len(part) * int(number) for part, number in re.findall(pattern, flat)) > MAX_LAYOUT_LEN:
+            raise ConfigError(f"{setting} repeats more than {MAX_LAYOUT_LEN:,} characters: correct the numbers after *")
+        flat = re.sub(pattern, lambda match: match[1] * int(match[2]), flat)
     if unknown_characters := sorted(set(flat) - set("EtL|")):
         raise ConfigError(
             f"{setting} has {''.join(unknown_characters)!r}: write t (decoder layer), E (embedding), L (output layer), |, x*n "

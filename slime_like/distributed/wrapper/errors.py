@@ -33,7 +33,7 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
         text = f"{counter.op.name} #{sequence} of {size} bytes failed on rank {rank} after {waited_s:.1f} s"
     else:
         waited_s = math.inf
-        text = f"{counter.op.name} failed on rank {rank} after guard.ring={w.ring.slots} or more later ops"
+        text = f"{counter.op.name} failed on rank {rank} after at least {w.ring.slots} later ops (raise guard.ring to see its details)"
     problems = _findings(w, wait_for_peers=waited_s < ARRIVAL_WAIT_S)
     cause = f"; {problems[0].headline}" if problems else ""
     lines = [
