@@ -143,6 +143,7 @@ def test_engines_are_spread_evenly_over_the_managers() -> None:
     for number, choice in ((5, "4 or 6"), (1, "2")):
         with pytest.raises(ConfigError, match=rf"engines={number}: with rollout.num_managers=2 .* request {choice}$"):
             rollout.resize(number)
+    assert rollout.fewest_engines == 6, "refused requests remove no engine"
     rollout.resize(4)
     rollout.resize(8)
     assert rollout.fewest_engines == 4

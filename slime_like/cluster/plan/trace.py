@@ -147,14 +147,15 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
     reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
     reserved[""] = max(reserved.values())
     reserved[STEP] = max(reserved[STEP], reserved[BUILD])  # other roles have the same memory in both
+    # A rank whose state is not offloaded keeps what torch has reserved, and records no phases but build, step and transfer.
+    is_offloaded = PUSH in reserved
     sums: dict[str, float] = {}
     for phase in plan.memory.phases:
         roles = dict(phase.tables)
         name = TRANSFER if phase.name == SAVE else phase.name
         if (trainer := roles.pop("trainer", None)) is not None:
             rest = sum(table.total for table in roles.values())
-            # A rank whose state is not offloaded keeps what torch has reserved, and records no phases but build, step and transfer.
-            sums[name] = reserved.get(name, reserved[""]) + trainer.of(*FIXED) + rest
+            sums[name] = reserved[name if name in reserved or is_offloaded else ""] + trainer.of(*FIXED) + rest
     return sums or {"": reserved[""] + dict(plan.memory.tables)["trainer"].of(*FIXED)}  # a GPU without an engine
 
 

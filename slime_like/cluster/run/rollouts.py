@@ -118,8 +118,12 @@ class EngineRollout:
             raise ConfigError(
                 f"engines={num_engines}: with rollout.num_managers={count} every manager has the same number of engines: request {choice}"
             )
-        changes = self._wait("resize", self.managers.start(RolloutManager.resize_engines, num_engines))
-        self.fewest_engines = min(self.fewest_engines, num_engines)
+        previous, self.fewest_engines = self.fewest_engines, min(self.fewest_engines, num_engines)
+        try:
+            changes = self._wait("resize", self.managers.start(RolloutManager.resize_engines, num_engines))
+        except ConfigError:  # no engine was removed; after another error, some may have been
+            self.fewest_engines = previous
+            raise
         if count == 1:
             return changes[0]
         named_changes = zip(self.managers.shares, changes, strict=True)

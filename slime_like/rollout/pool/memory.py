@@ -74,8 +74,11 @@ class PoolMemory:
                 await slot.supervisor.stop_server()
 
         results = await asyncio.gather(*(stop(slot) for slot in slots), return_exceptions=True)
-        if errors := [result for result in results if result is not None]:
-            raise errors[0]
+        errors = [result for result in results if result is not None]
+        if other_errors := [error for error in errors if not isinstance(error, DeadlineExceeded)]:
+            raise other_errors[0]
+        if errors:
+            raise DeadlineExceeded("; ".join(map(str, errors)))
 
     async def _restore(self, engine: EngineClient) -> None:
         """Restore an engine's released memory and resume decoding. If weights were released, leave this to the next push."""
