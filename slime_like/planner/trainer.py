@@ -64,8 +64,14 @@ class TensorGroup:
 class RankParameters:
     """Parameter tensors of a pipeline stage on one rank."""
 
-    dense_tensors: tuple[TensorGroup, ...]  # their gradients are reduced over dp * cp ranks
+    divided_tensors: tuple[TensorGroup, ...]  # dense, divided by tensor parallelism
+    replicated_tensors: tuple[TensorGroup, ...]  # dense, held in full by each tensor parallel rank
     expert_tensors: tuple[TensorGroup, ...]  # their gradients are reduced over the ranks that have the same experts
+
+    @property
+    def dense_tensors(self) -> tuple[TensorGroup, ...]:
+        """Tensors whose gradients are reduced over dp * cp ranks."""
+        return self.divided_tensors + self.replicated_tensors
 
     @property
     def total(self) -> float:
@@ -74,18 +80,17 @@ class RankParameters:
 
     def shard(self, settings: TrainerSettings) -> float:
         """Return the number of parameters whose optimizer state one rank keeps."""
-        return self._num_per_rank(num_shards(settings))
+        dense, expert = num_shards(settings)
+        return num_parameters(self.dense_tensors) / dense + num_parameters(self.expert_tensors) / expert
 
     def num_saved(self, settings: TrainerSettings) -> float:
         """Return the mean number of parameters that a rank writes to a checkpoint.
 
         Of the ranks that hold replicas of a parameter, one writes it.
         """
-        return self._num_per_rank(num_replicas(settings))
-
-    def _num_per_rank(self, num_ranks: tuple[int, int]) -> float:
-        dense, expert = num_ranks
-        return num_parameters(self.dense_tensors) / dense + num_parameters(self.expert_tensors) / expert
+        copies, expert_copies = num_replicas(settings)
+        dense = num_parameters(self.divided_tensors) + num_parameters(self.replicated_tensors) / settings.tp
+        return dense / copies + num_parameters(self.expert_tensors) / expert_copies
 
 
 def num_parameters(tensors: tuple[TensorGroup, ...]) -> float:
@@ -99,7 +104,7 @@ def num_shards(settings: TrainerSettings) -> tuple[int, int]:
 
 
 def num_replicas(settings: TrainerSettings) -> tuple[int, int]:
-    """Return the number of ranks that have the same dense parameters, and the number that have the same experts."""
+    """Return the number of ranks that have the same part of divided tensors, and the number that have the same experts."""
     s = settings
     return s.dp * s.cp, max(1, s.tp * s.cp * s.dp // (s.ep * s.etp))
 
@@ -118,12 +123,14 @@ def stage_parameters(shape: ModelShape, settings: TrainerSettings, stage: int) -
     num_stage_experts = part.sparse_layers * experts.num_experts if experts else 0
     routed = _mlp_tensors(part.hidden, experts.width) if experts else ()
     return RankParameters(
-        dense_tensors=(
+        divided_tensors=(
             *(TensorGroup(size / s.tp, count) for size, count in _divided_tensors(part)),
+            TensorGroup(table, (stage == 0) + has_output),
+        ),
+        replicated_tensors=(
             *(TensorGroup(size, count) for size, count in _replicated_tensors(part)),
             TensorGroup(part.hidden, num_norms),
             TensorGroup(part.router_parameters, part.sparse_layers),
-            TensorGroup(table, (stage == 0) + has_output),
         ),
         expert_tensors=tuple(TensorGroup(size / s.etp, num_stage_experts / s.ep) for size in routed),
     )

@@ -56,6 +56,16 @@ def test_experts_are_divided_by_ep_and_not_by_tp() -> None:
     assert weights[1] - weights[8] == pytest.approx(2 * shape.routed_parameters * 7 / 8)
 
 
+def test_latent_down_projections_are_on_each_tensor_parallel_rank_in_full() -> None:
+    shape = find_shape("MODEL", "DeepSeek-R1")
+    down = 7168 * (1536 + 512 + 64) + 1536 + 512  # both projections and their norms
+    replicated = 61 * (down + 2 * 7168) + 7168 + 58 * 7168 * 256  # and layer norms, final norm and routers
+    divided = shape.parameters - shape.routed_parameters - replicated
+    parameters = stage_parameters(shape, TrainerSettings(tp=8), 0)
+    assert parameters.total == divided / 8 + replicated + shape.routed_parameters
+    assert parameters.num_saved(TrainerSettings(tp=8, dp=2)) == pytest.approx(shape.parameters / 16)
+
+
 def test_shards_of_experts_need_less_memory_for_weights_and_more_for_rows() -> None:
     shape, plain = find_shape("MODEL", "Qwen3-30B-A3B"), TrainerSettings(dp=8, ep=4)
     shards, wider = (allocated_items(shape, replace(plain, **sizes)) for sizes in ({"etp": 2}, {"ep": 8}))
