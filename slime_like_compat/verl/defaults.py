@@ -39,31 +39,61 @@ class VerlDefault:
 DIFFERENT: tuple[VerlDefault, ...] = (
     VerlDefault("algorithm.adv_estimator", "gae", "algo", "grpo", "gae becomes algo=ppo"),
     VerlDefault("data.train_batch_size", 1024, "rollout.batch_size", 32, "prompts"),
-    VerlDefault(f"{ACTOR}.ppo_mini_batch_size", 256, "loop.steps_per_rollout", 1, "train_batch_size / this"),
+    VerlDefault(
+        f"{ACTOR}.ppo_mini_batch_size", 256, "loop.steps_per_rollout", 1, "train_batch_size / ppo_mini_batch_size"
+    ),
     VerlDefault(f"{ROLLOUT}.n", 1, "rollout.n_samples_per_prompt", 8),
     VerlDefault("data.max_response_length", 512, "rollout.max_response_len", 1024),
-    VerlDefault("data.max_prompt_length", 512, "data.max_prompt_len", None),
+    VerlDefault("data.max_prompt_length", 512, "data.max_prompt_len", None, "null: the context length is the limit"),
     VerlDefault(
-        "reward_model.ground_truth (column)", "", "data.label_key", "label", "column of the label in verl's rows"
+        "reward_model.ground_truth (column)",
+        "",
+        "data.label_key",
+        "label",
+        "verl has no key: its label is in this column",
     ),
-    VerlDefault("extra_info (column)", "", "data.metadata_key", "metadata", "column of the metadata in verl's rows"),
-    VerlDefault(f"{ACTOR}.clip_ratio_high", 0.2, "algo.eps_clip_high", None, "dapo here 0.28, gspo 4e-4, cispo 4.0"),
-    VerlDefault(f"{ACTOR}.clip_ratio_c", 3.0, "algo.eps_clip_c", None, "verl's gspo and cispo do not read it"),
+    VerlDefault(
+        "extra_info (column)", "", "data.metadata_key", "metadata", "verl has no key: its metadata are in this column"
+    ),
+    VerlDefault(
+        f"{ACTOR}.clip_ratio_high",
+        0.2,
+        "algo.eps_clip_high",
+        None,
+        "null: eps_clip; the default is 0.28 for dapo, 4e-4 for gspo, 4.0 for cispo",
+    ),
+    VerlDefault(
+        f"{ACTOR}.clip_ratio_c", 3.0, "algo.eps_clip_c", None, "null: off; verl's gspo and cispo do not read the key"
+    ),
     VerlDefault(f"{ACTOR}.kl_loss_coef", 0.001, "algo.kl_loss_coef", 0.0, "read only with use_kl_loss=True"),
     VerlDefault("algorithm.kl_ctrl.kl_coef", 0.001, "algo.kl_coef", 0.0, "read only with use_kl_in_reward=True"),
     VerlDefault(
-        f"{OPTIM}.weight_decay", 0.01, "optim.weight_decay", 0.0, "with FSDP also of norms and biases; here not"
+        f"{OPTIM}.weight_decay", 0.01, "optim.weight_decay", 0.0, "FSDP also decays norms and biases; not here"
     ),
-    VerlDefault(f"{OPTIM}.betas", [0.9, 0.999], "optim.beta2", 0.98),
-    VerlDefault("critic.optim.lr", 1e-5, "critic.lr", None, "null: the actor's"),
+    VerlDefault(f"{OPTIM}.betas", [0.9, 0.999], "optim.beta2", 0.98, "optim.beta1 is 0.9 in both"),
+    VerlDefault("critic.optim.lr", 1e-5, "critic.lr", None, "null: optim.lr"),
     VerlDefault("critic.cliprange_value", 0.5, "critic.value_clip", 0.2),
-    VerlDefault(f"{MODEL}.enable_gradient_checkpointing", True, "model.recompute", "none", "with FSDP; memory only"),
-    VerlDefault(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384, "parallel.max_tokens_per_rank", 8192, "memory only"),
+    VerlDefault(
+        f"{MODEL}.enable_gradient_checkpointing",
+        True,
+        "model.recompute",
+        "none",
+        "read only with FSDP; affects memory and speed",
+    ),
+    VerlDefault(
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+        16384,
+        "parallel.max_tokens_per_rank",
+        8192,
+        "read only with use_dynamic_bsz=True; affects memory and speed",
+    ),
     VerlDefault(f"{ROLLOUT}.tensor_model_parallel_size", 2, "rollout.tp", 1),
-    VerlDefault(f"{ROLLOUT}.max_num_seqs", 256, "rollout.max_running_requests", None, "speed only"),
+    VerlDefault(
+        f"{ROLLOUT}.max_num_seqs", 256, "rollout.max_running_requests", None, "affects only speed; not written"
+    ),
     VerlDefault("trainer.total_epochs", 30, "loop.num_epoch", None, "read only without total_training_steps"),
-    VerlDefault("trainer.n_gpus_per_node", 8, "placement.actor_num_gpus_per_node", None),
-    VerlDefault("trainer.logger", ["console", "wandb"], "metrics.wandb", False),
+    VerlDefault("trainer.n_gpus_per_node", 8, "placement.actor_num_gpus_per_node", None, "null: tp * pp * cp"),
+    VerlDefault("trainer.logger", ["console", "wandb"], "metrics.wandb", False, "true if the list has wandb"),
     VerlDefault("trainer.project_name", "verl_examples", "metrics.wandb_project", "slime_like", "read only with wandb"),
 )
 """Keys in the order of verl's groups."""
