@@ -323,10 +323,11 @@ def page(tables: Mapping[str, Mapping[str, ArmResult]], about: str, command: str
         f"Command: `{command}`. MoE layers without attention: {EXPERTS} experts, {TOP_K} per token, float32, of which {EXPERTS // 2} per "
         f"layer are in a worker with one thread; the engine's part has one thread too. {SMALL}; larger: {LARGE}. "
         f"Prefill: one prompt of {PROMPT:,} tokens in chunks of {CHUNK:,}. Decode: {DECODE_STEPS} steps of {DECODE_BATCH} requests. "
-        f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) of one prompt. "
+        f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) are those of one prompt; in "
+        'parentheses, the change relative to "stream, float32". '
         f"{LOCAL}: by SGLang's function, as in an engine on a CPU without remote experts; {LOCAL_PLUGIN}: by the plugin's function, "
-        "which computes the halves of the other rows. stream: requests of up to 32 tokens; batched: up to the worker's capacity; auto: the "
-        "one that is measured to be faster; each with the dtype of the payload.",
+        "with which the other arms compute both halves of the experts, in the engine and in the worker. stream: requests of up to 32 tokens; "
+        "batched: up to the worker's capacity; auto: the one that is measured to be faster; each with the dtype of the payload.",
     ]
     for title, arms in tables.items():
         lines += ["", f"## {title}", "", *table(arms)]
