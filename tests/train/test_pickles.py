@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pathlib
 import pickle
+import zipfile
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +92,25 @@ def test_a_cut_file_of_a_known_tensor_is_refused(length: int) -> None:
     loader.load(io.BytesIO(content))
     with pytest.raises(RuntimeError):
         loader.load(io.BytesIO(content[:length]))
+
+
+def archive_of(pickled: bytes, storages: dict[str, torch.Tensor]) -> io.BytesIO:
+    """Return an archive with this pickle and the storages ``data/<key>``."""
+    file = io.BytesIO()
+    writer: Any = torch._C.PyTorchFileWriter(file)  # pyright: ignore[reportPrivateUsage]
+    storage_bytes = {f"data/{key}": tensor.numpy().tobytes() for key, tensor in storages.items()}
+    for name, content in {"data.pkl": pickled, "byteorder": b"little", **storage_bytes}.items():
+        writer.write_record(name, content, len(content))
+    writer.write_end_of_file()
+    return io.BytesIO(file.getvalue())
+
+
+def test_the_storage_that_the_pickle_names_is_loaded() -> None:
+    pickled = zipfile.ZipFile(file_of(torch.zeros(4))).read("archive/data.pkl")
+    key = pickle.BINUNICODE + (1).to_bytes(4, "little")
+    assert pickled.count(key + b"0") == 1
+    loader, storages = TensorLoader(), {"0": torch.zeros(4), "1": torch.arange(4.0)}
+    for name in ("1", "0"):
+        content = archive_of(pickled.replace(key + b"0", key + name.encode()), storages).getvalue()
+        for _ in range(2):
+            assert torch.equal(loader.load(io.BytesIO(content)), storages[name]), name

@@ -154,10 +154,13 @@ class TensorLoader:
         self._layouts: dict[bytes, _TensorLayout] = {}
 
     def load(self, file: io.BytesIO) -> Any:
-        """Return ``torch.load(file, map_location="cpu", weights_only=True)``. Raises its errors."""
+        """Return ``torch.load(file, map_location="cpu", weights_only=True)``.
+
+        Raises its errors, except that a file which is no zip archive with a ``data.pkl`` always raises ``RuntimeError``.
+        """
         archive: Any = torch._C.PyTorchFileReader(file)  # pyright: ignore[reportPrivateUsage]  no public class reads records
         pickled = archive.get_record("data.pkl")
-        is_plain = archive.has_record("byteorder") and archive.get_record("byteorder").decode() == sys.byteorder
+        is_plain = archive.has_record("byteorder") and archive.get_record("byteorder") == sys.byteorder.encode()
         layout = self._layouts.get(pickled) if is_plain else None
         if layout is not None:
             storage = archive.get_storage_from_record(
@@ -166,6 +169,8 @@ class TensorLoader:
             return torch.empty(0, dtype=layout.dtype).set_(storage, layout.offset, layout.shape, layout.strides)
         file.seek(0)
         tensor = torch.load(file, map_location="cpu", weights_only=True)
+        # If data/0 is the only storage, a pickle that was loaded names no other, nor do equal pickles.
+        is_plain = is_plain and [r for r in archive.get_all_records() if r.startswith("data/")] == ["data/0"]
         if is_plain and type(tensor) is Tensor and _is_plain(tensor):
             num_bytes = tensor.untyped_storage().nbytes()
             self._layouts[pickled] = _TensorLayout(
