@@ -1,4 +1,4 @@
-"""Objects and tensors in a checkpoint: classes of optimizers, and tensors with equal pickles."""
+"""Objects and tensors in a checkpoint: classes of optimizers, tensors with equal pickles, and the reader of a folder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from slime_like.errors import CheckpointError
+from slime_like.train.megatron.platform import pickles
 from slime_like.train.megatron.platform.adamw import GroupStepAdamW
-from slime_like.train.megatron.platform.pickles import TensorLoader, load_object
+from slime_like.train.megatron.platform.pickles import CheckedReader, TensorLoader, load_object
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a save by one process
 
 PATH = pathlib.Path("iter_0000001/__0_0.distcp")
 
@@ -114,3 +120,89 @@ def test_the_storage_that_the_pickle_names_is_loaded() -> None:
         content = archive_of(pickled.replace(key + b"0", key + name.encode()), storages).getvalue()
         for _ in range(2):
             assert torch.equal(loader.load(io.BytesIO(content)), storages[name]), name
+
+
+class FixedPlanner:
+    """Load planner that gives ``targets`` to the reader and keeps the objects that it gets."""
+
+    def __init__(self, targets: dict[str, torch.Tensor]) -> None:
+        self.targets = targets
+        self.objects: dict[str, object] = {}
+        self.committed: list[str] = []
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        return self.targets[item.dest_index.fqn]
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        assert tensor.data_ptr() == self.resolve_tensor(item).data_ptr()
+        self.committed.append(item.dest_index.fqn)
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        self.objects[item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def item_of(name: str, kind: LoadItemType, offsets: tuple[int, ...] = (), lengths: tuple[int, ...] = ()) -> ReadItem:
+    """Return the request for a slice of a saved tensor, or for an object."""
+    index = MetadataIndex(name, torch.Size(0 for _ in offsets) if kind is LoadItemType.TENSOR else None)
+    return ReadItem(kind, index, torch.Size(offsets), index, torch.Size(offsets), torch.Size(lengths))
+
+
+def read(folder: pathlib.Path, items: list[ReadItem], **targets: torch.Tensor) -> FixedPlanner:
+    """Read ``items`` with ``CheckedReader`` and return the planner that got them."""
+    reader, planner = CheckedReader(folder), FixedPlanner(targets)
+    reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+    reader.read_data(LoadPlan(items), planner).wait()
+    return planner
+
+
+def save(folder: pathlib.Path, state: dict[str, Any]) -> None:
+    """Write a ``torch_dist`` folder."""
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize("small_bytes", [pickles.SMALL_BYTES, 0])
+def test_slices_of_saved_tensors_are_copied(
+    small_bytes: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "SMALL_BYTES", small_bytes)
+    saved = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(24.0).view(4, 6) + 100, "c": torch.arange(5)}
+    save(tmp_path, saved)
+    items = [
+        item_of("c", LoadItemType.TENSOR, (3,), (2,)),
+        item_of("b", LoadItemType.TENSOR, (1, 2), (2, 3)),
+        item_of("a", LoadItemType.TENSOR, (0, 0), (4, 6)),
+    ]
+    targets = {
+        "a": torch.zeros(4, 6, requires_grad=True),
+        "b": torch.zeros(2, 3),
+        "c": torch.zeros(2, dtype=torch.int64),
+    }
+    planner = read(tmp_path, items, **targets)
+    assert torch.equal(targets["a"], saved["a"]) and targets["a"].requires_grad
+    assert torch.equal(targets["b"], saved["b"][1:3, 2:5]) and torch.equal(targets["c"], saved["c"][3:])
+    assert sorted(planner.committed) == ["a", "b", "c"]
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: pathlib.Path) -> None:
+    save(tmp_path, {"a": torch.zeros(4, 6)})
+    with pytest.raises(ValueError, match=r"'a'.* has the shape \(2, 3\), not \(3, 2\)"):
+        read(tmp_path, [item_of("a", LoadItemType.TENSOR, (1, 2), (2, 3))], a=torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize(("small_bytes", "num_checks"), [(pickles.SMALL_BYTES, 2), (0, 3)])
+def test_equal_small_objects_are_checked_once(
+    small_bytes: int, num_checks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[object] = []
+
+    def check(file: Any, path: pathlib.Path) -> object:
+        checked.append(load_object(file, path))
+        return checked[-1]
+
+    monkeypatch.setattr(pickles, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(pickles, "load_object", check)
+    state = {"first": [1, 2], "second": [1, 2], "third": [3]}
+    save(tmp_path, state)
+    planner = read(tmp_path, [item_of(name, LoadItemType.BYTE_IO) for name in state])
+    assert planner.objects == state and planner.objects["first"] is not planner.objects["second"]
+    assert len(checked) == num_checks

@@ -60,7 +60,8 @@ OPTIMIZERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     torch.optim.AdamW,
     GroupStepAdamW,
 ]
-SMALL_BYTES = 1 << 20  # a tensor's file slice of at most this size is read into memory at once
+# A tensor's file slice of at most this size is read into memory at once; a checked object of at most this size is reused.
+SMALL_BYTES = 1 << 20
 GLOBAL = re.compile(r"GLOBAL (\S+)")  # in the error of torch's weights-only unpickler
 
 
@@ -125,9 +126,8 @@ class _CheckedObjects:
     def __init__(self, planner: Any, reader: CheckedReader) -> None:
         self._planner = planner
         self._reader = reader
-        self._copies: dict[
-            bytes, bytes
-        ] = {}  # pickle of an object -> pickle of its checked copy; most objects are equal
+        # Pickle of an object -> pickle of its checked copy, because most objects are equal. Both have at most SMALL_BYTES.
+        self._copies: dict[bytes, bytes] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
@@ -136,11 +136,14 @@ class _CheckedObjects:
         """Check one object and pass it to the planner."""
         file: str = self._reader.storage_data[read_item.storage_index].relative_path
         pickled = value.getvalue()
-        if pickled not in self._copies:
-            copy = io.BytesIO()
-            torch.save(load_object(value, Path(self._reader.path) / file), copy)
-            self._copies[pickled] = copy.getvalue()
-        self._planner.load_bytes(read_item, io.BytesIO(self._copies[pickled]))
+        copy = self._copies.get(pickled)
+        if copy is None:
+            buffer = io.BytesIO()
+            torch.save(load_object(value, Path(self._reader.path) / file), buffer)
+            copy = buffer.getvalue()
+            if max(len(pickled), len(copy)) <= SMALL_BYTES:
+                self._copies[pickled] = copy
+        self._planner.load_bytes(read_item, io.BytesIO(copy))
 
 
 class TensorLoader:
