@@ -6,6 +6,7 @@ import io
 import pathlib
 import pickle
 import zipfile
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.platform import pickles
 from slime_like.train.megatron.platform.adamw import GroupStepAdamW
-from slime_like.train.megatron.platform.pickles import CheckedReader, TensorLoader, load_object
+from slime_like.train.megatron.platform.pickles import CheckedReader, TensorLoader, load_metadata, load_object
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a save by one process
 
@@ -206,3 +207,15 @@ def test_equal_small_objects_are_checked_once(
     planner = read(tmp_path, [item_of(name, LoadItemType.BYTE_IO) for name in state])
     assert planner.objects == state and planner.objects["first"] is not planner.objects["second"]
     assert len(checked) == num_checks
+
+
+@pytest.mark.parametrize("change", [{"length": -1}, {"offset": -1}])
+def test_metadata_with_a_negative_size_is_refused(change: dict[str, int], tmp_path: pathlib.Path) -> None:
+    save(tmp_path, {"a": torch.zeros(4)})
+    path = tmp_path / ".metadata"
+    metadata = load_metadata(path)
+    ((index, info),) = metadata.storage_data.items()  # pyright: ignore[reportOptionalMemberAccess]
+    metadata.storage_data = {index: replace(info, **change)}
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refers to -?\d+ bytes at offset -?\d+ of '__0_0\.distcp'"):
+        load_metadata(path)

@@ -201,7 +201,7 @@ def load_metadata(path: Path) -> Metadata:
     """Return the metadata in ``path``, the ``.metadata`` of a folder.
 
     Raises ``CheckpointError`` if the file needs a class or function that is not in ``ALLOWED``, holds no ``Metadata``, or
-    refers to data outside its folder. A missing or damaged file raises the errors of ``open`` and ``pickle``.
+    refers to data outside its folder or of negative size. A missing or damaged file raises the errors of ``open`` and ``pickle``.
     """
     metadata = _MetadataUnpickler(path).load()
     if not isinstance(metadata, Metadata):
@@ -214,6 +214,11 @@ def load_metadata(path: Path) -> Metadata:
             raise CheckpointError(
                 f"{path}: refers to data in {str(name)!r}, outside its folder; it was not read: get the checkpoint again, from "
                 "a source you trust"
+            )
+        if info.offset < 0 or info.length < 0:
+            raise CheckpointError(
+                f"{path}: refers to {info.length} bytes at offset {info.offset} of {str(name)!r}; it was not read: get the "
+                "checkpoint again, from a source you trust"
             )
     return metadata
 
