@@ -69,7 +69,7 @@ def _print_engines(rows: list[scale_engines.EngineTimes]) -> None:
 
 def _print_ranks(rows: list[scale_ranks.RankTimes]) -> None:
     print(
-        "| ranks | start (s) | step (s) | reduce metrics (s) | push (s) | probe (s) | offload (s) | CPU of the driver (s) | its memory (MiB) |"
+        "| ranks | start (s) | step (s) | reduce metrics (s) | push (s) | probe (s) | offload (s) | CPU of the driver (s) | memory of the driver (MiB) |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
