@@ -61,7 +61,7 @@ def _always() -> Iterator[str]:
 
 
 def _refused() -> Iterator[str]:
-    yield from _table("flag", "instead", "a script with this flag")
+    yield from _table("flag", "reason or alternative", "a script with this flag")
     for flag, reason in REFUSED.items():
         if flag not in MODEL_SHAPE:
             yield _row(f"`{flag}`", reason or "not supported", "converts" if flag in HARMLESS else "is refused")
@@ -93,7 +93,7 @@ def _verl_without() -> Iterator[str]:
 
 
 def _verl_refused() -> Iterator[str]:
-    yield from _table("verl", "accepted values", "instead")
+    yield from _table("verl", "accepted values", "reason or alternative")
     for their_name, item in NOT_HERE.items():
         yield _row(
             f"`{their_name}`",

@@ -71,7 +71,7 @@ NOT_HERE: dict[str, Feature] = {
     f"{_A}.optim.muon_*": Feature((), "the optimizer is AdamW"),
     f"{_A}.optim.override_optimizer_config.*": Feature((None,), "optim.*"),
     f"{_A}.optim.lr_min": Feature((0.0,), "optim.min_lr"),
-    f"{_A}.optim.lr_start": Feature((0.0,), "warm-up begins at 0"),
+    f"{_A}.optim.lr_start": Feature((0.0,), "warm-up rises from 0: its first step has lr / warmup_steps"),
     f"{_A}.optim.lr_decay_ratio": Feature((1.0,), "optim.decay_steps"),
     f"{_R}.do_sample": Feature((True,), "greedy samples cannot be trained on"),
     f"{_R}.ignore_eos": Feature((False,), "an answer ends at its end token"),

@@ -11,13 +11,14 @@ from slime_like_compat.verl.defaults import ROLLOUT as _R
 
 _PACKED = "micro-batches are packed by tokens, without padding: parallel.max_tokens_per_rank"
 _MEMORY = "memory only: see train.py --plan (placement.offload_train, placement.offload_rollout, optim.cpu_offload, model.recompute)"
-_SCORES = "scoring passes use the micro-batches of training"
+_SCORES = "passes that compute log-probabilities use the micro-batches of training"
 _KERNELS = "the trainer chooses its kernels"
 _ENGINE = "speed and memory of the engine; rollout.sglang.* takes any field of SGLang's ServerArgs"
 _LAYOUT = "layout of another trainer: parallel.* here"
 _REFERENCE = "the reference has the actor's layout"
 _CRITIC = "the critic has the actor's settings except critic.*"
 _ANYWAY = "always done here"
+_ORDER = "the groups of a rollout are not shuffled between its optimizer steps"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "model_engine": "the trainer is megatron-core; FSDP jobs have tp = pp = 1",
@@ -29,14 +30,14 @@ WITHOUT_EFFECT: dict[str, str] = {
     "data.filter_overlong_prompts_workers": "prompts are read once, before the run",
     "data.val_batch_size": "all held-out prompts are sent at once",
     "data.validation_shuffle": "the order of held-out prompts has no effect",
-    "data.use_shm": _ANYWAY,
+    "data.use_shm": "speed of reading files only",
     "data.image_patch_size": "text only",
     "*.trust_remote_code": "code of a checkpoint is never run",
     f"{_M}.use_remove_padding": _ANYWAY,
     f"{_M}.use_liger": _KERNELS,
     f"{_M}.use_fused_kernels": _KERNELS,
     f"{_M}.fused_kernel_options.*": _KERNELS,
-    f"{_M}.use_shm": _ANYWAY,
+    f"{_M}.use_shm": "speed of reading files only",
     f"{_M}.enable_activation_offload": _MEMORY,
     f"{_M}.tiled_mlp.*": _MEMORY,
     f"{_M}.override_config.attn_implementation": _KERNELS,
@@ -51,7 +52,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_A}.use_prefix_grouper": _KERNELS,
     f"{_A}.entropy_*": _MEMORY,
     f"{_A}.pad_to_length*": _PACKED,
-    f"{_A}.shuffle": "an optimizer step never splits a group; groups keep their order",
+    f"{_A}.shuffle": _ORDER,
     f"{_A}.data_loader_seed": "the run has one seed, run.seed",
     f"{_A}.checkpoint.*": "a checkpoint holds the full state of the run; run.save_hf writes the weights in HF format",
     f"{_A}.*.seed": "the run has one seed, run.seed",
@@ -100,7 +101,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_R}.log_prob_*": _SCORES,
     f"{_R}.logprobs_mode": "log-probabilities are always those of the sampling distribution",
     f"{_R}.dtype": "set by model.dtype",
-    f"{_R}.data_parallel_size": "rollout.num_engines engines of rollout.tp GPUs each take all GPUs",
+    f"{_R}.data_parallel_size": "all of the engines' GPUs are divided into rollout.num_engines engines of rollout.tp GPUs each",
     f"{_R}.expert_parallel_size": _ENGINE,
     f"{_R}.moe_tensor_parallel_size": _ENGINE,
     f"{_R}.pipeline_model_parallel_size": _ENGINE,
@@ -153,7 +154,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "critic.checkpoint.*": "a checkpoint holds the full state of the run",
     "critic.profiler.*": "metrics only",
     "critic.data_loader_seed": "the run has one seed, run.seed",
-    "critic.shuffle": "an optimizer step never splits a group",
+    "critic.shuffle": _ORDER,
     "reward.reward_kwargs.overlong_buffer_cfg.log": "metrics only",
     "reward.launch_reward_fn_async": "rewards are computed as samples arrive",
     "trainer.balance_batch": "work is balanced over ranks within the token budget",
