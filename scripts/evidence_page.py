@@ -23,7 +23,9 @@ NOT_RUN = "NOT_RUN.md"
 INTRODUCTION = (
     "`.venv/bin/python scripts/gpu_evidence.py --write-not-run` writes this section. Run a part with `--parts NAME`; `--list --parts NAME` "
     "prints its commands and what this machine lacks for it. In parentheses: GPUs, packages and files that the part needs, and its time "
-    "limit. Every command should exit with 0: a run ends with an error if engine and trainer differ by more than the probe's tolerance."
+    "limit. Every command should exit with 0: a run ends with an error if engine and trainer differ by more than the probe's tolerance. After "
+    '"Expect", names such as `offload` are those of the part\'s runs; [quickstart.md](quickstart.md) and '
+    "[quickstart_hybrid.md](quickstart_hybrid.md) have curves on a CPU."
 )
 WIDTH = 138
 FIGURES = (
