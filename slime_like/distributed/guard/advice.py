@@ -74,7 +74,9 @@ def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
     Memory drops (MiB) and query durations (us) are maxima over all ranks. Calls are summed over all ranks, and bytes per
     call are the mean over these calls. The column ``ranks`` counts a rank with several groups of a kind once.
     """
-    columns = "first use: allocator drop | driver drop | steady state: allocator drop | driver drop"
+    columns = (
+        "first use: allocator drop | first use: driver drop | steady state: allocator drop | steady state: driver drop"
+    )
     yield f"| op | group | ranks | calls | bytes per call | {columns} | query us |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for (op, group), rows in sorted(_group_by(ranks, lambda row: (row.op, row.group)).items()):
