@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from slime_like.config.schema.known import format_value
+from slime_like.config.schema.base import default_of
+from slime_like.config.schema.known import format_value, known_keys
 from slime_like_compat.flags.defaults import DEFAULTS
 from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, REFUSED, SWITCHES, VALUES
 from slime_like_compat.flags.without_key import HARMLESS, MODEL_SHAPE
@@ -64,14 +65,20 @@ def _refused() -> Iterator[str]:
     yield from _table("flag", "reason or alternative", "a script with this flag")
     for flag, reason in REFUSED.items():
         if flag not in MODEL_SHAPE:
-            yield _row(f"`{flag}`", reason or "not supported", "converts" if flag in HARMLESS else "is refused")
+            yield _row(f"`{flag}`", reason or "not supported", "is converted" if flag in HARMLESS else "is refused")
 
 
 def _defaults() -> Iterator[str]:
-    yield from _table("flag", "slime's default", "here", "`from_slime.py` writes")
+    keys = known_keys()
+    yield from _table("flag", "slime's default", "default here", "`from_slime.py` writes")
     for item in DEFAULTS:
         written_key = f"`{item.key}={item.override}`" if item.override is not None else "nothing"
-        yield _row(f"`{item.flag}`", item.value, item.note or f"`{item.key}` has another default", written_key)
+        yield _row(
+            f"`{item.flag}`",
+            item.value,
+            item.note or f"`{item.key}={format_value(default_of(keys[item.key]))}`",
+            written_key,
+        )
 
 
 def _slime_metrics() -> Iterator[str]:

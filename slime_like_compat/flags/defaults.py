@@ -32,7 +32,7 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
     SlimeDefault("--rollout-shuffle", "off", "data.shuffle", "false"),
     SlimeDefault(
         "--calculate-per-token-loss",
-        "off: the mean over each sample first",
+        "off: the mean over the tokens of each sample, then over samples",
         "algo.aggregation",
         "sequence_mean",
     ),
@@ -74,8 +74,16 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
         needs=("--spec",),
     ),
     SlimeDefault("--label-key", "none", "data.label_key", None, "here the column `label` is read if a row has it"),
-    SlimeDefault("--tool-key", "tools", "data.metadata_key", None, "here the column `tools` is also read"),
-    SlimeDefault("--async-save", "off", "run.async_save", None, "here checkpoints are written during training"),
+    SlimeDefault(
+        "--tool-key",
+        "tools",
+        "data.metadata_key",
+        None,
+        "here the column `tools` is read too, and no key sets another name",
+    ),
+    SlimeDefault(
+        "--async-save", "off", "run.async_save", None, "here on: training continues while a checkpoint is written"
+    ),
 )
 """Ordered like slime's groups of arguments."""
 

@@ -331,6 +331,6 @@ REFUSED: dict[str, str] = {
     "--megatron-to-hf-mode": "HF checkpoints are read and written by our own converter",
     "--save-hf": "run.save_hf=true writes the final weights to run.dir/hf, run.save_hf_interval=N the weights after every N-th rollout to run.dir/hf_iter_*",
     "--wandb-key": "set the environment variable WANDB_API_KEY, so that no key is on a command line",
-    "--sglang-server-concurrency": "rollout.max_running_requests limits the concurrent requests of an engine; with auto, its free KV cache does",
+    "--sglang-server-concurrency": "rollout.max_running_requests limits the concurrent requests of an engine; auto: as many as fit its KV cache",
 }
 """Flags of slime and Megatron without a key here -> the reason or the alternative, or an empty text."""

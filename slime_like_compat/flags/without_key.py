@@ -171,7 +171,7 @@ NOT_HERE: dict[str, str] = {
     "--megatron-config-path": "set the critic's keys, critic.*",
     "--allgather-cp": "context parallelism always splits attention and Gated DeltaNet layers (model.gdn.cp_mode)",
     "--no-check-for-nan-in-loss-and-grad": "",
-    "--log-probs-max-tokens-per-gpu": "scoring passes use the micro-batches of training: --max-tokens-per-gpu",
+    "--log-probs-max-tokens-per-gpu": "passes that compute log-probabilities use the micro-batches of training: --max-tokens-per-gpu",
     "--balance-by-flops": "work is balanced over ranks within the token budget",
     "--eval-max-context-len": "rollout.max_context_len also bounds held-out prompts",
     "--eval-input-key": "set evaluation.overrides.<name>.input_key for each held-out set",
