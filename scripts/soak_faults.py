@@ -56,8 +56,9 @@ SETTINGS = (
 PAGE = REPOSITORY / "docs" / "measurements" / "robustness.md"
 HEADING = "## Faults"
 MEANING = (
-    "A fault is handled if that part of the run continued, or ended with the expected exit code and a crash bundle that names "
-    "the target, within every deadline, and left no process, port, shared memory or scratch folder behind."
+    "The run consists of parts, one call of train.py each. The faults of a part count as handled if the part continued after them, or "
+    "ended with the expected exit code and, where one is due, a crash bundle that names the target; if it met every deadline; and if it "
+    "left no process, port, shared memory or scratch folder behind."
 )
 CODES = {"interrupt": 130, "terminate": 130, "hangup": 130, STARTING: 130, "": 0}  # by the final fault of a part
 # Faults that end a part with exit code 1 and a crash bundle -> the target that the bundle must name.

@@ -95,12 +95,12 @@ def section(trials: list[Trial], command: str, seconds: float) -> str:
     rows.append(f"| all | {sum(totals)} | {' | '.join(map(str, totals))} |")
     name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     machine = f"{cpu_count()} cores of an {name[1] if name else 'unknown processor'}"
-    origin = f"`{command}`, commit {commit()}, {machine}, {seconds:.0f} s"
+    origin = f"Command: `{command}`. Commit {commit()}, {machine}, {seconds:.0f} s."
     return "\n".join([TITLE, "", origin, "", NOTES, "", *rows, ""])
 
 
 NOTES = """A file is *handled* if it is refused in one message that names it (or its folder, if two files contradict each other), or if it is
-read as before; unreadable lines of a log are set aside with a message. *Another well-formed file*: the value differs but is valid
+read as before; unreadable lines of a log are set aside with a message. *Another well-formed file*: a value differs but is valid
 (another prompt, another epsilon of a norm, another number in a log). Traceback, hang and *accepted, but changed* (for a file that
 the run itself wrote) are failures, and so is a refusal that names neither file nor folder."""
 
