@@ -118,8 +118,8 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "turn. With `broadcast` two engines start on nodes 3 and 4; with `tensor` one is on node 1 "
         "and gets weights through shared memory, and two start on nodes 3 and 4 and get them in requests. An engine that was lost "
         "starts on another node. All processes of a node "
-        'are ended by SIGKILL; with "power" the cable of the node is cut first, so its peers receive no packet about its end. '
-        "A node's link has 40 Mbit/s. Ray declares a node dead within about 3 s (`tests/nodes/cluster.py`).",
+        'are ended by SIGKILL; if the kind of the kill is "power", the node\'s network link is cut first, so its peers receive no packet '
+        "about its end. The link has 40 Mbit/s. Ray declares a node dead within about 3 s (`tests/nodes/cluster.py`).",
         "",
         f"{len(kills)} kills, {count.num_rollouts} rollouts, {count.num_samples} samples: none lost, none trained on twice. The group "
         "ids of all rollouts are consecutive, every group is complete, and every token of a rollout was sampled with that "
@@ -136,7 +136,7 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "",
         *_engine_table(kills),
         "",
-        f"Until all engines served: {_range([kill.recovered_s for kill in of_engines])}. Until the loss was noticed: "
+        f"From the kill until all engines served again: {_range([kill.recovered_s for kill in of_engines])}. From the kill until the loss was noticed: "
         f"{_range([kill.noticed_s for kill in of_engines])}.",
         "",
         "## Nodes of a trainer rank",
@@ -147,8 +147,8 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "",
         *_trainer_table(kills),
         "",
-        f"Until the run had ended: {_range([kill.ended_s for kill in of_trainers])}. Until the resumed run had trained a rollout, "
-        f"with the start of the node: {_range([kill.resumed_s for kill in of_trainers])}.",
+        f"From the kill until the run had ended: {_range([kill.ended_s for kill in of_trainers])}. From the kill until the resumed run had trained a rollout, "
+        f"including the start of the node: {_range([kill.resumed_s for kill in of_trainers])}.",
         "",
     ]
     return "\n".join(lines)
@@ -157,7 +157,7 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
 def _engine_table(kills: Sequence[EngineKill | TrainerKill]) -> list[str]:
     rows = [
         "| kill | transport | phase | kind | engines on the node | further engines lost | noticed after (s) | all serve after (s) | "
-        "groups moved or waited | rollouts meanwhile |",
+        "groups that moved to another engine or waited for one | rollouts meanwhile |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for number, kill in enumerate(kills, 1):
