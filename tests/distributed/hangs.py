@@ -22,7 +22,7 @@ from slime_like.distributed.wrapper import install
 from slime_like.distributed.wrapper.watchdog import Watchdog
 from slime_like.distributed.wrapper.wrapper import Wrapper
 from slime_like.errors import CollectiveError
-from slime_like.util.deadline import scale
+from slime_like.util.deadline import Deadline, scale
 from tests.train.ranks import RankWorld, fork_ranks
 
 SECONDS = 3.0
@@ -100,8 +100,9 @@ def _stop_rank(rank: int, folder: Path) -> None:
     finally:
         if rank == 0:
             # Woken earlier, rank 1 would send to rank 2, which would then wait for its next message with a new deadline.
-            while read_rings(folder)["trainer_rank2"].records[-1].ended_ns != FAILED:
-                time.sleep(0.01)
+            deadline = Deadline("test", "the failure of rank 2's collective", 4 * SECONDS)
+            while (ring := read_rings(folder).get("trainer_rank2")) and ring.records[-1].ended_ns != FAILED:
+                time.sleep(min(0.01, deadline.remaining("rank 2")))
             os.kill(read_rings(folder)["trainer_rank1"].pid, signal.SIGCONT)
 
 

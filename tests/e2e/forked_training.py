@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,10 +30,13 @@ class ForkedTraining:
         """Wait for the end of the process and return its exit code."""
         if self.returncode is None:
             with self._replies:
-                self.returncode = int(json.loads(self._replies.readline() or b"1"))
+                line = self._replies.readline()
+            assert line, "the server of tests/e2e/worker_server.py has ended"
+            self.returncode = int(json.loads(line))
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process if it runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # the server has reaped it since
+                os.kill(self.pid, number)

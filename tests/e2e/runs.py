@@ -124,7 +124,8 @@ class Training:
             time.sleep(POLL_S)
 
     def _kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the server of forked drivers has reaped it
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def running(self) -> bool:

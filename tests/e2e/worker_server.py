@@ -207,9 +207,13 @@ class WorkerServer:
             if different := different_variables(request.environment):
                 raise ValueError(f"the server has imported torch with other values of {different}")
             namespaces = open_namespaces(peer(connection))
-            server_pid, pid = os.getpid(), os.fork()
-            if pid == 0:
+            (ready, ready_writer), server_pid = os.pipe(), os.getpid()
+            files += ready, ready_writer
+            if (pid := os.fork()) == 0:
                 end_with_parent(server_pid)
+                os.setsid()
+                os.close(ready)
+                os.close(ready_writer)
                 self.selector.close()
                 for opened in (self.listener, connection, *self.forks.values()):
                     opened.close()
@@ -217,6 +221,9 @@ class WorkerServer:
                 enter_namespaces(namespaces)
                 return request
             files += namespaces
+            os.close(ready_writer)
+            files.remove(ready_writer)
+            os.read(ready, 1)  # ends when the fork has its session, whose processes the client may signal
         except (OSError, ValueError, TypeError) as error:
             send(connection, {"error": str(error)})
             connection.close()
@@ -292,7 +299,6 @@ def end_with_parent(parent: int) -> None:
 
 def run_worker(request: WorkerRequest) -> None:
     """Run the command of a worker in this process."""
-    os.setsid()
     for target, source in enumerate(request.files):
         os.dup2(source, target)
         os.close(source)

@@ -42,6 +42,7 @@ IMPORTS = {  # read when torch and SGLang are imported
     "TORCHDYNAMO_DISABLE": "1",
     "SLIME_LIKE_TEST_PADDING": "x" * 65_536,  # space for the environment of an engine
 }
+HEALTH_CHECK_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner"  # its import installs the platform's part of the plugins
 MODULES = (  # a server or a rank imports the modules after the third only later; none of them imports MODEL_RUNNER
     "sglang.srt.plugins",
@@ -121,6 +122,9 @@ class EngineMain:
         os.environ.update(self._environment)
         show_environment()
         tempfile.tempdir = None
+        if HEALTH_CHECK_TIMEOUT in os.environ:  # SGLang reads it at its import
+            server = sys.modules["sglang.srt.entrypoints.http_server"]
+            vars(server)["HEALTH_CHECK_TIMEOUT"] = int(os.environ[HEALTH_CHECK_TIMEOUT])
         vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # an engine has its own
         pkgutil.resolve_name(self._target)()
 

@@ -48,7 +48,11 @@ def generate_over_two_pushes(
     for _ in range(MAX_TRIES):
         completions = engine.run(generate())
         versions_of_completions = [[version for *_, version in completion.versions] for completion in completions]
-        if all(len(versions) == 3 and versions[1:] == [PUSHED_B, PUSHED_A] for versions in versions_of_completions):
+        last_lengths = [stop - start for start, stop, _ in (completion.versions[-1] for completion in completions)]
+        if (
+            all(len(versions) == 3 and versions[1:] == [PUSHED_B, PUSHED_A] for versions in versions_of_completions)
+            and min(last_lengths) > 1
+        ):
             return completions
     raise AssertionError(
         f"in {MAX_TRIES} tries no completions of {tokens} tokens spanned two pushes; versions of the last ones: {versions_of_completions}"

@@ -82,14 +82,28 @@ def assert_agrees(models: Models, name: str, ids: I32, completion: Completion, t
 
 
 class InterleavedTensors(TensorSource):
-    """Weight source whose buckets have every seventh tensor, so that parts of a fused parameter are in different buckets.
-
-    At most five tensors lie between the parts of a fused parameter.
-    """
+    """Weight source with a bucket of a single tensor, then buckets that each have at most one part of a fused parameter."""
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        entries = [*self._tensors.items()]
-        yield from (Bucket(tuple(entries[first::NUM_BUCKETS])) for first in range(NUM_BUCKETS))
+        first, *entries = self._tensors.items()
+        yield Bucket((first,))
+        for start in range(NUM_BUCKETS):
+            bucket = Bucket(tuple(entries[start::NUM_BUCKETS]))
+            fused = [key for name, _ in bucket.tensors if (key := fused_parameter(name))]
+            assert len(set(fused)) == len(fused), "two parts of a parameter are in one bucket"
+            yield bucket
+
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+def fused_parameter(name: str) -> str:
+    """Return a name that the parts of a fused parameter have in common; empty if ``name`` is no such part."""
+    for parts in FUSED:
+        for part in parts:
+            if f".{part}." in name:
+                return name.replace(part, parts[0])
+    return ""
 
 
 async def push(engine: RunningEngine, tensors: dict[str, torch.Tensor], version: int) -> None:

@@ -78,8 +78,12 @@ def every_algorithm(
 
 
 def micro_batches_of(layout: Layout) -> list[PackedBatch]:
-    """Return the micro-batches of a step: two on a single rank, in a pipeline and with data parallelism, otherwise one."""
-    return batch(1) if layout.world_size == 1 else few_micro_batches(layout)(1)
+    """Return the micro-batches of a step.
+
+    They are two on a single rank, in a pipeline, with data parallelism, and with context parallelism alone; otherwise one.
+    """
+    is_context_only = layout.cp > 1 and layout.tp == 1
+    return batch(1) if layout.world_size == 1 or is_context_only else few_micro_batches(layout)(1)
 
 
 def _step(actor: Any, layout: Layout, config: AlgoConfig) -> dict[str, float]:
