@@ -77,7 +77,7 @@ def _round(run_dir: Path) -> Round:
         if match := LINE.match(line):
             lines[match["step"]] = time.time() - start
         elif ": starting " in line:
-            lines["configuration, data and tokenizer read"] = time.time() - start
+            lines["configuration, data and tokenizer are read"] = time.time() - start
     if process.returncode != 0:
         raise SystemExit(f"the run in {run_dir} ended with exit code {process.returncode}")
     rows = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -108,7 +108,7 @@ def report(all_rounds: Sequence[Round], machine: str, command: str) -> str:
         "|---|---|---|---|",
     ]
     out += [f"| {i} | {r.bare:.1f} | {r.first_rollout:.1f} | {r.ratio:.2f} |" for i, r in enumerate(rounds, 1)]
-    out += ["", "| of the middle round, after the command | s |", "|---|---|"]
+    out += ["", "| in the round with the median ratio, time from the command until | s |", "|---|---|"]
     out += [f"| {line} | {seconds:.1f} |" for line, seconds in middle.lines.items()]
     out += [f"| first rollout begins | {middle.first_rollout:.1f} |", ""]
     return "\n".join(out)
