@@ -176,7 +176,7 @@ class ResumeSoak:
     def table(self) -> str:
         """Return Markdown: a table with a row per phase, and one with a row per run."""
         lines = [
-            "| killed in | kills | earliest and latest time in the phase (s) | rollouts repeated |",
+            "| killed in phase | kills | earliest and latest time in the phase (s) | rollouts repeated |",
             "|---|---|---|---|",
         ]
         for phase in PHASES:
@@ -187,7 +187,7 @@ class ResumeSoak:
                 lines.append(f"| {phase} | {len(kills)} | {min(times):.3f} to {max(times):.3f} | {redone} |")
         lines += [
             "",
-            "| run | killed at (phase:rollout:seconds, resumed after rollout) | differences | drift |",
+            "| run | killed at phase:rollout:seconds (rollouts in the checkpoint from which it resumed) | differences | drift |",
             "|---|---|---|---|",
         ]
         for verdict in self.verdicts:
