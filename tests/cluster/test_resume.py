@@ -131,6 +131,12 @@ def test_auto_resumes_with_other_guard_settings(tmp_path: Path) -> None:
     assert first_rollout(cfg, run_dir) == 4
 
 
+def test_auto_resumes_with_another_layout_of_the_engines(tmp_path: Path) -> None:
+    run_dir = used_folder(tmp_path / "run")
+    cfg = config(run_dir)
+    assert first_rollout(replace(cfg, rollout=replace(cfg.rollout, tp=4, engine_num_nodes=2)), run_dir) == 4
+
+
 def test_a_complete_run_says_so(tmp_path: Path) -> None:
     run_dir = used_folder(tmp_path / "run")
     with pytest.raises(RunComplete, match=r"4 rollouts trained, loop\.num_rollout is 4"):

@@ -35,6 +35,7 @@ FREE_KEYS = (
     "loop.step_deadline_s",
     "rollout.num_engines",
     "rollout.tp",
+    "rollout.engine_num_nodes",
     "rollout.dp_attention",
     "rollout.flow_mla.enabled",
     "rollout.flow_mla.weights",
