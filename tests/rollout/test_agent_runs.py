@@ -68,6 +68,24 @@ def test_a_failing_agent_fails_only_its_sample(agent: Callable[..., Any], words:
     assert words in warnings
 
 
+@pytest.mark.parametrize(
+    ("end_status", "status", "expected"),
+    [
+        (None, None, Status.FAILED),
+        (Status.TRUNCATED, None, Status.TRUNCATED),
+        (Status.TRUNCATED, Status.FAILED, Status.FAILED),
+    ],
+)
+def test_a_run_without_answers_has_the_status_of_its_refusal(
+    end_status: Status | None, status: Status | None, expected: Status
+) -> None:
+    """The agent may handle the refusal of its first call, as of a prompt that fills the context, and end normally."""
+    session = Session(NO_ENGINE, CONTEXT, Renderer(NO_ENGINE, {}), index=0, seed=0)
+    session.end_status = end_status
+    (sample,) = session.samples(prompt(), None, status)
+    assert sample.status is expected
+
+
 def test_ten_failures_in_a_row_end_the_run() -> None:
     with pytest.raises(AgentError, match=r"^10 runs of an agent failed one after another; the last: .*LookupError"):
         play(idle_agents.raises, n=20)

@@ -97,12 +97,13 @@ class Session:
         """Return the recorded samples, one per conversation, all with the same ``episode_id``.
 
         Each has the ``reward``. ``status``, if not None, overrides the status of each sample. If no answer was recorded,
-        return one sample, so that groups keep their size; its status is failed unless ``status`` is given.
+        return one sample, so that groups keep their size; without a ``status``, its status is ``end_status``, or failed if that
+        is None.
         """
         text = self._text
         if not self._episodes:
             empty = Episode(prompt.token_ids, self._context)
-            empty.status = status or Status.FAILED
+            empty.status = status or self.end_status or Status.FAILED
             return [replace(empty.sample(index=self._index, seed=self._seed, text=""), reward=reward)]
         samples: list[Sample] = []
         for number, episode in enumerate(self._episodes):
