@@ -99,7 +99,10 @@ def _largest(
 def _choose(
     largest: int, predicted: EngineMemory | str, wider: EngineMemory | str, load: EngineLoad
 ) -> tuple[int, str]:
-    """Return a size and the reason: ``largest`` if the KV cache limits the concurrent requests of an engine, otherwise 1."""
+    """Return the DCP size and the reason for it.
+
+    The size is ``largest`` if the KV cache limits the concurrent requests of an engine, otherwise 1.
+    """
     if isinstance(predicted, str):
         return 1, f"the KV cache is not predicted: {predicted}"
     if isinstance(wider, str):

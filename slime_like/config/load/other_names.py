@@ -1,4 +1,4 @@
-"""This project's key for a key of verl, or for a flag of slime that is written as a key."""
+"""Lookup of this project's key from a name that verl, slime or another project uses for it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def resolve_schedule(
 
     ``num_steps`` is the number of optimizer steps in the run, computed by ``formula``. ``warmup_key`` is the key that
     sets the warm-up. Raises ``ConfigError`` if the schedule is longer than the run or leaves no steps for the decay, if a
-    key is set that this schedule does not read, if two keys set the warm-up, or if optim.min_lr is above optim.lr.
+    key that this schedule does not read is set to another value than ``num_steps`` (a resolved ``optim`` is accepted), if two
+    keys set the warm-up, or if optim.min_lr is above optim.lr.
     """
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower optim.min_lr")

@@ -66,7 +66,7 @@ class Guard:
                 self._query(counter, policy)
 
     def _should_query(self, counter: Counter, schedule: QuerySchedule, now: int) -> bool:
-        """Return whether a query is due under ``auto``. Run a cheap check first if one is due.
+        """Return whether a query is due under ``auto``. If a cheap check is due, run it first: it may make a query due.
 
         If no query is due, set ``counter.check_at``.
         """
