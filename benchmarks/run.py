@@ -114,9 +114,9 @@ def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tup
     lines = [
         f"## {size}: {parameters / 1e6:.2f}M parameters, {rounds} x {steps} steps",
         "",
-        f"Seconds per step, faster dtype of each side ({trl_record.arm} / {our_record.arm}): "
-        f"{trl_record.seconds:.3f} / {our_record.seconds:.3f} = **{trl_record.seconds / our_record.seconds:.2f}** "
-        f"(goal {GOALS[size]}; by round {pairs}).",
+        f"Seconds per step of each side in its faster dtype: {trl_record.seconds:.3f} ({trl_record.arm}) / "
+        f"{our_record.seconds:.3f} ({our_record.arm}) = **{trl_record.seconds / our_record.seconds:.2f}** "
+        f"(goal at least {GOALS[size]}; by round {pairs}).",
         "",
         "| arm | s/step | tok/s | rollout tok/s | split of a step, s | peak memory, MiB | reward, first -> last third |",
         "|---|---|---|---|---|---|---|",
@@ -145,10 +145,12 @@ def _page(tables: list[str], machine_line: str, command: str) -> str:
         f"Command: `{command}`. Both sides in one run, alternating, on the same random model "
         f"and rows: {PROMPTS} prompts x {SAMPLES} samples x exactly {NEW_TOKENS} tokens (the end token lies outside the "
         "model's vocabulary), one AdamW update per step, no KL term, all cores. The script ends with an error unless every "
-        f"step of both sides sampled {TOKENS} tokens and every one of ours trained on them. Ours is train.py with its "
-        "defaults: Ray, engine over HTTP, weight push and the probe of every push included. A step is the time between the "
-        "ends of two steps; figures are medians without each run's first two steps; memory is the proportional set size of "
-        "the whole process tree.",
+        f"step of both sides sampled {TOKENS} tokens and every step of slime_like trained on all of them. slime_like's side "
+        "is train.py with the defaults for everything but model, data, sizes and learning rate: Ray, engine over HTTP, weight "
+        "push and the probe of every push are included. The time of a step runs from the end of the previous step to its own "
+        "end. Times are medians over the steps of all runs, without each run's first two steps. Memory is the largest "
+        "proportional set size of the whole process tree. Rewards are means over the first and over the last third of the "
+        "steps, for each run.",
         "",
     ]
     return "\n".join([*head, *tables])
