@@ -2,7 +2,7 @@
 
 python benchmarks/guard.py cost        each op raw and wrapped, without communication (torch's fake backend), in us
 python benchmarks/guard.py simulate    steps of a simulated trainer under every preset, with queries of 8 ms; the clock
-                                       advances only with computation, queries and ops
+                                       advances only with computation, ops, queries and cheap checks
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # a process in a driver call or disk access ends only after it
-            self._process.wait(EXIT_S)
+            self._process.wait(EXIT_S * scale())
         with self._pipe_lock:
             self._pipe.close()
 
@@ -153,7 +153,7 @@ class WorkerProcess:
         with self._pipe_lock:
             self._pipe.close()
         try:
-            self._process.wait(EXIT_S)
+            self._process.wait(EXIT_S * scale())
         except subprocess.TimeoutExpired:
             self.kill()
 

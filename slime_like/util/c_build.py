@@ -19,6 +19,7 @@ from pathlib import Path
 from slime_like.errors import SlimeLikeError
 from slime_like.util import caches
 from slime_like.util.caches import is_private
+from slime_like.util.deadline import scale
 
 COMPILERS = ("cc", "gcc", "clang")
 LAUNCHERS = ("ccache", "distcc", "sccache")  # words of ``$CC`` before the compiler
@@ -107,7 +108,7 @@ def run_compiler(compiler: str, target: Path, recipe: Recipe) -> None:
     for extra in recipe.extra:
         command = [compiler, *recipe.flags, *extra, str(recipe.main), "-o", str(target), "-lm"]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S * scale(), check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"{compiler} could not be run: {error}") from error
         if result.returncode == 0:

@@ -13,9 +13,9 @@ FACTOR_VARIABLE = "SLIME_LIKE_DEADLINE_FACTOR"
 
 
 def scale() -> float:
-    """Return the factor applied to every limit, ``SLIME_LIKE_DEADLINE_FACTOR``: set it above 1 on a slow or shared machine.
+    """Return ``SLIME_LIKE_DEADLINE_FACTOR`` (default 1), by which every limit on the work of another process is multiplied.
 
-    Raises ``ConfigError`` if it is not a positive number.
+    Set it above 1 on a slow or shared machine. Raises ``ConfigError`` if it is not a positive number.
     """
     text = os.environ.get(FACTOR_VARIABLE, "1")
     try:

@@ -82,7 +82,7 @@ class _Delivery:
         messages = await self._exchange(self._write(bucket, memory))
         if self._ranks.is_first and not self._has_failed:
             self._request = asyncio.create_task(self._receiver.update_from_tensors(*messages))
-            await asyncio.wait([self._request], timeout=SEND_S)
+            await asyncio.wait([self._request], timeout=SEND_S * scale())
         self._last = memory
 
     async def finish(self) -> None:

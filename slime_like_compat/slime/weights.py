@@ -80,7 +80,7 @@ def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def teacher(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --opd-teacher-load: refused if its name ends like a Megatron checkpoint's, in ``_torch_dist``."""
+    """Return the verdict on --opd-teacher-load: refused if the path ends in ``_torch_dist``, as Megatron checkpoints do."""
     del flags
     if item.problem or not re.search(r"[-_]torch[-_]dist/?$", item.text):
         return None

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slime_like.config.schema.remote_experts import parse_address
 from slime_like.errors import DeadlineExceeded, SlimeLikeError
+from slime_like.util.deadline import scale
 from slime_like_plugins.remote_experts import key
 from slime_like_plugins.remote_experts.connection import Connection, PeerLost
 
@@ -60,11 +61,11 @@ class ExpertProcess:
         """
         self.socket.close()
         try:
-            self._process.wait(END_S)
+            self._process.wait(END_S * scale())
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGKILL)  # also ends a suspended process (SIGSTOP)
             try:
-                self._process.wait(END_S)
+                self._process.wait(END_S * scale())
             except subprocess.TimeoutExpired:
                 return  # in an uninterruptible call of the kernel; nothing can be done
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.errors import ConfigError
+from slime_like.util.deadline import scale
 
 PARTS = ("slime_like", "slime_like_compat", "plugins", "configs", "scripts", "examples", "train.py", "setup.py")
 """Folders and files of a checkout that a run reads."""
@@ -57,7 +58,9 @@ def _files(repository: Path) -> list[str]:
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS]
     try:
-        output = subprocess.run(command, cwd=repository, capture_output=True, check=True, timeout=LIST_S).stdout
+        output = subprocess.run(
+            command, cwd=repository, capture_output=True, check=True, timeout=LIST_S * scale()
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"--upload: git cannot list the files of {repository} ({error}): run it in a git checkout, or omit --upload, "

@@ -28,7 +28,7 @@ def _nodes(cfg: TrainConfig, machine: Machine) -> Iterator[str]:
 
 
 def _idle_gpus(cfg: TrainConfig, machine: Machine, roles: tuple[Role, ...]) -> Iterator[str]:
-    """Report GPUs without a process, and trainer GPUs that idle during rollouts."""
+    """Report GPUs without a process and, if trainer and engines share GPUs, trainer GPUs that idle during rollouts."""
     devices_of_role = {role.name: {index for devices in role.devices for index in devices} for role in roles}
     used_devices = set[int]().union(*devices_of_role.values())
     trainer, engines = devices_of_role.get("trainer", set()), devices_of_role.get("engine", set())

@@ -14,7 +14,7 @@ from pathlib import Path
 from slime_like.cluster.start.doctor_finding import DoctorFinding, Level
 from slime_like.errors import DeadlineExceeded
 from slime_like.rollout.engine.plugins import ENTRY_POINTS, missing_entry_points
-from slime_like.util.deadline import Deadline
+from slime_like.util.deadline import Deadline, scale
 from slime_like.util.gpus import installed_gpus
 
 REQUIREMENTS = Path(__file__).parents[3] / "scripts" / "requirements"
@@ -91,10 +91,12 @@ def check_cpu_kernels() -> Iterator[DoctorFinding]:
         return
     command = [sys.executable, "-m", "slime_like_plugins.sglang_cpu.build"]
     try:
-        result = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=KERNEL_SECONDS)
+        result = subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, timeout=KERNEL_SECONDS * scale()
+        )
         is_ok, last_line = result.returncode == 0, (result.stdout or result.stderr).strip().splitlines()[-1:]
     except subprocess.TimeoutExpired:
-        is_ok, last_line = False, [f"the compiler took more than {KERNEL_SECONDS:.0f} s"]
+        is_ok, last_line = False, [f"the compiler took more than {KERNEL_SECONDS * scale():.0f} s"]
     text = last_line[0] if last_line else "no answer"
     yield DoctorFinding(
         Level.OK if is_ok else Level.WARNING,

@@ -17,9 +17,10 @@ def main(store: str, rank: int, world: int) -> int:
     import torch.distributed as dist
 
     from slime_like.distributed.rendezvous import keep_to_interface
+    from slime_like.util.deadline import scale
 
     keep_to_interface("127.0.0.1")  # as ranks of one machine do
-    timeout = datetime.timedelta(seconds=RANK_SECONDS)
+    timeout = datetime.timedelta(seconds=RANK_SECONDS * scale())
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
     try:
         value = torch.tensor([rank + 1.0])

@@ -36,7 +36,7 @@ from slime_like.cluster.workers.trainer_worker import TrainerWorker
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.share import ManagerShare
 from slime_like.errors import ConfigError, MissingResources
-from slime_like.util.deadline import Deadline
+from slime_like.util.deadline import Deadline, scale
 
 # Set before torch is imported: OpenMP threads that spin while they wait starve the other processes of a small machine.
 # Set by the actors: a Ray runtime_env would wait for Ray's agent and would not reach workers that have already started.
@@ -312,7 +312,7 @@ class Placement:
             refs: list[ObjectRef[None]] = [call(manager, RolloutActor.stop) for manager in self._managers]
             refs += [call(engine, EngineActor.stop) for engine in self._engines]
             if refs:
-                ray.wait(refs, num_returns=len(refs), timeout=STOP_S)
+                ray.wait(refs, num_returns=len(refs), timeout=STOP_S * scale())
             for actor in (*self._engines, *self._managers, *self._ranks):
                 ray.kill(actor)
             if self._bundles is not None:

@@ -66,7 +66,7 @@ class Reaper:
         assert self._starter.stdin is not None
         self._starter.stdin.close()
         with suppress(psutil.Error):
-            self._reaper.wait(EXIT_S)
+            self._reaper.wait(EXIT_S * scale())
 
 
 def reaper() -> Reaper | None:

@@ -167,7 +167,7 @@ def _keys_of(group: str, options: Iterable[str]) -> str:
 
 
 def _group_of(word: str) -> str:
-    """Return a hint to a group whose name begins with ``word``, such as evaluation for eval; empty if there is none."""
+    """Return a hint to a group whose name begins with ``word`` (at least three letters), such as evaluation for eval, or ""."""
     name = next((name for name in _groups() if len(word) > 2 and name.startswith(word)), None)
     return f"; there is also a group {name}" if name else ""
 

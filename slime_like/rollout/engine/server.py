@@ -175,7 +175,7 @@ class EngineServer:
         if self._process is None:
             return f"engine for {self._spec.model_path} was not started"
         try:
-            code = self._process.wait(timeout=EXIT_S)
+            code = self._process.wait(timeout=EXIT_S * scale())
         except subprocess.TimeoutExpired:
             return f"engine at {self.url} (pid {self.pid}) is alive"
         lines = self._last_lines()
@@ -190,7 +190,7 @@ class EngineServer:
         """
         assert self._process is not None, "it was started"
         try:
-            summary = processes.describe_exit(self._process.wait(REPLACED_EXIT_S))
+            summary = processes.describe_exit(self._process.wait(REPLACED_EXIT_S * scale()))
         except subprocess.TimeoutExpired:
             return ""
         return summary + processes.headline(self._last_lines())
