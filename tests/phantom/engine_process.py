@@ -1,4 +1,4 @@
-"""Server of an engine on a phantom GPU. This process is a trainer's rank on the same GPU."""
+"""Server of an engine on a phantom GPU, as a run starts it. This process is a trainer's rank on the same GPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from slime_like.config.schema.resolved import EngineSpec, TransportSpec
 from slime_like.interfaces import EngineAddress, Sampling, WeightSender
 from slime_like.phantom.store import join_world
 from slime_like.rollout.engine.client import EngineClient
+from slime_like.rollout.engine.server import EngineServer
 from slime_like.weight_sync.broadcast import BroadcastSender
 from slime_like.weight_sync.ipc import IpcSender
 from slime_like.weight_sync.tensor import TensorSender
-from tests.phantom.forked_server import ForkedServer
 from tests.train.ranks import RankWorld
 from tests.weight_sync.ipc_doubles import StageWeights
 from tests.weight_sync.tensor_doubles import RankWeights
@@ -40,7 +40,7 @@ def run(world: RankWorld, model: Path, changes: Mapping[str, Any], first_free_gi
     """
     del world
     spec = EngineSpec(str(model), "cuda", "bfloat16", 1, 512, 0, str(model.parent / "engine.log"), SECONDS, 8)
-    server = ForkedServer(replace(spec, **changes), admin_key=KEY, first_free_gib=first_free_gib)
+    server = EngineServer(replace(spec, **changes), admin_key=KEY, first_free_gib=first_free_gib)
     server.start()
     try:
         server.wait_ready()
@@ -49,7 +49,7 @@ def run(world: RankWorld, model: Path, changes: Mapping[str, Any], first_free_gi
         server.stop()
 
 
-async def _steps(server: ForkedServer, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+async def _steps(server: EngineServer, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     client = EngineClient.at(EngineAddress("engine 0", server.url, KEY, 1, gpus=(0,)), deadline_s=60)
     info = await client._connection.request("info", "GET", "/server_info", None)
     out: dict[str, Any] = {

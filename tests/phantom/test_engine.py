@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from slime_like.phantom.device import PhantomGpu
 from tests.gdn.test_fla import PREPARED, install
-from tests.phantom.forks import PhantomForks
+from tests.train.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -59,15 +58,9 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def forks(variables: dict[str, str]) -> Iterator[PhantomForks]:
-    """Start a process that has imported SGLang's server, and forks ranks."""
-    with PhantomForks("tests.phantom.forks:import_engine", variables) as forks:
-        yield forks
-
-
-@pytest.fixture(scope="module")
-def resolved(forks: PhantomForks, model: Path, variables: dict[str, str]) -> dict[str, Any]:
-    return forks.run("tests.phantom.engine_arguments:resolve", model, VARIANTS, environment=variables)
+def resolved(model: Path, variables: dict[str, str]) -> dict[str, Any]:
+    (result,) = run_ranks("tests.phantom.engine_arguments:resolve", 1, model, VARIANTS, environment=variables)
+    return result
 
 
 def test_every_hook_is_in_place(resolved: dict[str, Any]) -> None:
@@ -91,13 +84,12 @@ FIRST_FREE = 85.0  # GiB
 
 
 @pytest.fixture(scope="module")
-def served(
-    forks: PhantomForks, model: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def served(model: Path, variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = variables | {"PHANTOM_GPU_USE": str(tmp_path_factory.mktemp("used"))}
     changes = {"releases_memory": True, "sglang": {"mem_fraction_static": STATIC}}
     target = "tests.phantom.engine_process:run"
-    return forks.run(target, model, changes, FIRST_FREE, seconds=300, environment=environment)
+    (result,) = run_ranks(target, 1, model, changes, FIRST_FREE, seconds=300, environment=environment)
+    return result
 
 
 @pytest.mark.engine
