@@ -1,4 +1,4 @@
-"""Ranks on phantom GPUs that are forked from a process with the imports of a trainer or of SGLang, which take seconds.
+"""Ranks on phantom GPUs that are forked from a process with the imports of a trainer, which take seconds.
 
 ``trainer_forks()`` is such a process, shared by the tests of a process. All end with the process that started them.
 """
@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
@@ -31,16 +31,17 @@ from slime_like.util.ports import PortLease
 from tests.namespaces import PR_SET_PDEATHSIG
 from tests.train import ranks
 
-ENGINE_MODULES = ("sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.entrypoints.http_server")
+REPLY_S = 60
 
 
 def fork() -> int:
     """Fork this process, which has one thread, without the handlers of ``pthread_atfork``.
 
-    One of them makes torch refuse CUDA in a fork of a process that has counted GPUs, as SGLang does at its import. The state of a
-    phantom GPU is in the memory of the process, so a fork has a GPU in the same state.
+    One of them makes torch refuse CUDA in a fork of a process that has counted GPUs. The state of a phantom GPU is in the memory of
+    the process, so a fork has a GPU in the same state. Use ``os.fork`` once megatron-core does not call
+    ``torch.cuda.is_available`` at its import (``core/dist_checkpointing/strategies/torch.py``), which counts them.
     """
-    assert len(os.listdir("/proc/self/task")) == 1, "only a process with one thread can be forked"
+    ranks.await_one_thread()
     python = ctypes.pythonapi
     python.PyOS_BeforeFork()
     pid = ctypes.PyDLL(None)._Fork()
@@ -55,23 +56,16 @@ def trainer_forks() -> PhantomForks:
 
 
 class PhantomForks:
-    """Process that forks ranks, one at a time. Leaving the context ends it."""
+    """Owner of a process that forks ranks, one at a time. ``run`` starts it if it is not running. Leaving the context ends it."""
 
     def __init__(self, imports: str, variables: Mapping[str, str]) -> None:
-        """``imports``: function ("module:function") that imports modules. ``variables``: those of a phantom GPU, and PYTHONPATH.
+        """``imports``: function ("module:function") that imports modules. ``variables``: those of a phantom GPU.
 
-        A fork has the memory and limits of its own variables. After ``import_engine`` it has the GPUs of ``variables``, because SGLang
-        counts them at its import.
+        A fork has the memory and limits of its own variables. It has the number of GPUs of ``variables``, which imports may count.
         """
-        counting = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # not by CUDA, which keeps the number
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, imports],
-            cwd=ranks.ROOT,
-            env={**os.environ, **variables, **counting, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._imports = imports
+        self._variables = variables
+        self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -81,12 +75,11 @@ class PhantomForks:
         self.close()
 
     def close(self) -> None:
-        """End the process. Idempotent."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        """End the process, and with it a running rank. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            with self._process:  # waits, and closes the pipes
+                self._process = None
 
     def run(self, target: str, *args: Any, seconds: float = 240, environment: Mapping[str, str] | None = None) -> Any:
         """Run ``target`` ("module:function") as the only rank, in a fork. Otherwise like ``run_ranks``; return its result.
@@ -94,37 +87,37 @@ class PhantomForks:
         ``environment``: variables of the fork in addition to those of this process, such as ``PhantomGpu.environment()``.
         """
         deadline = Deadline("test", target, seconds)
+        child: ForkedRank | None = None
         with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
             folder = Path(name)
             (folder / "args").write_bytes(pickle.dumps(args))
             own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
             variables = {**os.environ, **own, **(environment or {})}
-            rank = [target, "0", "1", str(port), name, str(deadline.limit)]
-            self._write({"environment": variables, "rank": rank, "output": str(folder / "out0")})
-            child = ForkedRank(self._read(deadline, "the imports"), self._read)
             try:
-                ranks._await([child], folder, deadline)
+                process = self._process or self._start(deadline)
+                rank = [target, "0", "1", str(port), name, str(deadline.remaining("the imports"))]
+                child = fork_rank(process, {"environment": variables, "rank": rank, "output": str(folder / "out0")})
+                ranks.await_ranks([child], folder, deadline)
             finally:
-                if child.code is None:
-                    os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
-            return ranks._results(folder, 1)[0]
+                if child is None or child.code is None:  # the next run would read what the process still writes
+                    if child is not None:
+                        kill_group(child.pid)
+                    self.close()
+            return ranks.read_results(folder, 1)[0]
 
-    def _write(self, request: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def _read(self, deadline: Deadline | None = None, subject: str = "") -> int:
-        """Return the next number that the process writes: the process id of a fork, then its exit code."""
-        output = self._process.stdout
-        assert output is not None
-        if deadline is not None:
-            while not select.select([output], [], [], 1.0)[0]:
-                deadline.remaining(subject)
-        line = output.readline()
-        assert line, f"the process that forks ranks has ended with {self._process.wait()}"
-        return int(line)
+    def _start(self, deadline: Deadline) -> subprocess.Popen[bytes]:
+        """Start the process and wait for its imports."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, self._imports],
+            cwd=ranks.ROOT,
+            env={**os.environ, **self._variables, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # ``select`` does not see what a buffer holds
+            start_new_session=True,
+        )
+        read_number(self._process, deadline, "the imports")
+        return self._process
 
 
 @dataclass(slots=True)
@@ -132,39 +125,79 @@ class ForkedRank:
     """Rank that was forked by another process."""
 
     pid: int
-    read_code: Any
+    read_code: Callable[[], int]
     code: int | None = None
 
     def wait(self) -> int:
         """Wait for the end of the rank and return its exit code."""
         if self.code is None:
-            self.code = int(self.read_code())
+            self.code = self.read_code()
         return self.code
 
 
+def fork_rank(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> ForkedRank:
+    """Let ``process`` fork a rank."""
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    def read(subject: str) -> int:
+        return read_number(process, Deadline("test", "fork", REPLY_S), subject)
+
+    return ForkedRank(read("a process id"), lambda: read("an exit code"))
+
+
+def read_number(process: subprocess.Popen[bytes], deadline: Deadline, subject: str) -> int:
+    """Return the next number that ``process`` writes. Raises AssertionError if it has ended, and DeadlineExceeded."""
+    assert process.stdout is not None
+    while not select.select([process.stdout], [], [], deadline.remaining(subject))[0]:
+        pass
+    line = process.stdout.readline()
+    assert line, f"the process that forks ranks has ended with {process.wait()}"
+    return int(line)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a rank and what it has started. A rank that has not called ``setsid`` ends with the process that forked it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Fork a rank per request. At the end of the requests, which is the end of the test process, kill the rank and return."""
-    while line := requests.readline():
+    """Write 0, and per request the process id of a fork and its exit code.
+
+    At the end of the requests, which is the end of the test process, kill the rank and return.
+    """
+    write_number(replies, 0)
+    line = requests.readline()
+    while line:
         request = json.loads(line)
         parent, pid = os.getpid(), fork()
         if pid == 0:
             requests.close()
             replies.close()
             run_rank(parent, request)
-        reply(replies, pid)
+        write_number(replies, pid)
         handle = os.pidfd_open(pid)
         ready, _, _ = select.select([handle, requests], [], [])
-        if handle not in ready:
-            os.killpg(pid, signal.SIGKILL)
         os.close(handle)
-        with contextlib.suppress(BrokenPipeError):
-            reply(replies, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if handle not in ready:
+            kill_group(pid)
+            return
+        write_number(replies, exit_code(pid))
+        line = requests.readline()
+        os.waitpid(pid, 0)  # not before: the test process uses the process id until it has read the exit code
 
 
-def reply(replies: IO[bytes], number: int) -> None:
+def exit_code(pid: int) -> int:
+    """Wait for the end of a fork, which stays a zombie, and return its exit code."""
+    result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert result is not None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def write_number(replies: IO[bytes], number: int) -> None:
     """Write a line with a number."""
     replies.write(b"%d\n" % number)
-    replies.flush()
 
 
 def run_rank(parent: int, request: Mapping[str, Any]) -> NoReturn:
@@ -176,11 +209,12 @@ def run_rank(parent: int, request: Mapping[str, Any]) -> NoReturn:
     output, nothing = os.open(request["output"], os.O_WRONLY | os.O_CREAT), os.open(os.devnull, os.O_RDONLY)
     for source, number in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, number)
+    os.close(nothing)
+    os.close(output)
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None
-    ranks._child(*request["rank"])
-    raise AssertionError("a rank does not return")
+    ranks.rank_main(*request["rank"])
 
 
 def import_trainer() -> None:
@@ -196,19 +230,12 @@ def import_trainer() -> None:
         importlib.import_module(f"tests.phantom.{name}")
 
 
-def import_engine() -> None:
-    """Import SGLang without plugins, which depend on the engine, and the module of the rank that starts an engine."""
-    from slime_like.rollout.engine.sglang_imports import sglang_imports
-
-    with sglang_imports():
-        for name in ENGINE_MODULES:
-            importlib.import_module(name)
-    for name in ("arguments", "process"):
-        importlib.import_module(f"tests.phantom.engine_{name}")
-
-
 if __name__ == "__main__":
     with heavy_imports():
         pkgutil.resolve_name(sys.argv[1])()
-    with os.fdopen(os.dup(0), "rb", buffering=0) as requests, os.fdopen(os.dup(1), "wb") as replies:
+    with (
+        os.fdopen(os.dup(0), "rb", buffering=0) as requests,
+        os.fdopen(os.dup(1), "wb", buffering=0) as replies,
+        contextlib.suppress(BrokenPipeError),  # the test process has ended
+    ):
         serve(requests, replies)

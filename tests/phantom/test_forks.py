@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from typing import Any
 
 import pytest
 
-from slime_like.util.deadline import scale
+from slime_like.errors import DeadlineExceeded
+from slime_like.util.deadline import Deadline, scale
+from tests.phantom import forks as forks_module
 from tests.phantom.forks import PhantomForks
+from tests.train import ranks
 from tests.train.ranks import ROOT, RankWorld, run_ranks
 
 SECONDS = 20
@@ -45,12 +49,17 @@ def surroundings(world: RankWorld, *args: object) -> dict[str, Any]:
         "handlers": [
             str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
         ],
-        "files": sorted(map(int, os.listdir("/proc/self/fd")))[:3],
+        "files": sorted(map(int, os.listdir("/proc/self/fd"))),
     }
 
 
 def fail(world: RankWorld) -> None:
     raise ValueError(f"of rank {world.rank}")
+
+
+def kill_itself(world: RankWorld) -> None:
+    del world
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def pause(world: RankWorld, file: str) -> None:
@@ -72,7 +81,83 @@ def test_a_fork_has_the_surroundings_of_a_new_process(forks: PhantomForks, monke
 def test_a_failed_fork_is_reported_and_later_ones_run(forks: PhantomForks) -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 0 of 1 ended with 1.*ValueError: of rank 0"):
         forks.run(f"{HERE}:fail")
+    with pytest.raises(AssertionError, match="rank 0 of 1 ended with -9"):
+        forks.run(f"{HERE}:kill_itself")
     assert forks.run(f"{HERE}:surroundings")["rank"] == (0, 1, ())
+
+
+def stop_parent(world: RankWorld) -> None:
+    del world
+    os.kill(os.getppid(), signal.SIGSTOP)
+
+
+def wait_for_reader() -> None:
+    """Wait until the file of the variable FIFO is read."""
+    Path(os.environ["FIFO"]).write_text("imports end")
+
+
+def await_reply(forks: PhantomForks) -> None:
+    """Wait until the process has written the exit code of its rank."""
+    process = forks._process
+    assert process is not None and process.stdout is not None
+    assert select.select([process.stdout], [], [], SECONDS * scale())[0], "no exit code"
+
+
+def test_a_fork_may_end_before_it_is_awaited(forks: PhantomForks, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_handle = os.pidfd_open
+
+    def open_late(pid: int) -> int:
+        await_reply(forks)
+        return open_handle(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", open_late)
+    for number in range(2):
+        assert forks.run(f"{HERE}:surroundings", number)["rank"] == (0, 1, (number,))
+
+
+def test_an_error_after_the_end_of_a_fork_is_raised(forks: PhantomForks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        await_reply(forks)
+        raise ValueError("the reason")
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="the reason"):
+        patch.setattr(ranks, "await_ranks", interrupted)
+        forks.run(f"{HERE}:surroundings", "first")
+    assert forks.run(f"{HERE}:surroundings", "second")["rank"] == (0, 1, ("second",))
+
+
+def test_a_process_without_an_answer_is_replaced(forks: PhantomForks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks_module, "REPLY_S", 0.2)
+    with pytest.raises(DeadlineExceeded, match="in phase 'fork'"):
+        forks.run(f"{HERE}:stop_parent")
+    monkeypatch.undo()
+    assert forks.run(f"{HERE}:surroundings", "next")["rank"] == (0, 1, ("next",))
+
+
+def test_a_rank_has_the_time_that_the_imports_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    limits: list[float] = []
+    fork_rank, read_number = forks_module.fork_rank, forks_module.read_number
+
+    def record(process: subprocess.Popen[bytes], request: dict[str, Any]) -> forks_module.ForkedRank:
+        limits.append(float(request["rank"][-1]))
+        return fork_rank(process, request)
+
+    def read_and_record(process: subprocess.Popen[bytes], deadline: Deadline, subject: str) -> int:
+        number = read_number(process, deadline, subject)
+        if subject == "the imports":
+            limits.append(deadline.remaining(subject))
+        return number
+
+    monkeypatch.setattr(forks_module, "fork_rank", record)
+    with PhantomForks(f"{HERE}:wait_for_reader", {"FIFO": str(tmp_path / "fifo")}) as forks:
+        with pytest.raises(DeadlineExceeded, match="for the imports in phase"):
+            forks.run(f"{HERE}:surroundings", "first", seconds=0.2)
+        monkeypatch.setattr(forks_module, "read_number", read_and_record)
+        with open(os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)):
+            assert forks.run(f"{HERE}:surroundings", "second")["rank"] == (0, 1, ("second",))
+    after_imports, of_rank = limits
+    assert of_rank < after_imports
 
 
 def test_forks_end_with_a_killed_test_process(tmp_path: Path) -> None:

@@ -84,13 +84,13 @@ def run_ranks(
             for rank in range(size)
         ]
         try:
-            _await(children, folder, deadline)
+            await_ranks(children, folder, deadline)
         finally:
             for child in children:
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        return _results(folder, size)
+        return read_results(folder, size)
 
 
 class Child(Protocol):
@@ -124,7 +124,7 @@ def fork_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: flo
     """Run ``function`` on ``size`` forks of this process, which must have one thread. Otherwise like ``run_ranks``."""
     deadline = Deadline("test", function.__name__, seconds)
     faulthandler.cancel_dump_traceback_later()  # ends its thread, which a fork would not have
-    _await_one_thread()
+    await_one_thread()
     with tempfile.TemporaryDirectory() as name, PortLease("127.0.0.1") as port:
         folder = Path(name)
         children: list[Fork] = []
@@ -137,16 +137,16 @@ def fork_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: flo
                     os.dup2(output, 2)
                     _work(function, RankWorld(rank, size, "127.0.0.1", port), args, folder, deadline.limit)
                 children.append(Fork(pid))
-            _await(children, folder, deadline)
+            await_ranks(children, folder, deadline)
         finally:
             for child in children:
                 if child.code is None:
                     os.kill(child.pid, signal.SIGKILL)
                     child.wait()
-        return _results(folder, size)
+        return read_results(folder, size)
 
 
-def _await_one_thread(seconds: float = 10) -> None:
+def await_one_thread(seconds: float = 10) -> None:
     """Wait until joined threads have ended. Raises AssertionError if a thread keeps running."""
     deadline = Deadline("test", "fork", seconds)
     while threads := set(os.listdir("/proc/self/task")) - {str(os.getpid())}:
@@ -173,11 +173,16 @@ class _ResultReader(pickle.Unpickler):
         return value
 
 
-def _results(folder: Path, size: int) -> list[Any]:
+def read_results(folder: Path, size: int) -> list[Any]:
+    """Return the results of all ranks in rank order."""
     return [_ResultReader(io.BytesIO((folder / f"result{rank}").read_bytes())).load() for rank in range(size)]
 
 
-def _await(children: Sequence[Child], folder: Path, deadline: Deadline) -> None:
+def await_ranks(children: Sequence[Child], folder: Path, deadline: Deadline) -> None:
+    """Wait for the end of all ranks, whose output is in ``folder``.
+
+    Raises AssertionError with the output of the first rank that fails, and DeadlineExceeded.
+    """
     handles = {os.pidfd_open(child.pid): rank for rank, child in enumerate(children)}
     try:
         pending = set(handles)
@@ -195,7 +200,8 @@ def _await(children: Sequence[Child], folder: Path, deadline: Deadline) -> None:
             os.close(handle)
 
 
-def _child(target: str, rank: str, size: str, port: str, folder: str, limit: str) -> None:
+def rank_main(target: str, rank: str, size: str, port: str, folder: str, limit: str) -> NoReturn:
+    """Run ``target`` as a rank in this process, which ends with it. The arguments are those of ``python -m tests.train.ranks``."""
     module, _, function = target.partition(":")
     args = pickle.loads((Path(folder) / "args").read_bytes())  # noqa: S301 (our own file)
     world = RankWorld(int(rank), int(size), "127.0.0.1", int(port))
@@ -227,4 +233,4 @@ def _work(function: Callable[..., Any], world: RankWorld, args: Sequence[Any], f
 if __name__ == "__main__":
     from tests.train import ranks  # so that RankWorld is the class of tests.train.ranks, not of __main__
 
-    ranks._child(*sys.argv[1:])
+    ranks.rank_main(*sys.argv[1:])

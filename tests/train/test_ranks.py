@@ -33,20 +33,20 @@ def forked(world: RankWorld, seconds: float) -> list[str]:
 
 
 def one_thread(world: RankWorld) -> str:
-    """Return the error of ``_await_one_thread`` while another thread runs. Joined threads cause no error."""
+    """Return the error of ``await_one_thread`` while another thread runs. Joined threads cause no error."""
     import threading
 
-    from tests.train.ranks import _await_one_thread
+    from tests.train.ranks import await_one_thread
 
     for _ in range(200):  # in most of these iterations a joined thread still exists
         faulthandler.dump_traceback_later(60)
         faulthandler.cancel_dump_traceback_later()
-        _await_one_thread()
+        await_one_thread()
     release = threading.Event()
     thread = threading.Thread(target=release.wait)
     thread.start()
     try:
-        _await_one_thread(0.1)
+        await_one_thread(0.1)
     except AssertionError as error:
         return str(error)
     finally:
