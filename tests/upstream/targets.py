@@ -288,8 +288,8 @@ def in_fork(package: str) -> dict[str, Any] | str:
                 results.flush()
                 os._exit(0)
             except BaseException:  # noqa: BLE001 (fault boundary: the test shows it)
+                sys.stdout.flush()
                 traceback.print_exc()
-                sys.stderr.flush()
                 os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         file = output if code else results

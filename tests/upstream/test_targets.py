@@ -21,28 +21,44 @@ from tests.upstream import targets
 
 pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 
+ROOT = Path(__file__).parents[2]
 ENGINE = EngineSpec("model", "cpu", "float32", 1, 64, 0, "/nowhere/engine.log", 10, 10, deterministic=True)
+
+PRINT_AND_FAIL = """
+import sys
+from tests.upstream import targets
+
+def fail():
+    print("before the error")
+    raise ValueError("the reason")
+
+targets.CHECKS["package"] = fail
+sys.stdout.write(targets.in_fork("package"))
+"""
 
 
 @functools.cache
-def run(*packages: str) -> dict[str, Any]:
-    """Run the process that installs the hooks and patches of ``packages``, and return what it prints."""
+def run(*packages: str) -> dict[str, Any] | str:
+    """Run the process that installs the hooks and patches of ``packages``. Return what it prints, or its output if it fails."""
     environment = engine_environment.child_environment(ENGINE, "/nowhere") if "sglang" in packages else None
     result = subprocess.run(
         [sys.executable, "-m", "tests.upstream.targets", *packages],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert result.returncode == 0, result.stderr
+    if result.returncode:
+        return f"ended with {result.returncode}\n{result.stdout}{result.stderr}"
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def check(package: str, name: str) -> None:
     """Fail with the problem of the hooks, patch or wrapper ``name``, if there is one."""
-    problems = run("sglang")[package] if package == "sglang" else run("megatron", "torch")[package]
+    packages = run("sglang") if package == "sglang" else run("megatron", "torch")
+    assert isinstance(packages, dict), packages
+    problems = packages[package]
     assert isinstance(problems, dict), problems
     if problems[name] is not None:
         pytest.fail(f"{package}, {name}: {problems[name]}", pytrace=False)
@@ -61,3 +77,14 @@ def test_patches_of_megatron_core(module: str) -> None:
 @pytest.mark.parametrize("wrapper", targets.WRAPPERS)
 def test_wrappers_of_torch(wrapper: str) -> None:
     check("torch", wrapper)
+
+
+def test_the_output_of_a_failed_fork_is_complete() -> None:
+    output = subprocess.check_output([sys.executable, "-E", "-c", PRINT_AND_FAIL], cwd=ROOT, text=True)
+    assert output.startswith("ended with 1\nbefore the error\n") and output.endswith("ValueError: the reason\n"), output
+
+
+def test_a_failed_process_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = [subprocess.CompletedProcess([], 1, "", "the reason")]
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: processes.pop())
+    assert run("package") == run("package") == "ended with 1\nthe reason"
