@@ -40,10 +40,10 @@ def test_files_that_share_an_engine_ranks_or_an_import_are_one_group() -> None:
     assert group_of("tests/engine/test_tensor_parallel.py::test") == "tests/engine/test_tensor_parallel.py"
 
 
-def test_files_that_fork_engines_are_in_a_group() -> None:
+def test_files_that_share_a_fork_server_are_in_a_group() -> None:
     """A file outside of the groups would start a fork server of its own."""
     root = Path(__file__).parents[2]
-    for path in [*root.glob("tests/engine/test_*.py"), *root.glob("tests/e2e/test_*.py")]:
+    for path in [path for folder in ("engine", "e2e", "phantom") for path in root.glob(f"tests/{folder}/test_*.py")]:
         file = str(path.relative_to(root))
-        if re.search(r"forked_engines|fault_injection|worker_server", path.read_text()):
+        if re.search(r"forked_engines|fault_injection|worker_server|trainer_forks", path.read_text()):
             assert any(file in files for files in GROUPS), f"{file}: add it to a group of tests/groups.py"
