@@ -186,15 +186,15 @@ def section(results: Mapping[str, Sequence[DcpRound]], case: DcpCase) -> str:
     base, *other_results = results.values()
     shape, needed_tokens = case.shape, case.num_requests * (case.prompt + case.response)
     by_round = "; ".join(
-        f"{name} {', '.join(f'{base_round.requests_s / round_.requests_s:.2f}' for round_, base_round in zip(rounds, base, strict=True))}"
+        f"{name}: {', '.join(f'{base_round.requests_s / round_.requests_s:.2f}' for round_, base_round in zip(rounds, base, strict=True))}"
         for name, rounds in zip(list(results)[1:], other_results, strict=True)
     )
     return "\n".join(
         [
             f"{shape.layers} layers, hidden {shape.hidden}, MLP {shape.mlp}, {shape.heads} query heads and {shape.kv_heads} KV head "
-            f"of {shape.head_dim}; {case.rows:,} tokens of KV cache per rank. One request of {case.prompt} prompt tokens and "
-            f"{case.response} response tokens, decode steps only; then {case.num_requests} such requests at once, which need "
-            f"{needed_tokens:,} tokens of KV cache. {len(base)} rounds.",
+            f"of {shape.head_dim}; {case.rows:,} tokens of KV cache per rank. First one request of {case.prompt} prompt tokens and "
+            f"{case.response} response tokens, of which only the decode steps are timed; then {case.num_requests} such requests sent "
+            f"together, which need {needed_tokens:,} tokens of KV cache. {len(base)} rounds.",
             "",
             *table(results),
             "",
@@ -211,11 +211,13 @@ def page(sections: Mapping[str, str], machine_line: str, command: str) -> str:
         "",
         machine_line,
         "",
-        f"Command: `{command}`. Engines of two ranks, one thread each, C kernels, float32, over gloo, with random Qwen3 models. The "
-        "engines take turns in each round. Throughput counts the time until the last of all requests has ended; the share of it that "
-        "rank 0 spent in DCP's exchanges includes waiting for the other rank. Values are medians over rounds, but the number "
-        "of requests at once is a maximum, and that of equal responses a sum; in brackets the median of the ratios to the first row in "
-        "the same round.",
+        f"Command: `{command}`. Engines of two ranks, one thread each, C kernels, float32, over gloo, with random Qwen3 models. Each "
+        'engine is named by `rollout.tp`, `rollout.dcp` and `rollout.dcp_comm`; "replicated Q" is '
+        "`rollout.dcp_replicate_q=true`. The engines take turns in each round. Throughput counts the time until the "
+        'last of all requests has ended. "Exchanges" is the share of this time that rank 0 spent in exchanges of DCP, '
+        'waits for the other rank included. "At once" is the largest number of requests that ran at the same time. '
+        "Values are medians over rounds, but the number of requests at once is a maximum, and that of equal responses "
+        "a sum. In brackets: the median of the ratios to the first row in the same round.",
         "",
     ]
     return "\n".join([*head, *(f"## A {name} model\n\n{text}" for name, text in sections.items())])

@@ -39,7 +39,7 @@ def test_the_page_names_command_load_and_every_round() -> None:
         "medians over rounds, but the number of requests at once is a maximum, and that of equal responses a sum"
         in text
     )
-    assert text.count("3 rounds.") == 2 and text.count("by round: DCP2 2.00, 1.60, 4.00.") == 2
+    assert text.count("3 rounds.") == 2 and text.count("by round: DCP2: 2.00, 1.60, 4.00.") == 2
     assert "## A wide model" in text and "## A narrow model" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len({row.count("|") for row in rows}) == 1
