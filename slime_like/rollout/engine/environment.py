@@ -83,15 +83,22 @@ def child_environment(
         WHITELIST: extended_whitelist(os.environ.get(WHITELIST, "")),
         "SGLANG_MAMBA_CONV_DTYPE": spec.dtype,  # convolution states of hybrid models; SGLang's default is bfloat16
         "TMPDIR": scratch,
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
-        # /health_generate waits longer than the client, whose limit then applies; SGLang's own is 20 s.
-        "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(spec.health_timeout_s * scale()) + 1),
+        **_health_environment(spec.health_timeout_s),
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than that of the client, which reuses connections
         **_rendezvous_environment(scratch, host, node),
     }
     if os.path.isdir(spec.model_path):
         environment |= {"HF_HUB_OFFLINE": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(spec.model_path))}
     return environment
+
+
+def _health_environment(seconds: float) -> dict[str, str]:
+    """Return the variables of health checks that the client limits to ``seconds``."""
+    return {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
+        # /health_generate waits longer than the client, whose limit then applies; SGLang's own is 20 s.
+        "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(seconds * scale()) + 1),
+    }
 
 
 def _rendezvous_environment(scratch: str, host: str, node: EngineNode) -> dict[str, str]:
