@@ -16,7 +16,7 @@ ENTRIES = (
     MetricEntry(
         "eval/<dataset>",
         "accuracy on held-out prompts (mean score if the reward has no accuracy)",
-        "0 to 1",
+        "0 to 1 (accuracy)",
         "rises",
     ),
     MetricEntry("eval/<dataset>-truncated_ratio", "share of held-out responses cut at the length limit", "0 to 1"),
@@ -98,9 +98,12 @@ ENTRIES = (
         "s",
     ),
     MetricEntry(
-        "perf/step_time", "from one step's line in metrics.jsonl to the next, without rollouts in the background", "s"
+        "perf/step_time",
+        "from the start of the first to the end of the last phase of the training loop since the previous line of metrics.jsonl; "
+        "waiting for a rollout counts, generating one in the background does not",
+        "s",
     ),
-    MetricEntry("perf/rollout_time", "generating and scoring one rollout", "s"),
+    MetricEntry("perf/rollout_time", "generating one rollout and computing its rewards", "s"),
     MetricEntry("perf/train_wait_time", "waiting for the next rollout", "s", "near 0 when asynchronous"),
     MetricEntry("perf/train_time", "assembling one rollout, sending it to the ranks and training on it", "s"),
     MetricEntry("perf/actor_train_time", "the optimizer steps of a rollout on the ranks, without scoring passes", "s"),
@@ -130,11 +133,13 @@ def render() -> str:
     head = [
         "# Metrics",
         "",
-        "Generated from `slime_like/metrics/dictionary*.py` and `remedies.py` by `scripts/make_metric_docs.py`. A metric has no",
-        "healthy range if its values depend on the task. The *old policy* is the trainer's before the first optimizer step on a",
-        "rollout; the *rollout policy* is the engines', which sampled it. With `algo.use_rollout_logprobs`, the rollout policy takes",
-        "the place of the old policy in the clipped ratio, and so in `train/ppo_kl` and `train/ois`. Means over tokens that are computed",
-        "with the loss are weighted like the loss (`algo.aggregation`).",
+        "Generated from `slime_like/metrics/dictionary*.py` and `remedies.py` by `scripts/make_metric_docs.py`. The column *healthy* is",
+        "empty if the values depend on the task, the model or the machine. The *old policy* is the trainer's before the first optimizer",
+        "step on a rollout; the *rollout policy* is that of the engines, which sampled the rollout. With `algo.use_rollout_logprobs`, the",
+        "rollout policy takes the place of the old policy in the clipped ratio, and so in `train/ppo_kl` and `train/ois`. Token means of",
+        "optimizer steps (such as those of ratios and entropy) are weighted like the loss (`algo.aggregation`) and averaged over the steps",
+        "of a rollout. The *probe* compares log-probabilities of engines and trainer after a weight push, for a few sequences",
+        "([architecture.md](architecture.md#agreement-of-engine-and-trainer)).",
         "",
     ]
     rows = ["| name | meaning | unit | healthy | if it is not |", "|---|---|---|---|---|"]

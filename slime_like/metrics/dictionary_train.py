@@ -10,7 +10,7 @@ ENTRIES = (
     MetricEntry("train/sft_loss", "negative log-likelihood of the demonstrations", "nats", "falls"),
     MetricEntry(
         "train/pg_clipfrac",
-        "share of tokens whose ratio was clipped (gspo: whose sequence's ratio; cispo: whose weight)",
+        "share of tokens whose loss uses a clipped ratio of new to old policy (gspo: the ratio of the sequence; cispo: the weight)",
         "0 to 1",
         "below 0.2",
     ),
@@ -19,14 +19,22 @@ ENTRIES = (
     ),
     MetricEntry("train/ppo_kl", "mean log-ratio of the old to the new policy", "nats", "near 0"),
     MetricEntry("train/ois", "mean ratio of the new to the old policy (gspo: of sequences)", "", "near 1"),
-    MetricEntry("train/seq_ratio_max", "largest ratio of a sequence under gspo", "", "near 1"),
-    MetricEntry("train/kl_loss", "estimate of the KL to the reference, before algo.kl_loss_coef", "nats"),
+    MetricEntry("train/seq_ratio_max", "largest ratio of new to old policy of a sequence (gspo)", "", "near 1"),
+    MetricEntry(
+        "train/kl_loss", "estimate of the KL to the reference, before it is multiplied by algo.kl_loss_coef", "nats"
+    ),
     MetricEntry("train/entropy_loss", "as train/entropy; only if algo.entropy_coef is not 0", "nats", "falls slowly"),
     MetricEntry("train/entropy", "mean entropy of the policy", "nats", "falls slowly"),
-    MetricEntry("train/tis", "mean importance weight of old over rollout policy, before truncation", "", "near 1"),
+    MetricEntry(
+        "train/tis",
+        "mean importance weight, a token's probability under the old policy divided by that under the rollout policy, before "
+        "truncation",
+        "",
+        "near 1",
+    ),
     MetricEntry(
         "train/tis_abs",
-        "mean distance from 1 of the importance weight of old over rollout policy, before truncation",
+        "mean distance of the importance weight (train/tis) from 1, before truncation",
         "",
         "near 0",
     ),
@@ -36,10 +44,16 @@ ENTRIES = (
         "0 to 1",
         "below 0.05",
     ),
-    MetricEntry("train/mis", "mean importance weight of old over rollout policy, before masking", "", "near 1"),
+    MetricEntry(
+        "train/mis",
+        "mean importance weight, a token's probability under the old policy divided by that under the rollout policy, before "
+        "masking",
+        "",
+        "near 1",
+    ),
     MetricEntry(
         "train/mis_abs",
-        "mean distance from 1 of the importance weight of old over rollout policy, before masking",
+        "mean distance of the importance weight (train/mis) from 1, before masking",
         "",
         "near 0",
     ),
@@ -57,8 +71,8 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/rejection_ratio",
-        "ratio of old to rollout policy of a whole sequence, mean over the tokens; algo.rejection selects the product or the "
-        "geometric mean of the ratios of its tokens",
+        "ratio of a sequence, mean over the tokens; algo.rejection selects the product or the geometric mean of the ratios of its "
+        "tokens, each of which is the probability under the old policy divided by that under the rollout policy",
         "",
         "near 1",
     ),
@@ -79,7 +93,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/value_clipfrac",
-        "share of tokens whose value was clipped towards its old estimate",
+        "share of tokens whose loss uses the value clipped to its old estimate ± critic.value_clip",
         "0 to 1",
         "below 0.2",
     ),
@@ -95,7 +109,7 @@ ENTRIES = (
     MetricEntry("train/critic_lr", "learning rate of the critic's last optimizer step", ""),
     MetricEntry(
         "train/teacher_kl",
-        "mean log-ratio of student to teacher on sampled tokens: KL(student || teacher)",
+        "mean log-ratio of student to teacher over the trained tokens, an estimate of KL(student || teacher)",
         "nats",
         "falls",
     ),
@@ -103,18 +117,19 @@ ENTRIES = (
     MetricEntry("train/lr", "learning rate of the last optimizer step", ""),
     MetricEntry(
         "train/moe_load",
-        "tokens of a layer's busiest expert divided by the mean over its experts, mean over the layers",
+        "tokens of a layer's busiest expert divided by the mean over the layer's experts, mean over the layers",
         "",
         "near 1; far above 1 the ranks of parallel.ep wait for each other",
     ),
     MetricEntry(
         "train/moe_load_max",
-        "tokens of a layer's busiest expert divided by the mean over its experts, maximum over the layers",
+        "tokens of a layer's busiest expert divided by the mean over the layer's experts, maximum over the layers",
         "",
     ),
     MetricEntry(
         "train/moe_aux_loss",
-        "load balancing loss of the Switch Transformer before model.megatron.moe_aux_loss_coeff, mean over the layers",
+        "load balancing loss of the Switch Transformer before it is multiplied by model.megatron.moe_aux_loss_coeff, mean over the "
+        "layers",
         "",
         "near 1",
     ),
@@ -133,8 +148,8 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/routed_experts_gap_max",
-        "largest score difference in favour of a router's own choice over the replayed one; scores are logits of a softmax, "
-        "or sigmoids plus bias",
+        "largest difference between the score of an expert that the trainer's router would choose and that of the replayed one; "
+        "scores are logits of a softmax, or sigmoids plus bias",
         "",
     ),
     MetricEntry("train/num_tokens", "tokens trained on", "tokens"),
@@ -173,15 +188,14 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff/<layers>",
-        "mean |trainer - engine| log-probability difference over each rank's first micro-batch, with one kind of the trainer's "
-        "layers (attention, gdn, mlp, or all) computed in float64 (weights.probe_layers=true); own_experts: with experts that "
-        "the trainer chooses (algo.routing_replay=rollout)",
+        "mean |trainer - engine| log-probability difference over each rank's first micro-batch, if the trainer computes layers of "
+        "one kind (attention, gdn or mlp), or of all kinds (all), in float64 (weights.probe_layers=true); own_experts: if the "
+        "trainer's routers choose the experts, none of which are replayed (algo.routing_replay=rollout)",
         "nats",
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff_max/<layers>",
-        "largest |trainer - engine| log-probability difference over each rank's first micro-batch, with one kind of the "
-        "trainer's layers computed in float64 (weights.probe_layers=true), or own_experts",
+        "largest |trainer - engine| log-probability difference over each rank's first micro-batch; `<layers>`: as for the mean",
         "nats",
     ),
     MetricEntry(
@@ -235,16 +249,14 @@ ENTRIES = (
     ),
     MetricEntry(
         "probe/logprob_abs_diff_max/<layers>",
-        "largest |trainer - engine| log-probability difference of the probe sequences with one kind of the trainer's layers "
-        "(attention, gdn, mlp, or all) computed in float64 (weights.probe_layers=true): far smaller than "
-        "probe/logprob_abs_diff_max if the trainer's rounding in these layers causes the difference; the difference that "
-        "remains with `all` is the engine's rounding; own_experts: with experts that the trainer chooses",
+        "largest |trainer - engine| log-probability difference of the probe sequences; `<layers>`: as in "
+        "train/train_rollout_logprob_abs_diff; far smaller than probe/logprob_abs_diff_max if the trainer's rounding in these "
+        "layers causes the difference; the difference that remains with `all` is the engine's rounding",
         "nats",
     ),
     MetricEntry(
         "probe/logprob_abs_diff_mean/<layers>",
-        "mean |trainer - engine| log-probability difference of the probe sequences with one kind of the trainer's layers "
-        "computed in float64 (weights.probe_layers=true), or own_experts",
+        "mean |trainer - engine| log-probability difference of the probe sequences; `<layers>`: as for the maximum",
         "nats",
     ),
     MetricEntry(

@@ -6,7 +6,7 @@ REMEDIES = {
     "rollout/raw_reward": "flat from the start: read samples in report.html; check the reward and the difficulty of the "
     "prompts (rollout/zero_std_ratio); falls later: lower optim.lr, add a KL term",
     "rollout/accuracy": "as rollout/raw_reward; if the reward rises and accuracy does not, the policy exploits the reward",
-    "rollout/num_samples": "rollout/dropped_groups counts groups per filter; rollout.max_refills replaces them",
+    "rollout/num_samples": "rollout/dropped_groups counts groups per filter; rollout.max_refills above 0 replaces dropped groups",
     "rollout/empty_in_a_row": "rollout/dropped_groups counts the groups that filters drop; the warning quotes a sample",
     "rollout/without_signal_in_a_row": "read the sample that the warning quotes; check reward, prompts and the format of "
     "responses",
@@ -49,14 +49,14 @@ REMEDIES = {
     "train/sft_loss": "flat: raise optim.lr; rises again: fewer epochs",
     "train/pg_clipfrac": "lower optim.lr or loop.steps_per_rollout",
     "train/pg_clipfrac_lower": "as train/pg_clipfrac",
-    "train/ppo_kl": "not 0 at the first step of a rollout: old and new policy are computed differently, report it; grows over "
-    "the steps of a rollout: lower loop.steps_per_rollout or optim.lr",
+    "train/ppo_kl": "not 0 with loop.steps_per_rollout=1: with algo.use_rollout_logprobs as "
+    "train/train_rollout_logprob_abs_diff, otherwise report it; far from 0 with more steps: lower loop.steps_per_rollout or optim.lr",
     "train/ois": "as train/ppo_kl",
     "train/seq_ratio_max": "lower algo.eps_clip; look at the longest samples",
     "train/entropy_loss": "falls to 0 early: raise algo.entropy_coef or algo.eps_clip_high, lower optim.lr; rises: the policy "
     "diverges, lower optim.lr",
     "train/entropy": "as train/entropy_loss",
-    "train/tis": "as train/train_rollout_logprob_abs_diff, and staleness",
+    "train/tis": "as train/train_rollout_logprob_abs_diff; tokens of older weights (rollout/staleness_max) also move it away from 1",
     "train/tis_abs": "as train/tis",
     "train/tis_clipfrac": "as train/tis; raise algo.tis_clip only when the cause is known",
     "train/mis": "as train/tis",
@@ -101,5 +101,6 @@ REMEDIES = {
     "guard/clears": "as guard/shortages",
     "guard/free_bytes": "as guard/shortages",
     "memory/<phase>": "compare the phases: the phase that grows first has the leak; please report it",
-    "perf/train_wait_time": "raise rollout.num_engines, lower rollout.max_response_len; synchronous: loop.max_staleness=1",
+    "perf/train_wait_time": "raise rollout.num_engines, lower rollout.max_response_len; if rollouts are synchronous: set "
+    "loop.max_staleness=1",
 }
