@@ -112,7 +112,7 @@ def table(results: Mapping[str, tuple[int, int]]) -> list[str]:
     """Return the Markdown table."""
     full = MODEL.num_hidden_layers * LAYER_BYTES
     lines = [
-        "| engine | attention weights of a rank by the formula, MiB | serving, MiB | saved while serving, MiB | saved at the peak while starting, MiB |",
+        "| engine | attention weights of a rank by the formula, MiB | memory while serving, MiB | saved while serving, MiB | saved at the peak while starting, MiB |",
         "|---|---|---|---|---|",
     ]
     off_peak, off_serving = results["off"]

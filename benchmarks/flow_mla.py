@@ -166,8 +166,8 @@ def table(results: Mapping[str, FlowArm]) -> list[str]:
     """
     base = results["off"].rounds
     lines = [
-        "| engine | attention weights per rank, kB | while loading | `max_total_num_tokens` of a group | by the planner | at once | retractions | one "
-        "request, ms/token | all requests, tokens/s | responses equal to the first row's |",
+        "| engine | attention weights per rank, kB | at most while loading, kB | `max_total_num_tokens` of a group | the same by the planner "
+        "| at once | retractions | one request, ms/token | all requests, tokens/s | responses equal to the first row's |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, arm in results.items():
@@ -195,12 +195,15 @@ def page(results: Mapping[str, FlowArm], machine_line: str, command: str) -> str
             "",
             machine_line,
             "",
-            f"Command: `{command}`. Engines of {RANKS} ranks in {GROUPS} groups of data-parallel attention, one thread per rank, float32, over "
-            f"gloo, with a random DeepSeek-V3 ({MODEL['num_hidden_layers']} layers, hidden {MODEL['hidden_size']}, "
+            f"Command: `{command}`. Engines with [FlowMLA](../flow_mla.md), with [DCP](../dcp.md), with both and with neither (off): "
+            f"{RANKS} ranks in {GROUPS} groups of data-parallel attention, one thread per rank, float32, over gloo, with a random "
+            f"DeepSeek-V3 ({MODEL['num_hidden_layers']} layers, hidden {MODEL['hidden_size']}, "
             f"{MODEL['num_attention_heads']} heads, latents of {MODEL['kv_lora_rank']}). Each rank has {MEMORY / 1e6:.0f} MB ({VARIABLE}), of "
-            f"which SGLang uses {STATIC:.0%} (mem_fraction_static) for weights and KV cache; it sizes the cache itself. An engine "
-            f"gets one request of {PROMPT} prompt tokens and {RESPONSE} response tokens, decode steps only; then {REQUESTS} such requests at "
-            f"once, with the time until the last one has ended. Rounds: {len(results['off'].rounds)}. Engines ran one after another.",
+            f"which SGLang uses {STATIC:.0%} (mem_fraction_static) for weights and KV cache; SGLang sizes the cache itself. An engine "
+            f"first gets one request of {PROMPT} prompt tokens and {RESPONSE} response tokens, of which only the decode steps are timed; "
+            f"then {REQUESTS} such requests together, timed until the last one has ended. "
+            '"At once" is the largest number of requests that ran at the same time, in both groups. '
+            f"Rounds: {len(results['off'].rounds)}. Engines ran one after another.",
             "",
             *table(results),
             "",
