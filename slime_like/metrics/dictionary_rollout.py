@@ -73,7 +73,7 @@ ENTRIES = (
     ),
     MetricEntry(
         "rollout/wasted_tokens",
-        "tokens sampled for groups that over-sampling then aborted",
+        "tokens sampled for groups that over-sampling then aborted or restarted",
         "tokens",
         "0 with partial rollouts",
     ),
@@ -201,9 +201,14 @@ ENTRIES = (
         "samples",
         "0 for an agent with one conversation that only grows",
     ),
-    MetricEntry("agent/failures", "runs that raised an error or never called the model", "", "0"),
+    MetricEntry(
+        "agent/failures",
+        "runs that raised an error or never called the model, except if the last call was refused for its length, or was aborted",
+        "",
+        "0",
+    ),
     MetricEntry("agent/timeouts", "runs that took longer than rollout.agent_deadline_s", "", "0"),
-    MetricEntry("reward/calls", "calls of reward functions", ""),
+    MetricEntry("reward/calls", "calls of reward functions, and samples sent to the reward server", ""),
     MetricEntry("reward/timeouts", "calls that took longer than reward.timeout_s", "", "0"),
     MetricEntry("reward/killed", "calls whose process was killed or exceeded reward.memory_gb", "", "0"),
     MetricEntry(
