@@ -9,8 +9,9 @@ A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for 
 state and every gradient, including the gradient of the initial state, are compared with the recurrence, computed token
 by token in float64 (tests/gdn/recurrence.py); errors are relative to the largest value of each tensor. Every arm runs
 once per round. Times are medians over rounds: device time on a GPU, the process's CPU time (one thread) on a CPU.
-Ratios are medians of the rounds' ratios. The first call, which compiles and tunes kernels, is listed separately. The
-exit code is 1 if parity fails, no arm can run, or all runs of --end-to-end fail.
+Ratios are medians of the rounds' ratios. The first timed call is listed separately; it compiles and tunes the kernels that
+the runs for the profile, parity and growth have not used. The exit code is 1 if parity fails, no arm can run, or all runs of
+--end-to-end fail.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``end_weight_update``: check the workers of all ranks, then the rest of the model, then commit.
 
     Collective: every rank takes part in every exchange, whatever happened to its worker, so that no other rank waits
-    for it forever. Raises the error of ``check``.
+    for it forever. Raises ``RemoteExpertsLost`` as ``check`` does.
     """
     session = manager._session
     if session is None or not _selects_target(manager, session.selector):
@@ -176,10 +176,11 @@ def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around updates in a single call, from disk or by IPC: check and commit the weights that the workers received.
+    """Hook around SGLang's updates of all weights in one call, from disk or by IPC: check and commit what the workers received.
 
-    Collective. If the update fails on one rank, every rank reports the failure and skips the check: a rank that
-    checked alone would wait for the others forever. Raises the error of ``check``.
+    Return the failure if the check or the commit fails. Collective. If the update fails on one rank, every rank reports the
+    failure and skips the check: a rank that checked alone would wait for the others forever. Raises ``RemoteExpertsLost`` as
+    ``check`` does.
     """
     output = original(manager, request)
     message = _joined(manager, "" if output.success else output.message) or check(manager) or commit(manager)
@@ -203,7 +204,7 @@ def check(manager: Any) -> str:
 def commit(manager: Any) -> str:
     """Commit the weights of every rank's worker; with the option ``record_load``, write the number of tokens per expert so far.
 
-    Return the failures of all ranks, or "" on success. Collective. Raises the error of ``check``.
+    Return the failures of all ranks, or "" on success. Collective. Raises ``RemoteExpertsLost`` as ``check`` does.
     """
     failure = _models[0].experts.commit()
     _models[0].record_load()

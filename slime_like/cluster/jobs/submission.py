@@ -1,4 +1,4 @@
-"""A command line of ``train.py`` as a job: entrypoint, runtime environment and metadata, without secrets."""
+"""A command line of ``train.py``, or a request to a run, as a job; recognisable secrets are refused."""
 
 from __future__ import annotations
 
