@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,6 +15,9 @@ from rich.text import Text
 
 from slime_like.printable import visible
 
+FURTHER_METRIC = re.compile(
+    r"(-truncated_ratio|-pass@\d+|/response_len/\w+)$"
+)  # suffix of a dataset's metric besides its score
 MAX_ROWS = 12
 MAX_NOTES = 4
 PHASES = ("train_wait", "train", "update_weights", "eval")
@@ -35,15 +39,12 @@ def cells(values: Mapping[str, float]) -> list[str]:
 
 
 def evaluations(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the score of each dataset in a step, the metric ``eval/<dataset>``.
-
-    Further metrics of a dataset, ``eval/<dataset>-...`` and ``eval/<dataset>/...``, are left out.
-    """
+    """Return the score of each dataset in a step, the metric ``eval/<dataset>``, without the dataset's further metrics."""
     scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     return {
         name: value
         for name, value in scores.items()
-        if not any(name.startswith((f"{dataset}-", f"{dataset}/")) for dataset in scores)
+        if not ((suffix := FURTHER_METRIC.search(name)) and name[: suffix.start()] in scores)
     }
 
 

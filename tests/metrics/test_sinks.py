@@ -11,9 +11,11 @@ import pytest
 
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
+from slime_like.metrics.dictionary import ENTRIES
 from slime_like.metrics.sinks import JsonlSink, open_sinks
 from slime_like.metrics.spans import Spans
 from slime_like.metrics.types import RunWarning
+from slime_like.metrics.view import evaluations
 from slime_like.metrics.wandb_sink import _has_api_key, _wandb_id
 from slime_like.report.record import read_record
 from slime_like.report.run_page import run_page
@@ -190,6 +192,20 @@ def test_a_missing_library_names_key_and_fix(
     config = MetricsConfig(console="off", wandb=switch == "wandb", tensorboard=switch == "tensorboard")
     with pytest.raises(ConfigError, match=rf"metrics\.{switch}=true.*pip install {switch}"):
         open_sinks(config, tmp_path, first_step=0, num_steps=2)
+
+
+def test_a_dataset_may_be_named_like_another_one_with_a_suffix() -> None:
+    further = {f"eval/math{suffix}": 0.5 for suffix in ("-truncated_ratio", "-pass@8", "/response_len/mean")}
+    values = {"eval/math": 0.1, "eval/math-hard": 0.2, "eval/math/new": 0.3, **further, "eval/gsm-pass@1": 0.4}
+    assert evaluations(values) == {"math": 0.1, "math-hard": 0.2, "math/new": 0.3, "gsm-pass@1": 0.4}
+
+
+def test_every_further_metric_of_a_dataset_is_recognised() -> None:
+    suffixes = [
+        entry.name.removeprefix("eval/<dataset>") for entry in ENTRIES if entry.name.startswith("eval/<dataset>")
+    ]
+    names = [f"eval/a{suffix.replace('<k>', '4')}" for suffix in suffixes]
+    assert len(names) > 6 and evaluations(dict.fromkeys(names, 0.0)) == {"a": 0.0}
 
 
 def test_spans_keep_earliest_start_and_latest_stop() -> None:
