@@ -151,9 +151,9 @@ class Scope:
                 return (self._command(part.text, file_line, script),)
 
     def _command(self, text: str, file_line: str, script: Path) -> Value:
-        """Return the output of a command that only names files (``named_file``) or of ``seq``.
+        """Return the output of ``text`` if it is ``seq`` or a path command that ``named_file`` evaluates, such as ``dirname``.
 
-        Any other command gives an unknown value.
+        The value of any other command, or of one with an unknown argument, is unknown.
         """
         plain = " ".join(text.split())
         short = plain if len(plain) < 60 else plain[:57] + "..."

@@ -204,9 +204,9 @@ class BatchedAttention(AttentionBackend):
             )
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        """Return attention [T, H * D] for q [T, H * D] and new k and v [T, K * D].
+        """Return attention [T, H * D] of q [T, H * D] to the keys and values in the pool.
 
-        If ``save_kv_cache``, also store k and v in the pool.
+        If ``save_kv_cache``, first store the new k and v [T, K * D] there. Otherwise k and v are not read.
         """
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)

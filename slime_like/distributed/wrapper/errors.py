@@ -46,9 +46,9 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
 
 
 def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
-    """Return the suspicious ops that the rings of this node's ranks show; [] if this rank's ring has no folder.
+    """Return the suspicious ops in the rings of this node's ranks; [] if this rank's ring is in private memory.
 
-    ``wait_for_peers``: first wait up to ``ARRIVAL_WAIT_S`` until no op is missing on a running rank.
+    If ``wait_for_peers``, first wait until all running ranks have issued the ops of their peers, at most ``ARRIVAL_WAIT_S``.
     """
     if w.ring.folder is None:
         return []

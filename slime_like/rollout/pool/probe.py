@@ -104,9 +104,9 @@ class EngineProbe:
         return tuple(probe_scores)
 
     def remember(self, groups: Sequence[SampleGroup]) -> None:
-        """Keep the first sequences of a new rollout for the probe; keep prompts if no rollout has had suitable ones yet.
+        """Keep the first sequences of a new rollout that can be scored, one per group, for the probe.
 
-        Prompts are read without changing the position of the data source.
+        If it has none and nothing is kept yet, keep prompts of the data source, whose position does not change.
         """
         sequences = [group.samples[0].token_ids for group in groups if group.samples and self._can_score(group)]
         sequences = sequences[: self._num_sequences]
