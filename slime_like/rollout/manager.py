@@ -279,10 +279,10 @@ class RolloutManager:
         await self._pool.wait_until_push_needed()
 
     def last_recoveries(self) -> tuple[Recovery, ...]:
-        """Return the engine recoveries that began or changed since the last call (``collect`` calls this function too).
+        """Return the engine recoveries that began or changed since the last call. ``collect`` makes such calls too.
 
-        Also return every injected outage of the reward server that caused a failed request, changed or not, until a call has
-        returned its complete record.
+        Also return a record of each injected outage of the reward server that failed a request. Every call returns this
+        record again, until one has returned it complete.
         """
         return (*self._pool.take_recoveries(), *self._rewards.take_recoveries())
 
@@ -335,7 +335,7 @@ class RolloutManager:
             self._collector.restore(RolloutState.from_groups(state["cursor"], load_groups(in_flight_path(base))))
 
     async def stop(self) -> None:
-        """Cancel groups in flight and starts of engines, close generate function and engine clients, and stop the reward pool.
+        """Cancel unfinished groups and engine starts; close the generate function and the engine clients; stop the reward pool.
 
         Every step runs even if another one fails.
         """

@@ -201,7 +201,7 @@ class LearningSignal:
         ]
 
     def _is_flat(self, groups: Sequence[SampleGroup]) -> bool:
-        """Return True if no advantage can differ from 0 under the algorithm's baseline."""
+        """Return True if the rewards make every advantage 0 under the algorithm's baseline."""
         if self.baseline == "none":
             return False
         if len(_scores(groups)) == 1:
@@ -232,7 +232,7 @@ def _is_due(streak: int, first: int) -> bool:
 
 
 def _quote(group: SampleGroup | None) -> str:
-    """Return the text of the group's first sample after its prompt id, label, reward and status; "" if there is no sample."""
+    """Describe the group's first sample: prompt id, label, reward, status and text. Return "" if there is no sample."""
     if group is None or not group.samples:
         return ""
     sample: Sample = group.samples[0]

@@ -124,7 +124,7 @@ class SampleStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs. Free space after rows counts, and so does a released row until its slab has no other rows."""
+        """Bytes of all slabs, including free space after rows. A released row counts until its slab has no other rows."""
         return sum(slab.columns.nbytes for slab in self._slabs.values())
 
     # ---- append ------------------------------------------------------------------------------------------------------

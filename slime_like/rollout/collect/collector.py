@@ -38,7 +38,7 @@ class PromptQueue:
         return [*first, *map(QueuedPrompt, new_prompts)]
 
     def give_back(self, prompts: Sequence[QueuedPrompt]) -> None:
-        """Put taken prompts that no rollout has used back at the front of the queue."""
+        """Put unused prompts back at the front of the queue: they were taken, but no rollout has used them."""
         self.queued = (*prompts, *self.queued)
 
 

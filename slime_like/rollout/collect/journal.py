@@ -144,9 +144,9 @@ class CallJournal:
         return call
 
     def close(self) -> None:
-        """Drop the calls that this run of the generate function did not repeat: no sample contains their tokens.
+        """Drop calls of an earlier run of the generate function that this run did not repeat.
 
-        Call this after the function has returned.
+        Call this after the function has returned. No sample contains the tokens of the dropped calls.
         """
         for call in self._unclaimed:
             self._calls.remove(call)
@@ -154,7 +154,7 @@ class CallJournal:
         self._unclaimed = []
 
     def copy(self) -> tuple[RecordedCall, ...]:
-        """Return a snapshot of the calls, without those that have no seeds."""
+        """Return a snapshot of the calls that have seeds."""
         return tuple(call.record() for call in self._calls if call.seeds)
 
     @property

@@ -53,7 +53,7 @@ class GroupTask:
     group: SampleGroup | None = None  # the group, once it is scored and has passed the filters
 
     def on_generated(self) -> None:
-        """Mark the group as generated (only its reward is missing), and drop calls that the generate function did not repeat."""
+        """Mark the group as generated (only its reward is missing), and close its journal (``CallJournal.close``)."""
         self.is_generated = True
         self.journal.close()
 
@@ -174,9 +174,9 @@ class OverSamplingCollector(GroupCollector):
 
     # ---- phases of a rollout -----------------------------------------------------------------------------------------
     def _start_groups(self, rollout_id: int, num_requested: int, num_groups: int) -> int:
-        """Start ``num_groups`` groups, or none if it is negative, after ``num_requested`` earlier ones of this rollout.
+        """Start ``num_groups`` more groups of this rollout, which has started ``num_requested`` so far.
 
-        Return the number of started groups.
+        If ``num_groups`` is negative, start none. Return the number of started groups.
         """
         prompts = self._take(rollout_id, num_requested, max(0, num_groups))
         group_tasks = [GroupTask(group_id, queued.prompt, queued.num_aborts) for group_id, queued in prompts]

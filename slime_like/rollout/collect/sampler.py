@@ -5,8 +5,8 @@ The generate function gets a ``ResumableEngine``, which continues interrupted co
 consumes  an assignment to one engine, so that a continuation finds its group's prefix in the cache; if that engine is
           lost, the group moves to another engine, which continues from the tokens already returned
 produces  finished completions, with the log-probability of each token and the version that sampled it
-waits for a serving engine, and for the ``PauseGate``: over-sampling closes it at the end of a rollout, and unfinished
-          completions that are kept continue when the next rollout opens it
+waits for a serving engine, and for the ``PauseGate``: over-sampling closes it at the end of a rollout. The next
+          rollout opens it; with partial rollouts, unfinished completions then continue
 
 During an interruption, calls of ``generate`` just wait. After a restart of the process, the generate function runs again,
 and the calls of ``generate`` that it repeats are served from a record (``CallJournal``). A call that differs from the

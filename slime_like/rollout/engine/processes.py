@@ -69,12 +69,12 @@ def _state(process: Path) -> tuple[str, int]:
 
 
 def mapped_segments(group: int) -> frozenset[Path]:
-    """Return the paths of the named segments that the processes of a group have mapped."""
+    """Return the paths of named shared memory that the processes of a group have mapped; see ``segments_of``."""
     return segments_of(int(process.name) for process in members(group))
 
 
 def segments_of(pids: Iterable[int]) -> frozenset[Path]:
-    """Return the paths of the named segments (files in ``SHARED`` with one of ``PREFIXES``) that processes have mapped."""
+    """Return the paths of named shared memory that processes have mapped: files in ``SHARED`` with one of ``PREFIXES``."""
     segments: set[Path] = set()
     for pid in pids:
         try:

@@ -63,7 +63,10 @@ class EngineServer:
         node: EngineNode = SINGLE_NODE,
         first_free_gib: float | None = None,
     ) -> None:
-        """``first_free_gib``: result of ``free_before_load`` of the engine's first server; None if unknown or for that server."""
+        """``first_free_gib`` is the result of ``free_before_load`` of the engine's first server.
+
+        It is None if that is unknown, or if this is the first server.
+        """
         self._first_free_gib = first_free_gib
         self._spec = spec
         self._admin_key = admin_key
@@ -152,7 +155,10 @@ class EngineServer:
         return free_gib(self._log())
 
     def decode_method(self) -> str:
-        """Return the log's description of how a CPU engine decodes (kernels, threads); empty on a GPU and before it is ready."""
+        """Return the log's description of how a CPU engine decodes (kernels, threads).
+
+        The text is empty on a GPU, and before the engine is ready.
+        """
         matches = re.findall(rf"{DECODE_LINE}(.*)", self._log())
         return matches[-1] if matches else ""
 

@@ -17,7 +17,9 @@ LOSSES = "transformers.loss.loss_utils"
 
 @contextmanager
 def sglang_imports() -> Generator[None]:
-    """Speed up imports of SGLang in the block by ``heavy_imports``, ``import_gguf``, ``deferred_losses`` and ``block_megatron``.
+    """Let the block import SGLang faster.
+
+    This applies ``heavy_imports``, ``import_gguf``, ``deferred_losses`` and ``block_megatron``.
 
     Imports of megatron fail after the block too.
     """
@@ -33,7 +35,7 @@ def block_megatron() -> None:
 
 
 def import_gguf() -> None:
-    """Import gguf without mistral_common, which only its tokenizer converters use.
+    """Import gguf without mistral_common, which only gguf's tokenizer converters use.
 
     If mistral_common has been imported already, do nothing.
 

@@ -54,8 +54,8 @@ class EnginePool:
     async def call_assigned[T](self, assignment: EngineAssignment, request: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of ``request`` to the assigned engine; None if the engine was lost or removed.
 
-        In that case, the engine is also removed from ``assignment``, if that still names it, so that the group moves to
-        another engine. Raises the same errors as ``call``.
+        If the result is None, clear the engine of ``assignment``, so that the group moves to another engine. If another
+        request of the group has done so already, leave ``assignment`` unchanged. Raises the same errors as ``call``.
         """
         engine = assignment.engine
         assert engine is not None
@@ -318,7 +318,10 @@ class EnginePool:
             self.recoveries[slot.recovery_index] = replace(last, groups=last.groups + 1)
 
     def _fail(self, error: Exception) -> None:
-        """End the run with ``error``, unless an earlier error has. Tasks that wait for an engine or a reply raise that error."""
+        """End the run with ``error``, unless an earlier error has already ended it.
+
+        Tasks that wait for an engine or a reply raise the error that ended the run.
+        """
         if self._failure is None:
             self._failure = error
             self.router.fail(error)
@@ -333,7 +336,7 @@ class EnginePool:
 
 
 async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. If ``lost_event`` (of ``EngineSlot``) is set first, cancel it and raise ``EngineLost``."""
+    """Return the result of ``work``. If the slot's ``lost_event`` is set first, cancel ``work`` and raise ``EngineLost``."""
     task, lost_task = asyncio.ensure_future(work), asyncio.ensure_future(lost_event.wait())
     try:
         await asyncio.wait({task, lost_task}, return_when=asyncio.FIRST_COMPLETED)

@@ -104,9 +104,10 @@ class EngineProbe:
         return tuple(probe_scores)
 
     def remember(self, groups: Sequence[SampleGroup]) -> None:
-        """Keep the first sequences of a new rollout that can be scored, one per group, for the probe.
+        """Keep sequences of a new rollout for the probe: the first sample of each group, if it can be scored.
 
-        If it has none and nothing is kept yet, keep prompts of the data source, whose position does not change.
+        Only the first ``num_sequences`` such samples are kept. If there are none, keep the earlier sequences or, if there
+        are none of these either, prompts of the data source. The position of the data source does not change.
         """
         sequences = [group.samples[0].token_ids for group in groups if group.samples and self._can_score(group)]
         sequences = sequences[: self._num_sequences]

@@ -109,7 +109,10 @@ class QKV(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary(Weight):
-    """One row per token of the vocabulary, padded with zero rows to ``padded`` rows, so that every rank holds the same number."""
+    """A parameter with one row per token of the vocabulary, such as the embedding, split by rows.
+
+    Zero rows pad it to ``padded`` rows, so that every rank holds the same number.
+    """
 
     padded: int
 

@@ -29,7 +29,7 @@ from slime_like.util import exact
 class MicroBatch:
     """One micro-batch on this rank.
 
-    ``old_logprobs`` to ``advantages`` are F32 [T] on the device if they are set, which is only on the last pipeline stage.
+    The fields ``old_logprobs`` to ``advantages`` are set only on the last pipeline stage: F32 [T] on the device.
     """
 
     batch: PackedBatch

@@ -93,7 +93,7 @@ class PrecomputedAngles(torch.nn.Module):
         self.angles: Tensor | None = None
 
     def get_rotary_seq_len(self, *_: Any) -> int:
-        """Return 0: the angles belong to the packed tokens, not to positions up to a length."""
+        """Return 0, because ``forward`` ignores the length: its angles are those of the packed tokens."""
         return 0
 
     def forward(self, length: int, packed_seq: bool) -> tuple[Tensor, float]:
