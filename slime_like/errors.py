@@ -55,7 +55,7 @@ class AgentError(SlimeLikeError, RuntimeError):
 
 
 class StoreFull(SlimeLikeError, MemoryError):
-    """A group whose samples need memory for more tokens than its ``SampleStore`` may hold, or more memory than is free."""
+    """Samples that do not fit into a ``SampleStore``: they would exceed its limit of tokens, or memory is short."""
 
 
 class EngineError(SlimeLikeError, RuntimeError):

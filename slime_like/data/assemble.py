@@ -153,9 +153,9 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
     """Return all optimizer steps of one rollout.
 
     ``groups`` may be empty, if filters dropped all groups or all are carried over to the next rollout; there are then no
-    steps. Raises ``ConfigError`` if there are too few samples for one per step and dp rank or the aggregation is unknown,
-    ``DataError`` if a step has no token to train on, and ``EngineError`` if log-probabilities or routed experts of trained
-    tokens are missing, or if the samples' extras differ in their names or have wrong sizes.
+    steps. Raises ``ConfigError`` if the aggregation is unknown, or if there are fewer than ``steps * dp`` samples;
+    ``DataError`` if a step has no token to train on; ``EngineError`` if log-probabilities or routed experts of trained
+    tokens are missing, or if the extras of samples have different names or wrong sizes.
     """
     if not groups:
         return TrainBatch(rollout_id, ())

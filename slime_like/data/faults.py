@@ -184,8 +184,8 @@ def _describe_recovery(recovery: Recovery, since: float) -> str:
 def _no_loss(injection: InjectedFault, recoveries: Sequence[Recovery], next_time: float) -> str:
     """Return the reason why an injected fault has no recorded loss.
 
-    ``next_time`` is the time of the next fault of the same target, infinity if there is none. From then on, losses of the target
-    count as that fault's.
+    ``next_time`` is the time of the next fault of the same target, infinity if there is none. Losses of the target from then
+    on are attributed to the next fault.
     """
     if injection.fault.partition(":")[0] in FATAL:
         return "ends the run; the same command resumes it"

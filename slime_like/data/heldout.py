@@ -11,7 +11,7 @@ from slime_like.config.schema.rollout import DataConfig, EvalConfig
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """Settings of one held-out set. None means the run's value or, for ``rm_type``, the rows' own."""
+    """Settings of one held-out set. None means the value of the run; for ``rm_type``, it means the value of each row."""
 
     name: str
     path: str

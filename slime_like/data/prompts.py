@@ -50,8 +50,8 @@ class SourceContext:
 def num_distinct(num_rows: int, batch_size: int, max_prompts: int) -> int:
     """Return the number of consecutive prompts that must be distinct, even across the border of two epochs; at least 1.
 
-    It is ``batch_size`` or, if larger, the number of prompts in ``MIN_ROLLOUTS_APART`` rollouts of ``max_prompts`` each. The
-    first is limited to all rows, the second to half of them, so that epochs stay shuffled.
+    It is the larger of two numbers: ``batch_size``, but at most ``num_rows``; and the number of prompts in
+    ``MIN_ROLLOUTS_APART`` rollouts of ``max_prompts`` each, but at most half of ``num_rows``, so that epochs stay shuffled.
     """
     return max(min(batch_size, num_rows), min(MIN_ROLLOUTS_APART * max_prompts, num_rows // 2), 1)
 
@@ -89,10 +89,10 @@ class _Cursor(TypedDict):
 class FileSource:
     """Resumable stream of prompts from one file. It has no tokenizer, so it can be pickled to other processes.
 
-    The constructor raises ``DataError`` for a file that cannot be used or a bad row (naming file, line, key, reason and
-    fix), and ``ConfigError`` if a row needs a chat template but the tokenizer has none. With ``data.on_bad_row=skip``
-    bad rows are left out and counted in ``num_bad_rows``, and ``bad_rows`` has the reasons for the first of them; only
-    if every row is bad, ``DataError`` is raised.
+    The constructor raises ``DataError`` for an unusable file and for a bad row (naming file, line, key, reason and fix),
+    and ``ConfigError`` if a row needs a chat template but the tokenizer has none. With ``data.on_bad_row=skip``, bad rows
+    are left out and counted in ``num_bad_rows``, and ``bad_rows`` has the reasons for the first of them. They then raise
+    ``DataError`` only if no good row is left.
     """
 
     def __init__(self, config: DataConfig, context: SourceContext) -> None:

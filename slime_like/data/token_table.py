@@ -86,7 +86,10 @@ def choose_samples(batch: TrainBatch, groups: Sequence[SampleGroup], max_tokens:
 
 
 def token_table(batch: PackedBatch, trainer_logprobs_T: F32, version: int) -> TokenTable:
-    """Return the table of the sequences in ``batch``. ``trainer_logprobs_T``: of the weights with this ``version``."""
+    """Return the table of the sequences in ``batch``.
+
+    ``trainer_logprobs_T`` are the trainer's log-probabilities, computed with its weights of ``version``.
+    """
     lengths = np.diff(batch.cu_seqlens)
     first = np.zeros(len(batch.token_ids), dtype=bool)
     first[batch.cu_seqlens[:-1]] = True

@@ -35,7 +35,7 @@ def share_gloo_device() -> None:
 
 
 def create_on_shared_device(request: Any, options: Any) -> Any:
-    """Return a gloo backend on the devices of ``options``, or, if it has none, on the process's shared devices.
+    """Return a gloo backend on the devices that ``options`` contains; if it contains none, on the process's shared devices.
 
     Each value of ``GLOO_SOCKET_IFNAME`` has its own shared devices, created at their first use.
     """

@@ -71,9 +71,9 @@ def check_model(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def family_of(cfg: TrainConfig, model: HfConfig) -> str:
-    """Return the model's family: ``model.family``, or the model_type if that is auto.
+    """Return the model's family: ``model.family`` or, if that key is auto, the model_type.
 
-    Raises ``ConfigError`` if the model_type is in ``REFUSED_FAMILIES``, or if it is not a family and ``model.family`` is auto.
+    Raises ``ConfigError`` if the model_type is in ``REFUSED_FAMILIES``, or if the key is auto and no family has this name.
     """
     refuse_family("model.hf_checkpoint", model.folder, model.model_type)
     if cfg.model.family != "auto":

@@ -118,7 +118,10 @@ OWNED: dict[str, dict[str, str]] = {
 
 
 class UpstreamKey(TypedDict):
-    """Field of another project: annotation and default as source text, and flags other than the one derived from its name."""
+    """Field of another project. ``type`` (its annotation) and ``default`` are source text.
+
+    ``flags`` are its command-line flags, except the one derived from its name.
+    """
 
     type: str
     default: str | None
@@ -161,7 +164,7 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
 
 
 def describe_owner(setting: str, owner: str, removable: str) -> str:
-    """Return the error message for a ``setting`` of a field in ``OWNED``; ``owner`` is the value of the field there.
+    """Return the error message for ``setting``, which sets a field listed in ``OWNED``. ``owner`` is its entry in ``OWNED``.
 
     ``removable`` is what the message asks the user to remove, such as "this key".
     """
@@ -171,7 +174,10 @@ def describe_owner(setting: str, owner: str, removable: str) -> str:
 
 
 def settable(annotation: str) -> bool:
-    """Return whether ``annotation`` has a Literal or accepts a sample boolean, number, string, list or mapping."""
+    """Return whether a config can contain a value that fits ``annotation``.
+
+    This is tried with a few values: booleans, numbers, strings, lists and mappings. An annotation with a Literal passes.
+    """
     samples: list[Any] = [True, 1, 0.5, "auto", [1, 1], [0.5], ["a"], {}, [{}]]
     return "Literal" in annotation or any(accepts(annotation, sample) for sample in samples)
 
@@ -179,8 +185,8 @@ def settable(annotation: str) -> bool:
 def accepts(annotation: str, value: Any) -> bool:
     """Return whether ``value`` fits a type annotation in source form, such as ``Optional[List[int]]``.
 
-    Only booleans, numbers, strings, lists, mappings and None can fit. A list also stands for a set or a tuple with annotated
-    elements; any other class in the annotation accepts no value.
+    Only booleans, numbers, strings, lists, mappings and None can fit. A list also fits a set, sequence or tuple with annotated
+    elements. No value fits any other class.
     """
     return _accepts(ast.parse(annotation, mode="eval").body, value)
 

@@ -82,8 +82,8 @@ class Scales:
         """Return the name of the scales by which ``weight`` must be multiplied; None if it is not quantised.
 
         A weight is not quantised if ``dtype`` is one of ``WEIGHTS`` and it has no scales. Raises ``CheckpointError`` if
-        any other weight is not float8, if config.json declares no float8 weights, or if the scales of a float8 weight
-        are missing or not the only ones. Static activation scales are ignored.
+        any other weight is not float8, if config.json declares no float8 weights, or if a float8 weight lacks its scales
+        or has additional ones. Static activation scales are ignored.
         """
         names = [name for name in self.of_weight.get(weight, ()) if not name.endswith(IGNORED)]
         if dtype in WEIGHTS and not names:
@@ -120,7 +120,7 @@ class Scales:
             )
 
     def refuse(self, evidence: str) -> NoReturn:
-        """Raise ``CheckpointError``, quoting ``evidence`` for a format that cannot be read."""
+        """Raise ``CheckpointError`` on a format that cannot be read. Its message contains ``evidence``."""
         raise _refusal(self.key, self.folder, evidence)
 
 
@@ -196,9 +196,9 @@ def _float8(key: str, folder: Path, quantisation: Mapping[str, Any], evidence: s
 
 
 def check_tensors(key: str, path: Path, dtypes: Mapping[str, str]) -> None:
-    """Raise ``CheckpointError`` if a tensor of the safetensors file ``path`` has a name of an unsupported format.
+    """Raise ``CheckpointError`` if a tensor name in the safetensors file ``path`` shows that its format is unsupported.
 
-    ``NAMES`` lists the suffixes of such names. ``dtypes`` maps the names of the file's tensors to their dtypes.
+    ``NAMES`` has the endings of such names. ``dtypes`` maps the names of the file's tensors to their dtypes.
     """
     for name, dtype in dtypes.items():
         if format_name := next((kind for end, kind in NAMES.items() if name.endswith(end)), ""):

@@ -37,9 +37,9 @@ def resolve_schedule(
     """Return ``optim`` with warmup_steps, decay_steps and, for wsd, wsd_decay_steps filled in, all in optimizer steps.
 
     ``num_steps`` is the number of optimizer steps in the run, computed by ``formula``. ``warmup_key`` is the key that
-    sets the warm-up. Raises ``ConfigError`` if the schedule is longer than the run or leaves no steps for the decay, if a
-    key that this schedule does not read is set to another value than ``num_steps`` (a resolved ``optim`` is accepted), if two
-    keys set the warm-up, or if optim.min_lr is above optim.lr.
+    sets the warm-up. Raises ``ConfigError`` if the schedule is longer than the run or leaves no steps for the decay, if two
+    keys set the warm-up, or if optim.min_lr is above optim.lr. A key that only other schedules read is an error too, unless
+    its value is ``num_steps``: an earlier call may have filled that in.
     """
     if optim.min_lr > optim.lr:
         raise ConfigError(f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}: lower optim.min_lr")

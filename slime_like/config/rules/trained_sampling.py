@@ -93,7 +93,7 @@ new SGLang has such variables in neither.
 
 
 def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` on a key or environment variable with which the engines' samples cannot be trained on.
+    """Raise ``ConfigError`` on a key or environment variable that makes the engines' samples unsuitable for training.
 
     Runs that train on no samples (``run.mode=rollout_only``, algo=sft) are not checked.
     """

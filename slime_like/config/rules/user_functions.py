@@ -133,8 +133,8 @@ def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) 
 def _check_returns(key: str, name: str, function: Any) -> None:
     """Raise ``ConfigError`` if the source of ``function`` shows that its result is of no use.
 
-    A filter must return None or a word; a function of a key in ``METHODS`` must not always return None. Functions of other
-    keys are not checked.
+    A filter must return None or a word. A function of a key in ``METHODS`` must return an object, so it is refused if it
+    returns only None. Functions of other keys are not checked.
     """
     if (returns := returns_of(function)) is None:
         return

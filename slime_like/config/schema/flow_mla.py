@@ -155,7 +155,7 @@ TRUE_VALUES = ("true", "1", "yes", "y")
 
 
 def missing_weights(weights: Iterable[str], *, latent: bool) -> str | None:
-    """Return the end of an error message about the first of ``weights`` that the attention lacks; None if it has all."""
+    """Return the end of an error message that names the first of ``weights`` that the attention lacks; None if it has all."""
     available = LATENT_WEIGHTS if latent else PLAIN_WEIGHTS
     for name in weights:
         if name not in available:

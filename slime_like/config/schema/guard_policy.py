@@ -169,8 +169,8 @@ def _field(location: str, name: str, value: object) -> object:
 def table(spec: GuardSpec) -> Iterator[tuple[str, str]]:
     """Yield the policies of ``spec`` as pairs of an op and a policy.
 
-    Every op comes first, with its policy in groups that set none of their own; then each policy set for a group, with the op
-    "group: op" or "group: every op".
+    The first pairs have every op with its policy in groups without a policy of their own. The pairs after them have the
+    policies set for groups; instead of an op, they begin with "group: op" or "group: every op".
     """
     for op in OPS:
         yield op.name, str(spec.policy(op.name, ""))

@@ -126,7 +126,7 @@ def _algorithms_with(key: str) -> list[str]:
 def _nearest(key: str, candidates: Iterable[str], our_key: str | None, algo: str | None) -> str:
     """Return a hint: a key that ``key`` may stand for, else the keys of its group, else all groups.
 
-    Such a key has a similar name, is ``our_key``, or ends in the same word.
+    ``key`` may stand for a key with a similar name or the same last word, and for ``our_key`` (see ``unknown``).
     """
     group, _, last = key.rpartition(".")
     options = list(candidates)
@@ -167,7 +167,10 @@ def _keys_of(group: str, options: Iterable[str]) -> str:
 
 
 def _group_of(word: str) -> str:
-    """Return a hint to a group whose name begins with ``word`` (at least three letters), such as evaluation for eval, or ""."""
+    """Return a hint that names the first config group whose name begins with ``word``: evaluation for ``eval``.
+
+    The hint is empty if there is no such group, or if ``word`` has fewer than three letters.
+    """
     name = next((name for name in _groups() if len(word) > 2 and name.startswith(word)), None)
     return f"; there is also a group {name}" if name else ""
 

@@ -19,8 +19,8 @@ REJECTIONS = ("none", "product", "geometric")
 class AlgoConfig(Config):
     """Keys of every algorithm: its name, loss and advantages, and the aggregation of token losses.
 
-    The loader sets ``name`` to the algorithm's key in ``ALGORITHMS``. The schemas of this project also have this key as the
-    default of ``name``, for code that constructs them without the loader.
+    ``name`` is the algorithm's key in ``ALGORITHMS``, set by the loader. In the schemas of this project it is also the
+    default, for code that constructs them without the loader.
     """
 
     name: str = key("grpo", "Algorithm.")

@@ -115,7 +115,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def _workers_problem(workers: list[str]) -> str:
-    """Return why ``workers`` are not the addresses of different workers; empty if they may be. No worker is contacted."""
+    """Return why ``workers`` cannot be the addresses of different workers; "" if they can. No worker is contacted."""
     try:
         addresses = [parse_address(text) for text in workers]
     except ConfigError as error:

@@ -260,8 +260,8 @@ class RewardConfig(Config):
         """Return a dict from the name of each reward of a row with this ``rm_type`` to the reward's weight.
 
         The row's own reward is its ``rm_type``, or ``name`` if it has none or if ``name`` is an import path. In ``weights``,
-        the key ``rm_type`` stands for it. If ``weights`` is empty, the row's own reward is the only one, with weight 1. The
-        same holds with ``unshaped`` (evaluation) if ``weights`` has the key ``rm_type``.
+        the key ``rm_type`` stands for it. The row's own reward is the only one, with weight 1, in two cases: if ``weights``
+        is empty; and with ``unshaped`` (evaluation), if ``weights`` has the key ``rm_type``.
 
         Example: ``weights={"rm_type": 1.0, "my:f": 0.1}`` and a row of rm_type ``math`` give ``{"math": 1.0, "my:f": 0.1}``.
         """

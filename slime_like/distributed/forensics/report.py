@@ -124,9 +124,9 @@ def _collectives(reading: Reading, group: GroupInfo) -> dict[int, OpRecord]:
 
 
 def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
-    """Describe the ranks whose op or size differs from the commonest, then the other ranks; empty if all issued the same.
+    """Yield a description for each (op, size) that ranks issued, with these ranks; nothing if all issued the same.
 
-    If several are equally common, describe all ranks.
+    If one (op, size) is the commonest, it comes last. Sizes count only if all these ops require equal sizes.
     """
     compare_sizes = all(record.op.equal_sizes for record in arrived.values())
     issues = {rank: (r.op.name, r.num_bytes if compare_sizes else 0) for rank, r in arrived.items()}
@@ -146,7 +146,10 @@ def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
 
 
 def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
-    """Yield, for each rank, its first unfinished or failed receive from a given rank that has not recorded the send."""
+    """Yield, for each rank, its first receive that has not succeeded and whose sender has not recorded the send.
+
+    Receives from any sender are skipped, and so are those in groups with ranks outside this world.
+    """
     for rank, reading in ranks.items():
         for record in reading.records:
             waits = record.ended_ns in (0, FAILED) and record.op.name == "irecv"

@@ -48,7 +48,7 @@ def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> C
 def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
     """Return the suspicious ops in the rings of this node's ranks; [] if this rank's ring is in private memory.
 
-    If ``wait_for_peers``, first wait until all running ranks have issued the ops of their peers, at most ``ARRIVAL_WAIT_S``.
+    With ``wait_for_peers``, first wait up to ``ARRIVAL_WAIT_S`` for running ranks to issue ops that their peers have issued.
     """
     if w.ring.folder is None:
         return []

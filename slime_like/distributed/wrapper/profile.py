@@ -25,8 +25,8 @@ from slime_like.distributed.wrapper.wrapper import Wrapper
 class MemoryDelta:
     """Maximum memory that one op in one group took, in bytes; a call that released memory counts as 0.
 
-    ``first_*``: over the first call and each call with a larger payload than any before it, for which buffers may grow.
-    ``later_*``: over all other calls.
+    ``first_*``: maximum over the first call and each call with a larger payload than any call before it, because buffers may
+    grow in such a call. ``later_*``: maximum over all other calls.
     """
 
     first_allocator: int = 0

@@ -71,7 +71,7 @@ class Wrapper:
     _composite_thread: int = 0
 
     def close(self) -> None:
-        """Close the ring and, if there are any, ``guard.symmetric_actions``. Call this after ``TorchPatches.restore``."""
+        """Close the ring, and the guard's ``SymmetricActions`` if it has one. Call this after ``TorchPatches.restore``."""
         self.ring.before_close()
         if self.guard.symmetric_actions is not None:
             self.guard.symmetric_actions.close()
@@ -79,7 +79,7 @@ class Wrapper:
 
     # ---- groups and counters -------------------------------------------------------------------------------------
     def add_counter(self, op: Op, group: Any) -> Counter:
-        """Create the counter of ``op`` in a group that has not called it before.
+        """Create and return the counter of ``op`` in ``group``, at the first call of the op in that group.
 
         Raises ``CollectiveError`` if the group's communicators are released.
         """
@@ -199,9 +199,10 @@ class Wrapper:
 
     @contextlib.contextmanager
     def in_composite(self, counter: Counter, index: int, start_ns: int) -> Generator[None]:
-        """Record the end of the composite function that runs in the block; do not guard the ops that this thread issues in it.
+        """Record the end of the composite function that runs in the block. ``counter`` and ``index`` belong to this function.
 
-        ``counter`` and ``index``: those of the function. Raises the error that ``record_failure`` returns if the block fails.
+        The ops that this thread issues in the block are not guarded. If the block fails, the error that ``record_failure``
+        returns is raised.
         """
         outer, self.composite_thread = self.composite_thread, get_ident()
         try:
