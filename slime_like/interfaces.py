@@ -265,8 +265,8 @@ class WeightSource(Protocol):
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the tensors of the manifest, in order, in buckets of up to ``max_bytes``; a larger tensor gets its own bucket.
 
-        This is a collective over the ranks of the pipeline stage. Ranks that are not senders get as many buckets, but empty
-        ones. A tensor may share memory with the parameter: use it before the next optimizer step.
+        This is a collective over the ranks of the pipeline stage. Ranks that are not senders get the same number of buckets,
+        all of them empty. A tensor may share memory with the parameter: use it before the next optimizer step.
         """
         ...
 

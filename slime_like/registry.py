@@ -1,4 +1,4 @@
-"""Resolve names in the configuration to objects: ``slime_like.config.schema.names`` lists them, ``resolve`` imports one."""
+"""Resolve names in the configuration to objects. The tables of names are in ``slime_like.config.schema.names``."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}  # upper bound on the mean differ
 class DriftWatch:
     """Comparison of each rollout's mean log-probability difference with the median of this run's earlier rollouts.
 
-    It warns if the mean is nan, above ``ceiling``, or above both ``rounding`` and ``factor`` times that median. The mean over
-    samples that other weights began has the same limits.
+    It warns if the mean is nan, above ``ceiling``, or above both ``rounding`` and ``factor`` times that median. The same limits
+    apply to the separate mean over samples whose generation began with other weights.
     """
 
     rounding: float  # largest mean that rounding can cause, see ``ROUNDING``

@@ -53,8 +53,9 @@ def parse_row(line: bytes) -> LogRow:
 def read_retained_lines(path: Path, last_step: int) -> RetainedLines:
     """Return the lines of ``path`` up to ``last_step``, which a run that resumes from this step keeps.
 
-    An incomplete last line, which a killed run can leave, is dropped; any other unreadable line is damaged. If the file is
-    missing, there are no lines, and ``note`` says so. Raises ``ConfigError`` if the file exists but cannot be read.
+    An incomplete last line, which a killed run can leave, is dropped. All other unreadable lines are returned as ``damaged``.
+    If the file is missing, no lines are returned, and the result's ``note`` says so. Raises ``ConfigError`` if the file exists
+    but cannot be read.
     """
     if not path.exists():
         return RetainedLines((), (), f"{path} is missing: the curves of the run begin after step {last_step}")

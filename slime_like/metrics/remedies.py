@@ -1,4 +1,4 @@
-"""Advice for metrics outside the healthy range given in ``dictionary``, by the name of the entry."""
+"""Advice for values outside a metric's healthy range, by the name of the metric's entry in ``dictionary``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class PhantomGpu:
-    """Phantom GPUs of a process. It has their full memory to itself, and can open other processes' memory by CUDA IPC."""
+    """Phantom GPUs of one process, which has their full memory to itself.
+
+    The process can open the memory of other processes by CUDA IPC.
+    """
 
     memory_bytes: int = 80 * GIB
     num_devices: int = 1

@@ -45,9 +45,8 @@ EXAMPLES = """examples:
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Return the exit code.
 
-    It is 0, 1 if the plan cannot be printed, or 2 if the input cannot be planned or the plot cannot be written.
-
-    Raises argparse's ``SystemExit`` on ``--help`` and on flags that argparse rejects.
+    The code is 0 on success, 1 if the plan cannot be printed, and 2 if the input cannot be planned or the plot cannot be
+    written. Raises argparse's ``SystemExit`` on ``--help`` and on flags that argparse rejects.
     """
     try:
         return print_output("\n".join(_lines(_arguments(argv))) + "\n")
@@ -128,7 +127,10 @@ def _engine(options: argparse.Namespace, shape: ModelShape, hardware: Hardware) 
 
 
 def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> None:
-    """Raise ``ConfigError`` if ``--static`` is too low for weights that fit a GPU or too high for the engine's other memory."""
+    """Raise ``ConfigError`` if ``--static`` is too low for the weights, or too high for the engine's other memory.
+
+    Weights that would not fit a GPU with any ``--static`` raise no error here.
+    """
     if settings.static is None:
         return
     weights = sum(item.num_bytes for item in weight_items(shape, settings))

@@ -70,8 +70,8 @@ def _group_rows(settings: EngineSettings, gpu: GpuKind, requests: float) -> floa
 def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, rows: float) -> float:
     """Return the seconds that a decode step takes for a rank's weights.
 
-    Of each kind of weight, it is the time to read them or, if that is longer, to compute with them. The time to write and
-    sum the outputs of the experts is added.
+    Each kind of weight takes the time to read it or, if that is longer, the time to compute with it. The result is the sum over
+    all kinds, plus the time to write and sum the outputs of the experts.
     """
     linear, seconds = WEIGHT_BYTES[settings.weights], 0.0
     tokens = {"attention": rows, "output layer": requests / (settings.dp_attention if settings.replicated_head else 1)}

@@ -84,8 +84,9 @@ def state_bytes(shape: ModelShape, settings: EngineSettings) -> float:
 def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
     """Return the number of recurrent states of an attention group, without the one for padding requests.
 
-    It is the group's part of max_mamba_cache_size or, without radix cache, of max_running_requests. If neither applies, it is
-    the number of states of ``slot`` bytes that fit SGLang's share of the group's ``pool``.
+    If max_mamba_cache_size is set, the result is the group's part of it. Otherwise, if max_running_requests is set and there is
+    no radix cache, the result is the group's part of max_running_requests. In all other cases it is the number of states of
+    ``slot`` bytes that fit in the share of ``pool`` that SGLang gives to states (``STATE_SHARE``).
     """
     s = settings
     if s.state_slots is not None:
@@ -171,10 +172,11 @@ def runtime_items(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def _reserve_items(runtime: tuple[Item, ...], reserve: float) -> tuple[Item, ...]:
-    """Return the items of ``reserve``: the bytes that an engine with ``tuned`` settings leaves free of weights and caches.
+    """Divide the ``reserve`` of an engine with ``tuned`` settings into items, and return them.
 
-    The items are those of ``runtime`` that stay on the device when the engine releases its memory, and one for the rest.
-    An item larger than what is left of the reserve is cut to that, and its note says so.
+    ``reserve`` is the number of bytes that such an engine uses for neither weights nor caches. The items are those of
+    ``runtime`` that stay on the device when the engine releases its memory, and one for the rest. An item larger than the
+    remaining reserve is cut to it, and its note says so.
     """
     rows: list[tuple[str, float, str]] = []
     for item in runtime:

@@ -10,7 +10,7 @@ from slime_like.planner.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One engine: ``gpus`` tensor parallel ranks that serve together."""
+    """Settings of one engine, which consists of ``gpus`` tensor parallel ranks."""
 
     gpus: int = 1
     dp_attention: int = 1  # groups of gpus / dp_attention tensor parallel ranks, each with its own sequences

@@ -32,5 +32,5 @@ def all_gather_seconds(hardware: Hardware, gpus: int, num_bytes: float) -> float
 
 
 def _nodes(hardware: Hardware, gpus: int) -> tuple[int, int]:
-    """Return the number of nodes that ``gpus`` GPUs span, and the largest number of them in one node."""
+    """Return the number of nodes that ``gpus`` GPUs span, and the largest number of these GPUs in one node."""
     return -(-gpus // hardware.gpus), min(gpus, hardware.gpus)

@@ -168,7 +168,7 @@ class ModelShape:
         return 0 if self.experts is None else self.hidden * self.experts.num_experts
 
     def divided_tensors(self, mixer: str) -> tuple[int, ...]:
-        """Return the number of elements of each tensor of one layer's token mixer that tensor parallelism divides.
+        """Return, for one layer's token mixer, the sizes in elements of the tensors that tensor parallelism divides.
 
         Queries, keys and values share one input projection, as in the trainer, except in latent attention. The result is empty
         if the model has no such mixer.
@@ -185,7 +185,10 @@ class ModelShape:
         return ()
 
     def replicated_tensors(self, mixer: str) -> tuple[int, ...]:
-        """Return the same for the tensors that each tensor parallel rank holds in full: norms and latent down-projections."""
+        """Return, for one layer's token mixer, the sizes in elements of the tensors that each tensor parallel rank holds in full.
+
+        These are norms and the down-projections of latent attention. The result is empty if the model has none of them.
+        """
         if mixer == ATTENTION and (a := self.attention):
             return (a.head_dim,) * (2 * a.normed)
         if mixer == LATENT and (m := self.latent):

@@ -297,9 +297,10 @@ def _activation_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) 
 
 
 def _transient(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple[Item, ...]:
-    """Return the larger of two items: tensors of output layer or value head, and of the layers recomputed in the backward pass.
+    """Return the larger of two items: memory of the output layer or value head, and memory of recomputed layers.
 
-    On a rank that only scores, the second item is the tensors of one layer. The tuple is empty if the stage has neither.
+    The first item exists only on the last stage. The second exists with full recomputation; on a rank that only scores, the
+    forward pass of one layer takes its place. The tuple is empty if neither exists.
     """
     s, rows = settings, []
     per_layer = _layer_bytes(shape, s, *_segments(shape, s, stage))

@@ -1,7 +1,7 @@
 """Command that ends with its parent: ``python bound.py PARENT COMMAND...`` execs COMMAND. PARENT is the parent's process id.
 
-Linux kills COMMAND when the thread that started it ends. A parent that is killed could not stop COMMAND, because none of its
-signal handlers runs.
+Linux kills COMMAND when the thread that started it ends. The parent cannot do this itself: none of its signal handlers runs
+when it is killed.
 """
 
 import ctypes

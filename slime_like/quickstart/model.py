@@ -17,7 +17,7 @@ CONCATENATED_MESSAGES = "{% for message in messages %}{{ message['content'] }}{%
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """Gated DeltaNet layers, in place of attention in all but every fourth layer."""
+    """Gated DeltaNet layers, which replace attention except in every fourth layer."""
 
     linear_num_key_heads: int = 2
     linear_num_value_heads: int = 4

@@ -94,9 +94,9 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
 def check_folders(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if the quickstart cannot use the folders of ``data.train`` and ``model.hf_checkpoint``.
 
-    A folder is refused if it has files but no stamp. That of ``model.hf_checkpoint`` may instead be a finished warm start of the
-    user (``_is_users_warm_start``), but not an unfinished one; ``model.hf_checkpoint`` itself must end in /``EXPORT``. With
-    algo=sft, only the folder of ``data.train`` is checked.
+    A folder is refused if it has files but no stamp. There is one exception: the folder of ``model.hf_checkpoint`` may be a
+    finished warm start of the user (``_is_users_warm_start``), but not an unfinished one. ``model.hf_checkpoint`` itself must
+    end in /``EXPORT``. With algo=sft, only the folder of ``data.train`` is checked.
     """
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):
@@ -201,7 +201,7 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
 def _check_no_other_files(folder: Path, old_stamp: Mapping[str, object]) -> None:
     """Raise ``ConfigError`` if ``folder`` may have files that the warm start of ``old_stamp`` did not write.
 
-    If ``old_stamp`` is empty, the warm start has not ended, and every file counts as its own.
+    An empty ``old_stamp`` means that the warm start has not ended. All files in ``folder`` then count as files of the warm start.
     """
     if not old_stamp:
         return

@@ -15,7 +15,10 @@ MIB = 2**20
 
 
 def collectives(record: RunRecord) -> Iterator[str]:
-    """Yield the section, or a note if the run counted no collective (one trainer rank, or ``guard=off``)."""
+    """Yield the HTML section on a run's collectives.
+
+    It contains only a note if the run counted no collective (one trainer rank, or ``guard=off``).
+    """
     yield "<h2>Collectives</h2>"
     totals: dict[tuple[str, str], dict[str, float]] = {}
     for row in record.rows:

@@ -26,7 +26,7 @@ class Divergence:
 
     @property
     def values(self) -> tuple[float, float]:
-        """Return the values of A and B at ``step``, which must not be None."""
+        """Return the values of A and B at ``step``. Use this only if ``step`` is not None."""
         return dict(self.a)[self.step or 0], dict(self.b)[self.step or 0]
 
 

@@ -94,7 +94,8 @@ class WorkerProcess:
 
         Raises ``DeadlineExceeded`` if there is no reply in time, and ``WorkerDied`` with the cause if the process ended.
         After an error or a cancellation the process cannot be used again: call ``kill``. The pipe is written and read in
-        threads, because a suspended (SIGSTOP) process can block either for ``PIPE_S``, and the event loop must not wait.
+        threads, so that the event loop never waits: if the process is suspended (SIGSTOP), a write or read can block for
+        ``PIPE_S``.
         """
         subject = f"reward {request.name!r} (process {self.pid})"
         try:

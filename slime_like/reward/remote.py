@@ -87,7 +87,10 @@ class RemoteReward:
         self._outages.append(Outage(seconds))
 
     def take_recoveries(self) -> tuple[Recovery, ...]:
-        """Return a record of each injected outage that failed a request, and forget the outages whose record is complete."""
+        """Return a record of each injected outage during which a request failed.
+
+        Outages whose record is complete are forgotten, and their ports released.
+        """
         recoveries = tuple(recovery for outage in self._outages for recovery in outage.recoveries())
         for outage in self._outages:
             if outage.is_over:
@@ -103,7 +106,7 @@ class RemoteReward:
             await self._session.close()
 
     def _count_unscored(self) -> None:
-        """Mark the server as down, and count the sample for an active outage."""
+        """Mark the server as down. If an injected outage is active, count one more sample that got no score during it."""
         self._down = True
         for outage in self._outages[-1:]:
             outage.num_unscored += outage.is_active
@@ -150,7 +153,7 @@ class RemoteReward:
 
 
 async def _read(stream: aiohttp.StreamReader) -> bytes:
-    """Return a response body. Of a body above ``MAX_ANSWER_BYTES``, return a beginning that is above this limit too."""
+    """Read a response body and return it. Stop reading once more than ``MAX_ANSWER_BYTES`` bytes have arrived."""
     content = bytearray()
     async for piece in stream.iter_any():
         content += piece

@@ -63,7 +63,10 @@ ONE, HUGE = Size(), Size(MAX_SIZE, MAX_SIZE)
 
 
 def _expanded(terms: float, n: int) -> float:
-    """Return a bound on the terms of the ``n``-th power of a sum of ``terms`` terms: one term per multiset of size ``n``."""
+    """Return a bound on the number of terms after a sum of ``terms`` terms is raised to ``n`` and expanded.
+
+    Products of the same terms in another order count once.
+    """
     if terms <= 1:
         return 1.0
     if terms > 1000 or n > 10**6:
