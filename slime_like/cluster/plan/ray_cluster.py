@@ -121,7 +121,7 @@ def _with_dcp(
 
 
 def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], cluster: str) -> None:
-    """Raise ``ConfigError`` if the nodes have enough GPUs for the plan, but too few CPUs for Ray to reserve one with each."""
+    """Raise ``ConfigError`` if the nodes have enough GPUs but too few CPUs for the plan: Ray reserves a CPU with each GPU."""
     pairs = sum(min(node.num_gpus, node.num_cpus) for node in nodes)
     if pairs < plan.num_gpus <= sum(node.num_gpus for node in nodes):
         raise ConfigError(
@@ -131,10 +131,10 @@ def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], cluster: str) -> None:
 
 
 def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
-    """Return one machine that describes the fewest ``nodes`` with enough GPUs for the plan.
+    """Return a machine that consists of the nodes with the most GPUs, as few as have enough GPUs for the plan.
 
-    Its cores and memory per node are those of the smallest node with GPUs. On CPUs, it describes all nodes, with the cores of
-    the smallest one and the memory of all.
+    Its cores and memory per node are those of the smallest node with GPUs. If the plan uses CPUs, the machine has the cores of
+    the smallest node and the memory of all nodes.
     """
     if plan.device == "cpu":
         cpus, memory = min((node.num_cpus for node in nodes), default=0), sum(node.memory_bytes for node in nodes)

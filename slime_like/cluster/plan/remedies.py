@@ -87,7 +87,7 @@ def _limit_refusal(spec: EngineSpec) -> str:
 
 
 def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
-    """Return the error message for a CPU engine whose ``mem_fraction_static`` leaves a KV cache smaller than a sequence, else "".
+    """Return an error message if a CPU engine's ``mem_fraction_static`` leaves a KV cache smaller than a sequence, else "".
 
     A small KV cache is accepted if a larger fraction would not enlarge it, for example because of ``max_total_tokens``.
     """

@@ -118,9 +118,10 @@ def role_layout(cfg: TrainConfig, role: CriticConfig | TeacherConfig, actor: Lay
 def role_devices(
     name: str, placement: str, layout: Layout, *, device: str, trainers: int, first_free: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the GPUs of each rank of a role: the trainer's or, if split, those from index ``first_free`` on; none on CPUs.
+    """Return the GPUs of each rank of a role; no GPUs if ``device`` is cpu.
 
-    Raises ``ConfigError`` if a role that shares the trainer's GPUs has more ranks than the trainer has GPUs.
+    If ``placement`` is split, the role has GPUs of its own, from index ``first_free`` on. Otherwise, it shares the trainer's
+    GPUs; raises ``ConfigError`` if it has more ranks than the trainer has GPUs.
     """
     world = layout.world_size
     if device == "cpu":

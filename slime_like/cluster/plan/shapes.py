@@ -76,7 +76,7 @@ def config_values(cfg: TrainConfig) -> dict[str, Any] | None:
 def role_shapes(cfg: TrainConfig, critic: CriticSpec | None, teacher: TeacherSpec | None) -> RoleShapes:
     """Return the shapes of the models of actor, critic and teacher, as far as they are known.
 
-    If a config.json cannot be used, no shape is known, and ``unknown`` of the result is the reason.
+    If a config.json cannot be used, the result has no shapes, and its field ``unknown`` contains the reason.
     """
     try:
         return RoleShapes(

@@ -58,9 +58,9 @@ def check_traceable(plan: Plan, subject: str) -> None:
 
 
 def run_trace(argv: Sequence[str], description: str | None) -> list[dict[str, Any]]:
-    """Return a trace of a rank of the first pipeline stage and, if there are several stages, one of a rank of the last.
+    """Trace a rank of the first pipeline stage and, if there are several stages, a rank of the last; return the traces.
 
-    Raises ``ConfigError`` if the child process that traces them fails or takes too long.
+    Raises ``ConfigError`` if the child process that does this fails or takes too long.
     """
     request = {"argv": list(argv), "machine": description}
     return run_on_phantom("trace", TRACED_RANK, request, TRACED_GPU.environment(), TRACE_SECONDS)
@@ -141,8 +141,8 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
     """Return the bytes on a trainer's GPU by traced phase: the memory that torch reserves for the rank, plus the planned rest.
 
     The planned rest is the rank's CUDA context and communicators, and the other roles on the GPU. For the traced transfer of
-    weights, the rest is that of the planned phase save: in both, an engine has only its weights in memory. If all planned
-    phases have the same memory, the result has one phase, with an empty name.
+    weights, the rest is taken from the planned phase "save": in both, an engine has only its weights in memory. If all
+    planned phases have the same memory, the result has one phase, with an empty name.
     """
     reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
     reserved[""] = max(reserved.values())
@@ -189,7 +189,7 @@ def planned_items(plan: Plan, stage: int) -> MemoryTable | None:
 
 
 def planned_build_bytes(plan: Plan, stage: int) -> float | None:
-    """Return the planner's estimate of the bytes that torch allocates while a rank of ``stage`` is built; None if it has none."""
+    """Return the planned number of bytes that torch allocates while a rank of ``stage`` is built; None if it is unknown."""
     demand = plan.memory.demand
     if demand is None or demand.shapes.actor is None:
         return None

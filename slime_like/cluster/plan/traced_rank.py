@@ -61,7 +61,7 @@ def traces(argv: list[str], description: str | None, *, own_kernels: bool = Fals
 
 
 def traceable(spec: RankSpec, folder: str, *, own_kernels: bool = False) -> tuple[RankSpec, str]:
-    """Return the spec with the model of ``folder``, and a note if its kernels are not the run's, otherwise "".
+    """Return the spec with the model of ``folder``, and a note if the trace uses other kernels than the run, otherwise "".
 
     Unless ``own_kernels``, Gated DeltaNet runs on torch's kernels, which a phantom GPU accepts.
     """

@@ -56,11 +56,11 @@ def code_rows(cfg: TrainConfig) -> list[tuple[str, str, str]]:
 
 
 def unread_keys(cfg: TrainConfig) -> tuple[str, ...]:
-    """Return one sentence for each user function of the algorithm that leaves keys of ``algo`` without effect.
+    """Return one sentence for each user function that leaves keys of ``algo`` without effect.
 
-    The sentence names the keys that only this function could apply, that its code does not read, and that differ from the
-    algorithm's defaults. The code is searched, not run: if it passes the config to an installed library, the keys that this
-    library reads are reported, too.
+    The sentence names the keys that only this function could apply, that its code does not read, and whose values differ from
+    the algorithm's defaults. The code is searched, not run: if it passes the config to an installed library, the keys that
+    this library reads are reported, too.
     """
     names = {key: _names_of(key, name, table) for key, name, table in user_functions(cfg) if key in APPLIED_BY}
     loss_names = names.get("algo.loss")

@@ -84,7 +84,7 @@ class Chaos:
 
     @contextmanager
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
-        """Inject the faults of a phase of the loop while it runs: each after its delay, or at the phase's end if earlier.
+        """Inject the faults of a phase of the loop. Each fault has a delay; if the phase ends before that, inject it then.
 
         If the phase raises an error, its faults that are still pending are not injected. A fault that cannot be recorded
         stays pending, and the end of the phase raises ``DataError``.

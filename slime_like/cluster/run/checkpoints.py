@@ -40,8 +40,8 @@ class Checkpoints:
         The rollout files are written first, the file that names the latest checkpoint last. The call waits for the
         previous save to complete; if ``wait`` or ``final``, or with ``run.async_save=false``, it waits for this one too.
         Return True if the checkpoint is complete; if not ``enabled``, do nothing and return False. Raises
-        ``CheckpointError`` if this or the previous save failed. With ``run.on_failed_save=continue``, only a failure of
-        this save raises it, and only if this save is ``final``; other failures cause a warning.
+        ``CheckpointError`` if this or the previous save failed. With ``run.on_failed_save=continue``, a failure only
+        causes a warning, unless it is a failure of this save and this save is ``final``.
         """
         if not self.enabled:
             return False

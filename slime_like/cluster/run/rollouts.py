@@ -108,8 +108,8 @@ class EngineRollout:
     def resize(self, num_engines: int) -> str:
         """Add or remove engines; return a description of the change.
 
-        Raises ``ConfigError`` if ``num_engines`` is not a multiple of the number of managers, or as
-        ``RolloutManager.resize_engines`` does.
+        Raises ``ConfigError`` if ``num_engines`` is not a multiple of the number of managers, or if a manager's
+        ``resize_engines`` refuses the change.
         """
         count = len(self.managers.actors)
         if num_engines % count:

@@ -308,11 +308,12 @@ class Cluster:
         return checkpoint_folder(self.cfg, self.run_dir)
 
     def causes_of_death(self, *, suspected: bool) -> list[str]:
-        """Return one cause of death for each dead engine that the driver started and that no request for fewer engines removed.
+        """Return the cause of death of each dead engine.
 
-        Engines that do not respond within ``POST_MORTEM_S`` are left out. With ``health.on_dead_engine=restart``, so are
-        engines whose actor is lost, because a manager replaces them. If a death is ``suspected``, an engine whose server
-        still runs first waits a few seconds for the server to end.
+        Only engines that the driver started are covered, without those that a request for fewer engines removed. Engines
+        that do not respond within ``POST_MORTEM_S`` are left out. With ``health.on_dead_engine=restart``, engines whose
+        actor is lost are left out too, because a manager replaces them. If a death is ``suspected``, an engine whose
+        server still runs first waits a few seconds for the server to end.
         """
         remaining = self.engines[: None if self.rollout is None else self.rollout.fewest_engines]
         refs = {f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(remaining)}

@@ -26,8 +26,8 @@ def find_separate_nodes(
 
     All ranks of a group with such a node are told the addresses. In later saves, a rank on such a node writes its part of
     the checkpoint to a folder on its own node and sends that part to rank 0, which completes the checkpoint. Raises
-    ``ConfigError`` if rank 0 of a group does not see the file, or if ``run_dir`` cannot be written. ``wait_all``
-    describes ``waiting``.
+    ``ConfigError`` if rank 0 of a group does not see the file, or if ``run_dir`` cannot be written. ``waiting``: see
+    ``wait_all``.
     """
     marker = run_dir / f".shared_{secrets.token_hex(8)}"
     try:

@@ -35,7 +35,10 @@ class RayWatch:
         self._last_check = time.monotonic()
 
     def add(self, name: str, pid: int) -> None:
-        """Watch a process by pidfd, which is safe against reuse of the process id; one that has ended already counts as dead."""
+        """Watch a process by pidfd, which is safe against reuse of the process id.
+
+        A process that has ended before this call is recorded as dead.
+        """
         label = f"Ray's {name} (process {pid})"
         try:
             process = psutil.Process(pid)

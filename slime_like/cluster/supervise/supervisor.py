@@ -1,8 +1,8 @@
 """The process that the user starts: it forks the driver, supervises it and outlives it.
 
-Ray kills its driver when a Ray process dies, and ``ray.init`` and ``ray.shutdown`` never return while one is suspended;
-the kernel may kill a driver that uses too much memory. Error message, crash bundle and cleanup must not depend on the
-driver. The supervisor imports neither Ray nor torch.
+Error message, crash bundle and cleanup must not depend on the driver: Ray kills its driver when a Ray process dies,
+``ray.init`` and ``ray.shutdown`` never return while a Ray process is suspended, and the kernel may kill a driver that uses
+too much memory. The supervisor imports neither Ray nor torch.
 
 It adopts orphaned descendants (``PR_SET_CHILD_SUBREAPER``), so that processes started by a reward function end with the
 run too. It forwards signals. The driver has a separate process group, so that Ctrl-C on a terminal reaches it once.

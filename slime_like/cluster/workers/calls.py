@@ -55,7 +55,7 @@ def call(actor: ActorHandle[Any], method: Callable[..., Any], *args: Any, **kwar
 
 
 def put[T](value: T) -> T:
-    """Store an argument of several calls in Ray's object store once.
+    """Store ``value``, an argument of several calls, once in Ray's object store.
 
     The returned reference is typed as ``value``, because Ray passes the value itself to the called methods.
     The supervisor ends the run if this takes longer than ``STORE_S``.
@@ -113,10 +113,10 @@ def _root_cause(
 ) -> SlimeLikeError:
     """Return the most likely root cause among ``errors`` and errors of ``pending`` calls that follow soon.
 
-    A process death is the most likely one, then an error that no death can cause, then a ``CollectiveError``. The failure of
-    one rank breaks its peers' connections, so their errors arrive too. If ``errors`` may all be consequences, wait for the
-    death of a ``pending`` process. Ray reports a dead process immediately, but the processes of a lost node only once it has
-    declared the node dead.
+    The most likely cause is the death of a process, then an error that no death can cause, then a ``CollectiveError``. The
+    failure of one rank breaks its peers' connections, so their errors arrive too. If ``errors`` may all be consequences, wait
+    for the death of a ``pending`` process. Ray reports a dead process immediately, but the processes of a lost node only once
+    Ray has declared the node dead.
     """
     if not any(_died(error) or _is_specific(error) for error in errors):
         waiting_refs, waited_s = dict(pending), 0.0
@@ -161,9 +161,9 @@ def wait_first[R](
 ) -> tuple[str, R]:
     """Return the name and result of the first ready ref. If several are ready, ``refs`` come before ``optional_refs``.
 
-    Raises the error of a ready call that failed, with the same type as in ``wait_all`` but no search for the root cause. Raises
-    ``DeadlineExceeded`` if no ref is ready in time; it does not name ``optional_refs``, because they may stay pending until
-    the end of the run.
+    If that call failed, its error is raised with the same type as in ``wait_all``, without a search for the root cause.
+    Raises ``DeadlineExceeded`` if no ref is ready in time. The message does not name ``optional_refs``, because they may stay
+    pending until the end of the run.
     """
     pending = {ref: name for name, ref in refs.items()}
     names = pending | {ref: name for name, ref in optional_refs.items()}
@@ -179,8 +179,9 @@ def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dic
 
     The death of a process is raised at once, another error only after a wait for the other calls. ``EngineLost`` is
     raised when no call is pending any more, so that the calls can be repeated; if a call is still pending at the
-    deadline, ``DeadlineExceeded`` is raised instead. After any other error, the pending calls have ``SETTLE_S`` times the
-    deadline factor to end. Errors have the same types as in ``wait_all``.
+    deadline, ``DeadlineExceeded`` is raised instead. Any other error is raised once no call is pending any more, no call
+    has ended for ``SETTLE_S`` times the deadline factor, or the deadline has passed. Errors have the same types as in
+    ``wait_all``.
     """
     pending = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}

@@ -101,7 +101,7 @@ class EngineActor:
         return EngineAddress(self._name, self._server.url, self._admin_key, spec.tp, spec.num_nodes, self._gpus)
 
     def _describe_exit(self) -> str:
-        """Return a line on how the engine ended, its server here and any part on another node; empty if neither has ended."""
+        """Return a line on how the engine's server on this node and any lost part ended; empty if neither has ended."""
         cause = "" if self._parts is None else self._parts.cause_of_loss
         summary = self._server.exit_summary()
         return f"{summary or 'ended'}; {cause.splitlines()[0]}" if cause else summary

@@ -19,7 +19,8 @@ POLL_S = 0.1
 class EnginePart:
     """Actor that starts the server of its node at construction. Ray ends it when the first node's actor ends.
 
-    Its server then reads end-of-file and ends too, so that no process of the engine outlives the first node's actor.
+    The server of this actor then reads end-of-file and ends too, so that no process of the engine outlives the first
+    node's actor.
     """
 
     def __init__(

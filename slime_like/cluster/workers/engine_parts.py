@@ -53,7 +53,7 @@ class PartSettings:
 class EngineParts:
     """Owner of an engine's actors on other nodes, from one start of the engine to its stop.
 
-    It ends the engine if one of these actors or its server ends.
+    If one of these actors ends, or the server that the actor started, the whole engine is ended.
     """
 
     def __init__(

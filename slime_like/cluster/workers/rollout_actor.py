@@ -31,8 +31,8 @@ class RolloutActor(RolloutManager):
     ) -> None:
         """Set the variables ``env``, and redirect the output of this process and its children to ``log_path``.
 
-        The children include user code. Unless a supervisor does so, a ``Reaper`` will kill them; raises ``SlimeLikeError`` if
-        it does not start. ``file_name`` names this process in ``stacks_dir``.
+        The children include processes of user code. If no supervisor will kill them, start a ``Reaper`` that does. Raises
+        ``SlimeLikeError`` if the ``Reaper`` does not start. ``file_name`` names this process in ``stacks_dir``.
         """
         os.environ.update(env)
         _redirect_output(Path(log_path))

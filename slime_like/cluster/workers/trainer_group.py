@@ -92,7 +92,7 @@ class RankGroup[W: RankWorker](ABC):
 def connect(groups: Sequence[RankGroup[Any]], deadline: Deadline, waiting: Callable[[str], None] | None = None) -> None:
     """Join the ranks of each group into a world of their own and build their models, all groups concurrently.
 
-    ``wait_all`` describes ``waiting``.
+    ``waiting``: see ``wait_all``.
     """
     addresses: Refs[tuple[str, int]] = {}
     for group in groups:

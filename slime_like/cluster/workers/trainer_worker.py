@@ -172,7 +172,10 @@ class TrainerWorker(RankWorker):
         return self._with_peaks(metrics)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return the advantages [L] in the last trained rollout, by id of the samples that this rank reports."""
+        """Return a dict from sample id to advantages [L] for the ``sample_ids`` of the last trained rollout.
+
+        The dict contains only samples that this rank reports.
+        """
         return self.trainer.token_advantages(sample_ids)
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
@@ -224,7 +227,7 @@ class TrainerWorker(RankWorker):
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send the weights to every engine. A collective over all ranks.
 
-        Return the metadata of the stage's tensors on the sender of a pipeline stage, [] on other ranks.
+        One rank of each pipeline stage sends the stage's tensors and returns their metadata. Other ranks return [].
         """
         from slime_like.distributed.wrapper import install
 
@@ -234,7 +237,7 @@ class TrainerWorker(RankWorker):
 
 
 class RankSender:
-    """Weight sender of one rank. It has coroutines, which ``TrainerWorker`` must not have, and is therefore separate from it."""
+    """Weight sender of one rank. It is separate from ``TrainerWorker``, which must not have coroutines."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -247,9 +250,9 @@ class RankSender:
     ) -> list[TensorMeta]:
         """Send all weights of ``source`` to ``engines``. A collective over all ranks.
 
-        Return the metadata of the stage's tensors on the sender of a pipeline stage, [] on other ranks. The connections are
-        reused only for the same engines; a restarted engine has a new address. If the push fails with a ``SlimeLikeError``, the
-        connections are closed before it is raised.
+        One rank of each pipeline stage sends the stage's tensors and returns their metadata. Other ranks return []. The
+        connections are reused only for the same engines; a restarted engine has a new address. If the push fails with a
+        ``SlimeLikeError``, the connections are closed before it is raised.
         """
         if self._sender is not None and self._engines != engines:
             await self._drop()

@@ -250,7 +250,7 @@ def _chosen(overrides: _Overrides) -> list[dict[str, str | list[str]]]:
 
 
 def _names(key: str, text: str) -> str | list[str]:
-    """Return the name or, for recipes, the list of names in ``text``, the value of the config group ``key``.
+    """Parse ``text``, the value of the config group ``key``. Return a name or, if recipes are listed, the list of names.
 
     Raises ``ConfigError`` on any other value.
     """

@@ -165,7 +165,7 @@ def device_obstacles(
 ) -> Iterator[DcpObstacle]:
     """Yield the settings and variables that prevent engines on ``device`` from serving ``model`` with DCP.
 
-    If ``model`` is None, only settings that do so for every model are yielded.
+    If ``model`` is None, only settings that rule out DCP for every model are yielded.
     """
     kinds = _attention_kinds(model)
     for field in BACKEND_FIELDS:
