@@ -50,7 +50,7 @@ class ArmRecord:
         return statistics.median(self.parts_s[name])
 
     def add(self, steps: Sequence[float], parts: dict[str, list[float]], rewards: Sequence[float]) -> None:
-        """Add one run: the times of its steps and of their parts without the warm-up, and two mean rewards.
+        """Add one run: times of steps and of their parts, both without the warm-up steps, and two mean rewards.
 
         The means are those of the first and of the last third of ``rewards``, which has a value for each step.
         """

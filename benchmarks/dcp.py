@@ -155,8 +155,8 @@ async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCas
 def table(results: Mapping[str, Sequence[DcpRound]]) -> list[str]:
     """Return the Markdown table, with ratios to the first engine in brackets.
 
-    Values and ratios are medians over the rounds, but the number of simultaneous requests is their maximum, and that of the
-    responses equal to the first engine's is their sum.
+    Values and ratios are medians over the rounds, with two exceptions: the number of simultaneous requests is a maximum, and
+    the number of responses equal to those of the first engine is a sum.
     """
     base = next(iter(results.values()))
     lines = [

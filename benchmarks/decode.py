@@ -218,9 +218,9 @@ def timed(arm: Callable[..., None], prompts: np.ndarray, steps: int) -> tuple[fl
 
 
 def print_row(batch: int, kind: str, times: dict[str, list[float]], steps: int, base: str) -> None:
-    """Print one row: median tokens/s and ms per token of a sequence of each arm, and its speed relative to ``base``.
+    """Print one row: for each arm, its median tokens/s and ms per token of a sequence, and its speed relative to arm ``base``.
 
-    ``times`` are the seconds of each round by arm.
+    ``times`` maps each arm to the seconds of its rounds.
     """
     cells: list[str] = []
     ratios: list[str] = []

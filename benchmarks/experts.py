@@ -166,9 +166,9 @@ def join(dtype: str, port: int) -> Any:
 def megatron_layer(
     hf: Any, dtype: str, settings: tuple[bool, str], rank_info: Any, weights: Mapping[str, Tensor]
 ) -> Any:
-    """Return megatron's layer of experts with ``weights``; ``settings`` are those of an arm in ``MEGATRON``.
+    """Return megatron's layer of experts with ``weights``.
 
-    ``rank_info`` is that of ``join``, whose process groups are used.
+    ``settings`` is a value of ``MEGATRON``. ``rank_info`` is the result of ``join``, which creates the process groups used here.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -195,9 +195,9 @@ def megatron_layer(
 
 
 def difference(arms: Mapping[str, Arm], hidden: Tensor, limit: float) -> str:
-    """Describe the first arm whose output or input gradient differs from ``BASE``'s by more than ``limit``, relatively.
+    """Describe the first arm that differs from arm ``BASE`` in the output or the input gradient.
 
-    Return an empty text if there is none.
+    Relative differences up to ``limit`` are allowed. Return an empty text if no arm differs by more.
     """
     results: dict[str, tuple[Tensor, Tensor]] = {}
     for name, arm in arms.items():
@@ -226,7 +226,7 @@ def measure(arm: Arm, hidden: Tensor) -> Times:
 
 
 def table(rounds: Sequence[Mapping[str, Times]]) -> list[str]:
-    """Return a Markdown table of the medians of each arm: its times, and its speed as a multiple of ``BASE``'s."""
+    """Return a Markdown table: for each arm, the medians of its times and of its speed relative to the arm ``BASE``."""
     lines = ["| arm | forward, ms: wall (CPU) | ratio | backward, ms: wall (CPU) | ratio |", "|---|---|---|---|---|"]
     for name in rounds[0]:
         cells = [name]

@@ -40,7 +40,8 @@ PARTS: dict[str, Callable[[CompileJob], list[dict[str, Any]]]] = {"trainer": com
 def main(argv: Sequence[str]) -> int:
     """Compile for every capability or, with ``--moved``, make a copied cache usable. Return the exit code.
 
-    The code is 1 if a function of the engine could not be compiled. If an error stops the command, it is the error's code.
+    The code is 1 if a function of the engine could not be compiled. If an error stops the command, the code is that of
+    ``exit_code``.
     """
     args, run = _parser().parse_known_args(argv)
     folder = args.cache.expanduser().resolve()

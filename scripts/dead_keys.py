@@ -54,8 +54,8 @@ def last_name(node: ast.expr) -> str:
 def aliases(tree: ast.AST) -> dict[str, set[str]]:
     """Return a dict from each name in a file to the config groups that it may stand for.
 
-    A name stands for the group with the same name, for groups whose class it is annotated with, and for the groups of names
-    that are assigned to it.
+    A name stands for the group of the same name and for groups whose class its annotation names. After ``x = y``, x also
+    stands for the groups of y.
     """
     paths: dict[str, set[str]] = {name: {path} for name, path in GROUPS.items()}
     for node in ast.walk(tree):

@@ -47,9 +47,9 @@ def main(argv: list[str]) -> int:
 
 
 def find(path: Path) -> Path:
-    """Return ``path`` if it is an iteration folder, else the newest one of ``path``, a run's folder or its checkpoints folder.
+    """Return ``path`` if it is an iteration folder; from a run's folder or its checkpoints folder, the newest iteration folder.
 
-    Raises ``CheckpointError`` if there is none.
+    Raises ``CheckpointError`` if no iteration folder can be found.
     """
     for folder in (path / "checkpoints", path):
         if (source := megatron_folder(folder)) is not None:

@@ -94,9 +94,10 @@ def _run_parts(
 
 
 def run_part(part: EvidencePart, folder: Path, address: str = "") -> PartResult:
-    """Run the part's commands, each in its own session. At the part's time limit the running one is killed and the rest skipped.
+    """Run the part's commands, each in its own session.
 
-    Write logs and result.json to ``folder``, which is removed first if it has the logs of an earlier call.
+    At the part's time limit, kill the running command and skip the remaining ones. Write logs and result.json to
+    ``folder``, which is removed first if it has the logs of an earlier call.
     """
     if (folder / "log_0").is_file():  # from an earlier call for this part, whose runs would be continued
         shutil.rmtree(folder)

@@ -75,7 +75,7 @@ class Image:
     def expand(self, text: str) -> str:
         """Return ``text``, the arguments of an ENV line, with build arguments and environment variables replaced by their values.
 
-        Raises ``ImageError`` if a variable is not defined or written in another form than $NAME or ${NAME}.
+        Raises ``ImageError`` if a variable is undefined, or is not written as $NAME or ${NAME}.
         """
         try:
             return string.Template(text).substitute({**self.arguments, **self.environment})
@@ -166,7 +166,10 @@ def build(lines: Sequence[Instruction], options: Options) -> Image:
 
 
 def inside(root: Path, image: Image, path: str) -> Path:
-    """Return the path below ``root`` of the image's ``path``; a relative ``path`` begins at the image's working folder."""
+    """Return this machine's path, below ``root``, of a file with the given ``path`` in the image.
+
+    A relative ``path`` begins at the image's working folder.
+    """
     return root / str(PurePosixPath(image.folder) / path).lstrip("/")
 
 

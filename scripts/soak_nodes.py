@@ -107,7 +107,8 @@ class NodeSoak:
     def kill(self, run: NodeRun, kill: PlannedKill, next_transport: str) -> NodeRun:
         """Kill a node, wait for the recovery, start the node again; return the run that goes on.
 
-        It is ``run`` after the loss of engines; after the loss of a trainer rank, it is one with ``next_transport`` that resumes.
+        After the loss of engines, the result is ``run``. After the loss of a trainer rank, it is a new process of train.py, which
+        resumes the run with the transport ``next_transport``.
         """
         if kill.role == "engine":
             self.kills.append(self._kill_engine(run, kill))

@@ -168,7 +168,7 @@ class ResumeSoak:
 
     @staticmethod
     def _saved(folder: Path) -> int:
-        """Return the number of rollouts trained at the newest checkpoint."""
+        """Return how many rollouts had been trained when the newest checkpoint was saved; 0 if there is no checkpoint."""
         marker = folder / "checkpoints" / LATEST
         text = marker.read_text() if marker.exists() else NONE_YET
         return 0 if text == NONE_YET else int(text)

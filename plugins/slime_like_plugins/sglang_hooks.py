@@ -106,9 +106,9 @@ def problem(hook: Hook) -> str | None:
 
 
 def _contains(wrapper: Any, function: Callable[..., Any], original: object = None) -> bool:
-    """Return True if ``function`` is ``wrapper`` or one of SGLang's wrappers around ``original`` calls it.
+    """Search the chain of wrappers from ``wrapper`` to ``original``; return True if one of them is or calls ``function``.
 
-    Without ``original``, all wrappers are searched.
+    ``original`` itself is not searched. Without ``original``, the whole chain is searched.
     """
     while wrapper is not None and wrapper is not original:
         cells = getattr(wrapper, "__closure__", None) or ()

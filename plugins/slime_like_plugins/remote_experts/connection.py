@@ -52,7 +52,10 @@ class Connection:
         self.bytes_sent = self.bytes_received = 0
 
     def keep_for(self, seconds: float) -> None:
-        """Tolerate a peer that reads nothing for ``seconds`` instead of ``PEER_TIMEOUT_S``, if that is longer. TCP only."""
+        """Treat a silent peer as lost only after ``seconds`` instead of ``PEER_TIMEOUT_S``. TCP only.
+
+        Do nothing if ``seconds`` is the shorter time.
+        """
         if self._socket.family != socket.AF_UNIX and seconds > PEER_TIMEOUT_S:
             end_with_lost_peer(self._socket, seconds * scale())
 

@@ -49,7 +49,7 @@ def in_settings_of_user(text: str) -> str:
 
 
 def _with_flags(text: str, prefix: str) -> str:
-    """Return ``text`` with a flag in place of each key after ``prefix``."""
+    """Return ``text`` with a flag in place of each occurrence of ``prefix`` and a key."""
     return re.sub(rf"{re.escape(prefix)}(\w+)", lambda key: flag_of(key[1]), text)
 
 

@@ -46,7 +46,7 @@ class WorkerLink:
 
     @property
     def is_open(self) -> bool:
-        """True between ``open`` and ``close`` or ``abandon``."""
+        """True after ``open``, until ``close`` or ``abandon``."""
         return self._client is not None
 
     def start(self) -> None:

@@ -114,7 +114,7 @@ class RemoteModel:
         return load
 
     def forward(self, layer: Any, x_TH: Tensor, topk: Any, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the hidden states after the experts. Raises the error of ``RemoteExperts.add_sums``.
+        """Return the hidden states after the experts. Raises ``RemoteExpertsLost`` as ``RemoteExperts.add_sums`` does.
 
         On a GPU, ``compute`` runs SGLang's kernels with the indices of local experts; on a CPU, it is not called.
         """

@@ -31,7 +31,10 @@ def wants_columns(request: Any) -> bool:
 def add_logprobs(
     original: Callable[..., None], manager: Any, meta_info: dict[str, Any], state: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Hook around ``TokenizerManager.add_logprob_to_meta_info``: encode the log-probabilities if the reply has columns."""
+    """Hook around ``TokenizerManager.add_logprob_to_meta_info``.
+
+    For a request that gets columns, add the log-probabilities as base64 once it has finished, and none before.
+    """
     names = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs", "finished")
     call = dict(zip(names, args, strict=False)) | kwargs
     if not wants_columns(state.obj) or call["top_logprobs_num"] or call["token_ids_logprob"] is not None:
@@ -43,7 +46,7 @@ def add_logprobs(
 async def generate(
     original: Callable[..., AsyncGenerator[Any]], manager: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[Any]:
-    """Hook around ``TokenizerManager.generate_request``: encode the tokens of replies that have columns."""
+    """Hook around ``TokenizerManager.generate_request``: encode token ids as base64 in replies with ``LOGPROBS``."""
     async for reply in original(manager, obj, *args, **kwargs):
         for item in reply if isinstance(reply, list) else [reply]:
             if LOGPROBS in item.get("meta_info", ()):

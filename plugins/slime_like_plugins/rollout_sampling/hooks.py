@@ -77,9 +77,10 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def filtered(probs_BV: Tensor, top_p_B: Tensor, top_k_B: Tensor, min_p_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities in descending order, 0 for tokens that top-k, nucleus or min-p excludes, and the token ids.
+    """Return probabilities in descending order, and their token ids.
 
-    min-p is a share of the most probable token's probability. The rules are those of
+    Tokens that top-k, nucleus or min-p excludes get probability 0. min-p is a share of the most probable
+    token's probability. The rules are those of
     ``top_k_top_p_min_p_sampling_from_probs_torch`` in ``sglang.srt.layers.sampler``.
     """
     sorted_BV, tokens_BV = torch.sort(probs_BV, stable=True, dim=-1, descending=True)
@@ -159,9 +160,9 @@ def sample_from_probs(
 ) -> Any:
     """Hook around ``Sampler._sample_from_probs``: sample batches with seeds, also with min-p and on a CPU.
 
-    Return tokens, and the distributions of the requests with sampling masks, or None if no request has one. SGLang's
-    function rejects seeds with min-p and with flashinfer, and samples seeded tokens by a Triton kernel, which does not
-    run on a CPU.
+    Return tokens and distributions. The distributions are those of the requests with sampling masks; None if there are no
+    such requests. SGLang's function rejects seeds with min-p and with flashinfer, and samples seeded tokens by a Triton
+    kernel, which does not run on a CPU.
     """
     if info.sampling_seed is None:
         return original(sampler, probs_BV, info, positions_B, *args)

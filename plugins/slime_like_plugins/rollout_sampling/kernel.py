@@ -1,4 +1,4 @@
-"""Registry for the platform's compiled kernel for batches in which no request uses top-k, nucleus or min-p sampling."""
+"""Registry of the platform's sampling kernel, for batches in which no request uses top-k, nucleus or min-p sampling."""
 
 from __future__ import annotations
 

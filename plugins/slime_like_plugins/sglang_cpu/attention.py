@@ -183,7 +183,7 @@ class BatchedAttention(AttentionBackend):
         return False
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Return the length of requests that pad a rank's batch to the size of another rank's."""
+        """Return the length of a padding request. Padding requests make the batches of all ranks equally large."""
         return 1
 
     get_cuda_graph_seq_len_fill_value = get_cpu_graph_seq_len_fill_value

@@ -21,7 +21,7 @@ from slime_like_plugins.sglang_cpu.process import ATTENTION
 
 
 class KeysAsValues(BatchedAttention):
-    """Batched attention over latents that passes complete keys as values.
+    """Batched attention over latents. Complete keys also serve as values.
 
     Subclasses keep only the latent part of the output.
     """
@@ -36,7 +36,7 @@ class KeysAsValues(BatchedAttention):
 
 
 class LatentAttentionBackend(KeysAsValues):
-    """Batched backend for absorbed queries, which are multiplied by the keys' up projection.
+    """Batched backend for absorbed queries: SGLang has already multiplied them by the keys' up projection.
 
     ``attend`` returns weighted sums of complete keys, [T, H, D]; ``_forward`` returns their latent part.
     """
@@ -63,7 +63,10 @@ def absorbed(attention: Any, forward_batch: Any) -> AttnForwardMethod:
 
 
 def require_latent_layers(model: Any) -> None:
-    """Raise ``NotImplementedError`` unless every layer of ``model`` that reads the KV pool reads latents shared by all heads."""
+    """Raise ``NotImplementedError`` if a layer of ``model`` is not attention over latents that all heads share.
+
+    Layers named ``attn_mha`` are not checked, because they do not read the KV pool.
+    """
     for name, layer in model.named_modules():
         if not isinstance(layer, RadixAttention) or name.endswith(".attn_mha"):
             continue

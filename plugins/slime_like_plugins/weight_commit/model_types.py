@@ -6,7 +6,7 @@ from slime_like.config.schema.names import FAMILIES
 
 
 def register() -> None:
-    """Register a config class for each family with ``FamilyEntry.config_class``, unless its model_type has one.
+    """Register a config class for each family that sets ``FamilyEntry.config_class``, unless transformers knows its model_type.
 
     SGLang reads config.json through transformers, without the code of the model's folder.
     """
