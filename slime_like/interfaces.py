@@ -55,7 +55,10 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[I32], temperature: float) -> list[F32]:
-        """Return [L - 1] per sequence: log-probabilities at ``temperature`` of tokens 1..L-1 given the tokens before them."""
+        """Return the log-probabilities [L - 1] of each sequence, at ``temperature``.
+
+        They are those of tokens 1 to L - 1, each given the tokens before it.
+        """
         ...
 
 
@@ -112,7 +115,8 @@ class Generator(GenerateFn, Protocol):
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics since the last call. Each name needs an entry in ``metrics.dictionary``.
 
-        The driver reduces the metrics of all rollout managers. Of ``Last`` metrics with one name, it keeps the last manager's.
+        The driver reduces the metrics of all rollout managers. If several managers report a ``Last`` metric of the same name,
+        the driver keeps the value of the last manager.
         """
         ...
 

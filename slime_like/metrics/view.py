@@ -39,7 +39,10 @@ def cells(values: Mapping[str, float]) -> list[str]:
 
 
 def evaluations(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the score of each dataset in a step, the metric ``eval/<dataset>``, without the dataset's further metrics."""
+    """Return the scores of a step by dataset: its metrics ``eval/<dataset>``.
+
+    Further metrics of these datasets, such as ``eval/<dataset>-truncated_ratio``, are left out.
+    """
     scores = {name.removeprefix("eval/"): value for name, value in values.items() if name.startswith("eval/")}
     return {
         name: value
@@ -49,7 +52,7 @@ def evaluations(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def time_split(values: Mapping[str, float]) -> str:
-    """Return, as text, each phase's percentage of the time of all ``PHASES`` of a step. Phases that took no time are left out."""
+    """Return text with the percentage of each of ``PHASES`` in their total time. Phases that took no time are left out."""
     seconds = {phase: values.get(f"perf/{phase}_time", 0.0) for phase in PHASES}
     total = sum(seconds.values()) or 1.0
     return ", ".join(f"{phase} {100 * phase_s / total:.0f}%" for phase, phase_s in seconds.items() if phase_s)

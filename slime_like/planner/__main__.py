@@ -152,9 +152,9 @@ def _check_static(shape: ModelShape, settings: EngineSettings, hardware: Hardwar
 
 
 def _static(text: str) -> tuple[float | None, bool]:
-    """Parse ``--static``; return the fraction (None: to be computed) and whether it is to be the highest possible.
+    """Parse ``--static``: a fraction, ``default`` or ``most``. Return the fraction or None, and whether the text is ``most``.
 
-    Raises ``ConfigError`` on other text.
+    Raises ``ConfigError`` on any other text.
     """
     if text in ("default", "most"):
         return None, text == "most"

@@ -50,9 +50,10 @@ class EngineMemory:
 
 
 def useful_dcp(shape: ModelShape, settings: EngineSettings) -> int:
-    """Return the largest size of decode context parallelism that adds KV capacity: ranks per attention group / KV heads.
+    """Return the largest size of decode context parallelism that adds KV capacity.
 
-    The result is at least 1, and 1 for a model without a KV cache.
+    It is the number of ranks of an attention group divided by the number of KV heads, rounded down, but at least 1. For a model
+    without a KV cache it is 1.
     """
     return max(1, settings.attention_tp // shape.kv_heads) if shape.count(RECURRENT) < len(shape.layers) else 1
 

@@ -39,7 +39,7 @@ def items(*rows: tuple[str, float, str]) -> tuple[Item, ...]:
 
 
 def gib(num_bytes: float) -> str:
-    """Format bytes as GiB with one decimal, two below 1 GiB, or as MiB below 0.1 GiB."""
+    """Format bytes as GiB with one decimal. Below 1 GiB there are two decimals; below 0.1 GiB the unit is MiB."""
     if abs(num_bytes) < GIB / 10:
         return f"{num_bytes / MIB:.0f} MiB"
     return f"{num_bytes / GIB:.{1 if abs(num_bytes) >= GIB else 2}f} GiB"

@@ -72,10 +72,10 @@ def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
 
 
 def row_rule(config: RewardConfig) -> RowRule:
-    """Return ``SourceContext.row_problem``: a function that returns why a reward rejects a row; empty if it is accepted.
+    """Return ``SourceContext.row_problem``: a function that returns the reason why a reward rejects a row.
 
-    It runs the checks attached by ``checks_rows`` and returns the first reason; ``label_rule`` covers missing labels. It
-    raises ``ConfigError`` in the cases listed in ``label_rule``.
+    It runs the checks attached by ``checks_rows`` and returns the first reason, or an empty string if all accept the row.
+    Missing labels are left to ``label_rule``. The function raises ``ConfigError`` in the cases listed in ``label_rule``.
     """
 
     @cache

@@ -104,7 +104,7 @@ class OpenAIAgent:
     async def _run(
         self, prompt: Prompt, session: Session, key: str, engine: Engine
     ) -> tuple[Reward | None, Status | None]:
-        """Run the agent. Return its reward, and a status that overrides that of each sample. Either may be None.
+        """Run the agent. Return its reward or None, and a status that replaces the status of each sample, or None.
 
         Raises ``AgentError`` if the agent returns something other than a reward or None.
         """
