@@ -38,7 +38,10 @@ class Turn:
 
     @property
     def ends_episode(self) -> bool:
-        """Return whether this answer is the end of the episode. If so, a call that continues this turn extends the episode."""
+        """Return whether this answer is the end of its episode so far.
+
+        If it is, a call that continues this turn extends the episode; otherwise, such a call starts a new one.
+        """
         return len(self.episode) == self.length
 
 

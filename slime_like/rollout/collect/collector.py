@@ -77,7 +77,7 @@ class GroupCollector:
         return GeneratedRollout(rollout_id, tuple(groups), start, time.time(), num_generated, num_refills, report)
 
     def metrics(self) -> list[Metric]:
-        """Return the counts, since the last call, of groups stopped or restarted while in flight, and of discarded tokens.
+        """Return counts since the last call: groups stopped or restarted while in flight, and discarded tokens.
 
         The list is empty without over-sampling.
         """

@@ -159,7 +159,7 @@ class OverSamplingCollector(GroupCollector):
         ]
 
     def metrics(self) -> list[Metric]:
-        """Return the counts, since the last call, of groups stopped or restarted while in flight, and of discarded tokens."""
+        """Return counts since the last call: groups stopped or restarted while in flight, and discarded tokens."""
         names = ("stopped_groups", "restarted_groups", "wasted_tokens")
         metrics: list[Metric] = [Sum(f"rollout/{name}", self._counts[name]) for name in names]
         self._counts.clear()

@@ -27,10 +27,11 @@ DRIVER_FOLDERS = tuple(
 
 
 def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return CUDA_HOME for a process with ``environment``: a cached folder of links to the files of NVIDIA's wheels.
+    """Return the variable CUDA_HOME for a process with ``environment``.
 
-    The folder is created if missing. The returned dict is empty if a toolkit is installed, or if the wheels are not.
-    The folder is the same in every run, since SGLang recompiles if a path in the compiler's command changes.
+    It names a cached folder of links to the files of NVIDIA's wheels, which is created if missing. It is the same
+    folder in every run, since SGLang recompiles if a path in the compiler's command changes. The returned dict is empty
+    if a toolkit is installed, or if the wheels are not installed.
     """
     installed = any(environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")) or SYSTEM.exists()
     if installed or shutil.which("nvcc", path=environment.get("PATH")) or (wheel := _wheel()) is None:
@@ -51,7 +52,7 @@ def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def library_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable LD_LIBRARY_PATH with the folder of the CUDA runtime in NVIDIA's wheels added.
+    """Return the variable LD_LIBRARY_PATH, extended by the folder of the CUDA runtime in NVIDIA's wheels.
 
     The dict is empty if the wheels are not installed. A library that is preloaded into Python needs the variable; torch finds
     the runtime without it.

@@ -93,7 +93,7 @@ def child_environment(
 
 
 def _health_environment(seconds: float) -> dict[str, str]:
-    """Return the variables of health checks that the client limits to ``seconds``."""
+    """Return the environment variables of SGLang's health checks for a client that waits at most ``seconds`` for each."""
     return {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers without decoding a token
         # /health_generate waits longer than the client, whose limit then applies; SGLang's own is 20 s.

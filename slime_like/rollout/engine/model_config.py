@@ -105,8 +105,8 @@ def interval(types: list[str], model_path: str) -> int:
 def other_models(model_path: str) -> list[str]:
     """Return the names of SGLang's model modules that do not define the architecture of ``model_path``.
 
-    The list is empty if SGLang or the architecture is not found. To find one class, SGLang imports all of its model modules,
-    about 250, except those in ``SGLANG_DISABLED_MODEL_ARCHS``.
+    SGLang imports all of its model modules, about 250, to find one class. It skips those that the environment variable
+    ``SGLANG_DISABLED_MODEL_ARCHS`` names. The list is empty if SGLang or the architecture is not found.
     """
     spec = find_spec("sglang")
     config = Path(model_path) / "config.json"

@@ -127,7 +127,7 @@ def last_lines(path: str, begin: int = 0) -> list[str]:
 
 
 def headline(lines: list[str]) -> str:
-    """Return ": " and the line of a log that best explains a failure; empty if no line does.
+    """Return the line of a log that best explains a failure, preceded by ": "; empty if no line does.
 
     A plugin's message takes precedence: the plugin has stopped a worker, and the server's own errors are consequences.
     Next is the last exception of this project, then the last line that looks like an error among the last ``LOG_LINES``.

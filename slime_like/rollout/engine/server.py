@@ -225,7 +225,7 @@ class EngineServer:
     def kill(self) -> None:
         """Kill the engine's process group without waiting for its end. Unlike ``stop``, keep temporary folder and shared memory.
 
-        After ``stop`` has returned, do nothing, unless the process did not end within ``KILL_S``.
+        Once ``stop`` has seen the server end, do nothing.
         """
         if self._is_stopped:
             return

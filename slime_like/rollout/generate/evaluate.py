@@ -103,7 +103,7 @@ def eval_answers(name: str, group: SampleGroup) -> tuple[EvalAnswer, ...]:
 def eval_metrics(name: str, results: Sequence[PromptResult]) -> tuple[Metric, ...]:
     """Return metrics ``eval/<name>*``: mean accuracy (mean score if the reward has no accuracy), pass@k, truncation, lengths.
 
-    The metrics have the same names as in slime; there are none without ``results``. For pass@k, a sample is correct if its
+    The metrics have the same names as in slime. Without ``results``, return none. For pass@k, a sample is correct if its
     accuracy is 1 or, if it has no accuracy, its score is 1.
     """
     scores = [score for result in results for score in result.scores]

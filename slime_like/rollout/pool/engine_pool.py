@@ -83,7 +83,7 @@ class EnginePool:
     async def check_health(self, slot: EngineSlot, engine: EngineClient, *, decodes: bool = False) -> bool:
         """Return whether ``engine`` passes a health check.
 
-        A failed check is repeated if this process's event loop was blocked during the check, until the loop has run for
+        If this process's event loop was blocked during a failed check, repeat the check, but only until the loop has run for
         ``health.timeout_s`` in total. If ``slot`` has another engine by then, the result is False without a further check.
         Raises ``EngineLost`` if there is no server.
         """
@@ -162,7 +162,10 @@ class EnginePool:
 
     # ---- pushes ------------------------------------------------------------------------------------------------------
     def on_push_begin(self) -> None:
-        """Count the pause for a push or a release of memory, and switch to health checks that paused engines can pass."""
+        """Increment the number of pauses, and switch to health checks that paused engines can pass.
+
+        Engines pause for a push or for a release of memory.
+        """
         self.is_pushing, self.num_pushes = True, self.num_pushes + 1
 
     def on_push_end(self) -> None:

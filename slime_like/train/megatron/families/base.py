@@ -169,7 +169,7 @@ class Family(ABC):
         return 0
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Raise ``ConfigError`` unless the HF config's ``key`` is missing or has one of the ``allowed`` values."""
+        """Raise ``ConfigError`` if the HF config sets ``key`` to a value other than the ``allowed`` ones."""
         value = getattr(self.hf, key, allowed[0])
         if value not in allowed:
             self.refuse(f"{key}={value!r}", " or ".join(repr(a) for a in allowed))
