@@ -63,7 +63,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def plan_command(path: Path) -> str:
-    """Return the command that prints the plan of a recipe, and a line about ``--plan-for``."""
+    """Return two lines for the user: a command that prints the plan of a recipe, and a remark about ``--plan-for``."""
     command = " ".join(_arguments(path))
     return f"python train.py {command} --plan\n(--plan-for 8xNAME in place of --plan: the plan for a machine with 8 GPUs of that name)\n"
 

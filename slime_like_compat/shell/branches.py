@@ -161,9 +161,10 @@ class Branches:
         return None
 
     def _follow_if(self, runs: bool | None, commands: Commands, reason: str) -> bool | None:
-        """Interpret ``commands``, under the condition ``reason`` if ``runs`` is None, and return the result of the last one.
+        """Interpret ``commands`` and return the result of the last one.
 
-        If ``runs`` is False, return None without interpreting them.
+        If ``runs`` is None, the commands may run, and get the condition ``reason``. If ``runs`` is False, they are not
+        interpreted, and the result is None.
         """
         if runs is False:
             return None
@@ -186,7 +187,7 @@ class Branches:
         return not self.repeats or all(part.kind == "text" or part.text in self.scope.user_values for part in parts)
 
     def _decided_by(self, words: Sequence[Word]) -> str:
-        """Return the end of a message, with the name of the first unknown variable in ``words``; empty if all are known."""
+        """Return the end of a message that names the first unknown variable in ``words``; an empty text if all are known."""
         for name in variables(words):
             values = self.scope.lookup(name, "")
             if values is None or any(value.problem for value in values):

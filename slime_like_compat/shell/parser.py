@@ -30,8 +30,8 @@ _COMMAND_ENDS = (";", "&", "\n", ")", "&&", "||", "|", "|&", *_BRANCH_ENDS)
 def parse(text: str, name: str) -> Commands:
     """Parse the script ``text`` of the file ``name``.
 
-    Raises ``ConfigError`` if the text is too long and, with the line, for syntax that is wrong or not supported; raises
-    ``RecursionError`` if blocks are nested too deeply.
+    Raises ``ConfigError`` if the text is too long, or if its syntax is wrong or not supported; an error of syntax names the
+    line. Raises ``RecursionError`` if blocks are nested too deeply.
     """
     parser = _Parser((*tokens(text, name), Operator("", f"{name}:{text.count('\n') + 1}")))
     commands = parser.commands()
@@ -91,7 +91,10 @@ class _Parser:
             pass
 
     def _expect(self, sign: str, opener: Token, name: str) -> None:
-        """Consume ``sign``, or raise ``ConfigError``: the block ``name`` that begins at ``opener`` needs it here."""
+        """Consume ``sign``, the next part of the construct ``name`` that begins at ``opener``.
+
+        Raises ``ConfigError`` if the next token is not ``sign``.
+        """
         if self.at_end:
             raise ConfigError(f"{opener.file_line}: this {name!r} has no {sign!r}: add it")
         if self.sign != sign:

@@ -47,8 +47,8 @@ class ScriptReader:
     def read(self, script: Path) -> None:
         """Read a file and the files it sources.
 
-        Raises ``ConfigError`` if a file or, with its line, a part of one cannot be read, or if too many files are sourced; raises
-        ``RecursionError`` if blocks or sourced files are nested too deeply.
+        Raises ``ConfigError`` if a file or a part of it cannot be read, or if too many files are sourced. The error for a part
+        names its line. Raises ``RecursionError`` if blocks or sourced files are nested too deeply.
         """
         self.files.append(script)
         if len(self.files) > MAX_SOURCED:
@@ -127,7 +127,10 @@ class ScriptReader:
                 )
 
     def _clear_model_args(self, reason: str) -> None:
-        """Clear MODEL_ARGS, slime's shape of the model, which config.json gives here. Add a note that begins with ``reason``."""
+        """Clear MODEL_ARGS, the flags of a model's shape in slime; here config.json gives the shape.
+
+        Add a note that begins with ``reason``.
+        """
         self.notes.append(f"{reason}, as config.json of --hf-checkpoint does")
         self.scope.assign("MODEL_ARGS", ())
 

@@ -44,7 +44,10 @@ def _starts_training(path: Path) -> bool:
 
 
 def _classify(path: Path, variables: Mapping[str, str]) -> tuple[str, str]:
-    """Return the outcome of a script, a key of ``CLASSES``, and the reason; the reason is empty for ``same`` and ``python``."""
+    """Return the outcome of a script and its reason.
+
+    The outcome is a key of ``CLASSES``. The reason is empty for ``same`` and ``python``.
+    """
     try:
         script_text(path)
         if path.suffix == ".py":

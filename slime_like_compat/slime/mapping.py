@@ -36,8 +36,8 @@ def map_arguments(
 
     ``drop`` are flags, or variables of ``ENVIRONMENT``, to leave out; ``environment`` has the variables that the job is
     started with. The returned ``config`` is None if a row has a verdict of ``BLOCKING``. Functions that the flags name are
-    imported to check their signatures. Raises ``ConfigError`` for settings that conflict or do not compose to a configuration,
-    for a name in ``drop`` that the script does not give and, with its place in the script, for a value that belongs to no flag.
+    imported to check their signatures. Raises ``ConfigError`` if settings conflict or do not compose to a configuration, if a
+    name in ``drop`` is unknown (see ``_kept_flags``), or if a value belongs to no flag.
     """
     items = group_by_flag(arguments)
     flags = Flags.of([item for item in items if item.flag not in drop])

@@ -77,8 +77,8 @@ def _is_policy_option(flag: str) -> bool:
 def _row_of_unknown_value(row: Row, item: FlagOccurrence) -> Row:
     """Return the row of a flag with an unknown value: ``needed``, unless our ``train.py`` seems to reject every value.
 
-    A flag without a key of its own is tried with the value true, which every field of SGLang and Megatron that can be set
-    accepts; if ``train.py`` rejects it, the row gives the error.
+    A flag without a key of its own is tried with the value true. Any field of SGLang or Megatron accepts it, unless the field
+    cannot be set at all. If ``train.py`` rejects it, the row gives the error.
     """
     has_key = bool(keys_of(item.flag)) or item.flag in ALWAYS
     error = "" if has_key else _translation_error(FlagOccurrence(item.flag), ["true"])

@@ -43,9 +43,9 @@ def load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def start_checkpoint(flags: Flags) -> str | None:
-    """Return the value of --ref-load if the policy starts from it here: its model has another name than --hf-checkpoint's.
+    """Return the value of --ref-load if the recipe's policy starts from that checkpoint, else None.
 
-    Return None for any other job.
+    The policy starts from it if the verdict of ``ref_load`` is ``mapped``.
     """
     item = flags.by_name.get("--ref-load")
     verdict_note = ref_load(item, flags) if item is not None else None
@@ -53,13 +53,13 @@ def start_checkpoint(flags: Flags) -> str | None:
 
 
 def _model_name(path: str) -> str:
-    """Return the last part of a checkpoint's path in lower case, without a suffix of slime's converters like ``_torch_dist``."""
+    """Return the last part of a checkpoint's path in lower case, without a converter's suffix such as ``_torch_dist``."""
     name = path.rstrip("/").rpartition("/")[2].lower()
     return re.sub(r"[-_](torch_dist|torch-dist|mcore|megatron|dist)$", "", name)
 
 
 def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --hf-checkpoint: refused if its weights are quantised or its model type is not supported."""
+    """Return ``refused`` and a note if --hf-checkpoint is known to be quantised or of an unsupported type, else None."""
     del flags
     if model_type := refused_type(item.text):
         return "refused", f"model_type {model_type} is not supported: {REFUSED_FAMILIES[model_type]}"
@@ -80,7 +80,7 @@ def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 
 
 def teacher(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
-    """Return the verdict on --opd-teacher-load: refused if the path ends in ``_torch_dist``, as Megatron checkpoints do."""
+    """Return ``refused`` and a note if --opd-teacher-load ends in ``_torch_dist``, as Megatron checkpoints do; else None."""
     del flags
     if item.problem or not re.search(r"[-_]torch[-_]dist/?$", item.text):
         return None

@@ -37,7 +37,10 @@ def check_verl(folder: Path, *, variables: Mapping[str, str], user_overrides: Se
 
 
 def _classify(path: Path, variables: Mapping[str, str], user_overrides: Sequence[str]) -> tuple[str, str]:
-    """Return the outcome of a script, a key of ``CLASSES``, and the reason if it is not ``same``."""
+    """Return the outcome of a script and its reason.
+
+    The outcome is a key of ``CLASSES``. The reason is empty for ``same``.
+    """
     with temporary_folder() as folder:
         try:
             return outcome(

@@ -47,9 +47,9 @@ def map_critic(job: Job) -> None:
 
 
 def _same_as_actor(job: Job) -> None:
-    """Refuse each setting of the critic's optimizer or schedule that differs from the actor's, even if it is verl's default.
+    """Refuse each setting of the critic's optimizer or schedule that differs from the actor's.
 
-    Here the critic has the actor's optimizer and schedule.
+    Here the critic has the actor's optimizer and schedule. A setting that the job leaves out counts with verl's default.
     """
     for name in ("weight_decay", "clip_grad", "betas"):
         key, read_value = f"{CRITIC}.{name}", job.pair if name == "betas" else job.number

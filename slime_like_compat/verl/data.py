@@ -55,7 +55,10 @@ def map_data(job: Job) -> None:
 
 
 def map_evaluation(job: Job) -> None:
-    """Set the keys of evaluation if the job evaluates. Only val_kwargs set its sampling, as in verl, not training's settings."""
+    """Set the keys of evaluation if the job evaluates.
+
+    As in verl, the settings of val_kwargs give its sampling; those of training have no effect on it.
+    """
     files = job.texts("data.val_files") if job.sets("data.val_files") else []
     interval, before_train = job.integer("trainer.test_freq"), job.switch("trainer.val_before_train")
     sampling = {"n_samples_per_prompt": "n", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
@@ -81,8 +84,8 @@ def map_evaluation(job: Job) -> None:
 def _paths_by_name(paths: list[str]) -> dict[str, str]:
     """Return ``paths`` in a dict, with a name for each as the key.
 
-    The name is that of the file. If that is a common one such as test, it is the name of the nearest folder above whose name is
-    not common, if there is one. A name that is taken gets a number.
+    A path is named by its file. If the file has a common name such as test, the nearest folder above with an uncommon name gives
+    the name; without such a folder, the file does. A name that is taken gets a number.
     """
     paths_by_name: dict[str, str] = {}
     for path in paths:

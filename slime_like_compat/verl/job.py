@@ -32,7 +32,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Name by which this package's tables list the key."""
+        """Name of the key in this package's tables, even if the job gives a ``LEGACY`` name."""
         return canonical(self.name)
 
 
@@ -70,8 +70,8 @@ class Job:
     def value(self, key: str) -> Any:
         """Return the value of ``key`` in the job, or verl's default if the job does not set it or the user dropped it.
 
-        If the value is unknown, add ``key`` to ``needed`` and return verl's default, or None if ``defaults`` has none. Raises
-        ``KeyError`` if ``defaults`` has none for a key that the job does not set or the user dropped.
+        For an unknown value, add ``key`` to ``needed`` and return verl's default. A key without a default in ``VALUES`` gives
+        None if its value is unknown, and raises ``KeyError`` if the job does not set it or the user dropped it.
         """
         if not self.has(key):
             return VALUES[key]
@@ -159,7 +159,10 @@ class Job:
         return value is None and key in self.needed
 
     def wrong(self, key: str, reason: str) -> ConfigError:
-        """Return the error for a wrong ``value`` of ``key``, with the place of the job's setting unless it is verl's default."""
+        """Return the error for a wrong value of ``key``.
+
+        The error names the place of the setting, or says that the value is verl's default.
+        """
         if not self.has(key):
             default, cause, fix = VALUES.get(key), "", "add"
             if key in self.drop:
@@ -183,8 +186,8 @@ class Job:
     def set(self, our_key: str, value: Any, key: str, note: str = "") -> None:
         """Set ``our_key`` to ``value``, the translation of verl's ``key``, and report it.
 
-        A value of ``--with`` takes precedence. If the job does not set ``key``, do nothing if ``--with`` sets ``our_key`` or
-        ``value`` is our default. Raises ``ConfigError`` if JSON cannot represent the value.
+        A value of ``--with`` takes precedence. For a ``key`` that the job does not set, nothing happens if ``value`` is our
+        default or ``--with`` sets ``our_key``. Raises ``ConfigError`` if JSON cannot represent the value.
         """
         try:
             json.dumps(value, allow_nan=False)
@@ -204,7 +207,10 @@ class Job:
             )
 
     def default(self, our_key: str) -> Any:
-        """Return the default of one of our keys under the job's algorithm; None for a mapping with free keys or a key in one."""
+        """Return the default of one of our keys under the job's algorithm.
+
+        The result is None for a mapping with free keys, and for a key inside such a mapping.
+        """
         if our_key == "algo":
             return "grpo"
         root = free_root(our_key)
@@ -231,7 +237,10 @@ class Job:
         self.rows.append(Row(setting.name, setting.text, setting.file_line, verdict, tuple(our_keys), note))
 
     def report_needed(self) -> None:
-        """Add a row that says how to give the value, in place of any other row, for each needed but unknown value."""
+        """Add a row for each setting whose value was read but is unknown.
+
+        It says how to give the value, and replaces the setting's other row.
+        """
         for setting in [setting for key, setting in self.settings.items() if key in self.needed]:
             note = f"{setting.problem}; add {setting.name}=VALUE or --drop={setting.name} to the command line"
             row = Row(setting.name, setting.text, setting.file_line, "needed", note=note)

@@ -13,8 +13,8 @@ _MANAGER = "reward.reward_manager.name"
 def map_rewards(job: Job, max_response_len: int) -> None:
     """Set the keys of the reward, its workers and the penalty on long responses.
 
-    Unless the job names a function, the user has to name the reward with ``--with``, or to drop verl's key for the column of
-    each row by which verl chooses its own rewards.
+    If the job names no function, verl chooses one of its own rewards for each row, by the column that data.reward_fn_key names.
+    That key is refused, unless the user names the reward with ``--with`` or drops the key.
     """
     by_row, own_function = "data.reward_fn_key", "reward.custom_reward_function.path"
     alternatives = ("reward.name", "reward.weights")

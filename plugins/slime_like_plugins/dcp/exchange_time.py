@@ -142,7 +142,7 @@ def take(num_replays: int) -> float | None:
 
 
 def measure(group: Any, clock: ExchangeClock) -> None:
-    """Wrap ``METHODS`` of ``group`` so that ``clock`` measures their calls; it becomes the clock of this process."""
+    """Wrap ``METHODS`` of ``group`` so that ``clock`` measures their calls, and make ``clock`` the clock of this process."""
     for name in METHODS:
         setattr(group, name, _timed(getattr(group, name), clock))
     _clocks[:] = [clock]

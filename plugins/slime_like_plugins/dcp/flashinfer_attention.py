@@ -66,8 +66,8 @@ def layer_obstacle(layer: Any) -> str | None:
 class ShardedFlashInfer(upstream.FlashInferAttnBackend):
     """SGLang's FlashInfer backend for one rank of a DCP group.
 
-    The constructor raises ``NotImplementedError`` if ``runner_obstacles`` returns any, if FlashInfer is not installed, or if the
-    KV cache has 4 bits per element.
+    The constructor raises ``NotImplementedError`` if ``runner_obstacles`` finds an unsupported feature, if FlashInfer is not
+    installed, or if the KV cache has 4 bits per element.
     """
 
     def __init__(self, runner: Any) -> None:

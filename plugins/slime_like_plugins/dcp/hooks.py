@@ -127,7 +127,7 @@ def install() -> None:
 def sharded_backend(latent: bool) -> sharded.BackendFactory:
     """Return the class of the attention backend on a CPU: over latents if ``latent``, else over keys and values.
 
-    The class is imported here, and not when this module is: SGLang also imports its backends only when it needs them.
+    The class is imported only when it is needed, as SGLang imports its own backends.
     """
     if latent:
         from slime_like_plugins.dcp.latent_attention import ShardedLatentAttention

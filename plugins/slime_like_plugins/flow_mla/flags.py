@@ -54,5 +54,5 @@ def enable(argv: Sequence[str], name: str) -> None:
 
 
 def install(name: str) -> None:
-    """Make SGLang's parser accept the flags."""
+    """Make SGLang's parser accept the flags of FlowMLA, the plugin ``name``."""
     install_hooks(name, (Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", add_flags),))

@@ -39,7 +39,7 @@ class Gather(Protocol):
     def meet(self) -> None:
         """Wait until all ranks have finished earlier gathers and earlier writes to their parts. Collective.
 
-        Gathers that themselves wait for the other ranks need to wait only for this rank's work here.
+        If gathers already wait for the other ranks, an implementation may wait for this rank's work only.
         """
         ...
 
@@ -86,8 +86,8 @@ class GroupGather:
     def meet(self) -> None:
         """Wait for the work of all streams of this GPU; on a CPU, return immediately.
 
-        There is no need to wait for other ranks here: a gather waits for them, and each rank starts it after its own writes.
-        But a gather waits only for the current stream, and SGLang's loaders write in threads, not on the scheduler's stream.
+        A gather itself waits only for the current stream of this GPU, but SGLang's loaders write in threads, on other streams.
+        Other ranks need no wait here: a gather needs the part of every rank, and each rank joins it after its own writes.
         """
         if self._parts and self._parts[0].is_cuda:
             torch.cuda.synchronize(self._parts[0].device)
@@ -112,7 +112,7 @@ class GroupGather:
 def create_groups(
     members: Sequence[Sequence[int]], num_groups: int, backend: str, max_ctas: int | None = None
 ) -> list[dist.ProcessGroup]:
-    """Return ``num_groups`` process groups of this rank and the ranks listed with it in ``members``.
+    """Create ``num_groups`` process groups for each list of ranks in ``members``, and return those that contain this rank.
 
     ``members`` contains disjoint lists of global ranks. Collective: all ranks call it with the same lists. ``max_ctas`` limits
     the thread blocks of an NCCL collective, and so the multiprocessors that it takes from the computation.

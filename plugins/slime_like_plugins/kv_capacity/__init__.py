@@ -2,7 +2,7 @@
 
 ``kv_usage`` records peak use and retractions in the scheduler; ``/server_info`` returns the counts. ``kv_admission``
 (``rollout.max_running_requests=auto``) replaces SGLang's guess of how many tokens running requests will still need. ``kv_size``
-gives an engine that restarts on a GPU next to a trainer a cache of the same size as at its first start, if enough memory is free.
+is for an engine that restarts on a GPU next to a trainer: the cache is as large as at the first start, if enough memory is free.
 """
 
 from __future__ import annotations

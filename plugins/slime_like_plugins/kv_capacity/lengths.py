@@ -47,7 +47,7 @@ class ResponseLengths:
         Responses decode one token per step and end at ``maximum_S`` at the latest. The result is the peak number of
         tokens over all future steps, minus the tokens generated so far. The number at a step is the mean plus
         ``DEVIATIONS`` standard deviations, but no more than if every response reached ``maximum_S``. Steps are grouped
-        into intervals: a response that is unfinished at the start of one is counted with its tokens at the end.
+        into intervals. A response that is unfinished at the start of an interval counts with its length at the interval's end.
         """
         remaining_S = np.maximum(0, maximum_S - generated_S)
         horizon = int(remaining_S.max(initial=0))

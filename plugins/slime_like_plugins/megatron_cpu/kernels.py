@@ -280,7 +280,8 @@ def _check_attention(qkv: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor) -> 
 def _scratch(like: Tensor, sizes: tuple[int, ...], copies: int) -> Tensor:
     """Return scratch memory for attention, with room for each thread; ``sizes`` come from ``_check_attention``.
 
-    Each thread has ``copies`` times the room for one KV head's keys and for the weights and results of ``QUERIES`` queries.
+    Each thread gets ``copies`` blocks. A block has room for one KV head's keys, and for the weights and results of ``QUERIES``
+    queries.
     """
     _, capacity, _, _, d = sizes
     return like.new_empty((_num_threads(), copies * (d * capacity + QUERIES * (capacity + d))))

@@ -110,8 +110,8 @@ class FusedCoreAttention(PackedAttention):
 class FusedAttention(SelfAttention):
     """Attention with split, norms, rotation and cast of queries, keys and values in one pass.
 
-    Megatron's own steps run instead with context parallelism, a KV head shared by tensor parallel ranks, output gates,
-    zero-centred norms, no rotation, or a rotation of part of a head or of neighbouring channels.
+    This pass is replaced by Megatron's own steps in these cases: context parallelism, a KV head shared by tensor parallel
+    ranks, output gates, zero-centred norms, no rotation, or a rotation of part of a head or of neighbouring channels.
     """
 
     _cos_sin: Tensor | None = None
@@ -125,10 +125,7 @@ class FusedAttention(SelfAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Run megatron's forward.
-
-        Unless megatron's own steps run, the rotation is moved into ``get_query_key_value_tensors``.
-        """
+        """Run megatron's forward. If the fused pass is possible, ``get_query_key_value_tensors`` rotates queries and keys."""
         if isinstance(packed_seq_params, PackedRows) and self._fits(packed_seq_params, rotary_pos_emb):
             self._cos_sin = packed_seq_params.cos_sin_of(rotary_pos_emb)
             rotary_pos_emb = None
@@ -157,7 +154,7 @@ class FusedAttention(SelfAttention):
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return queries [L, 1, heads, dim], keys and values [L, 1, groups, dim].
 
-        Unless Megatron's own steps run, all are float32, and queries and keys are rotated.
+        If the fused pass is possible, all are float32, and queries and keys are already rotated.
         """
         if self._cos_sin is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)

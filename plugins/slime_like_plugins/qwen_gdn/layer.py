@@ -117,7 +117,10 @@ def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def layer_spec(backend: GDNBackend, make_mixing: MakeMixing = HeadWise, remark: str = "") -> ModuleSpec:
-    """Return the spec of a hybrid stack's layer: norm, Gated DeltaNet, residual. ``remark`` is appended to ``kernels()``."""
+    """Return the spec of a hybrid stack's layer: norm, Gated DeltaNet, residual.
+
+    ``remark`` is the end of the log message that ``GatedDeltaNetLayer.kernels`` returns.
+    """
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
     mixer = ModuleSpec(
         GatedDeltaNetLayer,

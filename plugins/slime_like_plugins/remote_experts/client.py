@@ -187,7 +187,7 @@ class WorkerClient:
     def commit(self, version: int) -> None:
         """Make the worker serve its weights as ``version``.
 
-        Raises one of ``FAILURES``: ``WorkerRefusal`` if the weights are not complete.
+        Raises one of ``FAILURES``, for example ``WorkerRefusal`` if the weights are not complete.
         """
         self._control(FrameKind.COMMIT, version=version)
         self.version = version
@@ -274,7 +274,7 @@ class WorkerClient:
     def _control(self, kind: FrameKind, *, json: bytes = b"", version: int = 0, seconds: float = UPDATE_S) -> Frame:
         """Send a request without payload and return its reply.
 
-        Raises one of ``FAILURES``: ``WorkerRefusal`` if the reply is an error.
+        Raises one of ``FAILURES``, for example ``WorkerRefusal`` if the reply is an error.
         """
         request = self._submit(Header(kind, version=version), json, [], seconds)
         self._wait(request)
