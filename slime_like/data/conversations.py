@@ -153,7 +153,7 @@ class Conversations:
 
 
 def _check_markers(messages: Sequence[Message], tools: object, location: str) -> None:
-    """Raise ``DataError`` if a tool or message contains a marker, which would be taken for the begin or end of an answer."""
+    """Raise ``DataError`` if a tool or message contains text that would be taken for the beginning or end of an answer."""
     places: list[tuple[str, object, tuple[str, ...]]] = [("a tool", tools, (HEADER,))]
     for message in messages:
         markers = (HEADER, END) if message["role"] == "assistant" else (HEADER,)

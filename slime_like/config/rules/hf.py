@@ -228,7 +228,7 @@ def sparse_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _sparse_places(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the indices of the layers that config.json does not make dense, whether or not it has a number of experts."""
+    """Return the indices of the layers where config.json allows experts. The number of experts, if any, is not read."""
     dense = cast("list[int]", text.get("mlp_only_layers") or ())
     first, every = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
     step = int(text.get("decoder_sparse_step") or 1)

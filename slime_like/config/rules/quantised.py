@@ -125,7 +125,7 @@ class Scales:
 
 
 def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[str]) -> Scales:
-    """Find the scales among the tensors ``names`` of a checkpoint, and the weight of each.
+    """Return the scales among the tensors ``names`` of a checkpoint, each assigned to its weight.
 
     Scales whose weight is missing are left out. ``folder`` is the checkpoint's folder, the value of the config key ``key``.
     """

@@ -237,9 +237,9 @@ def _check_layout(group: str, role: CriticConfig | TeacherConfig, model: HfConfi
 
 
 def shape_difference(folder: str, other_folder: str) -> str | None:
-    """Return the first key of ``SHAPE`` in which two models differ, with the value in ``other_folder``, then in ``folder``.
+    """Return the first key of ``SHAPE`` in which two models differ, with both values; None if the models match.
 
-    Return None if they match. Raises ``CheckpointError`` if a config.json is missing or damaged.
+    The value of ``other_folder`` comes first. Raises ``CheckpointError`` if a config.json is missing or damaged.
     """
     first, second = _decoder_values(folder), _decoder_values(other_folder)
     name = next((name for name in SHAPE if first.get(name) != second.get(name)), None)

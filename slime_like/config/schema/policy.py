@@ -165,6 +165,6 @@ def refuse_idle_kl(prefix: str, config: Config, coef: str, kind: str) -> None:
 
 
 def _unread(prefix: str, config: Config, switch: str, *names: str) -> None:
-    """Raise ``ConfigError`` if ``switch`` is off and one of the keys ``names``, which it enables, differs from its default."""
+    """Raise ``ConfigError`` if ``switch`` is off, but one of the keys ``names`` that it enables differs from its default."""
     if not getattr(config, switch):
         refuse_unread(prefix, config, names, f"{prefix}{switch}=false", f"{prefix}{switch}=true")

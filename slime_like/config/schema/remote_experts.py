@@ -26,7 +26,7 @@ MIN_KEY_LENGTH = 16  # characters of the key of running workers
 
 @dataclass(kw_only=True)
 class RemoteExpertsConfig(Config):
-    """Routed experts of each layer that a worker process holds in its memory and computes for the engine."""
+    """Remote experts: in each layer, the routed experts that worker processes hold in memory and compute for the engine."""
 
     count: int = key(
         0,

@@ -130,7 +130,10 @@ _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max
 
 
 def _limits(proc: Path, groups: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield the limit, and descriptors of the usage and statistics files, of each control group that limits this process."""
+    """Yield (limit in bytes, descriptor of the usage file, descriptor of memory.stat) for each control group with a limit.
+
+    Only groups of this process are read. Groups with an unreadable file are skipped.
+    """
     for folder, version in control_groups("memory", proc, groups):
         limit_name, usage_name = _FILES[version]
         with suppress(OSError):

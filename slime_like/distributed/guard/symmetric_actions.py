@@ -27,9 +27,9 @@ _wrapper_numbers = itertools.count(1)  # the same on every rank, because all ran
 
 
 class SymmetricActions:
-    """Requests for actions, in a word shared by the ranks of a node.
+    """Requests for actions. The newest request is in one word of memory, which all ranks of a node share.
 
-    Two simultaneous requests for one action write the same value: they become one request.
+    Two simultaneous requests for the same action become one, because both write the same value.
     """
 
     def __init__(self, path: Path) -> None:

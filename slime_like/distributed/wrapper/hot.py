@@ -67,7 +67,10 @@ class NativeHooks:
 
     @classmethod
     def attach(cls, module: Any, ring: Ring) -> NativeHooks:
-        """Bind the extension ``module`` to ``ring``. From now on, the extension also assigns the records of ops issued in Python."""
+        """Bind the extension ``module`` to ``ring``.
+
+        From now on, the extension also chooses the ring's record for ops whose wrapper is in Python.
+        """
         native_ring = module.Ring(ring.memory, HEAD, ring.slots)
         ring.next_record, ring.before_close = native_ring.next_record, native_ring.close
         return cls(module, native_ring)
