@@ -106,7 +106,7 @@ class RemoteReward:
             await self._session.close()
 
     def _count_unscored(self) -> None:
-        """Mark the server as down. If an injected outage is active, count one more sample that got no score during it."""
+        """Mark the server as down. If the last injected outage is still active, count one more sample without a score."""
         self._down = True
         for outage in self._outages[-1:]:
             outage.num_unscored += outage.is_active
