@@ -271,7 +271,7 @@ class RolloutManager:
         self._version = version
 
     async def abort_push(self) -> None:
-        """Resume decoding after a failed push. Engines whose update was begun and not committed stay paused until the next push."""
+        """Resume decoding after a failed push. Engines with an uncommitted update stay paused until the next push."""
         await self._update.abort()
 
     async def wait_until_push_needed(self) -> None:

@@ -273,7 +273,7 @@ def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tup
 
 
 def prefill_differences(scores: ProbeScores, trainer: TrainerScores) -> F32:
-    """Return the absolute log-probability differences of trainer and engine for the sequences of ``scores``, without first tokens."""
+    """Return |log-probability difference| of trainer and engine for all tokens but the first of each sequence of ``scores``."""
     return np.abs(np.concatenate([trainer.logprobs_of(s) for s in scores.sequences]) - np.concatenate(scores.logprobs))
 
 
