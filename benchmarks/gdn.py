@@ -1,6 +1,6 @@
 """Comparison of the kernels of Gated DeltaNet: parity, speed, memory and start-up of every backend that runs on this machine.
 
-    python benchmarks/gdn.py                                          # arms torch, fla, flashqla and transformers' (hf)
+    python benchmarks/gdn.py                                          # arms hf (transformers), torch, fla and flashqla
     python benchmarks/gdn.py --shapes 2048,16,32,128 32x1024,4,8,128 --dtype bfloat16 --rounds 20
     python benchmarks/gdn.py --output docs/measurements/gdn.md        # the page and gdn.svg in the same folder
     python benchmarks/gdn.py --end-to-end +recipe=quickstart_gdn      # runs of --rollouts steps, one per backend
@@ -9,9 +9,9 @@ A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for 
 state and every gradient, including the gradient of the initial state, are compared with the recurrence, computed token
 by token in float64 (tests/gdn/recurrence.py); errors are relative to the largest value of each tensor. Every arm runs
 once per round. Times are medians over rounds: device time on a GPU, the process's CPU time (one thread) on a CPU.
-Ratios are medians of the rounds' ratios. The first timed call is listed separately; it compiles and tunes the kernels that
-the runs for the profile, parity and growth have not used. The exit code is 1 if parity fails, no arm can run, or all runs of
---end-to-end fail.
+Ratios are medians of the rounds' ratios. The first timed call is listed separately, because it compiles and tunes kernels,
+except those that the earlier runs for profile, parity and growth have used. The exit code is 1 if parity fails, no arm can
+run, or all runs of --end-to-end fail.
 """
 
 from __future__ import annotations

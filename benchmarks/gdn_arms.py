@@ -67,7 +67,7 @@ def ratio(base: Sequence[float], arm: Sequence[float]) -> float:
 
 
 class TransformersFallback:
-    """transformers' rule without fla. It ignores cu_seqlens, so it gets one sequence only."""
+    """Gated delta rule as transformers computes it without fla. It ignores cu_seqlens, so it gets one sequence only."""
 
     name = "hf"
 
@@ -221,7 +221,7 @@ def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.d
 def kernels_seen(run: Callable[[], object], device: str, max_names: int = 4) -> list[str]:
     """Return the names of a call's most expensive kernels, as measured by torch's profiler.
 
-    First come up to ``max_names`` kernels of the delta rule, then up to ``max_names`` of all kernels, without repetition.
+    At most ``max_names`` kernels of the delta rule are followed by at most ``max_names`` of all kernels, without repetition.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as profiler:

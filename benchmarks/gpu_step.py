@@ -62,7 +62,7 @@ TINY = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "num_h
 
 @dataclass(frozen=True, slots=True)
 class StepArm:
-    """One row: a model of the planner's table, changes of its config.json, and the Gated DeltaNet backend."""
+    """Arm of the benchmark: a model that the planner knows, changes to its config.json, and the Gated DeltaNet backend."""
 
     name: str
     model: str
@@ -133,9 +133,9 @@ def traced_peak(arm: StepArm, args: argparse.Namespace) -> str:
 
 
 def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
-    """Return the figures of an arm that ran in a process of its own; None if it failed or took longer than ``LIMIT``.
+    """Run an arm in a process of its own and return its figures.
 
-    The output then names the cause.
+    If the process fails or takes longer than ``LIMIT``, the output names the cause and the result is None.
     """
     with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
         result = Path(folder) / "figures.json"

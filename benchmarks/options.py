@@ -7,9 +7,9 @@ from collections.abc import Callable, Container
 
 
 def at_least(minimum: int, *, multiple: int = 1) -> Callable[[str], int]:
-    """Return the type of an option: a whole number of at least ``minimum`` that is a multiple of ``multiple``.
+    """Return a function that parses a whole number of at least ``minimum`` that is a multiple of ``multiple``.
 
-    It raises ``ArgumentTypeError`` on other text.
+    It raises ``ArgumentTypeError`` on other text, as argparse expects of the type of an option.
     """
     kind = f"a number of at least {minimum}" + (f" that is a multiple of {multiple}" if multiple > 1 else "")
 
@@ -22,12 +22,12 @@ def at_least(minimum: int, *, multiple: int = 1) -> Callable[[str], int]:
 
 
 def comma_separated[T](parse: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Return the type of an option: values that ``parse`` accepts, separated by commas."""
+    """Return a function that splits text at commas and parses each part with ``parse``; for argparse's ``type``."""
     return lambda text: [parse(value) for value in text.split(",")]
 
 
 def name_of(names: Container[str], description: str) -> Callable[[str], str]:
-    """Return the type of an option: one of ``names``.
+    """Return a function that accepts text if it is one of ``names``; for argparse's ``type``.
 
     On other text it raises ``ArgumentTypeError``, whose message names the choices by ``description``.
     """

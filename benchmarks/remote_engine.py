@@ -3,8 +3,8 @@
     python benchmarks/remote_engine.py [--intermediate 64 --hidden 128] [--batches 16 64] [--rounds 5]
 
 The model is a random Qwen3-MoE with 4 layers of 32 experts, 4 per token, float32. The engines run at the same time and take
-turns, and a worker needs a second core. Times are measured as in ``decode.py``: decoding alone is a call minus a call for one
-token.
+turns, and a worker needs a second core. Times are measured as in ``decode.py``: the time of decoding is that of a call minus
+that of a call for one token.
 """
 
 from __future__ import annotations

@@ -231,7 +231,9 @@ def worker(folder: Path, slowdown: float, name: str) -> Generator[tuple[str, str
 
 
 def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
-    """Return results by name: all experts in one process, by SGLang and by the plugin, then the arms of ``setting``.
+    """Return results by arm. Two arms have all experts in one process, one with SGLang's function, one with the plugin's.
+
+    The others are the arms of ``setting``.
 
     Raises ``SystemExit`` if a worker cannot serve the experts, or if the hidden states of an arm differ from SGLang's by more
     than the tolerance.

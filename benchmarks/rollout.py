@@ -99,7 +99,7 @@ class RolloutArm:
 
 
 def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Namespace, **rollout: Any) -> RolloutArm:
-    """Return an arm. ``rollout``: its settings that differ from the other arms."""
+    """Return an arm. ``rollout``: fields of its ``RolloutConfig`` in addition to those that all arms share."""
     clients = [EngineClient(s.url, admin_key=KEY, name=f"engine {i}", deadline_s=120) for i, s in enumerate(servers)]
     cfg = RolloutConfig(
         batch_size=options.batch,

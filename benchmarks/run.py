@@ -104,7 +104,10 @@ def compare(size: str, args: argparse.Namespace, work: Path, python: Path) -> st
 
 
 def table(size: str, parameters: int, steps: int, rounds: int, records: dict[tuple[str, str], ArmRecord]) -> str:
-    """Return the Markdown for one model size: TRL's time per step over ours, each in its faster dtype, then every arm."""
+    """Return the Markdown for one model size: TRL's time per step divided by ours, then a table of all arms.
+
+    The quotient compares both sides, each in its faster dtype.
+    """
     best = {
         side: min((r for (s, _), r in records.items() if s == side), key=lambda r: r.seconds)
         for side in ("slime_like", "TRL")
@@ -157,7 +160,10 @@ def _page(tables: list[str], machine_line: str, command: str) -> str:
 
 
 def commit() -> str:
-    """Return a sentence with the commit, noting changes to tracked files outside docs, or one that says it is unknown."""
+    """Return a sentence that names the commit, and mentions changes to tracked files outside docs if there are any.
+
+    If git cannot tell, the sentence says that the commit is unknown.
+    """
     try:
         options = [
             ["rev-parse", "--short", "HEAD"],

@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _rollouts(actor: Any, run: Any, numbers: range, tokens: int) -> tuple[float, float]:
-    """Run rollouts. Return the seconds per rollout, and how many of them training spends in calls of ``run.save``."""
+    """Run rollouts. Return the seconds per rollout, and how much of that time calls of ``run.save`` take."""
     start, waited_s = time.perf_counter(), 0.0
     for k in numbers:
         _step(actor, tokens, k)

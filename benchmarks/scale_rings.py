@@ -46,10 +46,10 @@ class RingTimes:
 
 
 def measure(num_ranks: int, rounds: int) -> RingTimes:
-    """Write rings for a node and for ``num_ranks`` ranks, in which one rank missed the last op; return CPU times of reports.
+    """Return the CPU times of reports on a node's rings and on the rings of ``num_ranks`` ranks. One rank missed the last op.
 
-    If there are more than ``MAX_RINGS`` ranks, only the first ``NODE`` of them get a ring. Raises ``AssertionError`` if a report
-    does not name the rank that missed the op.
+    If there are more than ``MAX_RINGS`` ranks, only the first ``NODE`` of them have a ring. Raises ``AssertionError`` if a
+    report does not name the rank that missed the op.
     """
     late, num_rings = NODE - 1, num_ranks if num_ranks <= MAX_RINGS else NODE
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
-"""Benchmark of our recipe with several spin counts: turns that an engine's idle threads spin before they sleep. Runs alternate.
+"""Benchmark of our recipe with several spin counts; runs alternate.
 
-It reports the time of a rollout, which includes the rollout manager, HTTP and the prefill, and the time of a decode
+A spin count is the number of turns that an engine's idle threads spin before they sleep.
+The results are the time of a rollout, which includes the rollout manager, HTTP and the prefill, and the time of a decode
 step in SGLang's scheduler, from the throughput that the engine logs every ``INTERVAL`` steps.
 """
 

@@ -39,9 +39,9 @@ class Round:
 
 
 def measure(rounds: int, work: Path) -> list[Round]:
-    """Alternate a bare import and a start; return ``rounds`` + 1 such rounds, the first of which warms the file cache.
+    """Return the times of ``rounds`` + 1 rounds, each a bare import followed by a run. The first warms the file cache.
 
-    Raises ``SystemExit`` if one fails or takes longer than its limit.
+    Raises ``SystemExit`` if an import or a run fails or takes longer than its limit.
     """
     return [_round(work / f"run{index}") for index in range(rounds + 1)]
 

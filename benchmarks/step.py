@@ -1,4 +1,4 @@
-"""Cost of a training step on a CPU with model.cpu_kernels=torch and with =c: one Megatron rank, arms that take turns.
+"""Cost of a training step of one Megatron rank on a CPU: model.cpu_kernels=torch and model.cpu_kernels=c take turns.
 
     python benchmarks/step.py                                           # both tables of this machine
     python benchmarks/step.py --cases tiny,float32,1 --rounds 1         # one case, quickly
@@ -55,7 +55,7 @@ Times = dict[str, list[tuple[float, float]]]  # arm -> (wall, CPU) seconds of ea
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the first table."""
+    """Case in which both arms are measured: size of the model, dtype and number of threads."""
 
     size: str
     dtype: str
@@ -218,7 +218,10 @@ def alternate(arms: Mapping[str, Callable[[], object]], rounds: int) -> Times:
 
 
 def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict[str, Callable[[], object]]:
-    """Return one function per arm: log-probabilities (with ``entropy``, entropies too) from hidden states, and backward."""
+    """Return one function per arm. Each computes log-probabilities from hidden states, and their backward pass.
+
+    With ``entropy``, each also computes entropies.
+    """
     from slime_like.train.megatron.model.vocab import VocabularyPart, vocab_scores
     from slime_like_plugins.megatron_cpu.scores import fused_vocab_scores
 
@@ -233,7 +236,10 @@ def scores(n: int, v: int, h: int, dtype: torch.dtype, *, entropy: bool) -> dict
 
 
 def attention(sequences: int, length: int, shape: Mapping[str, int]) -> dict[str, Callable[[], object]]:
-    """Return one function per arm: packed causal attention of float32 inputs with a bfloat16 output, and its backward."""
+    """Return one function per arm. Each computes packed causal attention and its backward pass.
+
+    The inputs are float32, the output is bfloat16.
+    """
     from slime_like.train.megatron.model.sdpa import attention_batches, in_batches
     from slime_like_plugins.megatron_cpu.functions import AttentionFunction
     from slime_like_plugins.megatron_cpu.kernels import kernels

@@ -46,7 +46,7 @@ def batched(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColum
 
 
 def per_sample(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
-    """Append to the rows of a store one by one in each step."""
+    """Append to each row of a store separately, in every step."""
     store = SampleStore()
     rows = [StoreRow(store, index) for index in store.fork(store.add(prompt), num_rows=samples)]
     for columns in steps:
@@ -57,7 +57,7 @@ def per_sample(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenCo
 
 
 def arrays(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
-    """Write to arrays per sample that have space for all tokens."""
+    """Write the tokens of each sample to its own arrays, which have space for all its tokens from the start."""
     size = len(prompt) + sum(len(columns) for columns in steps) // samples
     rows = [
         TokenColumns(np.empty(size, np.int32), np.empty(size, np.float32), np.empty(size, np.int32))
@@ -78,7 +78,7 @@ def arrays(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumn
 
 
 def lists(prompt: TokenColumns, samples: int, steps: Steps) -> list[TokenColumns]:
-    """Extend Python lists per sample, and convert them at the end."""
+    """Append the tokens of each sample to its own Python lists, and convert the lists to arrays at the end."""
     fields = [(prompt.token_ids.tolist(), prompt.logprobs.tolist(), prompt.versions.tolist()) for _ in range(samples)]
     for columns in steps:
         n = len(columns) // samples

@@ -21,8 +21,8 @@ _TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<sign>[-+*/()]))"
 def calculate(text: str) -> str:
     """Return the value of the expression ``text`` as a string: exact if it is whole, else with 12 significant digits.
 
-    Raises ``ValueError`` naming the problem if ``text`` does not follow the grammar above, divides by zero or exceeds a limit
-    (``MAX_CHARACTERS``, ``MAX_DEPTH``, ``MAX_VALUE``). Examples:
+    Raises ``ValueError`` naming the problem if ``text`` does not follow this module's grammar, divides by zero or exceeds a
+    limit (``MAX_CHARACTERS``, ``MAX_DEPTH``, ``MAX_VALUE``). Examples:
     ``calculate("12+34*2") == "80"``, ``calculate("1/8") == "0.125"``, ``calculate("1/3") == "0.333333333333"``.
     """
     if len(text) > MAX_CHARACTERS:

@@ -57,7 +57,7 @@ class CallTokens:
 async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext) -> Sequence[Sample]:
     """Return one sample per seed; at most ``MAX_CALLS`` calls of a sample get a result.
 
-    The first turns go to the engine as one group. Raises the ``ConfigError`` of ``CallTokens.of``.
+    The first turns go to the engine as one group. Raises ``ConfigError`` as ``CallTokens.of`` does.
     """
     tokens = CallTokens.of(context.tokenizer)
     firsts = await engine.generate(prompt.token_ids, seeds, Episode(prompt.token_ids, context).sampling(tokens.stop))

@@ -22,7 +22,7 @@ class GroupAdvantage(Protocol):
 
 
 class Reduce(Protocol):
-    """Element-wise sum over the ranks of a process group. A ``TokenAdvantage`` gets one over the data-parallel ranks.
+    """Element-wise sum over the ranks of a process group; for a ``TokenAdvantage``, over the data-parallel ranks.
 
     ``sum`` is a collective. An algorithm may use no collectives other than those of ``Reduce`` and ``Sequences``.
     """

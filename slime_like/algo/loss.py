@@ -87,17 +87,17 @@ class SftLoss:
 
 
 def policy_gradient(cfg: PolicyGradientConfig) -> LossFn:
-    """Return PPO's clipped policy gradient, with a ratio per token."""
+    """Return the loss function of PPO: clipped policy gradient with a ratio per token."""
     return _policy_loss(cfg, partial(ppo_surrogate, cfg))
 
 
 def gspo(cfg: PolicyGradientConfig) -> LossFn:
-    """Return GSPO's clipped policy gradient, with a ratio per sequence."""
+    """Return the loss function of GSPO: clipped policy gradient with a ratio per sequence."""
     return _policy_loss(cfg, partial(gspo_surrogate, cfg))
 
 
 def cispo(cfg: PolicyConfig) -> LossFn:
-    """Return CISPO's policy gradient, weighted by the clipped ratio."""
+    """Return the loss function of CISPO: policy gradient weighted by the clipped ratio."""
     return _policy_loss(cfg, partial(cispo_surrogate, cfg))
 
 
@@ -211,7 +211,7 @@ def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def low_var_kl(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """Return k3 clamped to at most 10. Where k3 exceeds 10, the gradient is zero.
+    """Return the KL estimate ``k3``, clamped to at most 10. Where ``k3`` exceeds 10, the gradient is zero.
 
     Source: ``low_var_kl`` in slime (``slime/utils/ppo_utils.py``) and in verl (``verl/trainer/ppo/core_algos.py``,
     where it is also called ``k3``).

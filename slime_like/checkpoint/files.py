@@ -203,10 +203,10 @@ def remove_scratch(folder: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` of the iterations up to the one that the tracker file names. Later ones stay.
+    """Remove old iterations. The iteration that the tracker file names stays, with the ``keep - 1`` before it.
 
-    The critic's folders and the rollout files are removed with their iteration. Rollout files of an earlier save that was
-    never completed are removed too. Raises ``CheckpointError`` as ``latest_iteration`` does.
+    Later iterations stay too. The critic's folders and the rollout files are removed with their iteration. Rollout files
+    of an earlier save that was never completed are removed too. Raises ``CheckpointError`` as ``latest_iteration`` does.
     """
     latest = latest_iteration(folder)
     old = [k for k in iterations(folder) if k <= latest][:-keep]

@@ -230,7 +230,7 @@ def critic_source(folder: Path) -> Path:
     """Return the critic's iteration folder: ``folder`` itself if it is one, otherwise an iteration in ``folder``.
 
     The iteration is the one that ``latest_iteration`` returns or, if there is no tracker file, the newest one. Raises
-    ``CheckpointError`` if there is no iteration, if the iteration is an actor's, which has no value head, or as
+    ``CheckpointError`` if there is no iteration, if the iteration belongs to an actor, which has no value head, and as
     ``latest_iteration`` and ``read_record`` do.
     """
     present = iterations(folder)

@@ -4,10 +4,10 @@ Trainer ranks fill ``placement.actor_num_nodes`` nodes in order of address, with
 is split into equal parts on ``rollout.engine_num_nodes`` nodes. If that key is not set, an engine is on one node if it fits
 there, otherwise on several.
 
-With ``placement.mode=colocated``, engines are on the trainer's GPUs. Otherwise, an engine is on the node with the fewest free
-GPUs that suffice, and the parts of an engine are on the nodes with the most free GPUs. On CPUs, engines are assigned
-round-robin: colocated engines to the trainer's nodes, others to the nodes without ranks if there are enough of them. If
-another role has its own GPUs, each of its tensor parallel groups is on one node.
+With ``placement.mode=colocated``, engines are on the trainer's GPUs. Otherwise, an engine that is not split takes the node with
+the fewest free GPUs that suffice, and the parts of a split engine take the nodes with the most free GPUs. On CPUs, engines are
+assigned round-robin: colocated engines to the trainer's nodes, others to the nodes without ranks if there are enough of them.
+If another role has its own GPUs, each of its tensor parallel groups is on one node.
 """
 
 from __future__ import annotations
@@ -219,9 +219,10 @@ def _parts(role: str, indices: tuple[int, ...], num_nodes: int) -> Iterator[Node
 
 
 def _groups_of_role(cfg: TrainConfig, role: Role) -> list[tuple[int, ...]]:
-    """Return a role's GPUs in groups: those of an engine, of a trainer node, or of a tensor parallel group of another role.
+    """Return the GPUs of ``role`` in groups: one group per engine or, for the trainer, per node.
 
-    Each group has to be on one node, except that an engine may be split into parts.
+    Any other role has one group per tensor parallel group. Each group has to be on one node, except that an engine may be
+    split into parts.
     """
     if role.name == ENGINE:
         return list(role.devices)

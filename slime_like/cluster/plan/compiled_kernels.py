@@ -152,7 +152,7 @@ def _environment(job: CompileJob) -> dict[str, str]:
     """Return the variables to set in a child's environment.
 
     They select the phantom GPU, the folder of the compiled kernels and, if installed, the CUDA compiler of NVIDIA's wheels.
-    They also keep autotuning results, which a phantom GPU makes meaningless, out of the cache.
+    They also disable the caches of autotuning results, which are meaningless on a phantom GPU.
     """
     # The limit is above the largest host tensor of the compilers, which run in the child and need its values.
     gpu = replace(TRACED_GPU, capability=job.capability, host_limit=32 << 20)

@@ -78,7 +78,10 @@ def dcp_lines(plan: DcpPlan, engine: EngineMemory | None, load: EngineLoad) -> I
 def _largest(
     cfg: TrainConfig, machine: Machine, model: HfConfig | None, shapes: RoleShapes, engine: EngineSpec
 ) -> tuple[int, str]:
-    """Return the largest size that adds KV capacity and that settings, device and model allow, and the reason if it is 1."""
+    """Return the largest useful DCP size, and the reason if it is 1.
+
+    A size above 1 is useful if it adds KV capacity, and settings, device and model allow it.
+    """
     if shapes.actor is None:
         return 1, f"the KV heads of the model are not known: {shapes.unknown}"
     settings = engine_settings(engine)

@@ -57,7 +57,10 @@ class MemoryPlan:
 
     @property
     def min_bytes(self) -> float:
-        """Least memory with which the busiest GPU can run, in bytes: without the allocator's overhead; 0 on a CPU."""
+        """Predicted bytes on the busiest GPU, without the allocator's overhead; 0 in a run on a CPU.
+
+        The run does not fit on GPUs with less memory.
+        """
         return max((p.total - sum(table.of("allocator") for _, table in p.tables) for p in self.phases), default=0.0)
 
 

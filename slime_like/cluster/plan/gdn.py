@@ -47,9 +47,10 @@ def resolve_gdn(
 
 
 def _auto_cp(setting: bool | None, backend: str, actor: RankSpec) -> tuple[bool, str]:
-    """Return True if FlashQLA may split sequences automatically, and the reason; it is empty if the config decides.
+    """Return True if FlashQLA may split sequences automatically, and the reason.
 
-    With the split, log-probabilities of a no-grad pass differ bitwise from those of the update.
+    The reason is empty if the config decides or ``backend`` is not FlashQLA. With the split, log-probabilities of a no-grad
+    pass differ bitwise from those of the update.
     """
     if setting is not None or backend != "flashqla":
         return bool(setting), ""

@@ -65,7 +65,11 @@ def change_lines(plan: MemoryPlan, load: EngineLoad, dcp: DcpPlan) -> Iterator[s
 
 
 def _row(change: SettingChange, base: MemoryPlan, load: EngineLoad) -> tuple[str, ...]:
-    """Return a table row: a change, memory of a trainer rank, an engine and a GPU, KV cache of an engine, a note on the fit."""
+    """Return the table row of ``change``; the note in the last cell says if the changed run does not fit ``base.available``.
+
+    The cells before it: setting, memory of a trainer rank, of an engine and of the busiest GPU, KV cache of an engine in
+    tokens and in sequences.
+    """
     plan, tables = change.plan, dict(change.plan.tables)
     trainer, engine = (gib(tables[role].total) if role in tables else "-" for role in ("trainer", "engine"))
     tokens = "-" if plan.engine is None else f"{plan.engine.tokens:,}"

@@ -1,7 +1,7 @@
 """Predicted memory of a GPU by phase of the loop, with ``placement.offload_train`` and ``placement.offload_rollout``.
 
-Phase push is predicted for its end, when the probe compares log-probabilities of engine and trainer: it needs the whole engine
-and, on the trainer, the weights and a forward pass.
+For phase push, the memory at its end is predicted. There, the probe compares log-probabilities of engine and trainer. This
+takes the whole engine and, on the trainer, the weights and a forward pass.
 """
 
 from __future__ import annotations
