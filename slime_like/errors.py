@@ -59,7 +59,10 @@ class StoreFull(SlimeLikeError, MemoryError):
 
 
 class EngineError(SlimeLikeError, RuntimeError):
-    """An SGLang engine that did not start, died, or refused a request or answered it wrongly; samples unusable for training."""
+    """An SGLang engine that did not start, died, or refused a request or answered it wrongly.
+
+    Also raised for samples that cannot be used for training.
+    """
 
 
 class EngineLost(EngineError):

@@ -159,7 +159,7 @@ class PolicyGradientConfig(PolicyConfig):
 
 
 def refuse_idle_kl(prefix: str, config: Config, coef: str, kind: str) -> None:
-    """Raise ``ConfigError`` if the key ``coef``, a KL's weight, is 0 and ``kind``, its estimator, differs from its default."""
+    """Raise ``ConfigError`` if the KL weight ``coef`` is 0, but the KL estimator ``kind`` differs from its default."""
     if getattr(config, coef) == 0:
         refuse_unread(prefix, config, (kind,), f"{prefix}{coef}=0", f"{prefix}{coef} above 0")
 

@@ -146,7 +146,10 @@ class EngineSpec:
 
     @property
     def uncaptured(self) -> tuple[str, ...]:
-        """Return the phases that SGLang must not capture as CUDA graphs, unless the field ``sglang`` names a backend for them."""
+        """Return the phases, prefill or decode, that have no CUDA graphs by default.
+
+        A graph backend for the phase in the field ``sglang`` overrides this.
+        """
         if self.remote_experts:
             return "prefill", "decode"  # a request to a worker cannot be captured
         # SGLang cannot release its prefill graphs, and FlowMLA's gathers were not tested within them.

@@ -72,7 +72,7 @@ def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
     """Yield a Markdown table with a row per op and kind of group.
 
     Memory drops (MiB) and query durations (us) are maxima over all ranks. Calls are summed over all ranks, and bytes per
-    call are the mean over these calls. The column ``ranks`` counts a rank with several groups of a kind once.
+    call are the mean over these calls. The column ``ranks`` counts each rank once, even if it has several groups of a kind.
     """
     columns = (
         "first use: allocator drop | first use: driver drop | steady state: allocator drop | steady state: driver drop"

@@ -2,8 +2,8 @@
 
 megatron-core keeps references to its ``ProcessGroup`` objects, including the world, so these persist with their ranks, names
 and stores. With ``guard.release`` their backend is a ``ReleasableBackend``, a placeholder that refuses every op. The ops of
-each such object are executed by a second group of the same ranks, which only the wrapper references. ``reload`` releases and
-rebuilds backends.
+each such object are executed by a second group of the same ranks, which only the wrapper references. The module ``reload``
+releases and rebuilds backends.
 
 Remove when all of torch's backends can be suspended and resumed (``Backend.suspend``; in torch 2.14 gloo's cannot).
 """
