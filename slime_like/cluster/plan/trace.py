@@ -131,7 +131,7 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
 
 
 def _comparison_row(name: str, traced: float, planned: float | None) -> tuple[str, str, str, str]:
-    """Return the table row that compares a traced number of bytes with the planner's."""
+    """Return the table row that compares a traced number of bytes with the planned one."""
     if planned is None:
         return name, gib(traced), "-", ""
     return name, gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}"

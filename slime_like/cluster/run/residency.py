@@ -98,7 +98,7 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTrainer:
-    """Wrapper around a trainer. Before a call, it moves the state that the call needs to the devices of the ranks."""
+    """Wrapper around a trainer. Before each call, it moves the required state to the devices of the ranks."""
 
     trainer: Trainer
     residency: Residency
@@ -115,9 +115,9 @@ class ResidentTrainer:
         return StepStats(stats.version, (*stats.metrics, *self.residency.drain_metrics()))
 
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32:
-        """Return the log-probabilities [T] of ``batch``, after moving the state for phase step to the devices.
+        """Move the state of phase "step" to the devices, then return the log-probabilities [T] of ``batch``.
 
-        The step of the same rollout follows and needs the same state.
+        The optimizer steps of the same rollout follow and need the same state.
         """
         self.residency.enter(STEP)
         return self.trainer.score(batch, float64_kind)
@@ -159,7 +159,7 @@ class ResidentTrainer:
 
 @dataclass(frozen=True, slots=True)
 class ResidentRollout:
-    """Wrapper around a source of rollouts that gives the devices' memory to the engines while they sample."""
+    """Wrapper around a source of rollouts. It gives the devices' memory to the engines while they sample."""
 
     rollout: RolloutSource
     residency: Residency

@@ -12,9 +12,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Stop requests by signal: the first ends the loop after the current rollout, the second immediately.
+    """Handler of stop signals. The first signal ends the loop after the current rollout, the second one immediately.
 
-    Further signals, and all signals during the teardown, are ignored, so that they cannot interrupt it.
+    Further signals, and all signals during the teardown, are ignored, so that they cannot interrupt the teardown.
     """
 
     def __init__(self) -> None:

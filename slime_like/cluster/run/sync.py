@@ -118,7 +118,10 @@ class EngineSync:
         return tuple(metrics)
 
     def _without_replay(self, probe_scores: Sequence[ProbeScores]) -> list[Metric]:
-        """Return metrics that compare ``probe_scores``, which name no experts to replay, with a trainer that chooses its own."""
+        """Return metrics that compare ``probe_scores`` with a trainer that chooses experts itself.
+
+        ``probe_scores`` must name no experts, because the trainer would replay them.
+        """
         trainer = TrainerScores(probe_scores, self.max_score_tokens)
         trainer.set_columns([self.trainer.score(rows) for rows in trainer.rows])
         return [metric for scores in probe_scores for metric in probe.layer_metrics(scores, trainer, OWN_EXPERTS)]

@@ -273,7 +273,7 @@ class Placement:
         return options
 
     def _on_node(self, role: str, index: int) -> dict[str, Any]:
-        """Return Ray options for process ``index`` of a role. In a run on a cluster's CPUs, they select its assigned node."""
+        """Return Ray options for process ``index`` of a role. On the CPUs of a cluster, they select the process's node."""
         options: dict[str, Any] = {"num_cpus": 0}
         if self._assignment.processes is not None:
             options["scheduling_strategy"] = on_node(self._assignment.processes[role][index].node_id)

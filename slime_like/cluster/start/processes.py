@@ -160,7 +160,7 @@ class Cluster:
         return addresses, rollout
 
     def _with_moves(self, trainer: Trainer, rollout: RolloutSource) -> tuple[Trainer, RolloutSource]:
-        """Return trainer and rollout source in wrappers that, before a call, move the state that it needs to the devices.
+        """Return trainer and rollout source in wrappers that move the required state to the devices before each call.
 
         The ``push_weights`` of an ``EngineRollout`` is replaced as well. If the run moves no state, return the arguments.
         """

@@ -185,11 +185,11 @@ def _check_same_settings(cfg: TrainConfig, run_dir: Path, saved: Mapping[str, An
 
 
 def _alternatives(checkpoints: Path, changed_names: Sequence[str], present_state: str) -> str:
-    """Return the end of an error message: what to do instead of restoring the settings or files ``changed_names``.
+    """Return the last part of an error message: alternatives to restoring the settings or files in ``changed_names``.
 
-    The message suggests a new run or ``run.resume=PATH``, which continues with the ``present_state``: "new settings" or
-    "current files". It does not suggest the path if a key of ``ORDER_KEYS`` has changed, because ``check_cursor`` refuses to
-    continue if the prompts or their order differ.
+    The text suggests a new run or ``run.resume=PATH``, which continues with the ``present_state`` ("new settings" or
+    "current files"). It does not suggest ``run.resume`` if a key of ``ORDER_KEYS`` has changed, because ``check_cursor``
+    refuses to continue if the prompts or their order differ.
     """
     hint = new_run_hint(checkpoints)
     if not {*changed_names}.isdisjoint(ORDER_KEYS):

@@ -36,9 +36,10 @@ _numbers = itertools.count()
 
 
 def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
-    """Run the driver ``run`` in this process, a child of the supervisor at the other end of ``line``, and end the process.
+    """Run the driver ``run`` in this process, then end the process.
 
-    The exit code is the one that ``run`` returns or raises as ``SystemExit``, or 1 after another exception.
+    The parent process is the supervisor, which has the other end of ``line``. The exit code is the one that ``run`` returns
+    or raises as ``SystemExit``, or 1 after another exception.
     """
     os.setpgid(0, 0)
     _leave_terminal()

@@ -63,7 +63,7 @@ def descendants(excluded: frozenset[psutil.Process] = frozenset()) -> list[psuti
 
 
 def find_marked(mark: str) -> list[psutil.Process]:
-    """Return every other process with ``MARK=mark`` in its environment."""
+    """Return every process, except this one, that has ``MARK=mark`` in its environment."""
     processes: list[psutil.Process] = []
     variable = f"{MARK}={mark}".encode()
     for process in psutil.process_iter():

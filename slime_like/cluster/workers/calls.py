@@ -30,7 +30,7 @@ STORE_S = 600.0  # for Ray's object store to take an argument
 
 
 def start_actor[**P, T](actor_class: Callable[P, T], **options: Any) -> Callable[P, ActorHandle[T]]:
-    """Return a function that starts an actor with Ray's ``options``; it takes the arguments of ``actor_class``."""
+    """Return a function that takes the arguments of ``actor_class`` and starts such an actor with Ray's ``options``."""
     return cast(Any, ray.remote)(actor_class).options(**options).remote
 
 

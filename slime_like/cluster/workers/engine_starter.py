@@ -86,7 +86,7 @@ class EngineTemplate:
         return start(f"engine {index}", spec, self.admin_key, self.stacks_dir, env, tuple(other_nodes), gpus)
 
     def start_on(self, index: int, slots: Sequence[NodeSlot]) -> ActorHandle[EngineActor]:
-        """Start an engine on the nodes of ``slots``; its actor and its first rank are on the first one."""
+        """Start an engine on the nodes of ``slots``. The engine's actor and first rank are on the first of these nodes."""
         options = {"scheduling_strategy": on_node(slots[0].node_id)}
         return self.start(index, options, slots[0].gpus, slots[1:])
 

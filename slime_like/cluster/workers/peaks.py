@@ -26,7 +26,7 @@ class MemoryPeaks:
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
-        """Measure a block, including one that raises."""
+        """Measure the memory peak of a block of ``phase``, even if the block raises an error."""
         self._reset()
         try:
             yield

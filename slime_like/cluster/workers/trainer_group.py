@@ -179,7 +179,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return tuple(sorted({kind for kinds in self.on_all(TrainerWorker.layer_kinds).values() for kind in kinds}))
 
     def kernels(self) -> tuple[str, ...]:
-        """Return the kernel descriptions of the layers of all ranks."""
+        """Return descriptions of the kernels that the layers of all ranks used."""
         return tuple(
             sorted({description for rank in self.on_all(TrainerWorker.kernels).values() for description in rank})
         )

@@ -67,7 +67,7 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _owners(key: str, default_text: str) -> str:
-    """Return a note listing the algorithms that have ``key`` (if not all do) and any default other than ``default_text``."""
+    """Return a note on ``key``: the algorithms that have it, unless all do, and their defaults that are not ``default_text``."""
     owners = [name for name in ALGORITHMS if key in known_keys(name)]
     other_algorithms = [name for name in ALGORITHMS if name not in owners]
     short = ", ".join(owners) if len(owners) <= len(other_algorithms) else f"all but {', '.join(other_algorithms)}"

@@ -18,7 +18,7 @@ def our_key(key: str) -> str | None:
 
     ``key`` may be a key of verl, such as ``algorithm.lam`` for our ``algo.lambd``, or one of ``OTHER_KEYS``. It may also be the
     group of our key followed by a foreign name: the last word of a verl key, as in ``algo.lam``, or the name of a slime flag.
-    A key of ours whose value is a mapping is never returned, because the value of ``key`` is not one.
+    A key of ours whose value is a mapping is never returned, because the value of ``key`` is not a mapping.
     """
     return _our_keys().get(key)
 

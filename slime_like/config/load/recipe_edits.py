@@ -134,7 +134,7 @@ def _config(base: str, name: str, optional: bool = False) -> _Included:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the tree of a config, which callers do not modify, read as Hydra reads it, with interpolations as text.
+    """Read a config as Hydra does and return its tree, with interpolations as text. Callers must not modify the tree.
 
     Raises ``ConfigError`` naming the file if it cannot be read or is not a mapping.
     """
@@ -151,7 +151,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)  # configs that are composed in one process share most files
 def _parse(text: str) -> dict[str, Any] | None:
-    """Return the tree of a config, read as Hydra reads it, with interpolations as text, or None if it is not a mapping."""
+    """Parse a config as Hydra does and return its tree, with interpolations as text; None if it is not a mapping."""
     if not isinstance(yaml.safe_load(text), dict | None):  # OmegaConf reads a word as the mapping {word: null}
         return None
     return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False))

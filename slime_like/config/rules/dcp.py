@@ -60,8 +60,8 @@ def check_dcp(cfg: TrainConfig) -> None:
 def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None, environment: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` if engines on ``device`` cannot serve ``model`` with ``rollout.dcp`` and its options.
 
-    ``rollout.symmetric_memory`` is checked even without DCP. ``model`` is None while it is unknown. ``environment`` is
-    that of the engines; empty if it is unknown.
+    ``rollout.symmetric_memory`` is checked even without DCP. ``model`` is None while it is unknown. ``environment``
+    contains the engines' environment variables; empty if they are unknown.
     """
     if cfg.rollout.symmetric_memory and device == "cpu":
         raise ConfigError(
