@@ -31,10 +31,10 @@ class Conversion:
 
 
 def compose(overrides: Sequence[str], rows: Sequence[Row], hint: str, *, project: str, sign: str) -> TrainConfig:
-    """Return the configuration that a converted job's ``overrides`` compose to.
+    """Return the configuration that the ``overrides`` of a converted job compose to.
 
-    Raises ``ConfigError`` if they do not compose. Its message ends with ``hint`` and, if the error names config keys, the job's
-    settings and the defaults of ``project`` behind these keys. Each is a line with its place, name, ``sign`` and value.
+    Raises ``ConfigError`` if they do not compose. Its message ends with ``hint``, then one line for each setting of the job or
+    default of ``project`` that sets a config key named in the error. ``sign`` separates the setting's name and value there.
     """
     try:
         return load_config(overrides, files=False, machine=False, code=False)

@@ -43,7 +43,10 @@ def is_private(path: Path) -> bool:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Return whether another user could replace ``path``, one of its parents, or a folder or link to which links in it lead."""
+    """Return whether another user could replace ``path`` or one of its parents.
+
+    If one of them is a symbolic link, this includes the link's target and the target's parents.
+    """
     pending, checked = [path.absolute()], set[Path]()
     while pending:
         part = pending.pop()

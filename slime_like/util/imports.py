@@ -61,7 +61,8 @@ def _entry_points_of(path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
 def first_import(module: str) -> AbstractContextManager[None]:
     """Return ``heavy_imports()`` if ``module`` has not been imported, otherwise a context manager that does nothing.
 
-    Objects are frozen only at the first import. Later, some may be garbage, which is never collected once frozen.
+    ``heavy_imports`` freezes all objects, so it is used at the first import only: later, some objects may be garbage, which
+    is never collected once frozen.
     """
     return nullcontext() if module in sys.modules else heavy_imports()
 

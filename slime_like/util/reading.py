@@ -34,7 +34,7 @@ class InputFile:
     key: str = ""  # the config key that names the file or its folder
 
     def refused(self, problem: str) -> SlimeLikeError:
-        """Return the error for ``problem`` with this file, as one line."""
+        """Return an error whose message has the config key, the path, ``problem`` (such as "is missing") and the fix."""
         start = f"{self.key}: {self.path}" if self.key else f"{self.path}"
         return self.error(f"{start} {one_line(problem)}; {self.fix}")
 

@@ -16,7 +16,7 @@ COLLECTIONS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp
 
 @dataclass(frozen=True, slots=True)
 class FunctionReturns:
-    """The return statements of a function. A call that does not raise returns the value of one, or None at the end."""
+    """The return statements of a function. A call raises, runs one of them, or returns None at the end of the function."""
 
     file: str
     statements: tuple[tuple[int, ast.expr | None], ...]  # line, value

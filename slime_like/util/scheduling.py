@@ -9,7 +9,7 @@ import os
 def use_batch_scheduling() -> None:
     """Schedule this thread, and threads and processes that it starts later, so that their wakeups preempt no running thread.
 
-    Between ranks that share cores, the process that a message wakes would otherwise often preempt the sender while it holds the
+    Otherwise, a rank woken by a message would often preempt the sender on the core that they share, while the sender holds the
     lock of the connection. The I/O thread of gloo then spins until the sender runs again. Does nothing if the policy is not the
     default one, if the system does not permit or support the change, or on systems other than Linux.
     """

@@ -149,7 +149,7 @@ class BroadcastSender:
                 await asyncio.gather(*joins, group_task, return_exceptions=True)
 
     def _expected_keys(self, joins: Sequence[asyncio.Task[None]]) -> int:
-        """Return the number of keys in the store once all live ranks have connected: one per rank, and one shared key."""
+        """Return how many keys the store contains after all live ranks have connected: one per rank, and one shared key."""
         live_tps = [receiver.tp for receiver, join in zip(self._receivers, joins, strict=True) if not join.done()]
         return 2 + sum(live_tps)
 

@@ -34,7 +34,7 @@ class DeviceHandles(Protocol):
         ...
 
     def share(self, memory: Tensor) -> Mapping[str, Any]:
-        """Return an address of ``memory``. It can be opened once."""
+        """Return an address of ``memory``. Each address can be opened once."""
         ...
 
     def open(self, address: Mapping[str, Any]) -> Tensor:
@@ -50,7 +50,7 @@ class DeviceHandles(Protocol):
         ...
 
     def collect(self) -> None:
-        """Free device memory that this process has dropped and its receivers have closed, so that others can use it."""
+        """Free device memory that this process has dropped and its receivers have closed, for use by other processes."""
         ...
 
 

@@ -220,8 +220,8 @@ _groups: dict[tuple[dist.ProcessGroup, int], EngineRanks] = {}
 def engine_ranks(receivers: Sequence[WeightReceiver], seconds: float) -> EngineRanks:
     """Return the trainer ranks that share the GPUs of this rank's engine.
 
-    If engines have several ranks, the first call is a collective over all trainer ranks. ``seconds`` is the timeout of
-    the groups that it creates.
+    If engines have several ranks, the first call is a collective over all trainer ranks, because it creates process groups.
+    ``seconds`` is their timeout.
     """
     tp = receivers[0].tp if receivers else 1
     world = dist.group.WORLD

@@ -103,7 +103,7 @@ def unpin(memory: Tensor) -> None:
 def _clear_error() -> None:
     """Clear the CUDA runtime's last error, which torch would otherwise raise at its next kernel launch.
 
-    Launching a kernel makes torch raise and clear the error. Remove this function once torch has a function for this.
+    A kernel launched here makes torch raise and clear the error. Remove this function once torch has a function for this.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

@@ -89,7 +89,10 @@ class TensorSender:
 
 
 def serialize(bucket: Bucket) -> bytes:
-    """Return a bucket in host memory as a pickle. Tensors are cloned, since pickling a view includes its entire storage."""
+    """Return a pickle of a bucket whose tensors are in host memory.
+
+    The tensors are cloned first, because the pickle of a view includes its entire storage.
+    """
     _name_storage_loader()
     host_tensors = [(name, tensor.detach().clone().contiguous()) for name, tensor in bucket.tensors]
     return pickle.dumps(host_tensors, protocol=pickle.HIGHEST_PROTOCOL)

@@ -163,7 +163,7 @@ def _kl(flags: FlagValues) -> Iterator[str]:
 
 
 def _routing_replay(flags: FlagValues) -> Iterator[str]:
-    """Yield the override of --use-rollout-routing-replay or else of --use-routing-replay, the same precedence as in slime."""
+    """Yield the override of --use-rollout-routing-replay or, if it is not given, of --use-routing-replay, as slime does."""
     if "--use-rollout-routing-replay" in flags:
         yield "algo.routing_replay=rollout"
     elif "--use-routing-replay" in flags:

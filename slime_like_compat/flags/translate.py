@@ -208,9 +208,9 @@ def _parsed_bool(flag: str, text: str | None) -> bool:
 
 
 def _converted(annotation: str, text: str) -> Any:
-    """Return ``text`` as the first of int, float, JSON and str that fits the type ``annotation`` or that of its list items.
+    """Return ``text`` parsed as the first of int, float, JSON and str that fits the type ``annotation``.
 
-    Return ``text`` itself if none fits.
+    For a list type, a value that fits as an item of the list is accepted too. Return ``text`` itself if none fits.
     """
     for parse in (int, float, parse_strict_json, str):
         try:

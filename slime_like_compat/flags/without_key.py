@@ -1,7 +1,7 @@
 """Flags of slime and Megatron without a key here: config.json of the model has the value, or the feature is missing.
 
-``table.REFUSED`` includes them. A conversion drops those in ``HARMLESS``, which do not change a job, and refuses any other,
-except one that has no effect in the job.
+``table.REFUSED`` includes them. A conversion drops the flags in ``HARMLESS``, which never change a job, and flags without
+effect in the current job. It refuses the others.
 """
 
 from __future__ import annotations

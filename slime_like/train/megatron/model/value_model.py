@@ -77,7 +77,7 @@ class ValueModel(PolicyModel):
 def value_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[Tensor]:
     """Return F32 [T] per micro-batch: the critic's value just before each trained token, 0 at other tokens. Collective.
 
-    The list is empty except on the last stage. Columns are complete on every context parallel rank.
+    The list is empty except on the last stage, where every context parallel rank has the values of all tokens.
     """
     model = wrapped.last
     assert isinstance(model, ValueModel)

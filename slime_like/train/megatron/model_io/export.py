@@ -226,7 +226,10 @@ def _export_error(folder: Path, reason: str) -> CheckpointError:
 
 
 def _write_files(export: HFExport, scratch: Path, rank_info: RankInfo, max_bytes: int) -> _RankFiles:
-    """Write this rank's tensors. Collective: after an error of its disk, which the result names, a rank still takes part."""
+    """Write this rank's tensors. Collective.
+
+    After a failed write, the rank writes nothing more, but still takes part. The result contains the error.
+    """
     weight_map: dict[str, str] = {}
     num_bytes = 0
     error: str | None = None
@@ -273,7 +276,10 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _write_metadata(scratch: Path, weight_map: dict[str, str], num_bytes: int, source: HFFolder, dtype: str) -> None:
-    """Write config and index (or rename a single file of weights), and copy the source's files that are not weights."""
+    """Write config.json and the index of the weight files, and copy the source's other files.
+
+    If there is only one weight file, rename it to ``SINGLE`` instead of writing an index.
+    """
     files = sorted(set(weight_map.values()))
     if len(files) == 1:
         (scratch / files[0]).rename(scratch / SINGLE)

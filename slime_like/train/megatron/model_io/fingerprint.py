@@ -29,9 +29,9 @@ def fingerprint(family: Family, head: str) -> dict[str, Scalar]:
 
 
 def check_model(manifest: Manifest, family: Family, head: str, source: Path, key: str = "model.hf_checkpoint") -> None:
-    """Raise ``CheckpointError`` unless the checkpoint ``source`` has the fingerprint of ``family`` with ``head``.
+    """Raise ``CheckpointError`` unless the fingerprint in ``manifest`` is that of a model of ``family`` with ``head``.
 
-    ``manifest`` is that of the checkpoint, ``key`` the config key that names the model, for the message.
+    For the message, ``source`` is the checkpoint that has this manifest, and ``key`` is the config key that names the model.
     """
     check_padding(manifest, source, family.padded_vocabulary, family.tp)
     expected, saved_model = fingerprint(family, head), manifest.model

@@ -114,7 +114,7 @@ def _check_stored(entries: list[Any], stored: dict[str, Any], source: Path, key:
 
 
 def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
-    """Raise ``CheckpointError`` if the folder has weights that no rank loads, because it belongs to another model.
+    """Raise ``CheckpointError`` if the folder has weights that no rank loads: such a folder belongs to another model.
 
     Collective: each pipeline stage loads only its own layers.
     """

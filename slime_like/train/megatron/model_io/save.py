@@ -119,8 +119,8 @@ class PendingSave:
 
         Raises ``CheckpointError`` on every rank if a rank failed or has not written its files after ``LIMIT_SHARE`` of
         ``deadline_s`` (the message names the rank and the reason), or if the folder cannot be completed. The written files
-        are then removed, unless a thread still writes, because removing them could block too. Such a thread is left alone:
-        a later save of this process waits until it ends, and the next save of the iteration removes its files.
+        are then removed. If a thread is still writing, they are kept, because removing them could block too. Later saves
+        of this process wait until the thread has ended, and the next save of the same iteration removes the files.
         """
         try:
             self._gather(self._join(deadline_s))

@@ -60,7 +60,7 @@ class GroupSum:
 
 
 class DifferentiableSum:
-    """``algo_interfaces.Reduce`` over ``group`` whose backward pass sums the gradient over the same ranks.
+    """Differentiable ``algo_interfaces.Reduce`` over ``group``: the backward pass sums the gradient over the same ranks.
 
     Each rank's loss depends on the total and so on every rank's summand. The gradient of a summand is therefore the sum, over
     all ranks, of the gradients with respect to the total. In a group of one rank there is no collective.

@@ -159,7 +159,7 @@ class TensorLoader:
     def load(self, file: io.BytesIO) -> Any:
         """Return ``torch.load(file, map_location="cpu", weights_only=True)``.
 
-        Raises its errors, except that a file which is no zip archive with a pickle always raises ``RuntimeError``.
+        Raises ``RuntimeError`` if the file is not a zip archive that contains a pickle, otherwise the errors of ``torch.load``.
         """
         archive: Any = torch._C.PyTorchFileReader(file)  # pyright: ignore[reportPrivateUsage]  no public class reads records
         pickled = archive.get_record("data.pkl")

@@ -68,7 +68,7 @@ class DeviceState:
         return sum(storage.nbytes() for storage in self._storages()[part])
 
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
-        """Return the storages of each part that are on the device, each once."""
+        """Return, by part, the storages that are on the device. A storage of several parts is listed only under the first."""
         addresses: set[int] = set()
         out: dict[str, list[torch.UntypedStorage]] = {}
         for part in TRAINER_PARTS:

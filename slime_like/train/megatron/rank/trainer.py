@@ -176,10 +176,11 @@ class RankTrainer(RankModel):
         return by_sample
 
     def _sample_difference(self, rollout: OpenRollout, frozen: bool) -> SampleLogprobDifference:
-        """Start the comparison with the engine: add the samples of all optimizer steps but the first or, if ``frozen``, of all.
+        """Start the comparison with the engine: add the samples of all optimizer steps except the first.
 
-        A sample is added here only if the old policy scored it. The first step adds its own samples in its forward pass, which
-        runs after every swap of weights, so the comparison would also detect weights that were not restored.
+        If ``frozen``, add those of the first step too. A sample is added here only if the old policy scored it. The first step
+        adds its own samples in its forward pass, which runs after every swap of weights, so the comparison would also detect
+        weights that were not restored.
         """
         sample_difference = SampleLogprobDifference(self.version, self.rank_info, self.spec.sample_tolerance)
         later = [micro for micros in rollout.micros_by_step[0 if frozen else 1 :] for micro in micros]
@@ -264,7 +265,7 @@ class RankTrainer(RankModel):
     def _columns(
         micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]
     ) -> Iterator[tuple[MicroBatch, Tensor | None]]:
-        """Return the pairs of micro-batches and columns; there are none except on the last stage."""
+        """Return an iterator over (micro-batch, column) pairs. It is empty on stages before the last: they have no columns."""
         return zip(micros, columns, strict=True) if columns else iter(())
 
     def _advantages(self, micros: Sequence[MicroBatch]) -> Sequence[Tensor | None]:

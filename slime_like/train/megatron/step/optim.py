@@ -48,9 +48,9 @@ def wrap(spec: RankSpec, model: ModelSegments) -> ModelSegments:
 
 
 def mark_experts(model: ModelSegments) -> None:
-    """Mark the parameters of routed experts, so that gradients are reduced over the copies of an expert in every layout.
+    """Mark the parameters of routed experts: in every layout, gradients are then reduced over the copies of an expert.
 
-    megatron does so only for ep > 1, so it cannot load optimizer state saved with ep = 1 into ep > 1 or vice versa.
+    megatron marks them only for ep > 1, and so could not load optimizer state saved with ep = 1 into ep > 1 or vice versa.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

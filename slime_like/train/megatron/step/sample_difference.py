@@ -35,7 +35,7 @@ class SampleLogprobDifference:
     version: int  # version of the trainer's weights
     rank_info: RankInfo
     tolerance: float | None = None  # largest allowed difference; None: no check
-    # differences at tokens of samples that only the trainer's version sampled
+    # differences at tokens of samples whose sampled tokens all have the trainer's version
     on_policy: list[Tensor] = field(default_factory=list[Tensor])
     # differences at tokens of the trainer's version in samples of several versions
     mixed: list[Tensor] = field(default_factory=list[Tensor])
@@ -72,7 +72,7 @@ class SampleLogprobDifference:
         """Return global metrics on the last pipeline stage. A collective of all ranks.
 
         Unless ``tolerance`` is None, raises ``ConsistencyError`` on every rank if an ``on_policy`` difference is NaN or exceeds
-        ``tolerance``. These are the differences at tokens of samples that only the trainer's version sampled.
+        ``tolerance``. Such a difference is at a token of a sample whose sampled tokens all have the trainer's weight version.
         """
         metrics, error = self._compare() if self.rank_info.is_last else ([], None)
         if self.rank_info.layout.pp > 1:

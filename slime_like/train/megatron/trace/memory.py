@@ -109,7 +109,7 @@ def trace_rank(spec: RankSpec, rank: int, batch: TracedBatch, *, offload: bool =
 def _trace_push(trainer: RankTrainer, batch: PackedBatch, peaks: _Peaks, *, offload: bool) -> None:
     """Record the peak of a weight transfer; with ``offload``, also the peaks of phases ``PUSH`` and ``COLLECT``.
 
-    In ``PUSH``, the trainer runs the forward pass of the probe, which verifies pushed weights, unless it has virtual stages.
+    In ``PUSH``, the trainer runs one forward pass, as the probe of pushed weights does. With virtual stages, it runs none.
     """
     if offload:
         trainer.device_state.keep(TRAINER_PHASES[PUSH])

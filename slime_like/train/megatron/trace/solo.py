@@ -73,7 +73,7 @@ def leave() -> None:
 
 
 def keep_objects() -> None:
-    """Make exchanges of Python objects, which would read from the device, return this rank's own objects.
+    """Replace torch's exchanges of Python objects: this rank then gets only its own, and nothing is read from the device.
 
     Must run before the wrapper around collectives (``slime_like.distributed.wrapper``) is installed. Idempotent.
     """
@@ -114,9 +114,10 @@ def adapt() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Make ``owner.name`` call ``wrapper`` with the original function, then the arguments of the call.
+    """Replace the function ``owner.name`` with one that calls ``wrapper(original, *args, **kwargs)``.
 
-    If ``owner`` is a class, ``wrapper`` gets the original method, bound to its object, then the object and the arguments.
+    If ``owner`` is a class, the new method calls ``wrapper(original, self, *args, **kwargs)``, with ``original`` bound to
+    ``self``.
     """
     stock = getattr(owner, name)
     if not isinstance(owner, type):
@@ -139,15 +140,15 @@ def _keep_own_objects(objects: list[Any], *args: Any, **kwargs: Any) -> None:
 
 
 def _only_on_device(stock: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-    """Skip ``stock``, an AdamW step, for parameters on the host: it takes minutes, and its tensors are already allocated."""
+    """Run ``stock``, an AdamW step, only on the device: on the host it takes minutes and would allocate no new tensors."""
     if parameters[0].is_cuda:
         stock(parameters, *args, **kwargs)
 
 
 class _EmptyHostCopies(TorchDispatchMode):
-    """Mode in which a copy of a large tensor on the host is an uninitialised tensor.
+    """Mode in which cloning, converting or pinning a large host tensor returns an uninitialised tensor.
 
-    A phantom GPU carries out no copy of this size, so the tensor has no values either.
+    No values are lost: a phantom GPU carries out no copy of this size, so the host tensor's values are already meaningless.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
