@@ -51,6 +51,6 @@ def outcome(conversion: Conversion, sign: str) -> tuple[str, str]:
 
 
 def first_line(error: ConfigError, path: Path) -> str:
-    """Return the first line of an error about ``path``, with ``path:3`` as ``line 3`` and any other ``path`` as its file name."""
+    """Return the first line of an error about ``path``; ``path:3`` becomes ``line 3``, and ``path`` alone its file name."""
     line = re.sub(rf"{re.escape(str(path))}:(?=\d)", "line ", str(error).splitlines()[0])
     return line.replace(str(path), path.name)

@@ -42,7 +42,7 @@ def read_launch(
 
     ``variables`` (``--set``) override the script's; ``skip`` names sourced files to leave out, by file name
     or path; ``programs`` are files, or modules that ``python -m`` runs. Raises ``ConfigError`` if ``script`` is a Python
-    launcher or does not start training exactly once; also if a part of it cannot be read, with file and line.
+    launcher, does not start training exactly once, or cannot be read. The error for an unreadable part names file and line.
     """
     if script.suffix == ".py":
         raise ConfigError(python_launcher(script, script_text(script)))

@@ -14,9 +14,10 @@ _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 
 
 def file_command(text: str, file_line: str) -> list[Word]:
-    """Return the words of ``text`` if it is a single command other than ``cd``.
+    """Return the words of the command in ``text``; an empty list if ``text`` is neither of two forms.
 
-    Return the words ``cd FOLDER`` for ``cd FOLDER && pwd``, also with ``pwd -P``, and an empty list for anything else.
+    One form is a single command other than ``cd``. The other is ``cd FOLDER && pwd`` or ``cd FOLDER && pwd -P``, for which
+    the words are ``cd FOLDER``.
     """
     try:
         parsed = list(tokens(text, file_line))

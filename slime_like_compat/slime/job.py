@@ -24,8 +24,8 @@ def convert_script(
 
     ``recipe_path`` gives the file if ``out`` is None, ``read_launch`` describes ``variables`` and ``skip``, and
     ``map_arguments`` describes ``drop``. Functions that the script names are imported. Raises ``ConfigError`` if the script
-    cannot be read, its settings cannot be translated or do not compose, ``out`` is not a .yaml file in a folder named recipe,
-    the recipe's file exists and ``force`` is false, or the file cannot be written, and the error of ``temporary_folder``.
+    cannot be read, or its settings cannot be translated or do not compose. Also raises the errors of ``recipe_path`` for
+    ``out``, and of ``save_recipe`` for the file, which it overwrites only if ``force``.
     """
     launch = read_launch(script, variables=variables or {}, skip=skip)
     path = recipe_path(script, out, "slime")

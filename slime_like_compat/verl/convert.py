@@ -34,9 +34,8 @@ def convert_verl(
     """Read a job, write its recipe unless settings block it, and return the outcome.
 
     ``user_overrides`` and ``drop`` are passed to ``map_settings``; ``recipe_path`` gives the file if ``out`` is None. Raises
-    ``ConfigError`` if the job cannot be read, its settings cannot be translated or do not compose, ``out`` is not a .yaml file in
-    a folder named recipe, the recipe's file exists and ``force`` is false, or the file cannot be written, and the error of
-    ``temporary_folder``.
+    ``ConfigError`` if the job cannot be read, or its settings cannot be translated or do not compose. Also raises the errors of
+    ``recipe_path`` for ``out``, and of ``save_recipe`` for the file, which it overwrites only if ``force``.
     """
     launch, settings = read_verl(
         source.job, source.extra, variables=source.variables, skip=source.skip, config=source.config

@@ -239,7 +239,7 @@ class Job:
     def report_needed(self) -> None:
         """Add a row for each setting whose value was read but is unknown.
 
-        It says how to give the value, and replaces the setting's other row.
+        The row says how to give the value, and replaces any other row of the setting.
         """
         for setting in [setting for key, setting in self.settings.items() if key in self.needed]:
             note = f"{setting.problem}; add {setting.name}=VALUE or --drop={setting.name} to the command line"

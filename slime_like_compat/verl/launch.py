@@ -92,7 +92,7 @@ def _is_megatron(flags: Mapping[str, Value]) -> bool:
 
 
 def _config_file(launch: Launch, flags: Mapping[str, Value]) -> Path | None:
-    """Return the file of settings that ``flags`` name; None for a file of verl itself.
+    """Return the file of settings that ``flags`` name; None if it is one of verl's own files.
 
     Raises ``ConfigError`` if the file does not exist or its name is unknown, or if its folder is unknown and no folder
     above the script has the file.

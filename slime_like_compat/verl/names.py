@@ -66,7 +66,7 @@ def feature(key: str) -> Feature | None:
 
 
 def switch(key: str) -> str | None:
-    """Return the switch, or a pattern for it, that must be on for ``key`` to have an effect; None if it needs none."""
+    """Return the name or pattern of a switch that must be on for ``key`` to have an effect; None if ``key`` has no switch."""
     return _longest(READ_WITH, key)
 
 

@@ -20,7 +20,7 @@ METHODS = ("all_gather", "all_reduce", "all_to_all_single", "reduce_scatter_alon
 
 
 class ExchangeClock(Protocol):
-    """Clock of the exchanges on this rank."""
+    """Clock that measures the time that this rank spends in exchanges."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that measures the exchange within it."""

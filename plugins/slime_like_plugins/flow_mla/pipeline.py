@@ -43,7 +43,7 @@ class GatherPipeline:
     def grow(self, num_slots: int) -> None:
         """Replace the single slot used for loading with ``num_slots`` slots, or one per layer if there are fewer layers.
 
-        One of them reuses the single slot. All ranks call it.
+        The single slot becomes the largest of them. All ranks call it.
         """
         (loading_slot,) = self.slots
         self.drain()

@@ -158,7 +158,7 @@ class ShardedWeights:
         ]
 
     def moved(self) -> list[str]:
-        """Return an error message for each weight that is not a view of its slot, because SGLang replaced its memory."""
+        """Return an error message for each weight that is no longer a view of its slot, because SGLang replaced its memory."""
         problems: list[str] = []
         for index, layer in enumerate(self.layers):
             buffer = self.pipeline.slot(index).buffer

@@ -33,8 +33,8 @@ class ResponseLengths:
     def estimate(cls, lengths_N: I64, ended_N: NDArray[np.bool_]) -> ResponseLengths:
         """Return the estimate from observed ``lengths_N``, which are lower bounds where ``ended_N`` is False.
 
-        ``NUM_ENDLESS`` responses that never end are added, so that a few short responses have little weight. Without
-        observations, or once longer than all of them, a response is therefore expected to reach its maximum length.
+        ``NUM_ENDLESS`` responses that never end are added, so that a few short responses have little weight. Therefore a
+        response longer than all observed ones is expected to reach its maximum length; so is any response if none was observed.
         """
         num_K = np.bincount(lengths_N, minlength=1)
         num_ended_K = np.bincount(lengths_N[ended_N], minlength=len(num_K))
