@@ -139,10 +139,10 @@ class Supervisor:
     def _check_faults(self) -> int | None:
         """End the run on an unhandled stop signal, a fault of a Ray process or an expired deadline.
 
-        A stop signal counts as unhandled immediately if the driver is in a ``bounded_call`` with ``at_once``, otherwise
-        ``UNWIND_S`` after a second signal. Faults of Ray processes are ignored until the driver has reported its run folder.
-        If nothing ends the run, answer a pending question of the driver about Ray. Return the exit code of the run; None if
-        the run continues.
+        A stop signal counts as unhandled at once if the driver is in a ``bounded_call`` with ``at_once``. Otherwise, two
+        signals count as unhandled ``UNWIND_S`` after the second. Faults of Ray processes are ignored until the driver has
+        reported its run folder. If nothing ends the run, answer a pending question of the driver about Ray. Return the exit
+        code of the run; None if the run continues.
         """
         if self._signals and any(call.at_once for call in self._state.calls.values()):
             _say(f"stopped while it waited for {next(iter(self._state.calls.values())).waits_for}")
