@@ -27,7 +27,10 @@ NUM_RECORDS = 16  # different replies of each length
 
 
 def item(num_tokens: int, seed: int, *, columns: bool) -> dict[str, Any]:
-    """Return one sample of a reply to `/generate`, as SGLang 0.5.23 sends it; if ``columns``, with this project's plugins."""
+    """Return one sample of a reply to `/generate`, as SGLang 0.5.23 sends it with or without this project's plugins.
+
+    ``columns``: with the plugins.
+    """
     random = np.random.default_rng(seed)
     token_ids = np.exp(random.random(num_tokens) * np.log(VOCAB)).astype(np.int32)  # frequency ~ 1 / rank, as of words
     logprobs = -random.exponential(0.5, num_tokens).astype(np.float32)
@@ -57,7 +60,7 @@ def item(num_tokens: int, seed: int, *, columns: bool) -> dict[str, Any]:
 
 
 def application(*, columns: bool) -> web.Application:
-    """Return the server. Its replies are those of an engine with this project's plugins if ``columns``, else SGLang's."""
+    """Return the server. It replies like SGLang with this project's plugins if ``columns``, otherwise like SGLang alone."""
 
     @lru_cache
     def reply_item(num_tokens: int, seed: int) -> bytes:

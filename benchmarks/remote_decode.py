@@ -61,7 +61,7 @@ def undisturbed(is_real_time: bool) -> Generator[None]:
 
 
 def measure(size: LayerSize, rounds: int, is_real_time: bool) -> list[float]:
-    """Return three rates in tokens/s: all experts in one process by SGLang, the same by the plugin, half of them in a worker."""
+    """Return three rates in tokens/s: of SGLang and of the plugin with all experts in one process, and with half in a worker."""
     layers = make_layers(size)
     x = torch.randn((PROMPT, size.hidden), generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

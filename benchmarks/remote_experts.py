@@ -93,7 +93,7 @@ class ArmResult:
 
 @dataclass(frozen=True, slots=True)
 class TableSetting:
-    """Settings of a table."""
+    """Settings of one of the benchmark's tables."""
 
     size: LayerSize
     transport: str

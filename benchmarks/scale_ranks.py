@@ -132,7 +132,7 @@ def make_batch(dp: int) -> TrainBatch:
 
 
 def _rollout(group: TrainerGroup, batch: TrainBatch, num_ranks: int) -> list[float]:
-    """Make the driver's calls of one rollout; return the values of the fields of ``RankTimes`` from ``step`` on."""
+    """Make the driver's calls of one rollout; return values for ``RankTimes``, in the order of its fields after ``start``."""
     cpu = cpu_seconds()
     offload, _ = _timed(lambda: group.keep_on_device(PARTS))
     step, stats = _timed(lambda: group.step(batch))

@@ -49,8 +49,8 @@ class ReverseKL:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``teacher_kl``: the mean of log student - log teacher over the trained tokens of all ranks.
 
-        Return an empty dict if there are no views; in that case, no rank has views. Otherwise, this is a collective over
-        the data-parallel ranks.
+        Without ``views``, return an empty dict; either every rank has views or none has. With views, this is a collective
+        over the data-parallel ranks.
         """
         gaps_of_views = [(_student(view) - _teacher(view))[view.loss_weight > 0].double() for view in views]
         if not gaps_of_views:

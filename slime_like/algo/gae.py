@@ -55,8 +55,8 @@ class GeneralisedAdvantage:
     def diagnose(self, views: Sequence[TokenView], reduce: Reduce) -> dict[str, float]:
         """Return ``explained_variance``: 1 - Var(return - value) / Var(return) over the trained tokens of all ranks.
 
-        The metric is 0 if Var(return) is negligible. Return an empty dict if there are no views; in that case, no rank has
-        views. Otherwise, this is a collective over the data-parallel ranks.
+        The metric is 0 if Var(return) is negligible. Without ``views``, return an empty dict; either every rank has views or
+        none has. With views, this is a collective over the data-parallel ranks.
         """
         pairs_2A = [
             torch.stack([returns_T, returns_T - _values(view)])[:, view.loss_weight > 0].double()

@@ -48,10 +48,10 @@ def guard_spec(cfg: TrainConfig, name: str, *, release: bool = False, memory: st
 
 
 def memory_source(cfg: TrainConfig, device: str, note: Callable[[str, object, str], None]) -> str:
-    """Return ``guard.memory``, which selects the memory that the guard queries, adapted to ``device``.
+    """Return the value of ``guard.memory`` for a run on ``device``. It selects the memory that the guard queries.
 
-    On a CPU, ``host`` replaces a value that stands for the memory of a GPU, so that recipes for GPUs also run on a CPU; auto
-    is kept. If the guard is used, ``note`` records the replacement.
+    On a CPU, a value that stands for the memory of a GPU is replaced by ``host``, so that recipes for GPUs also run there;
+    auto is kept. If the run trains and uses the guard, ``note`` records the replacement.
     """
     setting = cfg.guard.memory
     if device != "cpu" or setting in ("auto", "host"):

@@ -56,7 +56,10 @@ def plan_memory(
 
 
 def _host_warning(plan: MemoryPlan) -> str:
-    """Return a warning if the processes on a CPU may need more than main memory. Shared pages are counted in each process."""
+    """Return a warning if the processes may need more than this machine's main memory, otherwise an empty string.
+
+    It is for a run on a CPU. Memory that several processes share is counted in each of them.
+    """
     total = plan.by_role.total
     if total <= plan.available:
         return ""

@@ -49,8 +49,8 @@ def phase_memory(
 ) -> tuple[PhaseMemory, ...]:
     """Return the memory of a GPU with ``roles`` in each phase.
 
-    ``scoring`` is the memory of a trainer rank with weights only. There is one phase if nothing is offloaded, or if the
-    GPU has no engine or nothing but an engine.
+    ``scoring`` is the memory of a trainer rank with weights only. The result is a single phase if nothing is offloaded, or
+    if the GPU is not shared by an engine and another role.
     """
     shared = ENGINE in roles and len(roles) > 1
     if not shared or not (offloads.train or offloads.rollout):
