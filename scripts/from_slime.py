@@ -3,7 +3,7 @@
 python scripts/from_slime.py run-qwen3-4B.sh [--out my_configs/recipe/qwen3_4b.yaml] [--set NUM_GPUS=8] [--skip FILE]
     [--drop FLAG]
 python scripts/from_slime.py --check FOLDER   # outcomes of all launch scripts below a folder; no recipe is kept
-Exit code: 0, the recipe is the same job; 1, it will be once the functions that it names are ported; 2, no recipe.
+Exit code 0: the recipe is the same job. 1: the functions that the recipe names have to be ported too. 2: there is no recipe.
 """
 
 from __future__ import annotations

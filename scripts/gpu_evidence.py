@@ -46,7 +46,9 @@ GIGABYTE = 10**9
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts, or list them with ``--list``. Return 0, 1 if a part failed or was killed, or ``exit_code`` of an error."""
+    """Run the parts, or list them with ``--list``.
+
+    Return the exit code: 0 on success; 1 if a part failed or was killed; that of ``exit_code`` if an error stopped the script."""
     args = _parser().parse_args(argv)
     parts = [part for part in PARTS if not args.parts or part.name in args.parts]
     try:

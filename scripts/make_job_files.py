@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def main(argv: list[str]) -> int:
-    """Print the job file. Return 0, 2 if an option or the run is invalid, or 1 if the file cannot be printed."""
+    """Print the job file. Return 0 on success; 2 if an option or the run is invalid; 1 if the file cannot be printed."""
     args = _parser().parse_args(argv)
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
     try:

@@ -36,7 +36,9 @@ REPEATS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, or read measurements, and write the policy. Return 0, the exit code of a failed train.py, or 1 without data."""
+    """Measure, or read measurements, and write the policy.
+
+    Return the exit code: 0 on success; that of train.py if it failed; 1 if there are no measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="rollouts of the profiled run")
     parser.add_argument(

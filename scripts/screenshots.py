@@ -56,7 +56,7 @@ class MidRunRequests:
 def main(argv: list[str]) -> int:
     """Run the job, unless ``--folder`` has the output of one, and write the pictures.
 
-    Return the exit code: 0, 2 if there is no browser, 1 after any other failure.
+    Return the exit code: 0 on success; 2 if there is no browser; 1 after any other failure.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

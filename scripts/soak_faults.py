@@ -98,7 +98,7 @@ class SoakPart:
 
     @property
     def injected(self) -> list[tuple[str, str, str]]:
-        """Outcomes of the injected faults. The other outcomes are those of missed faults and further losses of engines."""
+        """Outcomes of the injected faults. ``outcomes`` also has missed faults and further losses of engines."""
         return [outcome for outcome in self._planned if outcome[1]]
 
     @property

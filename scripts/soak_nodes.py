@@ -96,7 +96,7 @@ class NodeSoak:
         return run
 
     def add_engines(self, run: NodeRun, transport: str) -> None:
-        """Resize the run to the engines of its layout, and wait until they serve."""
+        """Resize the run to the number of engines in the layout of ``transport``, and wait until they serve."""
         settings, num_engines = LAYOUTS[transport]
         if f"rollout.num_engines={num_engines}" in settings:
             return
@@ -185,7 +185,10 @@ def serving_again(run: NodeRun, since: float) -> set[str]:
 
 
 def wait_for_phase(run: NodeRun, phase: str, rng: random.Random) -> None:
-    """Wait for two rollouts, then until a random moment in ``phase`` of the next, estimated from the times of the second."""
+    """Wait until two more rollouts have ended, then until a random moment in ``phase`` of the rollout after them.
+
+    The moment is estimated from the times of the second rollout.
+    """
     step = newest_step(run.run_dir)
     run.wait_until(lambda: newest_step(run.run_dir) > step + 1, LIMIT_S)
     before, row = newest_rows(run.run_dir, 2)

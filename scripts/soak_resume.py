@@ -122,7 +122,10 @@ class ResumeSoak:
         self._seconds = {phase: max(row.get(name, SAVE_S) for row in rows) for phase, name in TIMES.items()}
 
     def one_run(self, max_kills: int) -> None:
-        """Kill a run at up to ``max_kills`` random points and resume it after each; compare its end with the undisturbed run."""
+        """Kill a run at up to ``max_kills`` random points and resume it after each kill, until it ends.
+
+        Compare its results with those of the undisturbed run.
+        """
         run = len(self.verdicts)
         rng = random.Random(f"{self.seed} {run}")
         folder = self.folder / f"run_{run}"

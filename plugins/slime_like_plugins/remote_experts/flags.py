@@ -75,5 +75,5 @@ def enable(argv: Sequence[str], name: str) -> None:
 
 
 def install(name: str) -> None:
-    """Make SGLang's parser accept the flags."""
+    """Make SGLang's command line accept the flags of remote experts. Raises ``SystemExit`` if the hook does not take effect."""
     install_hooks(name, (Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", add_flags),))

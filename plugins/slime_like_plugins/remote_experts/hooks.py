@@ -151,7 +151,10 @@ def apply(original: Callable[..., Any], method: Any, layer: Any, dispatch_output
 
 # ---- weight updates --------------------------------------------------------------------------------------------------
 def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``begin_weight_update``: once an update of the target model is open, make the worker invalidate its weights."""
+    """Hook around ``begin_weight_update``: after it, make the worker invalidate the remote experts' weights.
+
+    Nothing is invalidated if the update is only for the draft model of speculative decoding, or was not opened.
+    """
     output = original(manager, request)
     if output.success and _selects_target(manager, request.selector):
         _models[0].experts.begin()

@@ -75,7 +75,7 @@ class ExpertMemory:
         self.version = version
 
     def sums(self, layer: int, rows_NH: Tensor, ids: Ids, weights: Weights) -> Tensor:
-        """Return the float32 sums [N, H] of a request.
+        """Return the weighted sums of expert outputs that a request asks for, [N, H] in float32.
 
         Raises ``FrameError`` if the layer has no remote experts, or an id is neither -1 nor that of an expert.
         """

@@ -50,17 +50,18 @@ class TokenBucket:
         return x_TH[index]
 
     def index(self) -> slice | Tensor:
-        """Return the index of the tokens: a slice if they are consecutive."""
+        """Return the index of the tokens: a slice if they are consecutive, otherwise a tensor."""
         first, last = int(self.tokens[0]), int(self.tokens[-1])
         return slice(first, last + 1) if last - first + 1 == len(self.tokens) else from_numpy(self.tokens)
 
 
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
-    """Return each pair's local expert index [T, K] (``ExpertRows.local_rows``), and buckets of the tokens with remote experts.
+    """Return the index of each pair's expert in the engine, [T, K], and buckets of the tokens with remote experts.
 
-    The index is -1 if the expert is not local. The buckets are in ascending order of the number of remote experts per token.
+    A pair is a token and one of its K experts. The index is -1 if the expert is not in the engine. The buckets are in
+    ascending order of the number of remote experts per token.
 
-    Pairs of weight 0 are not computed, and a token without remote experts is in no bucket. If at most
+    Pairs of weight 0 get index -1 and are not computed. A token without remote experts is in no bucket. If at most
     ``ONE_REQUEST_ROWS`` tokens have remote experts, as in a decode step, they form a single bucket. That is usually one
     request, so the worker computes each expert once.
     """

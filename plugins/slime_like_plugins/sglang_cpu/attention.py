@@ -265,7 +265,7 @@ class BatchedAttention(AttentionBackend):
 
     @staticmethod
     def _unfolded(out_bKRD: Tensor, q: int) -> Tensor:
-        """Return rows R = G * Q of each KV head as [b, Q, H, D]."""
+        """Return the results of ``_folded`` queries, [b, K, G * Q, D], in the shape [b, Q, H, D]."""
         b, kv_heads, rows, dim = out_bKRD.shape
         return out_bKRD.view(b, kv_heads, rows // q, q, dim).permute(0, 3, 1, 2, 4).reshape(b, q, -1, dim)
 

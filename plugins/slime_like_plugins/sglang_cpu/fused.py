@@ -56,7 +56,7 @@ class FusedForward:
     def handles(self, batch: Any, extra: tuple[Any, ...]) -> bool:
         """Return True for a plain decode or prefill batch on this plugin's attention backend.
 
-        A plain batch has no embeddings as inputs, and ``extra``, the other arguments of the forward, are None or False.
+        A batch is plain if its inputs are not embeddings, and every other argument of the forward (``extra``) is None or False.
         """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
