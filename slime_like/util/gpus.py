@@ -64,9 +64,9 @@ def parse(line: str) -> Gpu:
 
 
 def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:
-    """Return the ``items`` that ``CUDA_VISIBLE_DEVICES=variable`` selects up to its first invalid entry, as CUDA does.
+    """Return the ``items`` that ``variable``, the value of ``CUDA_VISIBLE_DEVICES``, selects; None selects all.
 
-    An entry that is a UUID is not looked up: it selects the first item.
+    As in CUDA, an invalid entry and all entries after it are ignored. A UUID is not looked up: it selects the first item.
     """
     if variable is None:
         return items

@@ -15,7 +15,7 @@ SCAN = "create_import_structure_from_path"  # function of this module that scans
 
 
 class CachedScan:
-    """Import hook (``sys.meta_path``) that caches the results of the function ``SCAN`` from the import of ``MODULE`` on."""
+    """Import hook (``sys.meta_path``) that, when ``MODULE`` is imported, replaces its function ``SCAN`` with a cached one."""
 
     def __init__(self) -> None:
         self._original: tuple[ModuleType, Any] | None = None

@@ -59,8 +59,8 @@ def create_private(path: Path) -> IO[bytes]:
 def open_lock(path: Path) -> IO[bytes]:
     """Open a lock file, creating it for this user only. Nothing is written to it.
 
-    Raises ``OSError`` if it is not a regular file, or is a symbolic or hard link, by which another user could make it lock
-    some other file.
+    Raises ``OSError`` if ``path`` is not a regular file, or is a symbolic or hard link: with a link, another user could make
+    this process lock a different file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     state = os.fstat(fd)

@@ -89,7 +89,7 @@ class ExpertRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """Return ``probs`` with a backward pass that adds this rank's part of the gradient of ``T * auxiliary loss``.
+        """Return ``probs`` with a backward pass that adds this rank's part of the gradient of (T * auxiliary loss).
 
         T is the micro-batch's number of tokens (see the class), so the product is a sum over these tokens, and a rank's part is
         that of its own tokens. The gradient includes the loss's coefficient. The part is also added, without the coefficient,

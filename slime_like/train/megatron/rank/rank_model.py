@@ -36,8 +36,8 @@ class RankModel:
     """Model and optimizer of one rank.
 
     The initial weights are those of an HF folder or, for a policy, of ``model.megatron_checkpoint`` if it is set. Methods that
-    compute, save or load are collectives: every rank of the role calls them in the same order. ``version`` counts rollouts;
-    a policy's also counts empty ones and those in which its weights are frozen.
+    compute, save or load are collectives: every rank of the role calls them in the same order. ``version`` counts rollouts:
+    in a policy, also empty rollouts and those in which its weights are frozen.
     """
 
     def __init__(self, spec: RankSpec, rank_info: RankInfo, kind: type[PolicyModel] = PolicyModel) -> None:

@@ -188,10 +188,10 @@ class RankTrainer(RankModel):
         return sample_difference
 
     def _drift_by_layer(self, rollout: OpenRollout) -> list[Metric]:
-        """Measure how far log-probabilities are from the engine's on each rank's first micro-batch, with layers in float64.
+        """Measure how much log-probabilities of trainer and engine differ if layers of the trainer run in float64.
 
-        There is one measurement per kind of layer, and one with all kinds in float64. If the engine's experts are replayed, also
-        measure the difference with the router's own experts.
+        Each rank uses its first micro-batch. There is one measurement per kind of layer, and one with all kinds in float64. If
+        the engine's experts are replayed, there is one more: with the routers' own experts, and no layer in float64.
         """
         metrics: list[Metric] = []
         micros = rollout.micros_by_step[0][:1]

@@ -1,4 +1,4 @@
-"""Replay of expert choices on one rank: those of the engines, or those of the pass for old log-probabilities.
+"""Replay of expert choices on one rank: the engines' choices, or those recorded in the pass for old log-probabilities.
 
 Axis suffixes: L tokens of this rank, T tokens of the packed batch, B blocks of the decoder, K experts per token.
 """

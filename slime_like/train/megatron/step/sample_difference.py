@@ -44,7 +44,7 @@ class SampleLogprobDifference:
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, target_N: I64, logprobs_N: Tensor) -> None:
-        """Add the differences at the tokens ``target_N`` of a micro-batch; ``logprobs_N`` are the trainer's."""
+        """Add the differences at the tokens ``target_N`` of a micro-batch, given the trainer's log-probabilities of them."""
         batch, device = micro.batch, logprobs_N.device
         tokens = provenance(batch, self.version)
         differences_N = logprobs_N.detach() - to_device(batch.rollout_logprobs[target_N], device)

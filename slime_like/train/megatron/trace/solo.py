@@ -33,7 +33,7 @@ _hidden_shape = [0, 1, 0]  # shape of the hidden states that this rank's pipelin
 
 
 def join(spec: RankSpec, rank: int = 0) -> RankInfo:
-    """Make this process rank ``rank`` of the world of ``spec.layout``; an earlier world is replaced.
+    """Put this process, as rank ``rank``, into a world with ``spec.layout``. It leaves any earlier world.
 
     The first call must precede the first import of megatron. Raises ``ConfigError`` if the process does not run on a phantom
     GPU or ``spec.device`` is not cuda, and as ``groups.check_layout`` does.
@@ -114,10 +114,10 @@ def adapt() -> None:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace the function ``owner.name`` with one that calls ``wrapper(original, *args, **kwargs)``.
+    """Replace the function ``name`` of ``owner`` with one that calls ``wrapper(stock, *args, **kwargs)``.
 
-    If ``owner`` is a class, the new method calls ``wrapper(original, self, *args, **kwargs)``, with ``original`` bound to
-    ``self``.
+    ``stock`` is the original. If ``owner`` is a class, the call is ``wrapper(stock, self, *args, **kwargs)``, and ``stock``
+    is the original method of ``self``.
     """
     stock = getattr(owner, name)
     if not isinstance(owner, type):
