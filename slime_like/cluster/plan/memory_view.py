@@ -65,7 +65,7 @@ def change_lines(plan: MemoryPlan, load: EngineLoad, dcp: DcpPlan) -> Iterator[s
 
 
 def _row(change: SettingChange, base: MemoryPlan, load: EngineLoad) -> tuple[str, ...]:
-    """Return the table row of ``change``; the note in the last cell says if the changed run does not fit ``base.available``.
+    """Return the table row of ``change``; the note in the last cell says if the changed run does not fit the GPUs of ``base``.
 
     The cells before it: setting, memory of a trainer rank, of an engine and of the busiest GPU, KV cache of an engine in
     tokens and in sequences.
