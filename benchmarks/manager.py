@@ -1,9 +1,9 @@
-"""The rollout manager's CPU time and memory per token, with engines that return recorded replies.
+"""The rollout manager's CPU time and memory per token, with engines that return prepared replies.
 
 python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists] [--managers 1 2] [--group 8] [--profile 12]
 
 The manager is the real one, in a new process for each line of the table: HTTP client, columnar store, text, reward pool, the
-pickle that Ray would send. Only the engine is a recording (`recorded_engine.py`). A size is samples x response tokens; all
+pickle that Ray would send. Only the engine's replies are random tokens (`recorded_engine.py`). A size is samples x response tokens; all
 requests of a rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this
 project's plugins.
 

@@ -1,4 +1,4 @@
-"""HTTP server that answers like an engine, with recorded replies instead of sampled tokens.
+"""HTTP server that answers like an engine, with random tokens from a seed instead of a model's.
 
 `benchmarks/manager.py` starts it as `python benchmarks/recorded_engine.py lists|columns`, and it prints its port.
 `columns` are the replies of an engine with this project's plugins, `lists` those of SGLang without them. The server ends

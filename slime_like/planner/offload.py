@@ -77,7 +77,10 @@ def offload_items(
 
 
 def gradient_buffers(parameters: RankParameters, settings: TrainerSettings) -> float:
-    """Return the bytes of the pinned gradients of a rank's shard: a buffer per tensor, rounded by torch to a power of two."""
+    """Return the bytes of a rank's pinned gradients if its whole shard is offloaded, whatever ``settings.offload`` is.
+
+    Each tensor has a buffer, whose size torch rounds up to a power of two.
+    """
     dense_shards, expert_shards = num_shards(settings)
     return _buffers(parameters.dense_tensors, dense_shards) + _buffers(parameters.expert_tensors, expert_shards)
 

@@ -28,9 +28,9 @@ class Bounds:
 
     @classmethod
     def of(cls, edges: Sequence[int], device: torch.device) -> Bounds:
-        """Return ``edges`` as bounds.
+        """Return ``edges`` as a tensor on the host and its copy on ``device``.
 
-        The copy on the device is made here, once for all layers: kernels cache derived values by the identity of this tensor.
+        All layers share the result (``range_of``), because kernels cache derived values by the identity of the device tensor.
         """
         host = torch.tensor(edges, dtype=torch.int32)
         return cls(host, host.to(device, non_blocking=True))

@@ -14,7 +14,8 @@ MIN_BLOCKED_S = 0.5  # shorter delays lose no response
 class EventLoopMonitor:
     """Context manager that measures how long the running loop was blocked, by the delays of a periodic callback.
 
-    The properties keep counting after the ``with`` block ends, so read them before the next ``await``.
+    Read the properties before the first ``await`` after the ``with`` block. The end of the block stops the callback, so later
+    time would count as blocked.
     """
 
     def __init__(self) -> None:

@@ -255,9 +255,14 @@ def stack_spec(
 ) -> ModuleSpec:
     """Return the spec of the hybrid stack: token mixers, MLPs and experts, each with its norm and residual.
 
-    ``rotary_scale`` multiplies cosines and sines of the rotary angles. With ``output_norms``, a norm follows attention and MLP.
-    With ``projection_norms``, the norms of queries and keys are over all heads.
+    ``rotary_scale`` multiplies the cosines and sines of the rotary angles in latent attention. With ``output_norms``, a norm
+    follows attention and the dense MLP. With ``projection_norms``, the norms of queries and keys are over all heads. Neither is
+    implemented for latent attention, nor ``output_norms`` for experts.
     """
+    assert not (config.multi_latent_attention and (output_norms or projection_norms)), (
+        "latent attention without these norms"
+    )
+    assert config.num_moe_experts is None or not output_norms, "experts without output norms"
     residual: Any = get_bias_dropout_add  # megatron annotates a function as a type
     output: Any = partial(NormedOutput, norm=parts.norm) if output_norms else RowParallelLinear
 

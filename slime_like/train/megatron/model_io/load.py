@@ -31,8 +31,8 @@ from slime_like.train.megatron.model_io.rank_state import (
 def load_checkpoint(state: RankState, folder: Path, iteration: int) -> int:
     """Restore ``folder/iter_<iteration>``, written in any layout. Return its weight version. Collective.
 
-    Raises ``CheckpointError`` if it is missing or damaged, cannot be copied to a node without it, belongs to another model, or
-    was saved with another ``parallel.distributed_optimizer`` or padding of the vocabulary.
+    Raises ``CheckpointError`` if it is missing or damaged, cannot be copied to a node that does not share ``folder``, belongs to
+    another model, or was saved with another ``parallel.distributed_optimizer`` or padding of the vocabulary.
     """
     with on_every_node(iteration_folder(folder, iteration), state.rank_info) as source:
         manifest = read_verified_manifest(source, verify=state.verify)
