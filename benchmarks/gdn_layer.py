@@ -7,8 +7,8 @@ Ranks are processes of this machine over gloo, with one thread each. Bytes are e
 parameters, that autograd keeps between forward and backward, each counted once. Bytes of collectives are counted by the
 trainer's wrapper in forward and backward, including the part that stays on the rank. Time is the CPU time of a rank's process
 in forward and backward, including all-to-alls: the minimum over the repeats. Other ranks on the same cores do not affect it.
-A layer that every rank computes in full costs each rank as much as ``tp1``. The table has the maximum over the ranks,
-and in brackets the ratio to the first layout.
+A layer that every rank computes in full costs each rank as much as ``tp1``. The table has the maximum over the ranks
+and, except for collectives, the ratio to the first layout in brackets.
 """
 
 from __future__ import annotations

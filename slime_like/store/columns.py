@@ -164,7 +164,10 @@ def _booleans() -> Bools:
 
 @dataclass(slots=True)
 class ExtentTable:
-    """Extents: ranges of entries in slabs. All rows of an extent begin at its start; its first ``used`` entries never change."""
+    """Table of extents: ranges of entries in slabs. The rows of an extent are prefixes of it and share its entries.
+
+    The first ``used`` entries of an extent never change; tokens are appended after them.
+    """
 
     size: int = 0
     slab: I64 = field(default_factory=_integers)  # key of the slab

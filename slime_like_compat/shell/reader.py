@@ -66,9 +66,10 @@ class ScriptReader:
         return training(plain_words(leading_assignments(words)[1]), self.programs) is not None
 
     def _effects(self, words: Sequence[Token], script: Path, condition_text: str) -> None:
-        """Apply a command: set its variables, read the file that it sources, record the training that it starts, or count it.
+        """Apply a command: set its variables, read the file that it sources or record the training that it starts.
 
-        ``condition_text`` is the condition under which the command runs; empty if it surely runs.
+        Any other command is counted by its name. ``condition_text`` is the condition under which the command runs; empty if it
+        always runs.
         """
         variables = Assignments(self.scope, script, condition_text)
         variables.expand(words)

@@ -34,7 +34,10 @@ class Kernels(Protocol):
     """Kernels of a forward, except matrix multiplications and attention."""
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:
-        """Add ``delta``, if given, to ``x`` in place; write ``rms_norm(x) * weight``, from the unrounded sum, to ``out``."""
+        """Add ``delta``, if given, to ``x`` in place; write the sum's RMSNorm times ``weight`` to ``out``.
+
+        The norm is that of the float32 sum, before it is rounded to the dtype of ``x``.
+        """
         ...
 
     def silu_mul(self, gate_up_BF: Tensor, out_BF: Tensor) -> None:
