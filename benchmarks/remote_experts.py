@@ -326,10 +326,13 @@ def page(tables: Mapping[str, Mapping[str, ArmResult]], about: str, command: str
         f"layer are in a worker with one thread; the engine's part has one thread too. {SMALL}; larger: {LARGE}. "
         f"Prefill: one prompt of {PROMPT:,} tokens in chunks of {CHUNK:,}. Decode: {DECODE_STEPS} steps of {DECODE_BATCH} requests. "
         f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) are those of one prompt; in "
-        'parentheses, the change relative to "stream, float32". '
-        f"{LOCAL}: by SGLang's function, as in an engine on a CPU without remote experts; {LOCAL_PLUGIN}: by the plugin's function, "
-        "with which the other arms compute both halves of the experts, in the engine and in the worker. stream: requests of up to 32 tokens; "
-        "batched: up to the worker's capacity; auto: the one that is measured to be faster; each with the dtype of the payload.",
+        'parentheses, the change relative to "stream, float32".',
+        "",
+        f"- `{LOCAL}`: SGLang's function computes all experts, as in an engine on a CPU without remote experts.",
+        f"- `{LOCAL_PLUGIN}`: the plugin's function computes all experts. With the arms below, the same function computes both halves of the "
+        "experts, in the engine and in the worker.",
+        "- `stream`: requests of up to 32 tokens. `batched`: up to the worker's capacity. `auto`: whichever of the two is measured to be "
+        "faster. The name of each arm ends with the dtype of its payload.",
     ]
     for title, arms in tables.items():
         lines += ["", f"## {title}", "", *table(arms)]
