@@ -19,10 +19,10 @@ from slime_like.util.reading import InputFile, abbreviate, one_line, reason
 class WandbSink:
     """Sink that sends curves and settings to wandb, but no prompts or responses.
 
-    It stores them offline if ``WANDB_MODE`` is not set and there is no API key (``_has_api_key``). The run folder stores the id of the wandb
-    run, which a resumed run continues (``WANDB_RUN_ID`` takes precedence). The step is logged as a metric and used as the x
-    axis, because a resumed run repeats the steps after its checkpoint, and wandb drops rows with an internal step that it
-    already has.
+    It stores them offline if ``WANDB_MODE`` is not set and there is no API key (``_has_api_key``). The run folder stores the id
+    of the wandb run, which a resumed run continues (``WANDB_RUN_ID`` takes precedence). The step is logged as a metric and used
+    as the x axis, because a resumed run repeats the steps after its checkpoint, and wandb drops rows with an internal step that
+    it already has.
     """
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:
@@ -49,8 +49,8 @@ class WandbSink:
             )
         except Exception as error:  # fault boundary: wandb raises its own errors for the network, the key and settings
             raise ConfigError(
-                f"metrics.wandb=true: wandb did not start ({one_line(str(error))}): correct the key of `wandb login` or WANDB_API_KEY, set "
-                "WANDB_MODE=offline, or set metrics.wandb=false"
+                f"metrics.wandb=true or metrics.sinks=[wandb]: wandb did not start ({one_line(str(error))}): correct the key of "
+                "`wandb login` or WANDB_API_KEY, set WANDB_MODE=offline, or remove wandb"
             ) from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
