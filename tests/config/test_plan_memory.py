@@ -158,6 +158,16 @@ def test_a_run_that_fits_only_without_the_allocators_overhead_is_warned() -> Non
     assert any("GiB" in line and "model.recompute=full" in line for line in tight.advice)
 
 
+def test_an_engine_gpu_that_is_too_small_is_refused_even_if_the_trainers_gpu_needs_more_with_overhead() -> None:
+    split = ("model.recompute=none", "parallel.max_tokens_per_rank=17900")
+    trainer = plan("qwen3_4b_gsm8k_async", *split).memory
+    assert trainer.busiest == ("trainer",) and trainer.min_bytes < trainer.available < trainer.needed_bytes
+    with pytest.raises(
+        ConfigError, match=r"the run needs 79\.8 GiB on a GPU \(engine 79\.8 GiB;.*each H100 has 79\.6 GiB"
+    ):
+        plan("qwen3_4b_gsm8k_async", *split, "rollout.sglang.mem_fraction_static=0.98")
+
+
 def test_a_gpu_that_the_table_does_not_have_is_not_predicted() -> None:
     unknown = plan("qwen3_4b_gsm8k", machine=described_machine("8xV100"))
     assert "does not know the GPU 'V100': its table has H20, H800, H100, " in unknown.memory.unknown

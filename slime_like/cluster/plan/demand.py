@@ -21,7 +21,11 @@ from slime_like.planner.trainer import POLICY, SCORING, VALUE, TrainerSettings, 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Predicted memory of one rank of each role and, on GPUs, of the busiest GPU, the one that needs the most memory."""
+    """Predicted memory of one rank of each role and, on GPUs, of the busiest GPU.
+
+    The busiest GPU is the one that needs the most memory. If some GPUs are too small even without the allocator's overhead,
+    it is one of these.
+    """
 
     tables: tuple[tuple[str, MemoryTable], ...] = ()  # role, and memory of one rank or, on a CPU, engine
     gpu: str = ""
@@ -61,7 +65,7 @@ class MemoryPlan:
 
         The run does not fit on GPUs with less memory.
         """
-        return max((p.total - sum(table.of("allocator") for _, table in p.tables) for p in self.phases), default=0.0)
+        return max((phase.min_total for phase in self.phases), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +96,20 @@ class Demand:
         for role in self.roles:
             for index in {index for devices in role.devices for index in devices}:
                 gpus.setdefault(index, []).append(role.name)
-        scoring = self._scoring()
+        scoring, available = self._scoring(), self.hardware.gpu.memory
         by_gpu = {
             tuple(names): phase_memory({n: tables[n] for n in names if n in tables}, scoring, self.offload_settings)
             for names in gpus.values()
         }
-        busiest, phases = max(by_gpu.items(), key=lambda pair: max(p.total for p in pair[1]), default=((), ()))
+
+        def needs(pair: tuple[tuple[str, ...], tuple[PhaseMemory, ...]]) -> tuple[bool, float]:
+            return any(p.min_total > available for p in pair[1]), max(p.total for p in pair[1])
+
+        busiest, phases = max(by_gpu.items(), key=needs, default=((), ()))
         return MemoryPlan(
             tables=role_tables,
             gpu=self.hardware.gpu.name,
-            available=self.hardware.gpu.memory,
+            available=available,
             busiest=busiest,
             engine=engine,
             phases=phases,

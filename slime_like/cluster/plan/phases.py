@@ -43,6 +43,11 @@ class PhaseMemory:
         """Bytes of all roles."""
         return sum(table.total for _, table in self.tables)
 
+    @property
+    def min_total(self) -> float:
+        """Bytes of all roles without the allocator's overhead."""
+        return self.total - sum(table.of("allocator") for _, table in self.tables)
+
 
 def phase_memory(
     roles: Mapping[str, MemoryTable], scoring: MemoryTable | None, offloads: Offloads
