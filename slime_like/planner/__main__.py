@@ -9,6 +9,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
         yield ""
         yield from trainer_lines(shape, trainer, table, hardware)
         yield ""
-        yield from phase_lines(phases(now.memory, table, hardware.gpu.memory), hardware)
+        releasable_engine = engine_memory(shape, replace(settings, prefill_graphs=0), hardware).table
+        yield from phase_lines(phases(now.memory.table, releasable_engine, table, hardware.gpu.memory), hardware)
     yield ""
     yield from text_plot(bars, hardware.gpu.memory)
     if options.svg is not None:

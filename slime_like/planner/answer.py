@@ -57,24 +57,26 @@ TRAINER_REMAINDER = ("CUDA context", "communicators")
 """Items that stay on the device after a trainer rank has moved its tensors to the host."""
 
 
-def phases(engine: EngineMemory, trainer: MemoryTable, available: float) -> tuple[Phases, ...]:
+def phases(
+    engine: MemoryTable, releasable_engine: MemoryTable, trainer: MemoryTable, available: float
+) -> tuple[Phases, ...]:
     """Return the memory in training and in sampling of a GPU that trainer and engine share, for three ways of sharing.
 
     The ways are: both keep their memory, only the engine releases its memory, each releases its memory while the other runs.
+    ``releasable_engine`` is the engine without CUDA graphs of prefill, which SGLang cannot release by default.
     """
-    fixed_bytes = engine.table.total - engine.table.of("KV cache")
-    engine_remainder, trainer_remainder = engine.table.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
+    engine_remainder, trainer_remainder = releasable_engine.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
     return tuple(
         Phases(
             name,
             trainer.total + other_training,
-            engine.table.total + other_sampling,
-            max(0.0, available - fixed_bytes - other_sampling),
+            sampling_engine.total + other_sampling,
+            max(0.0, available - (sampling_engine.total - sampling_engine.of("KV cache")) - other_sampling),
         )
-        for name, other_training, other_sampling in (
-            ("both stay", engine.table.total, trainer.total),
-            ("the engine releases its memory", engine_remainder, trainer.total),
-            ("they take turns", engine_remainder, trainer_remainder),
+        for name, sampling_engine, other_training, other_sampling in (
+            ("both stay", engine, engine.total, trainer.total),
+            ("the engine releases its memory", releasable_engine, engine_remainder, trainer.total),
+            ("they take turns", releasable_engine, engine_remainder, trainer_remainder),
         )
     )
 

@@ -11,15 +11,15 @@ from slime_like.planner.engine_settings import EngineSettings, check_engine
 from slime_like.planner.flow_mla import check_flow_mla, flow_saving, flow_slots
 from slime_like.planner.shapes import ATTENTION, LATENT, RECURRENT, ModelShape, latent_parts
 from slime_like.planner.static_fraction import graph_bytes, graph_requests, prefill_tokens, static_fraction
-from slime_like.planner.table import Item, MemoryTable, gib, items
+from slime_like.planner.table import Item, MemoryTable, items
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}
 """Bytes per weight of the linear layers. Embedding, output layer, router and norms of an FP8 model stay bfloat16."""
 # Share of recurrent states in a hybrid model's pool. SGLang's mamba_full_memory_ratio, states / KV cache, is 0.9.
 STATE_SHARE = 0.9 / 1.9
 STATE_BYTES = 4  # SGLang keeps recurrent states in float32
-ENGINE_REMAINDER = ("CUDA context", "communicators", "CUDA graphs")
-"""Items that stay on the device after an engine has released its cache and weights."""
+ENGINE_REMAINDER = ("CUDA context", "communicators", "symmetric memory", "attention workspace")
+"""Items that stay on the device after an engine has released its weights, caches and CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +176,11 @@ def _reserve_items(runtime: tuple[Item, ...], reserve: float) -> tuple[Item, ...
     """Divide the ``reserve`` of an engine with ``tuned`` settings into items, and return them.
 
     ``reserve`` is the number of bytes that such an engine uses for neither weights nor caches. The items are those of
-    ``runtime`` that stay on the device when the engine releases its memory, and one for the rest. An item larger than the
-    remaining reserve is cut to it, and its note says so.
+    ``runtime`` that stay on the device when the engine releases its memory, and one for the rest.
     """
-    rows: list[tuple[str, float, str]] = []
-    for item in runtime:
-        if item.name in ENGINE_REMAINDER:
-            num_bytes = min(item.num_bytes, reserve)
-            cut = f"cut to the reserve from {gib(item.num_bytes)}" if num_bytes < item.num_bytes else ""
-            rows.append((item.name, num_bytes, ", ".join(filter(None, (item.note, cut)))))
-            reserve -= num_bytes
-    return items(*rows, ("reserve", reserve, "for activations and buffers, without the items above"))
+    remainder = tuple(item for item in runtime if item.name in ENGINE_REMAINDER)
+    rest = reserve - sum(item.num_bytes for item in remainder)
+    return (*remainder, Item("reserve", rest, "for CUDA graphs, activations and buffers"))
 
 
 def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> EngineMemory:

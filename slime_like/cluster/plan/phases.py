@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from slime_like.config.schema.residency import COLLECT, PUSH, SAVE, STEP, TRAINER_PHASES
-from slime_like.planner.engine import WEIGHT_ITEMS
+from slime_like.planner.engine import ENGINE_REMAINDER, WEIGHT_ITEMS
 from slime_like.planner.table import MemoryTable
 
 ENGINE = "engine"
 COMMUNICATORS = "communicators"
-FIXED = ("CUDA context", COMMUNICATORS, "symmetric memory", "attention workspace")
+FIXED = ENGINE_REMAINDER
 """Items that a process keeps while all parts of its state are released. The workspace is outside SGLang's memory saver."""
 
 
