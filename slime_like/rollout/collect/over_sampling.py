@@ -81,7 +81,7 @@ class OverSamplingCollector(GroupCollector):
         """
         super().__init__(cfg, sampling, source, sampler, share)
         self._max_staleness = max_staleness
-        self._gate = PauseGate()
+        self._gate = PauseGate(lambda: sampler.pool.router.no_engine_s)
         self._in_flight: list[GroupTask] = []
         self._finished: list[GroupTask] = []  # in order of completion; consumed by ``_filter_finished``
         self._aborted: set[asyncio.Task[SampleGroup]] = set()

@@ -181,7 +181,9 @@ def _problem(sample: Sample, group_id: int) -> str:
 class PauseGate:
     """Gate for the requests of many groups. Closing it aborts requests in flight and holds new requests back."""
 
-    def __init__(self) -> None:
+    def __init__(self, no_engine_s: Callable[[], float] = lambda: 0.0) -> None:
+        """``no_engine_s`` returns the total seconds during which no engine served, which ``shut_s`` leaves out."""
+        self._no_engine_s = no_engine_s
         self._open = asyncio.Event()
         self._open.set()
         self._num_inside = 0
@@ -192,8 +194,8 @@ class PauseGate:
 
     @property
     def shut_s(self) -> float:
-        """Total seconds for which the gate has been closed."""
-        return self._shut_before_s + (0.0 if self._shut_at is None else time.monotonic() - self._shut_at)
+        """Total seconds for which the gate has been closed while an engine served."""
+        return self._shut_before_s + (0.0 if self._shut_at is None else self._serving_clock() - self._shut_at)
 
     def open(self) -> None:
         """Open the gate: waiting and new requests are sent."""
@@ -207,7 +209,7 @@ class PauseGate:
         ``DeadlineExceeded`` if requests are still in flight at the deadline.
         """
         self._open.clear()
-        self._shut_at = self._shut_at or time.monotonic()
+        self._shut_at = self._serving_clock() if self._shut_at is None else self._shut_at
         while self._num_inside:
             await abort_all()
             remaining_s = deadline.remaining(f"{self._num_inside} aborted requests")
@@ -227,6 +229,10 @@ class PauseGate:
             self._num_inside -= 1
             if not self._num_inside:
                 self._empty.set()
+
+    def _serving_clock(self) -> float:
+        """Return the seconds of a clock that stands still while no engine serves."""
+        return time.monotonic() - self._no_engine_s()
 
 
 class ResumableEngine:
@@ -248,7 +254,7 @@ class ResumableEngine:
 
     @property
     def paused_s(self) -> float:
-        """Total seconds for which the gate was closed, plus those for which no engine served."""
+        """Total seconds for which the gate was closed or no engine served."""
         return self._gate.shut_s + self._pool.router.no_engine_s
 
     async def generate(self, token_ids: I32, seeds: Sequence[int], sampling: Sampling) -> Sequence[Completion]:
