@@ -1,4 +1,4 @@
-"""Lookup of files that a launch script names, even if they are in another folder here or a part of their path is unknown."""
+"""Lookup of files that a launch script names, even if their path is partly unknown or differs on this machine."""
 
 from __future__ import annotations
 
