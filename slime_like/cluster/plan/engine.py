@@ -168,7 +168,7 @@ def _prefill_graphs(spec: EngineSpec) -> int | None:
 def _states_per_request(spec: EngineSpec) -> int:
     """Return the number of recurrent states that SGLang counts per request.
 
-    It is 3 plus the number of states that the radix cache tracks, or 1 if the radix cache is disabled.
+    It is 1 if the radix cache is disabled, otherwise 3 plus the number of states that the radix cache tracks.
     """
     options = spec.sglang
     on_host = spec.device == "cpu"
