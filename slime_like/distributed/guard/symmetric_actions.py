@@ -20,6 +20,7 @@ from slime_like.config.schema.guard_policy import ACTIONS
 from slime_like.util.private import open_lock, private_folder
 
 ACTION_BITS = 3  # bits of the word for the action; the other bits are the number of the request
+ACTION_MASK = (1 << ACTION_BITS) - 1
 PERIOD_S = 0.1  # polling period of the store, by one thread per node
 KEY_PREFIX = "slime_like/memory/"
 
@@ -29,7 +30,8 @@ _wrapper_numbers = itertools.count(1)  # the same on every rank, because all ran
 class SymmetricActions:
     """Requests for actions. The newest request is in one word of memory, which all ranks of a node share.
 
-    Two simultaneous requests for the same action become one, because both write the same value.
+    Simultaneous requests on a node become one, for the strongest of their actions: each action of ``ACTIONS`` includes those
+    before it. Of simultaneous requests for different actions on several nodes, a node may receive only one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,11 +67,12 @@ class SymmetricActions:
 
     def publish(self, action: str) -> None:
         """Request ``action`` from all other ranks."""
-        number = (self._last_word >> ACTION_BITS) + 1
+        current = self._word[0]  # another rank may have changed it since ``next_action``
+        number = max((self._last_word >> ACTION_BITS) + 1, current >> ACTION_BITS)
         self._set_last_word(number << ACTION_BITS | ACTIONS.index(action))
-        self._word[0] = self._last_word
+        word = self._word[0] = max(current, self._last_word)
         if self._store is not None:
-            self._store.set(f"{self._key}{number}", action)
+            self._store.set(f"{self._key}{number}", ACTIONS[word & ACTION_MASK])
 
     def next_action(self) -> str:
         """Return the action that another rank has requested since the last call, or "" if there is none."""
@@ -77,7 +80,7 @@ class SymmetricActions:
         if word == self._last_word:
             return ""
         self._set_last_word(word)
-        action = ACTIONS[word & ((1 << ACTION_BITS) - 1)]
+        action = ACTIONS[word & ACTION_MASK]
         return "" if action == "none" else action
 
     @property
@@ -111,22 +114,23 @@ class SymmetricActions:
     def _poll_store(self, store: Any) -> None:
         while not self._closed.wait(PERIOD_S):
             try:
-                self._copy_next(store)
+                self._copy_new(store)
             except RuntimeError:  # the store is closed at the end of the run
                 return
 
-    def _copy_next(self, store: Any) -> None:
-        """Copy the next request of another node, if any, into the word."""
+    def _copy_new(self, store: Any) -> None:
+        """Copy the new requests of other nodes, if any, into the word as one request, which has the number of the newest."""
         with self._lock:
             if self._closed.is_set():
                 return
-            number = self._current_number + 1
-        if not store.check([f"{self._key}{number}"]):
-            return
-        action = ACTIONS.index(store.get(f"{self._key}{number}").decode())
+            first = number = self._current_number + 1
+        action = 0
+        while store.check([f"{self._key}{number}"]):
+            action = max(action, ACTIONS.index(store.get(f"{self._key}{number}").decode()))
+            number += 1
         with self._lock:
-            if not self._closed.is_set() and self._current_number < number:
-                self._word[0] = number << ACTION_BITS | action
+            if number > first and not self._closed.is_set():
+                self._word[0] = max(self._word[0], (number - 1) << ACTION_BITS | action)
 
     def close(self) -> None:
         """Stop polling and remove the shared file."""
