@@ -89,7 +89,8 @@ class RemoteReward:
     def take_recoveries(self) -> tuple[Recovery, ...]:
         """Return a record of each injected outage during which a request failed.
 
-        Outages whose record is complete are forgotten, and their ports released.
+        An incomplete record is returned again by the next call. Outages whose record is complete are forgotten, and their ports
+        released.
         """
         recoveries = tuple(recovery for outage in self._outages for recovery in outage.recoveries())
         for outage in self._outages:

@@ -1,4 +1,4 @@
-"""Columns of a sequence, and the memory and tables in which a store keeps the columns of all rows.
+"""Columns of a row, which is a sequence of tokens, and the memory and tables in which a store keeps the columns of its rows.
 
 The columns are token ids, log-probabilities, weight versions and routed experts, with one entry per token.
 """
