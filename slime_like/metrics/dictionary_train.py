@@ -188,9 +188,10 @@ ENTRIES = (
     ),
     MetricEntry(
         "train/train_rollout_logprob_abs_diff/<layers>",
-        "mean |trainer - engine| log-probability difference over each rank's first micro-batch, if the trainer computes layers of "
-        "one kind (attention, gdn or mlp), or of all kinds (all), in float64 (weights.probe_layers=true); own_experts: if the "
-        "trainer's routers choose the experts, none of which are replayed (algo.routing_replay=rollout)",
+        "mean |trainer - engine| log-probability difference over each rank's first micro-batch (weights.probe_layers=true); "
+        "`<layers>`: the kind of layer that the trainer computes in float64 (attention, gdn, mlp, or all), or own_experts: the "
+        "trainer's routers choose the experts instead of replaying the engine's (algo.routing_replay=rollout), and no layer is in "
+        "float64",
         "nats",
     ),
     MetricEntry(

@@ -49,7 +49,7 @@ REMEDIES = {
     "train/sft_loss": "flat: raise optim.lr; rises again: fewer epochs",
     "train/pg_clipfrac": "lower optim.lr or loop.steps_per_rollout",
     "train/pg_clipfrac_lower": "as train/pg_clipfrac",
-    "train/ppo_kl": "not 0 with loop.steps_per_rollout=1: with algo.use_rollout_logprobs as "
+    "train/ppo_kl": "not 0 with loop.steps_per_rollout=1: if algo.use_rollout_logprobs is set, as "
     "train/train_rollout_logprob_abs_diff, otherwise report it; far from 0 with more steps: lower loop.steps_per_rollout or optim.lr",
     "train/ois": "as train/ppo_kl",
     "train/seq_ratio_max": "lower algo.eps_clip; look at the longest samples",
