@@ -28,8 +28,9 @@ from slime_like.cli import main as train_main  # noqa: E402
 from slime_like.cluster.plan.guard import profile_folder  # noqa: E402
 from slime_like.config.load.loader import load_config  # noqa: E402
 from slime_like.distributed.guard import advice  # noqa: E402
-from slime_like.errors import SlimeLikeError  # noqa: E402
+from slime_like.errors import ConfigError, SlimeLikeError  # noqa: E402
 from slime_like.printable import complaint, visible  # noqa: E402
+from slime_like.util.reading import reason  # noqa: E402
 
 SIZES = (2**10, 2**16, 2**22)  # bytes
 REPEATS = 5
@@ -38,7 +39,9 @@ REPEATS = 5
 def main(argv: Sequence[str]) -> int:
     """Measure, or read measurements, and write the policy.
 
-    Return the exit code: 0 on success; that of train.py if it failed; 1 if there are no measurements."""
+    Return the exit code: 0 on success; that of train.py if it failed; 1 if there are no measurements. Raises ``ConfigError`` before
+    it measures if the policy cannot be written.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="rollouts of the profiled run")
     parser.add_argument(
@@ -58,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--name", default="measured")
     args, overrides = parser.parse_known_args(argv)
+    path = args.out / "guard" / f"{args.name}.yaml"
+    check_writable(path)
     with tempfile.TemporaryDirectory() as scratch:
         if args.sweep is not None:
             folder, origin = Path(scratch), f"a sweep over {args.sweep} ranks"
@@ -75,13 +80,23 @@ def main(argv: Sequence[str]) -> int:
             return 1
         for line in advice.table(ranks):
             sys.stdout.write(visible(line + "\n"))
-        path = args.out / "guard" / f"{args.name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(advice.to_yaml(ranks, origin))
         sys.stdout.write(
             visible(f"\n{path}; use it with --config-dir {args.out} guard={args.name}\n\n{path.read_text()}")
         )
     return 0
+
+
+def check_writable(path: Path) -> None:
+    """Create the folder of ``path``. Raises ``ConfigError`` if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.open("r+b").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({reason(error)}): choose another --out or --name") from error
 
 
 def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:

@@ -17,7 +17,7 @@ from slime_like.config.schema.collectives import OPS, SLIME_SKIPS, canonical
 from slime_like.distributed.guard import advice
 from slime_like.distributed.guard.advice import MIB, MeasuredOp
 from slime_like.distributed.wrapper.profile import MemoryDelta
-from slime_like.errors import DataError
+from slime_like.errors import ConfigError, DataError
 from slime_like.util.deadline import scale
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +105,24 @@ def test_a_recipe_that_sets_epochs_is_profiled(tmp_path: Path, monkeypatch: pyte
     assert script.run(overrides, 2) == (0, profile_folder(str(tmp_path / "run")))
     (command,) = commands
     assert load_config(command, files=False).loop.num_rollout == 2
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_policy_that_cannot_be_written_is_refused_before_the_sweep(
+    is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script: Any = importlib.import_module("scripts.profile_comm")
+    sweeps: list[int] = []
+    monkeypatch.setattr(script, "sweep", lambda ranks, folder: sweeps.append(ranks))
+    if is_folder:
+        (tmp_path / "guard" / "measured.yaml").mkdir(parents=True)
+    else:
+        (tmp_path / "guard").write_text("a file\n")
+    with pytest.raises(
+        ConfigError, match=r"guard/measured\.yaml cannot be written \(.*\): choose another --out or --name"
+    ):
+        script.main(["--sweep", "2", "--out", str(tmp_path)])
+    assert not sweeps
 
 
 @pytest.mark.ranks
