@@ -31,6 +31,11 @@ class InjectedFault:
     time: float  # unix seconds
     note: str = ""  # reason if the injection failed
 
+    @property
+    def key(self) -> tuple[str, float]:
+        """Return the key that all records of one injection have in common."""
+        return self.fault, self.time
+
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
@@ -94,8 +99,9 @@ def _write_all(file: FileIO, data: bytes) -> None:
 def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
     """Return all injected faults and recoveries of a run, including those before a resume; empty if the run has no file.
 
-    A loss has a record for each rollout in which it was noticed or changed; the newest one is returned. Raises ``DataError``
-    if the file cannot be read or a line is not a record; the error names the line.
+    A loss has a record for each rollout in which it was noticed or changed, and an injection that failed may have a second
+    record with the reason; the newest one of each is returned. Raises ``DataError`` if the file cannot be read or a line is
+    not a record; the error names the line.
     """
     injections: list[InjectedFault] = []
     recoveries: list[Recovery] = []
@@ -113,16 +119,20 @@ def read(run_dir: Path) -> tuple[list[InjectedFault], list[Recovery]]:
                 raise ValueError(f"kind is {abbreviate(kind)}")
         except ValueError as error:
             raise DataError(f"{path}:{number} is not a fault record ({reason(error)}): remove the line") from error
-    return injections, newest(recoveries)
+    return newest(injections), newest(recoveries)
 
 
-def newest(recoveries: Sequence[Recovery]) -> list[Recovery]:
-    """Return the latest record of each loss."""
-    return list({recovery.key: recovery for recovery in recoveries}.values())
+def newest[Record: (InjectedFault, Recovery)](records: Sequence[Record]) -> list[Record]:
+    """Return the latest record of each injection or loss."""
+    return list({record.key: record for record in records}.values())
 
 
 def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> list[Outcome]:
-    """Return an outcome for each injected fault, then one for each loss that no injected fault explains."""
+    """Return an outcome for each injected fault, then one for each loss that no injected fault explains.
+
+    A fault of an engine explains the engine's first loss before its next fault, however late; the result says after how
+    many seconds the loss was noticed.
+    """
     unmatched_recoveries = list(recoveries)
     results: list[Outcome] = []
     for index, injection in enumerate(injections):

@@ -186,6 +186,22 @@ def test_a_reward_worker_is_killed_and_the_run_continues(tmp_path: Path, monkeyp
     )
 
 
+def test_a_fault_of_a_process_that_has_just_ended_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = subprocess.Popen(["true"])
+    victim.wait()
+    monkeypatch.setattr(process_tree, "reward_workers", lambda: [victim.pid])
+    injector, _ = chaos(tmp_path, "kill_reward_worker:collect:3")
+    with injector("collect", 3):
+        pass
+    assert read(tmp_path) == (injector.injections, [])
+    head, line = report_lines(injector.injections, [])
+    assert head == "faults: 0 injected, 0 engines lost, 0 of them serving again"
+    assert line.endswith(f" on nothing: reward worker {victim.pid} got no signal (No such process)")
+    assert not chaos(tmp_path, "kill_reward_worker:collect:3")[0].pending
+
+
 @pytest.mark.parametrize("fault", ["kill_rank", "kill_manager", "stop_rank"])
 def test_ranks_and_the_manager_are_found_by_their_stack_files(tmp_path: Path, fault: str) -> None:
     names = ("trainer_rank0", "rollout_manager", "engine_0")
@@ -290,8 +306,9 @@ def test_a_failed_append_leaves_no_part_of_a_record(tmp_path: Path) -> None:
             append(tmp_path, fault)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    append(tmp_path, fault)
-    assert read(tmp_path) == ([fault, fault], [])
+    later = replace(fault, time=200.0)
+    append(tmp_path, later)
+    assert read(tmp_path) == ([fault, later], [])
 
 
 def test_a_torn_file_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -170,10 +170,18 @@ class Chaos:
             return
         name = rng.choice(sorted(processes))
         self._record(fault, name)
-        os.kill(processes[name], signal.Signals[_signal_of(fault)])
+        try:
+            os.kill(processes[name], signal.Signals[_signal_of(fault)])
+        except OSError as error:  # it has just ended, or belongs to another user
+            note = f"{name} got no signal ({error.strerror})"
+            self.injections[-1] = replace(self.injections[-1], target="", note=note)
+            faults.append(self.run_dir, self.injections[-1])
 
     def _record(self, fault: Fault, target: str, note: str = "") -> None:
-        """Record a fault as injected; it is no longer pending. If ``DataError`` is raised, it stays pending."""
+        """Record a fault as injected or, with a ``note``, as failed; it is no longer pending.
+
+        If ``DataError`` is raised, it stays pending.
+        """
         injection = InjectedFault(str(fault), target, time.time(), note)
         faults.append(self.run_dir, injection)
         self.injections.append(injection)
@@ -196,7 +204,10 @@ def report_lines(
         return []
     engines = [recovery for recovery in recoveries if recovery.engine != REWARD_SERVER]
     num_serving = sum(bool(recovery.joined) for recovery in engines)
-    head = f"faults: {len(injections)} injected, {counted(len(engines), 'engine')} lost, {num_serving} of them serving again"
+    num_injected = sum(not injection.note for injection in injections)
+    head = (
+        f"faults: {num_injected} injected, {counted(len(engines), 'engine')} lost, {num_serving} of them serving again"
+    )
     results = [f"  {outcome.fault} on {outcome.target or 'nothing'}: {outcome.result}" for outcome in outcomes]
     return [
         head,
