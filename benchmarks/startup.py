@@ -87,11 +87,12 @@ def _round(run_dir: Path) -> Round:
 
 def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
     """Return a sentence on when the warm start, the recipe's initial model, was created; creating it takes a minute."""
+    subject = "The warm start (the quickstart's initial model)"
     creating_rounds = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
     if creating_rounds:
-        return f"The warm start was created in round {', '.join(creating_rounds)}, which took that much longer."
-    origin = "created in the pair that is left out" if first.warm_started else "present before the first pair"
-    return f"The warm start was cached: {origin}, and every round used it."
+        return f"{subject} was created in round {', '.join(creating_rounds)}, which took that much longer."
+    origin = "created by the run before round 1" if first.warm_started else "present before the first run"
+    return f"{subject} was {origin}, and every round used it."
 
 
 def report(all_rounds: Sequence[Round], machine: str, command: str) -> str:

@@ -31,11 +31,11 @@ def startup_row(bare: float, first: float, *, warm: bool = False) -> Any:
     [
         (
             [startup_row(9, 99), startup_row(10, 15), startup_row(10, 17)],
-            "present before the first pair, and every round used it",
+            "present before the first run, and every round used it",
         ),
         (
             [startup_row(9, 99, warm=True), startup_row(10, 15), startup_row(10, 17)],
-            "created in the pair that is left out",
+            "created by the run before round 1",
         ),
         ([startup_row(9, 99), startup_row(10, 15), startup_row(10, 17, warm=True)], "was created in round 2"),
     ],

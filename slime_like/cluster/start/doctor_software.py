@@ -140,7 +140,7 @@ def check_collective() -> Iterator[DoctorFinding]:
 
 
 def _collective_fix(problem: str) -> str:
-    """Return a fix for an all-reduce that failed with ``problem``, the last line of a traceback."""
+    """Return a fix for a failed all-reduce. ``problem`` is its error message, such as the last line of a traceback, or empty."""
     if "ModuleNotFoundError" in problem or "ImportError" in problem:
         return "bash scripts/setup.sh"
     return "unset GLOO_SOCKET_IFNAME, or set it to the interface of the network that ranks share (lo on one machine)"
