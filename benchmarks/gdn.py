@@ -9,9 +9,9 @@ A shape is T,H,HV,D (tokens, key heads, value heads, head size), or NxT,... for 
 state and every gradient, including the gradient of the initial state, are compared with the recurrence, computed token
 by token in float64 (tests/gdn/recurrence.py); errors are relative to the largest value of each tensor. Every arm runs
 once per round. Times are medians over rounds: device time on a GPU, the process's CPU time (one thread) on a CPU.
-Ratios are medians of the rounds' ratios. The first timed call is listed separately, because it compiles and tunes kernels,
-except those that the earlier runs for profile, parity and growth have used. The exit code is 1 if parity fails, no arm can
-run, or all runs of --end-to-end fail.
+Ratios are medians of the rounds' ratios. An arm's first call on a shape is listed separately, because it compiles and tunes
+the kernels that no earlier shape has used. The exit code is 1 if parity fails, no arm can run, or all runs of --end-to-end
+fail.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
 
 def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespace) -> tuple[str, str, bool]:
     """Measure ``arms``; return the report as Markdown, its plot, and True if parity holds."""
+    speed_rows = speed(arms, options)  # before other calls compile kernels
     kernel_lines = [
         f"- `{arm.name}`: {arm.rule.kernels()}; seen by the profiler: "
         + ", ".join(
@@ -151,7 +152,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         *parity_rows,
         "",
         "## Speed and memory (ratio: forward, forward + backward)",
-        *speed(arms, options),
+        *speed_rows,
         "",
         "## Growth with the length of a sequence (forward + backward)",
         *growth_rows,

@@ -53,7 +53,7 @@ class GdnArm:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Timing of one arm on one shape: seconds of the first call, peak memory in MiB, and seconds of each round."""
+    """Timing of one arm on one shape: seconds of its first call, peak memory in MiB, and seconds of each round."""
 
     cold: float
     peak: float
@@ -181,7 +181,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def cold_seconds(run: Callable[[], object], device: str) -> float:
-    """Return the wall time of the first call, including compilation and autotuning."""
+    """Return the wall time of one call, including compilation and autotuning if it is the first one."""
     start = time.perf_counter()
     run()
     if device == "cuda":

@@ -48,6 +48,36 @@ def test_a_page_of_small_shapes(script: Any, tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
 
 
+def test_an_arm_is_not_called_before_its_first_timed_call(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = importlib.import_module("benchmarks.gdn_arms")
+    (arm,), _ = arms.make_arms(["torch"], "cpu", "float32", 8)
+    calls: list[str] = []
+
+    class Rule:
+        """Rule that records its calls."""
+
+        def kernels(self) -> str:
+            return ""
+
+        def chunk_rule(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append("call")
+            return arm.rule.chunk_rule(*args, **kwargs)
+
+    def cold_seconds(run: Any, device: str) -> float:
+        calls.append("first timed call")
+        return original(run, device)
+
+    original = arms.cold_seconds
+    monkeypatch.setattr(arms, "cold_seconds", cold_seconds)
+    monkeypatch.setattr(script, "make_arms", lambda *_: ([arms.GdnArm("torch", "", Rule())], {}))
+    argv = ["--arms", "torch", "--shapes", "32,1,1,8", "--long", "32", "--rounds", "1", "--device", "cpu"]
+    assert script.main([*argv, "--dtype", "float32"]) == 0
+    assert calls[:2] == ["first timed call", "call"]
+    capsys.readouterr()
+
+
 def test_failed_parity_is_reported(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
