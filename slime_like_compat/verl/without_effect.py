@@ -175,7 +175,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "global_profiler.*": "profiling only",
     "*.profiler.*": "profiling only",
     "transfer_queue.*": "samples are passed in memory",
-    "sandbox_fusion.*": "another name of reward.sandbox_fusion.*, which is read only with its url",
     "reward.sandbox_fusion.max_concurrent": "read only with reward.sandbox_fusion.url",
     "reward.sandbox_fusion.memory_limit_mb": "read only with reward.sandbox_fusion.url",
     "hydra.*": "the run's folder is run.dir",

@@ -13,7 +13,7 @@ from slime_like.config.schema.base import default_of
 from slime_like.config.schema.known import ALGORITHMS, known_keys
 from slime_like.errors import ConfigError
 from slime_like_compat.verl.defaults import CORRECTION, DIFFERENT, VALUES
-from slime_like_compat.verl.features import NOT_HERE
+from slime_like_compat.verl.features import NOT_HERE, READ_WITH
 from slime_like_compat.verl.launch import read_verl
 from slime_like_compat.verl.mapping import setting_of_text, translate_settings
 from slime_like_compat.verl.names import LEGACY, canonical, feature, switch, without_effect
@@ -104,6 +104,11 @@ def test_defaults_of_a_yaml_file_are_a_list_of_known_names(defaults: str, tmp_pa
     (tmp_path / "job.yaml").write_text(f"defaults: {defaults}\ntrainer: {{nnodes: 1}}\n")
     with pytest.raises(ConfigError, match=r"job\.yaml.* has defaults: .*: write a list|job\.yaml: defaults contains"):
         read_verl(tmp_path / "job.yaml", [], variables={}, skip=[])
+
+
+def test_each_pattern_has_the_name_by_which_keys_are_looked_up() -> None:
+    patterns = {pattern for table in (WITHOUT_EFFECT, NOT_HERE, READ_WITH) for pattern in table}
+    assert {pattern: name for pattern in patterns if (name := canonical(pattern)) != pattern} == {}
 
 
 def test_no_pattern_hides_a_key_that_is_mapped() -> None:
