@@ -28,7 +28,7 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
         bucket = OpenedBucket(payload, CudaHandles() if handles is None else handles)
     except (WeightSyncError, IndexError) as error:
         problem = str(error)
-    if (refusal := _meet(group, problem)) or bucket is None:
+    if (refusal := exchange_problem(group, problem)) or bucket is None:
         return failure(refusal)
     request.serialized_named_tensors = [bucket.tensors] * dist.get_world_size(group)
     output = None
@@ -42,11 +42,11 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
         bucket.close()
     except WeightSyncError as error:
         problem = problem or str(error)
-    refusal = _meet(group, problem)
+    refusal = exchange_problem(group, problem)
     return failure(refusal) if refusal or output is None else output
 
 
-def _meet(group: Any, problem: str) -> str:
+def exchange_problem(group: Any, problem: str) -> str:
     """Wait for all ranks. Return the problem of the first rank that has one, or "". Collective."""
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)

@@ -118,27 +118,36 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
     """Hook around ``SchedulerWeightUpdaterManager.update_weights_from_tensor``: accept one payload for all ranks.
 
     A payload may describe tensors in the sender's memory, on the host or on this rank's GPU. A malformed payload fails the
-    request and does not kill the engine. Collective over the tensor-parallel ranks.
+    request and does not kill the engine. If ranks fail, every rank replies with the error of the first of them. Collective over
+    the tensor-parallel ranks.
     """
     payloads = request.serialized_named_tensors
     if not payloads:
         return device_tensors.failure(
             "serialized_named_tensors is empty: send one payload for all tensor-parallel ranks, or one for each rank"
         )
-    ranks = torch.distributed.get_world_size(manager.tp_cpu_group)
+    if manager._session is None:  # every rank then replies without a barrier, so none may wait for another
+        return original(manager, request)
+    group = manager.tp_cpu_group
+    ranks = torch.distributed.get_world_size(group)
     if len(payloads) == 1:
         request.serialized_named_tensors = payloads * ranks
     if device_memory.is_message(payloads[0]):
         return device_tensors.load(original, manager, request)
+    output, problem = None, ""
     try:
-        if not shared.is_message(payloads[0]):
-            return original(manager, request)
-        with shared.map_tensors(payloads[0]) as tensors:
-            request.serialized_named_tensors = [tensors] * ranks
-            return original(manager, request)
+        if shared.is_message(payloads[0]):
+            with shared.map_tensors(payloads[0]) as tensors:
+                request.serialized_named_tensors = [tensors] * ranks
+                output = original(manager, request)
+        else:
+            output = original(manager, request)
     except Exception as error:  # noqa: BLE001  fault boundary: a sender's mistake must not kill the engine
-        torch.distributed.barrier(group=manager.tp_cpu_group)  # the other ranks wait at this barrier
-        return device_tensors.failure(f"{type(error).__name__}: {error}")
+        problem = f"{type(error).__name__}: {error}"
+        if output is None:
+            torch.distributed.barrier(group=group)  # the other ranks wait at this barrier in ``original``
+    refusal = device_tensors.exchange_problem(group, problem)
+    return device_tensors.failure(refusal) if refusal or output is None else output
 
 
 def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any:
