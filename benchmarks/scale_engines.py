@@ -68,7 +68,7 @@ class SimulatedSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Seconds of the three steps of a push and of a health check of all engines, and CPU seconds of the process."""
+    """Wall seconds of the three steps of a push, wall seconds of a health check of all engines, and CPU seconds of the process."""
 
     num_engines: int
     begin: float
