@@ -66,12 +66,18 @@ def parse(line: str) -> Gpu:
 def visible[T](items: tuple[T, ...], variable: str | None) -> tuple[T, ...]:
     """Return the ``items`` that ``variable``, the value of ``CUDA_VISIBLE_DEVICES``, selects; None selects all.
 
-    As in CUDA, an invalid entry and all entries after it are ignored. A UUID is not looked up: it selects the first item.
+    As in CUDA, an invalid entry and all entries after it are ignored, and a repeated entry hides all items. A UUID is not looked
+    up: it selects the first item.
     """
     if variable is None:
         return items
     visible_items: list[T] = []
+    earlier: set[str] = set()
     for entry in (text.strip() for text in variable.split(",")):
+        number_or_uuid = str(int(entry)) if entry.isdigit() else entry
+        if number_or_uuid in earlier:
+            return ()
+        earlier.add(number_or_uuid)
         if entry.isdigit() and int(entry) < len(items):
             visible_items.append(items[int(entry)])
         elif entry.startswith(("GPU-", "MIG-")) and items:

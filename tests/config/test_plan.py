@@ -243,7 +243,17 @@ def test_the_printed_plan_names_numbers_and_reasons(argv: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("variable", "num_visible"),
-    [(None, 3), ("", 0), ("-1", 0), ("1,2", 2), ("0,7,1", 1), ("GPU-8932,GPU-1", 2)],
+    [
+        (None, 3),
+        ("", 0),
+        ("-1", 0),
+        ("1,2", 2),
+        ("0,7,1", 1),
+        ("GPU-8932,GPU-1", 2),
+        ("0,1,00", 0),
+        ("GPU-1,GPU-1", 0),
+        ("0,7,0", 1),
+    ],
 )
 def test_cuda_visible_devices(variable: str | None, num_visible: int) -> None:
     assert len(gpus.visible(("A", "B", "C"), variable)) == num_visible
