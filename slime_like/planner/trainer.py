@@ -9,12 +9,12 @@ from slime_like.planner import constants
 from slime_like.planner.shapes import ATTENTION, LATENT, MIXERS, ModelShape
 from slime_like.planner.stages import StageSegment, even_sizes, stage_segments
 from slime_like.planner.table import Item, MemoryTable, items
+from slime_like.util.vocabulary import padded_vocabulary
 
 PARAMETER_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # float32, in one buffer per rank
 MOMENT_BYTES = 8  # Adam's two moments, in float32
 MAIN_BYTES = 4  # float32 copy of 16-bit weights
-VOCABULARY_MULTIPLE = 128
 BUILD = "build"
 """Name of the item for the difference, if a rank needs more memory while its model is built than during a step."""
 POLICY, VALUE, SCORING = "policy", "value", "scoring"
@@ -156,15 +156,6 @@ def _replicated_tensors(part: ModelShape) -> Iterator[tuple[int, int]]:
 def _mlp_tensors(hidden: int, width: int) -> tuple[int, int]:
     """Return the number of elements of each weight of an MLP: the fused gate and up projection, and the down projection."""
     return 2 * hidden * width, hidden * width
-
-
-def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Return the number of rows of the trainer's embedding.
-
-    It is a multiple of 128, or of 128 * tp if tp does not divide 128.
-    """
-    multiple = VOCABULARY_MULTIPLE if VOCABULARY_MULTIPLE % tp == 0 else VOCABULARY_MULTIPLE * tp
-    return -(-vocabulary // multiple) * multiple
 
 
 def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:

@@ -274,16 +274,6 @@ def refuse_windows(key: str, folder: str, text: Mapping[str, Any], model_type: s
     )
 
 
-def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """Return the number of rows, including padding, that the embedding and the output layer each have.
-
-    It is a multiple of 128 if tp divides 128, so that checkpoints can be resharded, and a multiple of 128 * tp
-    otherwise.
-    """
-    multiple = 128 if 128 % tp == 0 else 128 * tp
-    return -(-vocab_size // multiple) * multiple
-
-
 def rope_type(model: HfConfig) -> Any:
     """Return the kind of rotary scaling as config.json has it (a string, if it is valid); "default" if absent."""
     return model.rope.get("rope_type", model.rope.get("type", "default"))

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.checkpoint.record import Manifest
-from slime_like.config.rules.hf import padded_vocabulary, read_json
+from slime_like.config.rules.hf import read_json
 from slime_like.errors import CheckpointError
+from slime_like.util.vocabulary import padded_vocabulary
 
 
 def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, tp: int) -> None:

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from slime_like.config.rules.hf import padded_vocabulary
 from slime_like.config.schema.names import FAMILIES
 from slime_like.errors import ConfigError
 from slime_like.registry import resolve
 from slime_like.train.megatron.families.hf import HFFolder
+from slime_like.util.vocabulary import padded_vocabulary
 
 Shape = tuple[int, ...]
 
