@@ -85,13 +85,14 @@ ONE_GPU: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "flow_mla", "FlowMLA's copies between two processes", tests("--noconftest tests/engine/test_flow_mla_gpu.py"), 5,
-        "slots that are allocated after the load; the tests of an earlier version passed on one H100",
+        "slots (buffers for gathered layers) that are allocated after the weights are loaded; the tests of an earlier version "
+        "passed on one H100",
         "`hidden`, the share of a copy's time during which the previous layer computes, above 0.5",
     ),
     EvidencePart(
         "ipc", "Weights from one process to another over CUDA IPC",
         tests("--noconftest tests/weight_sync/test_ipc_gpu.py tests/weight_sync/test_shared_gpu.py"), 5,
-        "a driver's handles between two processes, page-locked shared memory, the rate of a push",
+        "IPC handles of a real CUDA driver between two processes, page-locked shared memory, the rate of a push",
         "`share_of_the_limit` above 0.2; the limit is the rate of copying each byte three times on the device",
     ),
     EvidencePart(
@@ -101,8 +102,8 @@ ONE_GPU: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "gdn", "Gated DeltaNet's kernels", tests("tests/gdn/test_gpu.py"), 15,
-        "FlashQLA's speed and equal bits, the convolution, and context parallelism, which needs a second GPU; of the parity tests on one H100 with "
-        "torch 2.11, all with inputs as the layer passes them passed, and 4 of 9 with beta and initial state in 16 bits failed",
+        "FlashQLA's speed and equal bits, the convolution, and context parallelism, which needs a second GPU; on one H100 with "
+        "torch 2.11, the parity tests passed with the layer's dtypes, but 4 of 9 failed with beta and initial state in 16 bits",
         "FlashQLA at least 1.5 times as fast as fla at 32,768 tokens", ("fla",),
     ),
     EvidencePart(
@@ -160,7 +161,7 @@ ONE_GPU: tuple[EvidencePart, ...] = (
             *command("benchmarks/gdn.py --end-to-end +recipe=quickstart_gdn placement.device=cuda --arms torch fla"), HEADS_OF_128,
             *command(f"benchmarks/gdn.py --arms fla flashqla --end-to-end +recipe=quickstart_gdn {ASSETS} placement.device=cuda"),
         ), 60,
-        "fla and FlashQLA in a run", "both tables name the kernels that ran", (*ENGINE, "fla", "flash_qla"),
+        "fla and FlashQLA in a run", "the outputs of both `gdn.py` commands name the kernels that ran", (*ENGINE, "fla", "flash_qla"),
     ),
     EvidencePart(
         "remote_experts", "Remote experts",

@@ -170,7 +170,7 @@ SEVERAL_NODES: tuple[EvidencePart, ...] = (
             "", split="+recipe=qwen3_4b_gsm8k_async placement.actor_num_gpus_per_node=4 rollout.num_engines=2 loop.num_rollout=5",
             colocated="+recipe=qwen3_4b_gsm8k placement.actor_num_nodes=2 run.save_interval=1 loop.num_rollout=2",
         ), 120,
-        "Ray's bundle of each GPU on the GPU's node, NCCL between nodes",
+        "reservation of each GPU by Ray on the node to which the plan assigns it, NCCL between nodes",
         "the line `nodes:` names both nodes if one has fewer free GPUs than the run needs", ENGINE,
         ("models/Qwen3-4B", GSM8K), 8, 80, 2,
     ),
