@@ -164,8 +164,9 @@ def _search_by_name(owner: str, hooks: Sequence[Hook]) -> Generator[None]:
 def replace_imported(original: object, wrapped: object, source: object) -> int:
     """Replace function ``original`` of module ``source`` by ``wrapped`` in the modules that imported it under its name.
 
-    Return the number of names replaced; a module that rejects the assignment is skipped. Do nothing if ``source`` is a class,
-    because methods are not imported. ``tests/upstream`` checks that no module imports a hooked function under another name.
+    ``source`` itself must already have ``wrapped`` under that name. Return the number of names replaced; a module that rejects
+    the assignment is skipped. Do nothing if ``source`` is a class, because methods are not imported. ``tests/upstream``
+    checks that no module imports a hooked function under another name.
     """
     if isinstance(source, type):
         return 0

@@ -21,7 +21,9 @@ MEMORY_QUERY_S = 2.0  # limit of the memory query for the report
 
 
 class Watchdog:
-    """Thread that ends the process if an op is in flight for too long, after printing the findings in the rings of the node.
+    """Thread that ends the process if an op is in flight for too long.
+
+    Before that, it compares the ring buffers in which the ranks on this node record their ops, and prints the suspicious ops.
 
     The limit is longer than ``seconds``, the deadline of the process group, so that most hangs end earlier with the group's own
     error. The watchdog covers hangs that the process group does not notice.
