@@ -203,6 +203,8 @@ def page(results: Mapping[str, FlowArm], machine_line: str, command: str) -> str
             f"first gets one request of {PROMPT} prompt tokens and {RESPONSE} response tokens, of which only the decode steps are timed; "
             f"then {REQUESTS} such requests together, timed until the last one has ended. "
             '"At once" is the largest number of requests that ran at the same time, in both groups. '
+            "With FlowMLA, a rank holds half of the attention weights that it holds without, and two slots (buffers for one gathered "
+            "layer each); while the engine loads, there is only one slot. "
             f"Rounds: {len(results['off'].rounds)}. Engines ran one after another.",
             "",
             *table(results),

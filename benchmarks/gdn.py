@@ -137,7 +137,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         f"`python benchmarks/gdn.py {' '.join(sys.argv[1:])}`",
         "",
         f"{commit()} Torch {torch.__version__}, {options.dtype}, {machine(options.device)}; medians of "
-        f"{options.rounds} rounds; in a round each arm runs once.",
+        f"{options.rounds} rounds; in a round each arm, an implementation listed under [What ran](#what-ran), runs once.",
         f"Ratios are medians over the rounds of the time of `{arms[0].name}` divided by that of the arm: above 1, the arm is faster. If "
         f"`{arms[0].name}` cannot compute a shape, the first arm that can takes its place. Times are device time on a GPU, and the process's CPU time on a CPU.",
         "Shapes: T tokens of one sequence (N x T: N packed sequences of T), H key and HV value heads of size D.",

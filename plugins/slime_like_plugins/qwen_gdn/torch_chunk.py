@@ -43,7 +43,7 @@ class TorchGDN:
     ) -> tuple[Tensor, Tensor | None]:
         """Apply the rule as ``backend.GDNBackend.chunk_rule`` describes.
 
-        Raises ``ValueError`` if the shapes do not fit or ``packing.lengths`` rejects the bounds.
+        Raises ``ValueError`` if the shapes do not fit or ``packing.lengths`` rejects ``cu_seqlens_cpu``.
         """
         del cu_seqlens  # the copy on the host is sufficient
         _check_shapes(q, k, v, g, beta)

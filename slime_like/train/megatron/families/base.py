@@ -1,7 +1,7 @@
 """Base class of model families: layer pattern, TransformerConfig fields, and the mapping between HF tensors and parameters.
 
 Parameters have slime_like's keys, numbered by decoder block (``blocks.3.self_attention.linear_qkv.weight``). megatron's
-names depend on model class and pipeline stage; only ``model.named_weights`` and ``optim.mark_experts`` use them.
+names depend on model class and pipeline stage; ``model.named_weights`` converts them to these keys.
 """
 
 from __future__ import annotations
