@@ -38,7 +38,7 @@ def _exit_code_of(run: Callable[[], int]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from slime_like_compat.flags.translate import translate
+    from slime_like.config.load.compat import translate
 
     match (command := translate(argv)).action:
         case "doctor":

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from slime_like.cluster.plan.machine import described_machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.shapes import model_config
+from slime_like.config.load.compat import translate
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
 from slime_like.config.rules.schedule import without_schedule
 from slime_like.errors import ConfigError
 from slime_like.hardware import GPUS
-from slime_like_compat.flags.translate import translate
 
 JOINED = "placement.ray_address=auto"
 MAX_NODES = 2000

@@ -12,6 +12,7 @@ from slime_like.cluster.plan.machine import Machine
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.ray_cluster import ClusterNode, plan_on_nodes
 from slime_like.cluster.plan.shapes import model_config
+from slime_like.config.load.compat import translate
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
 from slime_like.config.rules.schedule import without_schedule
@@ -19,7 +20,6 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, MissingResources
 from slime_like.hardware import known_gpu
 from slime_like.util.counted import counted
-from slime_like_compat.flags.translate import translate
 
 MAX_GPUS = 16_000
 
@@ -70,9 +70,9 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
         waits = f"not planned, since the run waits for nodes, at most {limit}: {error}"
         return JobPlan(cfg, (cluster,), (waits, *_device_warning(cfg, machine, grows)))
     plan = replace(plan, engines=on_nodes(plan.engines, assignment.nodes_per_engine))
-    planned = plan_on_nodes(cfg, plan, assignment.used(nodes), is_driver=False)
-    warnings = (*planned.plan.advice, *planned.warnings, *_device_warning(cfg, machine, grows))
-    return JobPlan(cfg, (cluster, planned.plan.summary), warnings)
+    cluster_plan = plan_on_nodes(cfg, plan, assignment.used(nodes), is_driver=False)
+    warnings = (*cluster_plan.plan.advice, *cluster_plan.warnings, *_device_warning(cfg, machine, grows))
+    return JobPlan(cfg, (cluster, cluster_plan.plan.summary), warnings)
 
 
 def _device_warning(cfg: TrainConfig, machine: Machine, grows: bool) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from slime_like.cluster.plan.planner import Plan, Role, make_plan
 from slime_like.cluster.plan.shapes import PREPARED, model_config
 from slime_like.cluster.plan.trace import trace_lines
 from slime_like.cluster.plan.user_code import code_rows, unread_keys
+from slime_like.config.load.compat import Command
 from slime_like.config.load.help import render_help
 from slime_like.config.load.loader import load_config, show
 from slime_like.config.rules.files import check_files, check_model
@@ -22,7 +23,6 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.quickstart.prepare import check_folders
 from slime_like.reward.check import check_reward
 from slime_like.util.counted import counted
-from slime_like_compat.flags.translate import Command
 
 
 def describe(command: Command, argv: Sequence[str]) -> str:

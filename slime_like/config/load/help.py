@@ -6,13 +6,12 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime_like.config.load.compat import ACTIONS, ALWAYS, COMBINED, LISTS, SWITCHES, VALUES
 from slime_like.config.load.paths import config_folder
 from slime_like.config.schema.base import MISSING, default_of
 from slime_like.config.schema.known import ALGORITHMS, format_value, known_keys, type_of
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
-from slime_like_compat.flags.table import ALWAYS, COMBINED, LISTS, SWITCHES, VALUES
-from slime_like_compat.flags.translate import ACTIONS
 
 WIDTH = 118
 

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from slime_like.config.load.compat import flag_of, translate
 from slime_like.config.load.explain import explain
 from slime_like.config.load.paths import config_folder
 from slime_like.config.load.recipe_edits import RECIPE, config_files, configs_without
@@ -31,7 +32,6 @@ from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 from slime_like.util.reading import InputFile, reason
 from slime_like.util.user_module import check_exists
-from slime_like_compat.flags.translate import flag_of, translate
 
 GROUPS = ("algo", "guard", RECIPE)
 # Raised by OmegaConf on malformed trees.

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 
+from slime_like.config.load.compat import OTHER_KEYS, SWITCHES, VALUES, VERL_KEYS
 from slime_like.config.schema.known import free_keys
-from slime_like_compat.flags.table import SWITCHES, VALUES
-from slime_like_compat.names_elsewhere import OTHER_KEYS
-from slime_like_compat.verl_keys import VERL_KEYS
 
 AMBIGUOUS = ("enable", "len", "metric", "name", "path", "type")  # last words of verl's keys that say too little
 
