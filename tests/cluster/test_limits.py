@@ -58,3 +58,14 @@ def test_cuda_needs_unlimited_address_space(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(limits.limits_too_low("cpu")) == []
     (problem,) = limits.limits_too_low("cuda")
     assert "CUDA reserves terabytes of addresses" in problem
+
+
+def test_open_files_that_a_run_can_raise_are_not_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor reads the limits without raising the soft limit of open files, as a run does."""
+    real = resource.getrlimit
+    files = [512, 4096]
+    monkeypatch.setattr(resource, "getrlimit", lambda n: tuple(files) if n == resource.RLIMIT_NOFILE else real(n))
+    assert list(limits.limits_too_low("cpu")) == []
+    files[1] = 1000
+    (problem,) = limits.limits_too_low("cpu")
+    assert problem.startswith("ulimit -n is 1000: ")

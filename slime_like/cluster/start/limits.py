@@ -21,15 +21,18 @@ MIN_SHARED = 16 * 2**20
 def check_limits(device: str) -> None:
     """Increase this process's limit of open files if possible, then raise ``ConfigError`` naming every limit that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if _finite(soft) < WANTED_FILES and soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(_finite(hard), WANTED_FILES)), hard))
+    if (files := _attainable_files()) > _finite(soft):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(files), hard))
     if problems := list(limits_too_low(device)):
         raise ConfigError("\n".join(problems))
 
 
 def limits_too_low(device: str) -> Iterator[str]:
-    """Yield one line per limit that is too low, with its value, the requirement and the fix."""
-    files = _limit(resource.RLIMIT_NOFILE)
+    """Yield one line per limit that is too low, with its value, the requirement and the fix.
+
+    For open files, the value is the limit that ``check_limits`` can set.
+    """
+    files = _attainable_files()
     if files < MIN_FILES:
         yield f"ulimit -n is {files:g}: a process of a run opens up to {MIN_FILES} files: run `ulimit -n {WANTED_FILES}` first"
     addresses = _limit(resource.RLIMIT_AS)
@@ -46,10 +49,15 @@ def limits_too_low(device: str) -> Iterator[str]:
         )
     if SHARED.is_dir() and (free := shutil.disk_usage(SHARED).free) < MIN_SHARED:
         yield (
-            f"{SHARED} has {free / 2**20:.1f} MiB free, a run needs {MIN_SHARED // 2**20}: remove files from it, or start the"
-            f" "
+            f"{SHARED} has {free / 2**20:.1f} MiB free, a run needs {MIN_SHARED // 2**20}: remove files from it, or start the "
             "container with --shm-size=4g"
         )
+
+
+def _attainable_files() -> float:
+    """Return the limit of open files that this process can set, at most ``WANTED_FILES`` unless it is higher already."""
+    soft, hard = map(_finite, resource.getrlimit(resource.RLIMIT_NOFILE))
+    return max(soft, min(hard, WANTED_FILES))
 
 
 def _limit(kind: int) -> float:
