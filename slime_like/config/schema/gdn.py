@@ -20,7 +20,7 @@ class GDNConfig(Config):
     cp_mode: str = key(
         "auto",
         "Context parallelism of Gated DeltaNet layers. head: a rank has all tokens for some heads; state: a rank has all "
-        "heads for some of the packed tokens and passes states to the next rank; auto: head if tp * cp divides the heads.",
+        "heads for some of the packed tokens, and the ranks exchange states; auto: head if tp * cp divides the heads.",
         choices=("auto", "head", "state"),
     )
     auto_cp: bool | None = key(
