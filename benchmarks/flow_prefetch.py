@@ -91,11 +91,11 @@ def measure(transport: str, batch: int, rounds: int, gather: Gather, rank: int) 
     gather.share(parts)
     events: list[tuple[float, str]] = []
     pipeline = GatherPipeline([layout] * LAYERS, SLOTS, TracedGather(gather, events))
-    full, others = torch.randn(SHAPE), [torch.randn(SHAPE) for _ in range(OTHER)]
+    full_weight, other_weights = torch.randn(SHAPE), [torch.randn(SHAPE) for _ in range(OTHER)]
     x, waits = torch.randn(batch, SHAPE[1]), []
 
     def products(weight: torch.Tensor) -> None:
-        for matrix in (weight, *others):
+        for matrix in (weight, *other_weights):
             torch.mm(x, matrix)
 
     def forward() -> None:
@@ -103,12 +103,12 @@ def measure(transport: str, batch: int, rounds: int, gather: Gather, rank: int) 
         for layer in range(LAYERS):
             start = time.perf_counter()
             pipeline.wait(layer)
-            ready = time.perf_counter()
-            waits.append(ready - start)
+            ready_at = time.perf_counter()
+            waits.append(ready_at - start)
             products(layout.view(pipeline.slot(layer).buffer, 0))
             end = time.perf_counter()
             events.extend(
-                ((start, f"layer {layer} waits"), (ready, f"layer {layer} runs"), (end, f"layer {layer} ends"))
+                ((start, f"layer {layer} waits"), (ready_at, f"layer {layer} runs"), (end, f"layer {layer} ends"))
             )
             pipeline.advance(layer)
 
@@ -122,7 +122,7 @@ def measure(transport: str, batch: int, rounds: int, gather: Gather, rank: int) 
     forwards: list[float] = []
     full_times: list[float] = []
     for _ in range(rounds):  # alternating, so that a busy machine slows both
-        full_times.append(seconds(lambda: [products(full) for _ in range(LAYERS)]))
+        full_times.append(seconds(lambda: [products(full_weight) for _ in range(LAYERS)]))
         events.clear()
         forwards.append(seconds(forward))
     first = min(moment for moment, _ in events)

@@ -26,13 +26,13 @@ def read_lines(process: subprocess.Popen[str], *, limit_s: float = RUN_S, stop_s
     deadline = time.monotonic() + limit_s
     lines: queue.Queue[str | None] = queue.Queue()
 
-    def read() -> None:
+    def enqueue_lines() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             lines.put(line)
         lines.put(None)
 
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=enqueue_lines, daemon=True).start()
     try:
         while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
             yield line

@@ -51,16 +51,16 @@ def measure(num_ranks: int, rounds: int) -> RingTimes:
     If there are more than ``MAX_RINGS`` ranks, only the first ``NODE`` of them have a ring. Raises ``AssertionError`` if a
     report does not name the rank that missed the op.
     """
-    late, num_rings = NODE - 1, num_ranks if num_ranks <= MAX_RINGS else NODE
+    late_rank, num_rings = NODE - 1, num_ranks if num_ranks <= MAX_RINGS else NODE
     with tempfile.TemporaryDirectory() as folder:
-        node, others = Path(folder) / "node", Path(folder) / "all"
+        node, all_ranks = Path(folder) / "node", Path(folder) / "all"
         rings = [Ring(node, f"trainer_rank{rank}", GuardConfig().ring) for rank in range(NODE)]
-        rings += [Ring(others, f"trainer_rank{rank}", GuardConfig().ring) for rank in range(num_rings)]
+        rings += [Ring(all_ranks, f"trainer_rank{rank}", GuardConfig().ring) for rank in range(num_rings)]
         describe = median([_timed(_describe, ring, num_ranks)[0] for ring in rings])
         for ring in rings:
-            _fill(ring, arrives=_rank(ring) != late)
-        node_s, all_s = (_reported(_report, path, late, rounds) for path in (node, others))
-        dump_s = _reported(dump, others, late, rounds)
+            _fill(ring, arrives=_rank(ring) != late_rank)
+        node_s, all_s = (_reported(_report, path, late_rank, rounds) for path in (node, all_ranks))
+        dump_s = _reported(dump, all_ranks, late_rank, rounds)
         num_bytes = sum(file.stat().st_size for file in node.glob("trainer_rank0.*"))
         for ring in rings:
             ring.close()

@@ -71,8 +71,8 @@ class PartResult:
 
 def page_of(part: EvidencePart, result: PartResult, folder: Path) -> str:
     """Return the page of a part: machine, outcome of each test and figures of each run, commands and the end of their logs."""
-    stopped = f"stopped at its limit of {part.minutes} min"
-    codes = ", ".join(stopped if code is None else f"exit code {code}" for code in result.codes)
+    timeout_text = f"stopped at its limit of {part.minutes} min"
+    codes = ", ".join(timeout_text if code is None else f"exit code {code}" for code in result.codes)
     lines = [
         f"# {part.title}, on a GPU",
         "",
@@ -149,9 +149,9 @@ def has_passed(part: EvidencePart, pages: Path) -> bool:
 
 def not_run_section(parts: Sequence[EvidencePart], pages: Path) -> str:
     """Return the section of ``NOT_RUN.md`` with the parts that have not passed."""
-    remaining = [part for part in parts if not has_passed(part, pages)]
+    unproven_parts = [part for part in parts if not has_passed(part, pages)]
     lines = [HEADING, "", *_wrapped(INTRODUCTION, ""), ""]
-    for part in remaining:
+    for part in unproven_parts:
         expect = f" Expect: {part.expect}." if part.expect else ""
         lines += _wrapped(
             f"- **{part.name}** ({', '.join(needs_of(part))}). {part.title}. Not run: {part.not_run}.{expect}", "  "

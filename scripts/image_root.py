@@ -89,17 +89,17 @@ def instructions(text: str) -> list[Instruction]:
     """Return the lines of a Dockerfile's last stage, without its FROM."""
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     lines = [_instruction(line) for line in text.splitlines() if line.strip()]
-    last = max(index for index, line in enumerate(lines) if line.name == "FROM")
-    return lines[last + 1 :]
+    last_from = max(index for index, line in enumerate(lines) if line.name == "FROM")
+    return lines[last_from + 1 :]
 
 
 def _instruction(line: str) -> Instruction:
-    name, _, rest = line.strip().partition(" ")
+    name, _, arguments = line.strip().partition(" ")
     options = dict[str, str]()
-    while match := re.match(r"--(\w+)=(\S+)\s+", rest):
+    while match := re.match(r"--(\w+)=(\S+)\s+", arguments):
         options[match[1]] = match[2]
-        rest = rest[match.end() :]
-    return Instruction(name, options, rest)
+        arguments = arguments[match.end() :]
+    return Instruction(name, options, arguments)
 
 
 def context() -> list[str]:

@@ -19,16 +19,16 @@ def temporary_folder(file: str = "", text: str = "") -> Generator[Path]:
     depend on the job.
     """
     with ExitStack() as stack:
-        place: object = "the temporary folder"
+        target: object = "the temporary folder"
         try:
             folder = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
             if file:
-                place = path = folder / file
+                target = path = folder / file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
         except OSError as error:
             raise SlimeLikeError(
-                f"{place} cannot be written ({reason(error)}), and each recipe is checked in a temporary folder: free space "
+                f"{target} cannot be written ({reason(error)}), and each recipe is checked in a temporary folder: free space "
                 "there, or set TMPDIR to a folder that can be written"
             ) from error
         yield folder

@@ -99,7 +99,7 @@ def problem(hook: Hook) -> str | None:
     try:
         wrapper = _resolve(hook.target)
     except (ImportError, AttributeError) as error:
-        return _missing(hook.target, error)
+        return _import_problem(hook.target, error)
     if _contains(wrapper, hook.function):
         return None
     return f"{hook.target} is not wrapped by {hook.function.__module__}.{hook.function.__qualname__}"
@@ -210,7 +210,7 @@ def resolve_target(owner: str, target: str) -> Any:
     try:
         return _resolve(target)
     except (ImportError, AttributeError) as error:
-        raise _misfit(owner, [_missing(target, error)]) from error
+        raise _misfit(owner, [_import_problem(target, error)]) from error
 
 
 def replace_target(owner: str, target: str, value: Any) -> None:
@@ -237,21 +237,21 @@ def _resolve(target: str) -> Any:
     Raises ``AttributeError`` or ``ModuleNotFoundError`` if it does not exist, ``ImportError`` if its module cannot be
     imported. ``pkgutil.resolve_name`` would report a module that cannot be imported as a missing attribute.
     """
-    module, _, remaining = target.partition(".")
+    module, _, path = target.partition(".")
     value = importlib.import_module(module)
-    while remaining:
-        name, _, rest = remaining.partition(".")
+    while path:
+        name, _, remaining_path = path.partition(".")
         try:
             value = importlib.import_module(f"{module}.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"{module}.{name}":  # a dependency of the module is missing
                 raise
-            return operator.attrgetter(remaining)(value)
-        module, remaining = f"{module}.{name}", rest
+            return operator.attrgetter(path)(value)
+        module, path = f"{module}.{name}", remaining_path
     return value
 
 
-def _missing(target: str, error: ImportError | AttributeError) -> str:
+def _import_problem(target: str, error: ImportError | AttributeError) -> str:
     no_package = isinstance(error, ModuleNotFoundError) and target.startswith(f"{error.name}.")
     reason = "does not exist" if no_package or isinstance(error, AttributeError) else "cannot be imported"
     return f"{target} {reason} ({error})"

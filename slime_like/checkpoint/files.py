@@ -209,11 +209,11 @@ def prune(folder: Path, keep: int) -> None:
     of an earlier save that was never completed are removed too. Raises ``CheckpointError`` as ``latest_iteration`` does.
     """
     latest = latest_iteration(folder)
-    old = [k for k in iterations(folder) if k <= latest][:-keep]
-    remaining = set(iterations(folder)) - set(old)
+    outdated = [k for k in iterations(folder) if k <= latest][:-keep]
+    kept_iterations = set(iterations(folder)) - set(outdated)
     sides = [(path, side_of(path)) for path in (folder / ROLLOUT).glob("*")]
-    removals = [path for path, k in sides if k is not None and k <= latest and k not in remaining]
-    for iteration in old:
+    removals = [path for path, k in sides if k is not None and k <= latest and k not in kept_iterations]
+    for iteration in outdated:
         removals += folder.rglob(iteration_folder(folder, iteration).name)
     for path in removals:
         # A partly removed folder must not have the name of a complete one.

@@ -62,14 +62,14 @@ def delay_repeats(order: Sequence[int], previous: Sequence[int]) -> list[int]:
     At least ``len(previous)`` other rows then lie between two occurrences of a row. Rows move as few positions as possible.
     ``previous`` must be shorter than ``order``.
     """
-    earliest_places = {row: place for place, row in enumerate(previous, 1)}
-    remaining, delayed_rows, free_rows, moved_rows = iter(order), set[int](), deque[int](), list[int]()
-    for place in range(len(order)):
-        if 0 < place <= len(previous) and previous[place - 1] in delayed_rows:
-            free_rows.append(previous[place - 1])
+    earliest_positions = {row: position for position, row in enumerate(previous, 1)}
+    rows, delayed_rows, free_rows, moved_rows = iter(order), set[int](), deque[int](), list[int]()
+    for position in range(len(order)):
+        if 0 < position <= len(previous) and previous[position - 1] in delayed_rows:
+            free_rows.append(previous[position - 1])
         while not free_rows:
-            row = next(remaining)
-            (free_rows.append if earliest_places.get(row, 0) <= place else delayed_rows.add)(row)
+            row = next(rows)
+            (free_rows.append if earliest_positions.get(row, 0) <= position else delayed_rows.add)(row)
         moved_rows.append(free_rows.popleft())
     return moved_rows
 

@@ -218,19 +218,19 @@ def _tools(value: object) -> list[object] | None:
 
     Raises ``BadRow`` if it is something else, or if the list contains something that JSON lacks.
     """
-    parsed = value
+    tools = value
     if isinstance(value, str):
         try:
-            parsed = json.loads(value) if value else None
+            tools = json.loads(value) if value else None
         except (ValueError, RecursionError):
-            parsed = value
-    if parsed is None:
+            tools = value
+    if tools is None:
         return None
-    if not isinstance(parsed, list):
+    if not isinstance(tools, list):
         raise BadRow(
             f"{TOOLS!r} is {abbreviate(value)}; tools must be a list of JSON schemas, or such a list as JSON text"
         )
-    tools = cast("list[object]", parsed)
+    tools = cast("list[object]", tools)
     _check_json(TOOLS, tools)
     return tools
 

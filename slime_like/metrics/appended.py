@@ -22,18 +22,18 @@ class AppendOnlyFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = self._open(path)
-        self._pending = b""  # lines that could not be written yet
+        self._pending_lines = b""  # lines that could not be written yet
         self._num_pending = 0  # lines
 
     def write(self, line: str) -> None:
         """Append ``line``, which must end with a newline, after any pending lines."""
-        self._pending += line.encode()
+        self._pending_lines += line.encode()
         self._num_pending += 1
         try:
             if not self._is_at_path():
                 self._restore()
-            while self._pending:
-                self._pending = self._pending[os.write(self._fd, self._pending) :]
+            while self._pending_lines:
+                self._pending_lines = self._pending_lines[os.write(self._fd, self._pending_lines) :]
             self._num_pending = 0
         except OSError as error:
             if self._num_pending == 1:

@@ -45,5 +45,5 @@ class PhantomGpu:
         }
 
 
-def _joined(first: str, others: str | None) -> str:
-    return f"{first}:{others}" if others else first
+def _joined(first: str, other_names: str | None) -> str:
+    return f"{first}:{other_names}" if other_names else first

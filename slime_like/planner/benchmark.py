@@ -48,7 +48,7 @@ class _SimulatedRequest:
         return self.prompt + self.generated
 
     @property
-    def remaining(self) -> int:
+    def num_remaining(self) -> int:
         return self.output - self.generated
 
 
@@ -72,7 +72,7 @@ class _SimulatedEngine:
         A request starts if fewer than ``clients`` requests run, and its prompt and full response fit the cache that running
         requests neither use nor reserve.
         """
-        reserve = constants.NEW_TOKENS.value * sum(request.remaining for request in self.running)
+        reserve = constants.NEW_TOKENS.value * sum(request.num_remaining for request in self.running)
         free_tokens, new_requests = self.capacity - self.num_tokens - reserve, list[_SimulatedRequest]()
         while self.waiting and len(self.running) < self.clients:
             length = self.waiting[0].prompt + self.waiting[0].output
@@ -123,8 +123,9 @@ def simulate(
         requests = len(engine.running)
         assert requests, "each request fits the KV cache"
         num_tokens = engine.num_tokens
-        rounds = min(min(request.remaining for request in engine.running), (engine.capacity - num_tokens) // requests)
-        if rounds < 1 and all(request.remaining for request in engine.running):
+        fewest_remaining = min(request.num_remaining for request in engine.running)
+        rounds = min(fewest_remaining, (engine.capacity - num_tokens) // requests)
+        if rounds < 1 and all(request.num_remaining for request in engine.running):
             engine.retract()
             continue
         if requests not in steps:
@@ -134,5 +135,5 @@ def simulate(
         engine.seconds += rounds * (empty_seconds + token_seconds * (num_tokens + requests * rounds / 2))
         for request in engine.running:
             request.generated += rounds
-        engine.running = [request for request in engine.running if request.remaining]
+        engine.running = [request for request in engine.running if request.num_remaining]
     return BenchmarkResult(engine.seconds, sum(prompt for prompt, _ in lengths), sum(output for _, output in lengths))

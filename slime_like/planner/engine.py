@@ -179,8 +179,8 @@ def _reserve_items(runtime: tuple[Item, ...], reserve: float) -> tuple[Item, ...
     ``runtime`` that stay on the device when the engine releases its memory, and one for the rest.
     """
     remainder = tuple(item for item in runtime if item.name in ENGINE_REMAINDER)
-    rest = reserve - sum(item.num_bytes for item in remainder)
-    return (*remainder, Item("reserve", rest, "for CUDA graphs, activations and buffers"))
+    num_reserve_bytes = reserve - sum(item.num_bytes for item in remainder)
+    return (*remainder, Item("reserve", num_reserve_bytes, "for CUDA graphs, activations and buffers"))
 
 
 def engine_memory(shape: ModelShape, settings: EngineSettings, hardware: Hardware) -> EngineMemory:

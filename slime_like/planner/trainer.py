@@ -199,8 +199,8 @@ def stage_items(shape: ModelShape, settings: TrainerSettings, stage: int) -> Mem
         ("activations", activations, _activation_note(shape, s, stage)),
     )
     rows = (*rows, *_transient(shape, s, stage))
-    rest = build_bytes(shape, s, stage) - sum(row.num_bytes for row in rows)
-    return MemoryTable((*rows, *items((BUILD, max(0.0, rest), "at the start, above the peak of a step"))), place)
+    excess = build_bytes(shape, s, stage) - sum(row.num_bytes for row in rows)
+    return MemoryTable((*rows, *items((BUILD, max(0.0, excess), "at the start, above the peak of a step"))), place)
 
 
 def build_bytes(shape: ModelShape, settings: TrainerSettings, stage: int) -> float:

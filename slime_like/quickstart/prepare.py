@@ -211,9 +211,9 @@ def _check_no_other_files(folder: Path, old_stamp: Mapping[str, object]) -> None
         own_files = None
     if own_files is None:
         problem, movable = f"{STAMP} does not list its files, so some may be yours", "the folder"
-    elif others := sorted(_files(folder) - own_files):
-        number = counted(len(others), "file")
-        problem = f"the folder has {number} that the quickstart did not write, such as {others[0]}"
+    elif foreign_files := sorted(_files(folder) - own_files):
+        number = counted(len(foreign_files), "file")
+        problem = f"the folder has {number} that the quickstart did not write, such as {foreign_files[0]}"
         movable = "them or the folder"
     else:
         return

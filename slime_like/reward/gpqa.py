@@ -75,15 +75,15 @@ def question(label: str | None, metadata: Mapping[str, Any]) -> Question:
 
 def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
     try:
-        parsed = question(label, metadata)
+        parsed_question = question(label, metadata)
     except ValueError as error:
         return str(error)
-    if parsed.correct is not None and parsed.correct not in parsed.letters:
+    if parsed_question.correct is not None and parsed_question.correct not in parsed_question.letters:
         return (
-            f"its correct option is {parsed.correct!r}, which is not one of {', '.join(parsed.letters)}; "
+            f"its correct option is {parsed_question.correct!r}, which is not one of {', '.join(parsed_question.letters)}; "
             "correct the label, metadata.correct_letter or metadata.choices"
         )
-    if parsed.correct is None and not parsed.texts:
+    if parsed_question.correct is None and not parsed_question.texts:
         return (
             "has neither a label nor metadata.correct_letter, so gpqa cannot know the correct option; add a label or "
             "metadata.correct_letter"
@@ -99,14 +99,14 @@ def gpqa(prompt: Prompt, sample: Sample) -> Reward:
     letter is unknown, the response is correct if this text contains the text of the correct option.
     Raises ``ValueError`` as ``question`` does.
     """
-    parsed = question(prompt.label, prompt.metadata)
+    parsed_question = question(prompt.label, prompt.metadata)
     text = sample.text.rpartition(THOUGHT)[2]
-    letter = chosen_letter(text, parsed.letters)
-    if letter is not None and parsed.correct is not None:
-        correct = letter == parsed.correct
+    letter = chosen_letter(text, parsed_question.letters)
+    if letter is not None and parsed_question.correct is not None:
+        correct = letter == parsed_question.correct
     else:
         normalised = f" {_normal(text)} "
-        correct = any(f" {target} " in normalised for target in parsed.texts)
+        correct = any(f" {target} " in normalised for target in parsed_question.texts)
     return Reward(score=float(correct), accuracy=float(correct))
 
 

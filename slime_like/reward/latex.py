@@ -89,8 +89,8 @@ def equal(label: str, answer: str) -> bool:
     # Fault boundary: model output goes through a grammar and sympy, and must not be able to end the run.
     try:
         verify: Any = _math_verify().verify
-        gold, parsed = _parse(label), _parse(answer)
-        return bool(gold and parsed and verify(gold, parsed, timeout_seconds=None))
+        gold_values, predictions = _parse(label), _parse(answer)
+        return bool(gold_values and predictions and verify(gold_values, predictions, timeout_seconds=None))
     except Exception:  # noqa: BLE001
         return False
 
@@ -134,8 +134,8 @@ def _parse(latex: str) -> list[Any]:
     percent = PERCENT.search(latex)  # math-verify detects a percentage by the sign after the formula
     formula = f"${latex[: percent.start()]}$%" if percent else f"${latex}$"
     config = module.LatexExtractionConfig(boxed_match_priority=0)
-    parsed: list[Any] = module.parse(formula, [config], fallback_mode="no_fallback", parsing_timeout=None)
-    return parsed
+    expressions: list[Any] = module.parse(formula, [config], fallback_mode="no_fallback", parsing_timeout=None)
+    return expressions
 
 
 @lru_cache(maxsize=1)

@@ -302,10 +302,10 @@ class SampleStore:
         """
         num_shared = 0
         for extent, count in Counter(extents).items():
-            remaining = int(self._extents.num_rows[extent]) - count
-            self._extents.num_rows[extent] = remaining
-            num_shared += count if remaining else count - 1
-            if not remaining:
+            num_references = int(self._extents.num_rows[extent]) - count
+            self._extents.num_rows[extent] = num_references
+            num_shared += count if num_references else count - 1
+            if not num_references:
                 self._drop_extent(int(self._extents.slab[extent]))
         return num_shared
 

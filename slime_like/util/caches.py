@@ -47,19 +47,19 @@ def is_replaceable(path: Path) -> bool:
 
     If one of them is a symbolic link, this includes the link's target and the target's parents.
     """
-    pending, checked = [path.absolute()], set[Path]()
-    while pending:
-        part = pending.pop()
-        if part in checked:
+    unchecked_parts, checked_parts = [path.absolute()], set[Path]()
+    while unchecked_parts:
+        part = unchecked_parts.pop()
+        if part in checked_parts:
             continue
-        checked.add(part)
-        pending += [part.parent] * (part != part.parent)
+        checked_parts.add(part)
+        unchecked_parts += [part.parent] * (part != part.parent)
         try:
             state = part.lstat()
         except OSError:  # does not exist yet
             continue
         if is_link := stat.S_ISLNK(state.st_mode):
-            pending.append(Path(os.path.normpath(part.parent / os.readlink(part))))
+            unchecked_parts.append(Path(os.path.normpath(part.parent / os.readlink(part))))
         shared = state.st_mode & WRITABLE and not (state.st_mode & stat.S_ISVTX or is_link)
         if shared or state.st_uid not in (0, os.geteuid()):
             return True

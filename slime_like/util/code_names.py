@@ -48,20 +48,20 @@ class _Search:
         self._package = module.partition(".")[0]  # followed even if it is installed
         file = getattr(sys.modules.get(module), "__file__", None)
         self._folders = {Path.cwd()} | ({Path(file).resolve().parent} if file else set())
-        self._seen: dict[int, Any] = {}  # by id, which stays unique because the object is kept
-        self._pending: list[Any] = []
+        self._object_of_id: dict[int, Any] = {}  # an id stays unique because the object is kept
+        self._unsearched: list[Any] = []
 
     def run(self) -> bool:
         """Search the pending objects. Return False if ``MAX_OBJECTS`` were added before all were searched."""
-        while self._pending and len(self._seen) < MAX_OBJECTS:
-            self._search(self._pending.pop())
-        return not self._pending
+        while self._unsearched and len(self._object_of_id) < MAX_OBJECTS:
+            self._search(self._unsearched.pop())
+        return not self._unsearched
 
     def add(self, value: Any) -> None:
         """Search ``value`` later, unless it was added before."""
-        if id(value) not in self._seen:
-            self._seen[id(value)] = value
-            self._pending.append(value)
+        if id(value) not in self._object_of_id:
+            self._object_of_id[id(value)] = value
+            self._unsearched.append(value)
 
     def _search(self, value: Any) -> None:
         """Record the names in ``value`` and queue the objects that it refers to.

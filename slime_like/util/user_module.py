@@ -26,11 +26,11 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if f"{module}.".startswith(f"{missing}."):
+        missing_module = error.name or ""
+        if f"{module}.".startswith(f"{missing_module}."):
             raise ConfigError(_missing_module(key, value, module, str(error))) from error
         raise ConfigError(
-            f"{key}={value!r}: importing {module!r} raised {describe(error)}: install {missing or 'it'}, put it in "
+            f"{key}={value!r}: importing {module!r} raised {describe(error)}: install {missing_module or 'it'}, put it in "
             f"{Path.cwd()} or on PYTHONPATH, or correct that line"
         ) from error
     except Exception as error:  # user code may raise anything

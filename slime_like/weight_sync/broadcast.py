@@ -48,7 +48,7 @@ class BroadcastSender:
             seconds=transport.deadline_s * scale()
         )  # for the store and for each broadcast
         self._members = list(receivers)  # engines of the group that are not known to be lost
-        self._pending: set[asyncio.Task[None]] = set()  # unfinished requests of a bucket that failed on one engine
+        self._unfinished_requests: set[asyncio.Task[None]] = set()  # of a bucket that failed on one engine
         self._is_broadcasting = False  # True if the broadcast of that bucket is unfinished
         self._is_aborted = False
 
@@ -82,21 +82,21 @@ class BroadcastSender:
             asyncio.create_task(receiver.update_from_broadcast(metas, self._name)) for receiver in self._receivers
         ]
         broadcast = asyncio.create_task(run_in_thread(_broadcast, group, bucket))
-        done: set[asyncio.Task[None]] = set()
+        done_tasks: set[asyncio.Task[None]] = set()
         try:
-            done, _ = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
+            done_tasks, _ = await asyncio.wait([*requests, broadcast], return_when=asyncio.FIRST_EXCEPTION)
         finally:  # even if this push is cancelled, so that ``send`` aborts the unfinished ops
             self._members = [
                 receiver for receiver, request in zip(self._receivers, requests, strict=True) if not _is_lost(request)
             ]
-            self._pending = {request for request in requests if not request.done()}
+            self._unfinished_requests = {request for request in requests if not request.done()}
             self._is_broadcasting = not broadcast.done()
             # The broadcast's thread may wait for a lost engine until the group's timeout: nothing can interrupt a send of gloo.
             broadcast.cancel()
         # Raise an engine's own error first: a broadcast that fails too does so because the engine broke its connection.
-        for task in sorted(done, key=lambda task: task is broadcast):
+        for task in sorted(done_tasks, key=lambda task: task is broadcast):
             task.result()
-        assert not self._pending, "asyncio.wait returned before all tasks were done, but no task raised"
+        assert not self._unfinished_requests, "asyncio.wait returned before all tasks were done, but no task raised"
         return metas
 
     async def _join(self) -> dist.ProcessGroup:
@@ -123,8 +123,8 @@ class BroadcastSender:
         group_task = asyncio.create_task(run_in_thread(self._make_group, address, world))
         tasks: list[asyncio.Task[Any]] = [*joins, group_task]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
+            done_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done_tasks:
                 task.result()
         except BaseException:
             await self._release(joins, group_task)
@@ -181,14 +181,14 @@ class BroadcastSender:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_S * scale()):
                     await run_in_thread(_destroy, group)
-                    await asyncio.gather(*self._pending, return_exceptions=True)
+                    await asyncio.gather(*self._unfinished_requests, return_exceptions=True)
                     leave = (receiver.destroy_broadcast_group(self._name) for receiver in self._members)
                     await asyncio.gather(*leave, return_exceptions=True)
         await asyncio.gather(*(receiver.close() for receiver in self._receivers))
 
     async def _abort_unfinished(self) -> None:
         """Abort the group if one of its ops may be waiting for a lost engine. Idempotent."""
-        if self._group is None or self._is_aborted or not (self._pending or self._is_broadcasting):
+        if self._group is None or self._is_aborted or not (self._unfinished_requests or self._is_broadcasting):
             return
         self._is_aborted = True
         with contextlib.suppress(TimeoutError):

@@ -20,12 +20,12 @@ def file_command(text: str, file_line: str) -> list[Word]:
     the words are ``cd FOLDER``.
     """
     try:
-        parsed = list(tokens(text, file_line))
+        script_tokens = list(tokens(text, file_line))
     except ConfigError:
         return []
-    words = [word for word in parsed if isinstance(word, Word)]
-    operators = [token.text for token in parsed if isinstance(token, Operator)]
-    if len(words) + len(operators) < len(parsed):
+    words = [word for word in script_tokens if isinstance(word, Word)]
+    operators = [token.text for token in script_tokens if isinstance(token, Operator)]
+    if len(words) + len(operators) < len(script_tokens):
         return []
     literals = [word.literal for word in words]
     if literals[:1] == ["cd"] and operators == ["&&"] and (literals[-1:] == ["pwd"] or literals[-2:] == ["pwd", "-P"]):

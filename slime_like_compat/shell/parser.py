@@ -71,12 +71,12 @@ class _Parser:
 
     def commands(self, *ends: str) -> Commands:
         """Parse commands up to one of ``ends`` or the end of the script. Raises ``ConfigError`` for a syntax error."""
-        parsed: list[AndOr] = []
+        commands: list[AndOr] = []
         while True:
             self._skip("\n", ";")
             if self.at_end or self.sign in ends:
-                return tuple(parsed)
-            parsed.append(self._and_or())
+                return tuple(commands)
+            commands.append(self._and_or())
 
     def _accept(self, *signs: str) -> str:
         """Consume and return the next token if it is one of ``signs``, else return an empty text."""

@@ -178,10 +178,10 @@ def _max_prompt_len(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | Non
 def _environment(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
     try:
-        parsed = parse_strict_json(item.text)
+        values = parse_strict_json(item.text)
     except ValueError:
-        parsed = None
-    variables = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"?": ""}
+        values = None
+    variables = cast("dict[str, Any]", values) if isinstance(values, dict) else {"?": ""}
     if all(HARMLESS_VARIABLE.fullmatch(name) for name in variables):
         return "dropped", "set the variables in the environment of train.py"
     return (

@@ -225,8 +225,8 @@ def setting_of_text(text: str, file_line: str, problem: str = "") -> Setting:
     if problem:
         return Setting(name, None, "?", file_line, problem)
     try:
-        key, parsed = read_override(text)
+        key, parsed_value = read_override(text)
     except ConfigError as error:
         raise ConfigError(f"{file_line}: {error}") from error
-    unknown = "refers to another key: write its value" if "${" in value else ""
-    return Setting(key, parsed, value, file_line, unknown)
+    reference_problem = "refers to another key: write its value" if "${" in value else ""
+    return Setting(key, parsed_value, value, file_line, reference_problem)

@@ -144,7 +144,7 @@ def test_sharded_layers_compute_the_same_bits(transport: str, size: int, count: 
                 load(layers, (item for item in weights_of(kind, count, 3) if item[0] == count - 1), weights.update)
             for x in (inputs(rank, step), inputs(rank, step + 1)) if step == 1 else (inputs(rank, step),):
                 assert torch.equal(forward(layers, x), forward(reference, x)), f"rank {rank}, step {step}"
-        assert not weights.moved() and not weights.missing()
+        assert not weights.slot_problems() and not weights.key_problems()
 
     group.run(work)
 

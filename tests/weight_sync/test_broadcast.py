@@ -154,7 +154,7 @@ def test_a_cancelled_push_aborts_its_broadcast(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(asyncio.CancelledError):
             await push
         assert group.calls == ["abort"]
-        for request in sender._pending:
+        for request in sender._unfinished_requests:
             request.cancel()
         await sender.close()
 

@@ -113,8 +113,8 @@ def shard_layers(
         return layer
 
     result = original(num_hidden_layers, build, *args, **kwargs)
-    if missing := weights.missing():
-        raise SystemExit(f"slime_like plugin {FLOW_MLA!r}: {'; '.join(missing)}")
+    if problems := weights.key_problems():
+        raise SystemExit(f"slime_like plugin {FLOW_MLA!r}: {'; '.join(problems)}")
     weights.bind()
     return result
 
@@ -126,7 +126,7 @@ def allocate_slots(model: Any, *args: Any, **kwargs: Any) -> Any:
     Raises ``SystemExit`` if a check fails.
     """
     for weights in _models:
-        stop_on(FLOW_MLA, weights.moved())  # before the views are set again
+        stop_on(FLOW_MLA, weights.slot_problems())  # before the views are set again
         counts = weights.finish_loading()
         problems = weights.aliases()
         if (num_bytes := weights.held_bytes()) != counts.private + counts.slots:
@@ -192,7 +192,7 @@ def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -
     for weights in _models:
         if (layer := weights.layer_of(module)) is not None:
             weights.update(layer, lambda: original(method, module))
-            if problems := weights.moved():
+            if problems := weights.slot_problems():
                 raise SystemExit(
                     f"slime_like plugin {FLOW_MLA!r}: {problems[0]} after SGLang's post-processing: its FP8 kernels need weights or scales of "
                     "a different type here, as DeepGEMM does on Blackwell; serve without FlowMLA, or with other kernels (--fp8-gemm-backend)"
@@ -214,7 +214,9 @@ def check_loaded(result: Any, runner: Any) -> Any:
     for weights in _models:
         stop_on(
             FLOW_MLA,
-            weights.moved() if weights.is_loaded else ["the weights were loaded without DefaultModelLoader.load_model"],
+            weights.slot_problems()
+            if weights.is_loaded
+            else ["the weights were loaded without DefaultModelLoader.load_model"],
         )
     return result
 

@@ -95,11 +95,11 @@ class GatherPipeline:
 
     def drain(self) -> None:
         """Wait for all gathers and mark the slots as empty. All ranks call it before the slots or the parts are written."""
-        filled = any(slot.layer is not None for slot in self.slots)
+        has_weights = any(slot.layer is not None for slot in self.slots)
         for slot in self.slots:
             slot.wait()
             slot.layer = None
-        if filled:
+        if has_weights:
             self._gather.meet()  # another rank may still read this rank's parts
 
     def fetch(self, layer: int) -> None:

@@ -148,16 +148,16 @@ class ShardedWeights:
         owners = (layer.module for layer in self.layers if any(weight.module is module for weight in layer.weights))
         return next(owners, None)
 
-    def missing(self) -> list[str]:
+    def key_problems(self) -> list[str]:
         """Return an error message for each entry of ``rollout.flow_mla.weights`` that names no weight of the model."""
         names = {name for layer in self.layers for weight in layer.weights for name in weight.name.split(".")}
-        missing = [key for key in self._settings.weights if not names.intersection(MODULES[key])]
+        unknown_keys = [key for key in self._settings.weights if not names.intersection(MODULES[key])]
         return [
             f"rollout.flow_mla.weights (--flow-mla-weights) has {key}, which the model's attention does not have: remove {key}"
-            for key in missing
+            for key in unknown_keys
         ]
 
-    def moved(self) -> list[str]:
+    def slot_problems(self) -> list[str]:
         """Return an error message for each weight that is no longer a view of its slot, because SGLang replaced its memory."""
         problems: list[str] = []
         for index, layer in enumerate(self.layers):

@@ -29,43 +29,43 @@ class Admission:
     """Response lengths in this process's scheduler, and the reservations that follow from them."""
 
     def __init__(self) -> None:
-        self._running: dict[str, Any] = {}  # request id -> request
-        self._finished: deque[tuple[int, bool]] = deque(maxlen=WINDOW)  # (tokens, True unless cut off or aborted)
+        self._running_requests: dict[str, Any] = {}  # request id -> request
+        self._finished_lengths: deque[tuple[int, bool]] = deque(maxlen=WINDOW)  # (tokens, False if cut off or aborted)
         self._lengths = ResponseLengths.estimate(np.zeros(0, np.int64), np.zeros(0, np.bool_))
 
     def track(self, request: Any) -> None:
         """Start observing the length of an admitted request's response."""
-        self._running.setdefault(request.rid, request)
-        if len(self._running) > MAX_TRACKED:  # a request aborted in the queue never finishes
-            self._record(self._running.pop(next(iter(self._running))))
+        self._running_requests.setdefault(request.rid, request)
+        if len(self._running_requests) > MAX_TRACKED:  # a request aborted in the queue never finishes
+            self._record(self._running_requests.pop(next(iter(self._running_requests))))
 
-    def observe(self, running: Sequence[Any]) -> None:
+    def observe(self, running_requests: Sequence[Any]) -> None:
         """Update the estimate with the requests that have finished, and with the current lengths of those still running."""
-        for request in running:
+        for request in running_requests:
             self.track(request)
-        for rid, request in list(self._running.items()):
+        for rid, request in list(self._running_requests.items()):
             if request.finished():
-                del self._running[rid]
+                del self._running_requests[rid]
                 self._record(request)
-        current_lengths = [len(r.output_ids) for r in self._running.values() if not _has_fixed_length(r)]
-        lengths = [*(tokens for tokens, _ in self._finished), *current_lengths]
-        has_ended = [*(has_ended for _, has_ended in self._finished), *(False for _ in current_lengths)]
+        current_lengths = [len(r.output_ids) for r in self._running_requests.values() if not _has_fixed_length(r)]
+        lengths = [*(tokens for tokens, _ in self._finished_lengths), *current_lengths]
+        has_ended = [*(has_ended for _, has_ended in self._finished_lengths), *(False for _ in current_lengths)]
         self._lengths = ResponseLengths.estimate(np.array(lengths, np.int64), np.array(has_ended, np.bool_))
 
     def reservation(self, requests: Sequence[Any]) -> int:
         """Return the number of tokens to keep free for the rest of the responses to ``requests``."""
         fixed_requests = [request for request in requests if _has_fixed_length(request)]
-        sampled = [request for request in requests if not _has_fixed_length(request)]
-        generated = np.array([len(request.output_ids) for request in sampled], np.int64)
-        maximum = np.array([request.sampling_params.max_new_tokens for request in sampled], np.int64)
-        exact = sum(max(0, r.sampling_params.max_new_tokens - len(r.output_ids)) for r in fixed_requests)
-        return exact + self._lengths.reservation(generated, maximum)
+        sampled_requests = [request for request in requests if not _has_fixed_length(request)]
+        num_generated = np.array([len(request.output_ids) for request in sampled_requests], np.int64)
+        max_tokens = np.array([request.sampling_params.max_new_tokens for request in sampled_requests], np.int64)
+        num_fixed = sum(max(0, r.sampling_params.max_new_tokens - len(r.output_ids)) for r in fixed_requests)
+        return num_fixed + self._lengths.reservation(num_generated, max_tokens)
 
     def _record(self, request: Any) -> None:
         if not _has_fixed_length(request):
             reason = request.finished_reason
             has_ended = reason is not None and reason.to_json()["type"] == "stop"
-            self._finished.append((len(request.output_ids), has_ended))
+            self._finished_lengths.append((len(request.output_ids), has_ended))
 
 
 admission = Admission()
@@ -78,26 +78,26 @@ def open_pass(result: None, adder: Any, *_: Any, **__: Any) -> None:
     """
     pending_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
     admission.observe(pending_requests)
-    reserved = admission.reservation(pending_requests)
+    num_reserved = admission.reservation(pending_requests)
     running_requests = [] if adder.running_batch is None else adder.running_batch.reqs
     guess = sum(adder._get_running_request_total_token_offset(request) for request in running_requests)
-    adder.memory_budget.total_offset += reserved - guess
-    setattr(adder, RESERVED, reserved)
+    adder.memory_budget.total_offset += num_reserved - guess
+    setattr(adder, RESERVED, num_reserved)
 
 
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around ``PrefillAdder.add_one_req``: reserve what the request adds to the estimate, not ``max_new_tokens``."""
     running_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
-    reserved = admission.reservation([*running_requests, *adder.can_run_list, request])
+    num_reserved = admission.reservation([*running_requests, *adder.can_run_list, request])
     params = request.sampling_params
-    maximum, num_admitted = params.max_new_tokens, len(adder.can_run_list)
-    params.max_new_tokens = min(maximum, len(request.output_ids) + max(0, reserved - getattr(adder, RESERVED)))
+    max_tokens, num_admitted = params.max_new_tokens, len(adder.can_run_list)
+    params.max_new_tokens = min(max_tokens, len(request.output_ids) + max(0, num_reserved - getattr(adder, RESERVED)))
     try:
         return original(adder, request, *args, **kwargs)
     finally:
-        params.max_new_tokens = maximum
+        params.max_new_tokens = max_tokens
         if len(adder.can_run_list) > num_admitted:
-            setattr(adder, RESERVED, reserved)
+            setattr(adder, RESERVED, num_reserved)
             admission.track(request)
 
 

@@ -28,8 +28,8 @@ def baseline_of_first_start(free: float, first_free: float, static: float) -> fl
     SGLang leaves ``1 - static`` of the result to others. ``first_free`` GiB were free at the first start; ``free`` GiB are free
     at this one. At least ``MIN_SHARE`` of ``first_free`` is left to others, so SGLang may fill less than at the first start.
     """
-    others = free - static * first_free
-    return max(others, MIN_SHARE * first_free) / (1 - static)
+    remainder = free - static * first_free
+    return max(remainder, MIN_SHARE * first_free) / (1 - static)
 
 
 def measure(original: Callable[..., float], *args: Any, **kwargs: Any) -> float:

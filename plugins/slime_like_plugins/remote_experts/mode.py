@@ -39,7 +39,7 @@ class ModeChooser:
     @property
     def next_mode(self) -> str:
         """Mode of the next batch."""
-        return _other(self.mode) if self._probe else self.mode
+        return other_mode_of(self.mode) if self._probe else self.mode
 
     def record(self, num_rows: int, seconds: float, wait_s: float) -> None:
         """Record a measurement of ``next_mode``: ``num_rows`` remote rows took ``seconds``, including ``wait_s`` of waiting.
@@ -62,7 +62,7 @@ class ModeChooser:
             self._probe, self._since_probe = PROBE_LENGTH, 0
 
     def _choose(self) -> None:
-        other_mode = _other(self.mode)
+        other_mode = other_mode_of(self.mode)
         changes = self.rates[other_mode] > FASTER * self.rates[self.mode]
         if not changes and not self._has_decided:
             logger.info(
@@ -78,5 +78,5 @@ class ModeChooser:
             self.mode, self.changes = other_mode, self.changes + 1
 
 
-def _other(mode: str) -> str:
+def other_mode_of(mode: str) -> str:
     return "stream" if mode == "batched" else "batched"

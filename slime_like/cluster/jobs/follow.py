@@ -29,11 +29,11 @@ async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -
     ``JobServer.job``; the job itself is not affected.
     """
     num_written, num_reads = 0, 0
-    rest: Deadline | None = None  # of a job that ended while the connection was lost
+    rest_deadline: Deadline | None = None  # of a job that ended while the connection was lost
     while True:
         position, problem = 0, ""
         try:
-            limit_s = None if rest is None else rest.limit - rest.elapsed()
+            limit_s = None if rest_deadline is None else rest_deadline.limit - rest_deadline.elapsed()
             async with asyncio.timeout(limit_s), aclosing(server.log(job_id)) as chunks:
                 async for chunk in chunks:
                     new = chunk[max(0, num_written - position) :]
@@ -42,20 +42,20 @@ async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -
                     if new:
                         write(new)
         except TimeoutError:
-            assert rest is not None
-            problem = str(rest.exceeded(f"the log of {job_id}"))
+            assert rest_deadline is not None
+            problem = str(rest_deadline.exceeded(f"the log of {job_id}"))
         except ProcessLost as error:
             problem = str(error)
             await asyncio.sleep(RETRY_S)
         job = await _patient(lambda: server.job(job_id), f"the job server at {server.address.url}")
-        is_late = rest is not None and rest.elapsed() >= rest.limit
+        is_late = rest_deadline is not None and rest_deadline.elapsed() >= rest_deadline.limit
         if job.has_ended and (not problem or is_late or num_reads == MAX_READS):
             if problem:
                 write(f"\nthe rest of the output is missing: {problem}\n")
             return job
         if job.has_ended:
             num_reads += 1
-            rest = rest or Deadline("scripts/submit.py", "rest of the log", REST_S)
+            rest_deadline = rest_deadline or Deadline("scripts/submit.py", "rest of the log", REST_S)
         await asyncio.sleep(POLL_S)
 
 

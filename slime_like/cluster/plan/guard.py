@@ -70,10 +70,10 @@ def releases(cfg: TrainConfig, device: str, world_size: int, note: Callable[[str
     setting = cfg.guard.release
     if setting is not None or not cfg.guard.wrap or cfg.run.mode == "rollout_only":
         return bool(setting)
-    shared = cfg.placement.mode == "colocated" and cfg.run.mode == "full" and not isinstance(cfg.algo, SftConfig)
+    shares_gpus = cfg.placement.mode == "colocated" and cfg.run.mode == "full" and not isinstance(cfg.algo, SftConfig)
     reasons = {
         "placement.device is cpu: gloo's buffers are small, and creating them again takes longer": device == "cpu",
-        "no engine runs on the trainer's GPUs": not shared,
+        "no engine runs on the trainer's GPUs": not shares_gpus,
         "one trainer rank": world_size == 1,
     }
     measurement_note = "not yet measured with NCCL; guard.release=true may leave more memory to the engines, which share the trainer's GPUs"

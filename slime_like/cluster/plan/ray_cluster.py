@@ -94,15 +94,15 @@ def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], *,
     shapes = role_shapes(cfg, plan.critic, plan.teacher)
     if plan.device == "cpu":  # check_fits compares the memory of all nodes, but an engine runs on one
         machine = replace(machine, memory_bytes=min((node.memory_bytes for node in nodes), default=0))
-    planned = _with_dcp(cfg, plan, machine, model, shapes)
+    cluster_plan = _with_dcp(cfg, plan, machine, model, shapes)
     if plan.device == "cpu":
-        return planned
-    role_specs, engines = (plan.critic, plan.teacher), planned.plan.engines
+        return cluster_plan
+    role_specs, engines = (plan.critic, plan.teacher), cluster_plan.plan.engines
     memory = plan_memory(cfg, machine, shapes, plan.actor, engines, plan.roles, role_specs)
     warning = (
         f"the memory of the GPUs of {cluster} is not checked: {memory.unknown}" if memory.unknown else memory.warning
     )
-    return replace(planned, warnings=(warning,) if warning else ())
+    return replace(cluster_plan, warnings=(warning,) if warning else ())
 
 
 def _with_dcp(

@@ -111,12 +111,14 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
     for name in RESIDENT:
         rows.append((name, gib(trace[name]), "-" if table is None else gib(table.of(name)), ""))
     resident = sum(trace[name] for name in RESIDENT)
-    planned = None if table is None else table.total - table.of(BUILD)
-    other_bytes = None if table is None or planned is None else planned - sum(table.of(name) for name in RESIDENT)
+    planned_peak = None if table is None else table.total - table.of(BUILD)
+    other_bytes = (
+        None if table is None or planned_peak is None else planned_peak - sum(table.of(name) for name in RESIDENT)
+    )
     rows.append(
         ("activations and temporary", gib(peak - resident), "-" if other_bytes is None else gib(other_bytes), "")
     )
-    rows.append(_comparison_row("peak of a step", peak, planned))
+    rows.append(_comparison_row("peak of a step", peak, planned_peak))
     rows.append(_comparison_row("peak of the build", peaks[BUILD], planned_build_bytes(plan, trace["stage"])))
     rows += [*_push_row(plan, trace), *_host_row(plan, trace)]
     yield from columns(rows)
@@ -130,11 +132,11 @@ def _lines(plan: Plan, trace: dict[str, Any]) -> Iterator[str]:
     yield f"  a GPU, with the planned memory of its other processes: {text} of {gib(available)}: {verdict}"
 
 
-def _comparison_row(name: str, traced: float, planned: float | None) -> tuple[str, str, str, str]:
+def _comparison_row(name: str, traced_bytes: float, planned_bytes: float | None) -> tuple[str, str, str, str]:
     """Return the table row that compares a traced number of bytes with the planned one."""
-    if planned is None:
-        return name, gib(traced), "-", ""
-    return name, gib(traced), gib(planned), f"planner {planned / traced - 1:+.1%}"
+    if planned_bytes is None:
+        return name, gib(traced_bytes), "-", ""
+    return name, gib(traced_bytes), gib(planned_bytes), f"planner {planned_bytes / traced_bytes - 1:+.1%}"
 
 
 def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
@@ -154,8 +156,8 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
         roles = dict(phase.tables)
         name = TRANSFER if phase.name == SAVE else phase.name
         if (trainer := roles.pop("trainer", None)) is not None:
-            rest = sum(table.total for table in roles.values())
-            sums[name] = reserved[name if name in reserved or is_offloaded else ""] + trainer.of(*FIXED) + rest
+            other_total = sum(table.total for table in roles.values())
+            sums[name] = reserved[name if name in reserved or is_offloaded else ""] + trainer.of(*FIXED) + other_total
     return sums or {"": reserved[""] + dict(plan.memory.tables)["trainer"].of(*FIXED)}  # a GPU without an engine
 
 
@@ -174,10 +176,10 @@ def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
 
 def _host_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return the row for a rank's tensors in main memory; no row if they are below ``SMALL`` or there is no estimate."""
-    traced, planned = trace["pinned"] + trace["pageable"], planned_host_bytes(plan, trace["stage"])
-    if traced < SMALL or planned is None:
+    traced_bytes, planned_bytes = trace["pinned"] + trace["pageable"], planned_host_bytes(plan, trace["stage"])
+    if traced_bytes < SMALL or planned_bytes is None:
         return []
-    return [_comparison_row("main memory", traced, planned)]
+    return [_comparison_row("main memory", traced_bytes, planned_bytes)]
 
 
 def planned_items(plan: Plan, stage: int) -> MemoryTable | None:

@@ -74,8 +74,8 @@ def unread_keys(cfg: TrainConfig) -> tuple[str, ...]:
             keys = [part for part in keys if part not in CORRECTION_KEYS]
         if key == "algo.off_policy" and not applies_correction:
             continue  # reported for the loss
-        if changed := list(_changed(cfg, keys)):
-            advice.append(_sentence(key, name, changed))
+        if changed_keys := list(_changed_keys(cfg, keys)):
+            advice.append(_sentence(key, name, changed_keys))
     return tuple(advice)
 
 
@@ -83,7 +83,7 @@ def _names_of(key: str, name: str, table: dict[str, str]) -> frozenset[str]:
     return names_in_code(resolve(key, name, table))
 
 
-def _changed(cfg: TrainConfig, keys: Sequence[str]) -> Iterator[tuple[str, object, object]]:
+def _changed_keys(cfg: TrainConfig, keys: Sequence[str]) -> Iterator[tuple[str, object, object]]:
     """Yield (key, value, default) for each of ``keys`` whose value is not the default of the algorithm."""
     for item in fields(cfg.algo):
         value, default = getattr(cfg.algo, item.name), default_of(item)
@@ -91,11 +91,11 @@ def _changed(cfg: TrainConfig, keys: Sequence[str]) -> Iterator[tuple[str, objec
             yield f"algo.{item.name}", value, default
 
 
-def _sentence(key: str, name: str, changed: Sequence[tuple[str, object, object]]) -> str:
-    values = ", ".join(f"{part}={format_value(value)}" for part, value, _ in changed)
-    defaults = " ".join(f"{part}={format_value(default)}" for part, _, default in changed)
-    has, it = ("has", "it") if len(changed) == 1 else ("have", "them")
+def _sentence(key: str, name: str, changed_keys: Sequence[tuple[str, object, object]]) -> str:
+    values = ", ".join(f"{part}={format_value(value)}" for part, value, _ in changed_keys)
+    defaults = " ".join(f"{part}={format_value(default)}" for part, _, default in changed_keys)
+    verb, pronoun = ("has", "it") if len(changed_keys) == 1 else ("have", "them")
     return (
-        f"{values} probably {has} no effect: no code of {key}={name} reads {it}; apply {it} there (docs/extending.md), or set "
-        f"{defaults}"
+        f"{values} probably {verb} no effect: no code of {key}={name} reads {pronoun}; apply {pronoun} there "
+        f"(docs/extending.md), or set {defaults}"
     )

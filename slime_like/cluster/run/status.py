@@ -60,10 +60,12 @@ class RunStatus:
 
         Only the newest ``MAX_REQUESTS`` answers are kept.
         """
-        remaining = [
-            old for old in self.requests if (old.request, old.requested_at) != (answer.request, answer.requested_at)
+        other_answers = [
+            reply
+            for reply in self.requests
+            if (reply.request, reply.requested_at) != (answer.request, answer.requested_at)
         ]
-        return replace(self, requests=(*remaining, answer)[-MAX_REQUESTS:])
+        return replace(self, requests=(*other_answers, answer)[-MAX_REQUESTS:])
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:

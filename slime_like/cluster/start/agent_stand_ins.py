@@ -37,10 +37,10 @@ def publish(options: Mapping[str, str], ports: Mapping[str, int]) -> None:
 def listen(options: Mapping[str, str]) -> socket.socket:
     """Return a socket that listens on the runtime-env agent's address."""
     address = options["--node-ip-address"], int(options[PORT_OPTION])
-    family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, socket_address = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(where)
+    listener.bind(socket_address)
     listener.listen()
     return listener
 
@@ -60,10 +60,10 @@ def main() -> None:
     with listen(options) as listener:
         port = listener.getsockname()[1]
         publish(options, {PORT: port})
-        ready, _, _ = select.select([raylet, listener], [], [])
-    if raylet not in ready:  # the raylet repeats the request, which fails when this socket closes
-        others = [argument for argument in arguments if not argument.startswith(f"{PORT_OPTION}=")]
-        os.execv(sys.executable, [sys.executable, "-u", *others, f"{PORT_OPTION}={port}"])
+        ready_files, _, _ = select.select([raylet, listener], [], [])
+    if raylet not in ready_files:  # the raylet repeats the request, which fails when this socket closes
+        other_arguments = [argument for argument in arguments if not argument.startswith(f"{PORT_OPTION}=")]
+        os.execv(sys.executable, [sys.executable, "-u", *other_arguments, f"{PORT_OPTION}={port}"])
 
 
 if __name__ == "__main__":

@@ -28,12 +28,14 @@ CHECKS: tuple[Callable[[], Iterator[DoctorFinding]], ...] = (
 
 def doctor(out: TextIO) -> int:
     """Write the report to ``out``. Return exit code 1 if something required is missing, else 0."""
-    missing = 0
+    num_missing = 0
     for check in CHECKS:
         for finding in check():
-            missing += finding.level is Level.MISSING
+            num_missing += finding.level is Level.MISSING
             fix = f"\n{'':<24}fix: {finding.fix}" if finding.fix else ""
             out.write(visible(f"{finding.level:<8} {finding.subject:<14} {finding.text}{fix}\n"))
             out.flush()
-    out.write(visible("all requirements are met\n" if not missing else f"{counted(missing, 'requirement')} not met\n"))
-    return int(missing > 0)
+    out.write(
+        visible("all requirements are met\n" if not num_missing else f"{counted(num_missing, 'requirement')} not met\n")
+    )
+    return int(num_missing > 0)

@@ -93,18 +93,18 @@ class Placement:
         """
         cfg = self._cfg
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        address, planned = cfg.placement.ray_address, ClusterPlan(self._plan)
+        address, cluster_plan = cfg.placement.ray_address, ClusterPlan(self._plan)
         if address is not None:
             local_ray.join(address, f"slime_like_{cfg.run.name}")
-            planned, self._assignment = self._plan_on_nodes()
+            cluster_plan, self._assignment = self._plan_on_nodes()
             if warning := local_ray.open_cluster_warning(address):
-                planned = replace(planned, warnings=(*planned.warnings, warning))
-            self._plan = planned.plan
+                cluster_plan = replace(cluster_plan, warnings=(*cluster_plan.warnings, warning))
+            self._plan = cluster_plan.plan
         else:
             local_ray.start(f"slime_like_{cfg.run.name}")
         if self._plan.device == "cuda":
             self._reserve_gpus()
-        return planned
+        return cluster_plan
 
     def _plan_on_nodes(self) -> tuple[ClusterPlan, Assignment]:
         """Wait for the nodes and GPUs of the run; return the plan for these nodes and the assignment of processes to them.

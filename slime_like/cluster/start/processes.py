@@ -29,6 +29,7 @@ from slime_like.cluster.run.stop import StopRequest
 from slime_like.cluster.run.sync import EngineSync, NoSync, Sync
 from slime_like.cluster.run.training_run import Run
 from slime_like.cluster.start.inputs import RunInputs
+from slime_like.cluster.start.node_paths import check_node_paths
 from slime_like.cluster.start.placement import Placement
 from slime_like.cluster.start.progress import Progress
 from slime_like.cluster.start.resume import checkpoint_folder
@@ -133,11 +134,11 @@ class Cluster:
     def _open_placement(self) -> None:
         """Start Ray, or join a cluster and adapt the plan to its nodes; print the decisions and warnings."""
         self.placement = Placement(self.cfg, self.plan, str(self.run_dir / "stacks"), self.say)
-        planned = self.placement.open()
-        self.plan = planned.plan
-        for decision in planned.decisions:
+        cluster_plan = self.placement.open()
+        self.plan = cluster_plan.plan
+        for decision in cluster_plan.decisions:
             self.say(f"{decision.key}={decision.value}: {decision.reason}")
-        for line in planned.warnings:
+        for line in cluster_plan.warnings:
             sys.stderr.write(visible(f"warning: {line}\n"))
         self.progress.ready("Ray is up", "trainer and engines" if self.plan.needs_engines else "trainer")
 
@@ -204,6 +205,8 @@ class Cluster:
         seconds = max(self.cfg.rollout.start_deadline_s, self.cfg.loop.step_deadline_s)
         deadline = actor.deadline("connect", seconds)
         if self.cfg.placement.ray_address is not None:
+            specs = [spec for spec in (self.plan.actor, self.plan.critic, self.plan.teacher) if spec is not None]
+            check_node_paths(list(zip(groups, specs, strict=True)), deadline, self.progress.waiting)
             writers = [group for group in (actor, critic) if group is not None]
             if nodes := find_separate_nodes(self.run_dir, writers, deadline, self.progress.waiting):
                 self.say(f"run.dir is not shared with {', '.join(nodes)}: checkpoints are sent between the nodes")
@@ -315,8 +318,10 @@ class Cluster:
         actor is lost are left out too, because a manager replaces them. If a death is ``suspected``, an engine whose
         server still runs first waits a few seconds for the server to end.
         """
-        remaining = self.engines[: None if self.rollout is None else self.rollout.fewest_engines]
-        refs = {f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(remaining)}
+        current_engines = self.engines[: None if self.rollout is None else self.rollout.fewest_engines]
+        refs = {
+            f"engine {i}": call(actor, EngineActor.cause_of_death, suspected) for i, actor in enumerate(current_engines)
+        }
         deadline = Deadline("driver", "post mortem", POST_MORTEM_S)
         causes: list[str] = []
         for name, ref in refs.items():

@@ -229,14 +229,14 @@ class Supervisor:
         """
         deadline = Deadline("supervisor", "teardown", process_tree.END_S)
         self._end_driver(deadline)
-        while remaining := process_tree.descendants(self._excluded):
+        while descendants := process_tree.descendants(self._excluded):
             if deadline.elapsed() > deadline.limit:
                 _say(
                     "killed but still present: "
-                    + ", ".join(f"process {p.pid} ({process_tree.command(p)})" for p in remaining)
+                    + ", ".join(f"process {p.pid} ({process_tree.command(p)})" for p in descendants)
                 )
                 break
-            process_tree.kill(remaining)
+            process_tree.kill(descendants)
             self._reap()
             time.sleep(process_tree.WAIT_S)
         for folder in self._state.folders:

@@ -99,9 +99,9 @@ class EngineParts:
         The time limit is ``ANSWER_S`` times the deadline factor.
         """
         refs = [call(actor, EnginePart.stopped_pids) for actor in self._actors.values()]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S * scale()) if refs else ([], [])
+        ready_refs, _ = ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S * scale()) if refs else ([], [])
         pids: list[int] = []
-        for ref in ready:
+        for ref in ready_refs:
             with contextlib.suppress(RayError):  # lost: the watching thread ends the engine
                 pids += ray.get(ref)
         return tuple(pids)
@@ -128,10 +128,10 @@ class EngineParts:
                 self._end_engine()
                 return
 
-    def _record_loss(self, ended: ObjectRef[str]) -> None:
-        slot = self._ends[ended]
+    def _record_loss(self, ended_ref: ObjectRef[str]) -> None:
+        slot = self._ends[ended_ref]
         try:
-            cause = ray.get(ended)
+            cause = ray.get(ended_ref)
         except (RayActorError, ActorUnschedulableError) as error:
             self._node_lost, cause = True, one_line(error)
         except RayError as error:

@@ -176,8 +176,8 @@ class EngineStarter:
         chosen_nodes = [*ties[first:], *ties[:first], *nodes[len(ties) :]][:num_nodes]
         return [NodeSlot(node.node_id, node.address) for node in chosen_nodes]
 
-    async def _reserve(self, index: int, num_nodes: int, kept: Sequence[NodeSlot]) -> list[NodeSlot]:
-        """Reserve the engine's GPUs on ``num_nodes`` nodes other than those of its ``kept`` parts.
+    async def _reserve(self, index: int, num_nodes: int, other_slots: Sequence[NodeSlot]) -> list[NodeSlot]:
+        """Reserve the engine's GPUs on ``num_nodes`` nodes other than those of ``other_slots``, its remaining parts.
 
         Raises ``EngineError`` if the GPUs are not free within ``placement.wait_deadline_s``, or if a node is lost or does not
         answer.
@@ -185,17 +185,17 @@ class EngineStarter:
         spec, limit = self._template.spec, self._template.wait_s * scale()
         size = spec.tp // spec.num_nodes  # GPUs on each node
         bundle: dict[str, float] = {"GPU": size, "CPU": size}
-        group = self._groups[index] = spread_group(bundle, num_nodes, [slot.node_id for slot in kept])
+        group = self._groups[index] = spread_group(bundle, num_nodes, [slot.node_id for slot in other_slots])
         try:
             async with asyncio.timeout(limit):
                 await group.ready()
         except TimeoutError as error:
             remove_placement_group(self._groups.pop(index))
-            other = "other " if kept else ""
+            adjective = "other " if other_slots else ""
             shortage = (
-                f"no {other}node of the Ray cluster had {size} free GPUs"
+                f"no {adjective}node of the Ray cluster had {size} free GPUs"
                 if num_nodes == 1
-                else f"the Ray cluster did not have {num_nodes} {other}nodes with {size} free GPUs each"
+                else f"the Ray cluster did not have {num_nodes} {adjective}nodes with {size} free GPUs each"
             )
             raise EngineError(
                 f"engine {index} cannot be started: {shortage} within {limit:.0f} s (placement.wait_deadline_s)"

@@ -64,17 +64,17 @@ def configs_without(configs: Path, files: Mapping[str, Path | None], keys: Seque
             f"or set {unset} to another value"
         )
     with ExitStack() as stack:
-        place: object = "the temporary folder"
+        scratch_path: object = "the temporary folder"
         try:
             scratch = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
             for name, text in copies.items():
-                place = target = scratch / name
+                scratch_path = target = scratch / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"{error.filename or place} cannot be written ({reason(error)}), and '~{keys[0]}' needs a copy of the recipes "
-                "in a temporary folder; free space there, or set TMPDIR to a folder that can be written"
+                f"{error.filename or scratch_path} cannot be written ({reason(error)}), and '~{keys[0]}' needs a copy of "
+                "the recipes in a temporary folder; free space there, or set TMPDIR to a folder that can be written"
             ) from error
         yield scratch
 
@@ -88,16 +88,16 @@ def config_files(folders: Sequence[Path], defaults: Sequence[Any]) -> dict[str, 
     """
     files: dict[str, Path | None] = {}
     visits: set[_Included] = set()
-    remaining = list(_included(defaults, ""))
-    while remaining:
-        item = remaining.pop()
+    unvisited = list(_included(defaults, ""))
+    while unvisited:
+        item = unvisited.pop()
         if item in visits:
             continue
         visits.add(item)
         candidates = (folder / f"{item.path}.yaml" for folder in folders)
         path = next((file for file in candidates if os.path.lexists(file)), None)
         if path is not None:
-            remaining += _included(_read(path).get("defaults"), item.base)
+            unvisited += _included(_read(path).get("defaults"), item.base)
         if path is not None or not item.optional:
             files[item.path] = path
     return files

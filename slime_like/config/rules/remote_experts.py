@@ -65,10 +65,10 @@ def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
     if remote.load_file:
         lengths = {layer: len(counts) for layer, counts in read_load(Path(remote.load_file)).items()}
         layers = sorted({*lengths, *model.sparse_layers})
-        if others := [layer for layer in layers if lengths.get(layer) != model.num_experts]:
+        if wrong_layers := [layer for layer in layers if lengths.get(layer) != model.num_experts]:
             raise ConfigError(
-                f"{KEY}.load_file={remote.load_file} has {lengths.get(others[0], 0)} experts of layer {others[0]}, but the model in "
-                f"{model.folder} has {model.num_experts}; {FIX}"
+                f"{KEY}.load_file={remote.load_file} has {lengths.get(wrong_layers[0], 0)} experts of layer {wrong_layers[0]}, but "
+                f"the model in {model.folder} has {model.num_experts}; {FIX}"
             )
     if remote.record_load and not Path(remote.record_load).absolute().parent.is_dir():
         raise ConfigError(f"{KEY}.record_load={remote.record_load!r} is in a folder that does not exist: create it")

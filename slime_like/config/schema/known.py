@@ -107,8 +107,8 @@ def unknown(key: str, algo: str | None, our_key: str | None = None, *, in_recipe
         algo_keys = known_keys(algo)
         if key not in algo_keys and (algorithms := _algorithms_with(key)):
             fix = f"ignore the recipe's setting with '~{key}'" if in_recipe else f"remove {key}"
-            other = "one of these algorithms" if len(algorithms) > 1 else f"algo={algorithms[0]}"
-            return f"exists only under algo={' or '.join(algorithms)}, and this run has algo={algo}: {fix}, or choose {other}"
+            choices = "one of these algorithms" if len(algorithms) > 1 else f"algo={algorithms[0]}"
+            return f"exists only under algo={' or '.join(algorithms)}, and this run has algo={algo}: {fix}, or choose {choices}"
         return f"is unknown under algo={algo}: {_nearest(key, algo_keys, our_key, algo)}"
     all_keys = known_keys()
     group_keys = [k for k in all_keys if k.startswith(f"{key}.")]
@@ -162,7 +162,7 @@ def _suggested(key: str, algo: str | None) -> str:
 def _keys_of(group: str, options: Iterable[str]) -> str:
     """Return a hint that lists the keys and subgroups of ``group`` and the command that describes them."""
     names_in_group = [k.removeprefix(f"{group}.").partition(".") for k in options if k.startswith(f"{group}.")]
-    children = dict.fromkeys(f"{name}.*" if rest else name for name, _, rest in names_in_group)
+    children = dict.fromkeys(f"{name}.*" if subkey else name for name, _, subkey in names_in_group)
     return f"{group} has {', '.join(children)} (python train.py --help {group.partition('.')[0]} describes them)"
 
 

@@ -55,8 +55,8 @@ def _findings(w: Wrapper, *, wait_for_peers: bool) -> list[CollectiveFinding]:
     end = time.monotonic() + (ARRIVAL_WAIT_S if wait_for_peers else 0.0)
     while True:
         problems = findings(read_rings(w.ring.folder))
-        pending = any("running" in rank for finding in problems for rank in finding.absent)
-        if not pending or time.monotonic() >= end:
+        is_pending = any("running" in rank for finding in problems for rank in finding.absent)
+        if not is_pending or time.monotonic() >= end:
             return problems
         time.sleep(POLL_S)
 

@@ -70,10 +70,10 @@ class AgentLoop:
                 break
             except (SystemExit, KeyboardInterrupt):  # raised by an agent's task; the task's waiter receives it too
                 continue
-        pending = asyncio.all_tasks(loop)
-        for task in pending:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()
 
 

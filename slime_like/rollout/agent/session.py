@@ -192,15 +192,15 @@ class Session:
         return episode
 
     def _to_reply(self, request: ChatRequest, completion: Completion, episode: Episode, number: int) -> AgentReply:
-        parsed = find_calls(self._text) if request.tools else find_calls("")
+        tool_calls = find_calls(self._text) if request.tools else find_calls("")
         answer = AgentReply(
             answer_id=f"chatcmpl-{self._context.first_sample_id + self._index}-{number}",
             created=int(time.time()),
             request=request,
             completion=completion,
             pieces=self._pieces(completion) if request.logprobs else (),
-            content=parsed.content if parsed.calls else self._text,
-            calls=tuple((f"call_{number}_{i}", *call) for i, call in enumerate(parsed.calls)),
+            content=tool_calls.content if tool_calls.calls else self._text,
+            calls=tuple((f"call_{number}_{i}", *call) for i, call in enumerate(tool_calls.calls)),
             num_prompt_tokens=len(episode) - len(completion.token_ids),
         )
         messages = (*request.messages, Message.model_validate(answer.message))  # as a client sends it back

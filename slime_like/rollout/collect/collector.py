@@ -195,8 +195,8 @@ class RolloutProducer:
 
         A failed rollout is left out; ``get`` raises its error.
         """
-        done = [slot for _, slot in sorted(self._ready.items()) if slot.done() and not slot.cancelled()]
-        return [slot.result() for slot in done if slot.exception() is None]
+        completed_slots = [slot for _, slot in sorted(self._ready.items()) if slot.done() and not slot.cancelled()]
+        return [slot.result() for slot in completed_slots if slot.exception() is None]
 
     def restore(self, rollouts: Sequence[GeneratedRollout]) -> None:
         """Add rollouts that were completed before the run was resumed. Generation continues after the last of them."""

@@ -62,7 +62,7 @@ class EngineRouter:
 
     def withdraw(self, engine: EngineClient) -> None:
         """Stop assigning groups to ``engine``; its current requests continue until they end."""
-        self._engines = [remaining for remaining in self._engines if remaining is not engine]
+        self._engines = [candidate for candidate in self._engines if candidate is not engine]
         if not self._engines and self._no_engine_since is None:
             self._no_engine_since = time.monotonic()
         self._wake()
@@ -90,7 +90,7 @@ class EngineRouter:
         try:
             yield assignment
         finally:
-            self._assignments = [remaining for remaining in self._assignments if remaining is not assignment]
+            self._assignments = [candidate for candidate in self._assignments if candidate is not assignment]
 
     async def wait_for_engine(self, assignment: EngineAssignment) -> EngineClient:
         """Wait until an engine serves; return the assigned one if it serves, otherwise assign and return the least loaded one.
@@ -112,9 +112,9 @@ class EngineRouter:
     def _choose_engine(self, assignment: EngineAssignment) -> EngineClient:
         """Assign the least loaded engine and its least loaded data-parallel rank, and return the engine."""
         rank_loads = {engine: [0] * engine.num_dp_ranks for engine in self._engines}
-        for other in self._assignments:
-            if other.engine in rank_loads:
-                rank_loads[other.engine][other.dp_rank or 0] += other.outstanding
+        for listed in self._assignments:
+            if listed.engine in rank_loads:
+                rank_loads[listed.engine][listed.dp_rank or 0] += listed.outstanding
         engine = min(rank_loads, key=lambda candidate: sum(rank_loads[candidate]))
         loads = rank_loads[engine]
         assignment.engine, assignment.dp_rank = engine, loads.index(min(loads)) if len(loads) > 1 else None

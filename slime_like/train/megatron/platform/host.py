@@ -146,9 +146,9 @@ def verify() -> None:
     assert _installed is not None, "slime_like.train.megatron.platform.host.install() has not run"
     for name in sorted(set(_installed.patches_of) - _installed.patched):
         importlib.import_module(name)
-    missing = sorted(set(_installed.patches_of) - _installed.patched)
-    assert not missing, (
-        f"patches that were not applied: {missing}: megatron-core changed, review slime_like.train.megatron"
+    unapplied = sorted(set(_installed.patches_of) - _installed.patched)
+    assert not unapplied, (
+        f"patches that were not applied: {unapplied}: megatron-core changed, review slime_like.train.megatron"
     )
 
 

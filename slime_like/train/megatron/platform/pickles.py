@@ -87,16 +87,16 @@ class CheckedReader(FileSystemReader):
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Read tensors and objects. Objects are read with ``load_object``, whose ``CheckpointError`` names the file."""
-        checked = _CheckedObjects(planner, self)
-        small_tensors, others = [], []
+        checked_planner = _CheckedObjects(planner, self)
+        small_tensors, other_items = [], []
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             is_small = (
                 item.type == LoadItemType.TENSOR and info.length <= SMALL_BYTES and not info.transform_descriptors
             )
-            (small_tensors if is_small else others).append((info, item))
+            (small_tensors if is_small else other_items).append((info, item))
         self._read_small_tensors(small_tensors, planner)
-        return super().read_data(replace(plan, items=[item for _, item in others]), cast("Any", checked))
+        return super().read_data(replace(plan, items=[item for _, item in other_items]), cast("Any", checked_planner))
 
     def _read_small_tensors(self, items: Sequence[tuple[Any, ReadItem]], planner: Any) -> None:
         """Copy saved tensors into those of ``planner``, as torch's ``read_data`` does. Raises ``ValueError`` if shapes differ."""
@@ -193,8 +193,8 @@ class _TensorLayout:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether dtype, shape and strides describe the tensor completely."""
-    others = (tensor.requires_grad, tensor.is_quantized, tensor.is_conj(), tensor.is_neg(), bool(vars(tensor)))
-    return tensor.layout == torch.strided and not any(others)
+    properties = (tensor.requires_grad, tensor.is_quantized, tensor.is_conj(), tensor.is_neg(), bool(vars(tensor)))
+    return tensor.layout == torch.strided and not any(properties)
 
 
 def load_metadata(path: Path) -> Metadata:

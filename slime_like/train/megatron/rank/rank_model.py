@@ -153,13 +153,13 @@ class RankModel:
         With ``wait=False``, return False if a rank is still writing. Raises ``CheckpointError`` on every rank if a rank failed
         to write its part or did not write it in time, or if the folder cannot be completed.
         """
-        pending = self._pending_save
-        if pending is None:
+        pending_save = self._pending_save
+        if pending_save is None:
             return True
         with install.phase("save"):
-            if wait or pending.is_written():
+            if wait or pending_save.is_written():
                 self._pending_save = None
-                pending.finish(self.spec.deadline_s)
+                pending_save.finish(self.spec.deadline_s)
         return self._pending_save is None
 
     def load(self, folder: Path, iteration: int | None = None) -> int:
