@@ -71,6 +71,10 @@ class RankWorker:
             time.sleep(POLL_S)
         return ""
 
+    def missing_paths(self, paths: Sequence[str]) -> dict[str, str]:
+        """Return those of ``paths`` that do not exist on this node, each with the node's address."""
+        return {path: _own_address() for path in paths if not os.path.exists(path)}
+
     def rendezvous_address(self, master: tuple[str, int]) -> RendezvousAddress:
         """Return the address of the rendezvous at ``master``; on rank 0, it contains the open socket."""
         return self._rendezvous or RendezvousAddress(*master)
