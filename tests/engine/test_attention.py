@@ -104,7 +104,7 @@ def test_a_batch_of_any_lengths_equals_the_reference(
 def test_a_model_with_an_unsupported_layer_is_refused() -> None:
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-    from slime_like_plugins.sglang_cpu import exact_attention
+    from slime_like_plugins.sglang_cpu import fixed_order_attention
     from slime_like_plugins.sglang_cpu.attention import require_plain_layers
 
     def layer(**options: Any) -> RadixAttention:
@@ -123,7 +123,7 @@ def test_a_model_with_an_unsupported_layer_is_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"layer 5 is not plain causal.*set placement.device=cuda"):
             require_plain_layers(model)
         with pytest.raises(NotImplementedError, match=r"layer 5 is not plain causal"):
-            exact_attention.create(SimpleNamespace(model=model))
+            fixed_order_attention.create(SimpleNamespace(model=model))
 
 
 def test_an_option_of_attention_that_the_backend_does_not_compute_is_refused() -> None:

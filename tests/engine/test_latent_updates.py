@@ -80,12 +80,12 @@ def test_a_commit_is_refused_if_a_derived_weight_is_stale(stale: bool, monkeypat
         SimpleNamespace(EndWeightUpdateReqOutput=SimpleNamespace),
     )
     succeeded = SimpleNamespace(success=True, message="")
-    hooks.begin(lambda *_: succeeded, manager, SimpleNamespace(selector="all"))
+    hooks.begin_weight_update(lambda *_: succeeded, manager, SimpleNamespace(selector="all"))
     manager._session = SimpleNamespace(selector="all")
     with torch.no_grad():
         layer.kv_b_proj.weight.fill_(2.0)
         if not stale:
             layer.w_kc.copy_(layer.kv_b_proj.weight.t())
-    output = hooks.end(lambda *_: succeeded, manager, None)
+    output = hooks.end_weight_update(lambda *_: succeeded, manager, None)
     assert output.success != stale
     assert not stale or "w_kc (6 of 6 elements)" in output.message

@@ -63,7 +63,7 @@ def sglang() -> dict[str, str | None]:
     """Install each set of hooks of the engine plugins; return the problem of each set, or None, by its name."""
     with sglang_imports():
         from slime_like_plugins.rollout_sampling import hooks as sampling
-        from slime_like_plugins.sglang_cpu import data_parallel, exact, expert_parallel, process
+        from slime_like_plugins.sglang_cpu import batch_invariant_hooks, data_parallel, expert_parallel, process
         from slime_like_plugins.weight_commit import dequantise
         from slime_like_plugins.weight_commit import hooks as commit
 
@@ -72,7 +72,7 @@ def sglang() -> dict[str, str | None]:
             platform,
             rank_memory,
             process.install,
-            exact.install,
+            batch_invariant_hooks.install,
             sampling.install,
             commit.install,
             dequantise.install,

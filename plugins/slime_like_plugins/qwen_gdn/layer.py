@@ -23,7 +23,7 @@ from slime_like.train.megatron.model.layers import PackedRows
 from slime_like.train.megatron.model.norms import GatedHeadNorm, RMSNorm
 from slime_like.train.megatron.platform.collective import wait_for_weights
 from slime_like_plugins.qwen_gdn.backend import GDNBackend
-from slime_like_plugins.qwen_gdn.head_wise import HeadWise
+from slime_like_plugins.qwen_gdn.head_exchange import HeadExchange
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, Mixing, MixingHeads
 
 MakeMixing = Callable[[GDNBackend, MixingHeads, Any, int], Mixing]
@@ -47,7 +47,7 @@ class GatedDeltaNetLayer(GatedDeltaNet):
         submodules: GatedDeltaNetSubmodules,
         *,
         backend: GDNBackend,
-        make_mixing: MakeMixing = HeadWise,
+        make_mixing: MakeMixing = HeadExchange,
         remark: str = "",
         **kwargs: Any,
     ) -> None:
@@ -116,7 +116,7 @@ def _in_f32(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return wide
 
 
-def layer_spec(backend: GDNBackend, make_mixing: MakeMixing = HeadWise, remark: str = "") -> ModuleSpec:
+def layer_spec(backend: GDNBackend, make_mixing: MakeMixing = HeadExchange, remark: str = "") -> ModuleSpec:
     """Return the spec of a hybrid stack's layer: norm, Gated DeltaNet, residual.
 
     ``remark`` is the end of the log message that ``GatedDeltaNetLayer.kernels`` returns.

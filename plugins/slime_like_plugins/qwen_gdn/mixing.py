@@ -65,7 +65,7 @@ class RuleInputs:
 class Mixing(Protocol):
     """Computation between a layer's projections for the tokens of one rank. One instance per layer.
 
-    ``HeadWise`` implements it without context parallelism and for ``cp_mode=head``, ``StatePassing`` for
+    ``HeadExchange`` implements it without context parallelism and for ``cp_mode=head``, ``StatePassing`` for
     ``cp_mode=state``. Methods may be collectives over the context parallel ranks.
     """
 

@@ -12,7 +12,7 @@ from slime_like.config.schema.gdn import gdn_cp_mode
 from slime_like.config.schema.model import ModelConfig
 from slime_like.train.megatron.platform.groups import RankInfo
 from slime_like_plugins.qwen_gdn import layer, select
-from slime_like_plugins.qwen_gdn.head_wise import HeadWise
+from slime_like_plugins.qwen_gdn.head_exchange import HeadExchange
 from slime_like_plugins.qwen_gdn.state_passing import StatePassing
 
 
@@ -35,4 +35,4 @@ def layer_spec(config: TransformerConfig, model: ModelConfig, rank_info: RankInf
     if cp == 1:  # the mode has no effect
         return layer.layer_spec(backend)
     remark = f"; model.gdn.cp_mode={mode}{f' ({reason})' if reason else ''}"
-    return layer.layer_spec(backend, StatePassing if mode == "state" else HeadWise, remark)
+    return layer.layer_spec(backend, StatePassing if mode == "state" else HeadExchange, remark)

@@ -150,7 +150,7 @@ def apply(original: Callable[..., Any], method: Any, layer: Any, dispatch_output
 
 
 # ---- weight updates --------------------------------------------------------------------------------------------------
-def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+def begin_weight_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``begin_weight_update``: after it, make the worker invalidate the remote experts' weights.
 
     Nothing is invalidated if the update is only for the draft model of speculative decoding, or was not opened.
@@ -161,7 +161,7 @@ def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return output
 
 
-def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+def end_weight_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``end_weight_update``: check the workers of all ranks, then the rest of the model, then commit.
 
     Collective: every rank takes part in every exchange, whatever happened to its worker, so that no other rank waits
@@ -257,8 +257,8 @@ HOOKS = (
     Hook(f"{METHOD}.apply", "around", apply),
     Hook(f"{RUNNER}.load_model", "after", commit_loaded),
     Hook(f"{RUNNER}.check_weights", "replace", refuse_checks),
-    Hook(f"{MANAGER}.begin_weight_update", "around", begin),
-    Hook(f"{MANAGER}.end_weight_update", "around", end),
+    Hook(f"{MANAGER}.begin_weight_update", "around", begin_weight_update),
+    Hook(f"{MANAGER}.end_weight_update", "around", end_weight_update),
     Hook(f"{MANAGER}.update_weights_from_disk", "around", update_at_once),
     Hook(f"{MANAGER}.update_weights_from_ipc", "around", update_at_once),
     Hook(

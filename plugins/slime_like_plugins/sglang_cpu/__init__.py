@@ -34,7 +34,7 @@ def load() -> None:
         memory.install()
         record_loaded(CPU)
         if enabled(EXACT):
-            from slime_like_plugins.sglang_cpu import exact
+            from slime_like_plugins.sglang_cpu import batch_invariant_hooks
 
-            exact.install()
+            batch_invariant_hooks.install()
             record_loaded(EXACT)

@@ -92,9 +92,9 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         rotary.install()
         ALLOC_MEMORY_FUNCS["cpu"] = host_memory
         if enabled(EXACT):
-            from slime_like_plugins.sglang_cpu import exact_attention
+            from slime_like_plugins.sglang_cpu import fixed_order_attention
 
-            exact_attention.register()
+            fixed_order_attention.register()
 
     def post_load_model(self, model: Any) -> None:
         """Set the number of threads, and replace functions and forwards of SGLang by those of this package.
@@ -114,9 +114,9 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         threads = int(os.environ.get(THREADS, "1"))
         torch.set_num_threads(threads)
         if enabled(EXACT):
-            from slime_like_plugins.sglang_cpu import exact
+            from slime_like_plugins.sglang_cpu import batch_invariant_hooks
 
-            exact.check(model)
+            batch_invariant_hooks.check(model)
         data_parallel.install()
         expert_parallel.install()
         linear_attention = hybrid.bind(model)

@@ -60,7 +60,7 @@ def plain_request(request: Any) -> StopConditions | None:
     return conditions
 
 
-def plain_batch(processor: Any, batch: Any, result: Any) -> bool:
+def is_plain_batch(processor: Any, batch: Any, result: Any) -> bool:
     """Return True if all requests are plain (see ``plain_request``) and no feature handles the results of the step specially.
 
     Always return False if ``rollout.cpu_kernels`` is ``off``.
@@ -90,7 +90,7 @@ def process_decode(original: Callable[..., None], processor: Any, batch: Any, re
 
     Remove when SGLang has a fast path of its own.
     """
-    if not plain_batch(processor, batch, result):
+    if not is_plain_batch(processor, batch, result):
         original(processor, batch, result)
         return
     from sglang.srt.managers.scheduler_components.output_streamer import DEFAULT_FORCE_STREAM_INTERVAL

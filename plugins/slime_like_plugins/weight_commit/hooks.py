@@ -84,7 +84,7 @@ def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
 
 
 # ---- scheduler processes ---------------------------------------------------------------------------------------------
-def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+def begin_weight_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``SchedulerWeightUpdaterManager.begin_weight_update``: drop any open update; fill parameters with NaN."""
     manager._session = None
     output = original(manager, request)
@@ -95,7 +95,7 @@ def begin(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return output
 
 
-def end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+def end_weight_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Hook around ``SchedulerWeightUpdaterManager.end_weight_update``: fail if a parameter has unwritten elements.
 
     Collective over the tensor-parallel ranks.
@@ -228,8 +228,8 @@ CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS = (
     latent.HOOK,
-    Hook(f"{SCHEDULER}.begin_weight_update", "around", begin),
-    Hook(f"{SCHEDULER}.end_weight_update", "around", end),
+    Hook(f"{SCHEDULER}.begin_weight_update", "around", begin_weight_update),
+    Hook(f"{SCHEDULER}.end_weight_update", "around", end_weight_update),
     Hook(f"{SCHEDULER}.update_weights_from_tensor", "around", load_tensors),
     Hook("sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank", "around", deserialize),
     Hook(f"{CONTROL}.begin_weight_update", "around", begin_request),

@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 from slime_like.config.schema.rollout import RolloutConfig
-from slime_like.config.schema.unread import refuse_unread
+from slime_like.config.schema.unused_keys import refuse_unused_keys
 from slime_like.errors import ConfigError
 from slime_like.registry import check_path, resolve
 from slime_like.util.user_code import check_signature, location
@@ -27,7 +27,7 @@ def check_agent(config: RolloutConfig) -> None:
     """
     if config.generate != OPENAI_AGENT:
         setting, fix = f"rollout.generate={config.generate}", f"rollout.generate={OPENAI_AGENT}"
-        refuse_unread("rollout.", config, KEYS, setting, fix)
+        refuse_unused_keys("rollout.", config, KEYS, setting, fix)
         return
     if config.agent is None:
         raise ConfigError(

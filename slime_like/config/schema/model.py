@@ -7,7 +7,7 @@ from typing import Any
 
 from slime_like.config.schema.base import MISSING, Config, key, positive
 from slime_like.config.schema.gdn import GDNConfig
-from slime_like.config.schema.unread import refuse_unread
+from slime_like.config.schema.unused_keys import refuse_unused_keys
 
 
 @dataclass(kw_only=True)
@@ -64,7 +64,7 @@ class ModelConfig(Config):
         positive(prefix, self, "logits_chunk", "recompute_num_layers")
         if self.recompute != "full":
             setting = f"{prefix}recompute={self.recompute}"
-            refuse_unread(prefix, self, ("recompute_method",), setting, f"{prefix}recompute=full")
+            refuse_unused_keys(prefix, self, ("recompute_method",), setting, f"{prefix}recompute=full")
 
 
 @dataclass(kw_only=True)
@@ -147,7 +147,7 @@ class OptimConfig(Config):
         positive(prefix, self, "eps", "decay_steps", "wsd_decay_steps", "cpu_offload_fraction")
         if self.schedule != "wsd":
             setting = f"{prefix}schedule={self.schedule}"
-            refuse_unread(prefix, self, ("wsd_decay_style",), setting, f"{prefix}schedule=wsd")
+            refuse_unused_keys(prefix, self, ("wsd_decay_style",), setting, f"{prefix}schedule=wsd")
         if not self.cpu_offload:
             setting = f"{prefix}cpu_offload=false"
-            refuse_unread(prefix, self, ("cpu_offload_fraction",), setting, f"{prefix}cpu_offload=true")
+            refuse_unused_keys(prefix, self, ("cpu_offload_fraction",), setting, f"{prefix}cpu_offload=true")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slime_like.config.schema.base import Config, key, within
 from slime_like.config.schema.names import KL_ESTIMATORS
-from slime_like.config.schema.unread import refuse_unread
+from slime_like.config.schema.unused_keys import refuse_unused_keys
 from slime_like.errors import ConfigError
 
 KL_TYPES = tuple(KL_ESTIMATORS)
@@ -101,12 +101,12 @@ class PolicyConfig(AlgoConfig):
         within(prefix, self, 0.0, 1.0, "tis_clip_low", "mis_low")
         within(prefix, self, 0.0, 1.0, "rejection_low")
         within(prefix, self, 1.0, 1e30, "rejection_high")
-        _unread(prefix, self, "use_tis", "tis_clip", "tis_clip_low")
-        _unread(prefix, self, "use_mis", "mis_low", "mis_high")
+        _refuse_disabled(prefix, self, "use_tis", "tis_clip", "tis_clip_low")
+        _refuse_disabled(prefix, self, "use_mis", "mis_low", "mis_high")
         refuse_idle_kl(prefix, self, "kl_loss_coef", "kl_loss_type")
         if self.routing_replay != "rollout":
             setting = f"{prefix}routing_replay={self.routing_replay}"
-            refuse_unread(prefix, self, ("routing_replay_reference",), setting, f"{prefix}routing_replay=rollout")
+            refuse_unused_keys(prefix, self, ("routing_replay_reference",), setting, f"{prefix}routing_replay=rollout")
         self._check_corrections(prefix)
 
     def _check_corrections(self, prefix: str) -> None:
@@ -161,10 +161,10 @@ class PolicyGradientConfig(PolicyConfig):
 def refuse_idle_kl(prefix: str, config: Config, coef: str, kind: str) -> None:
     """Raise ``ConfigError`` if the KL weight ``coef`` is 0, but the KL estimator ``kind`` differs from its default."""
     if getattr(config, coef) == 0:
-        refuse_unread(prefix, config, (kind,), f"{prefix}{coef}=0", f"{prefix}{coef} above 0")
+        refuse_unused_keys(prefix, config, (kind,), f"{prefix}{coef}=0", f"{prefix}{coef} above 0")
 
 
-def _unread(prefix: str, config: Config, switch: str, *names: str) -> None:
+def _refuse_disabled(prefix: str, config: Config, switch: str, *names: str) -> None:
     """Raise ``ConfigError`` if ``switch`` is off, but one of the keys ``names`` that it enables differs from its default."""
     if not getattr(config, switch):
-        refuse_unread(prefix, config, names, f"{prefix}{switch}=false", f"{prefix}{switch}=true")
+        refuse_unused_keys(prefix, config, names, f"{prefix}{switch}=false", f"{prefix}{switch}=true")

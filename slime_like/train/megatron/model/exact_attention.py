@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slime_like.train.megatron.model.layers import PackedAttention, PackedRows
-from slime_like.util import exact
+from slime_like.util import batch_invariant
 
 
 class ExactAttention(PackedAttention):
@@ -26,7 +26,7 @@ class ExactAttention(PackedAttention):
         groups = key.shape[1]
         folded = query.view(length, groups, heads // groups, dim).permute(1, 2, 0, 3).reshape(1, groups, -1, dim)
         visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        out = exact.attention(
+        out = batch_invariant.attention(
             folded,
             key.transpose(0, 1)[None],
             value.transpose(0, 1)[None],

@@ -22,7 +22,7 @@ from slime_like.train.megatron.model.layers import PackedRows
 from slime_like.train.megatron.model.layout import TokenLayout, attention_pieces, token_layout, tokens_by_rank
 from slime_like.train.megatron.model.model import ModelSegments
 from slime_like.train.megatron.platform.groups import RankInfo
-from slime_like.util import exact
+from slime_like.util import batch_invariant
 
 
 @dataclass(slots=True)
@@ -74,7 +74,9 @@ def check_tokens(batch: PackedBatch, vocab_size: int, source: Path) -> None:
 def make_micro(batch: PackedBatch, rank_info: RankInfo) -> MicroBatch:
     """Lay out one micro-batch and move its tokens to the device."""
     sizes = rank_info.layout
-    layout = token_layout(batch.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=rank_info.cp_rank, min_tokens=exact.ROWS)
+    layout = token_layout(
+        batch.cu_seqlens, tp=sizes.tp, cp=sizes.cp, cp_rank=rank_info.cp_rank, min_tokens=batch_invariant.ROWS
+    )
     bounds = torch.from_numpy(layout.padded_cu_seqlens)
     pieces = attention_pieces(layout.padded_cu_seqlens, cp=sizes.cp, cp_rank=rank_info.cp_rank)
     max_length = int(np.diff(layout.padded_cu_seqlens).max())

@@ -43,7 +43,8 @@ class ExpertRouter(TopKRouter):
 
     The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its coefficient) is the mean
     over the step's tokens. A micro-batch is therefore weighted by T, its number of tokens on all tensor and context
-    parallel ranks. The load is the number of this rank's tokens per expert in training passes since the last ``take_load``.
+    parallel ranks. The load is the number of this rank's tokens per expert in training passes since the last call of
+    ``pop_load_and_balance``.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -93,7 +94,7 @@ class ExpertRouter(TopKRouter):
 
         T is the micro-batch's number of tokens (see the class), so the product is a sum over these tokens, and a rank's part is
         that of its own tokens. The gradient includes the loss's coefficient. The part is also added, without the coefficient,
-        to the sum that ``take_load`` returns. Collective over the tensor and context parallel ranks.
+        to the sum that ``pop_load_and_balance`` returns. Collective over the tensor and context parallel ranks.
         """
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))
         count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # the caller has masked padding
@@ -104,7 +105,7 @@ class ExpertRouter(TopKRouter):
         scaled: Tensor = MoEAuxLossAutoScaler.apply(probs, coefficient * balance)  # pyright: ignore[reportAssignmentType]
         return scaled
 
-    def take_load(self) -> tuple[Tensor, Tensor]:
+    def pop_load_and_balance(self) -> tuple[Tensor, Tensor]:
         """Return and reset this rank's load F64 [E], and its sum F64 [] of the auxiliary loss.
 
         The sum is over this rank's tokens in training passes since the last call, without the loss's coefficient.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.util import exact
+from slime_like.util import batch_invariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def vocab_scores(
 
 def _logits(hidden_nH: Tensor, weight_VH: Tensor, part: VocabularyPart, temperature: float) -> Tensor:
     """Return float32 logits [n, num_real] over this rank's part of the vocabulary, divided by the temperature."""
-    logits = exact.linear(hidden_nH, weight_VH[: part.num_real]).float()
+    logits = batch_invariant.linear(hidden_nH, weight_VH[: part.num_real]).float()
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 

@@ -8,7 +8,7 @@ import torch
 
 from slime_like.errors import ConfigError
 from slime_like.train.megatron.families.base import Weight
-from slime_like.util import exact
+from slime_like.util import batch_invariant
 
 
 def require(device: torch.device, weights: Iterable[Weight]) -> None:
@@ -21,7 +21,7 @@ def require(device: torch.device, weights: Iterable[Weight]) -> None:
         torch.use_deterministic_algorithms(True)
         return
     shapes = [shape for weight in weights for shape in weight.shapes if len(shape) == 2]
-    if problem := exact.check_machine((rows, columns) for rows, columns in shapes):
+    if problem := batch_invariant.check_machine((rows, columns) for rows, columns in shapes):
         raise ConfigError(
             f"run.deterministic=true is impossible on this machine: {problem}; set run.deterministic=false"
         )

@@ -40,7 +40,7 @@ class ExpertBalance:
         if not self._has_experts:
             return
         for router in self._routers:
-            router.take_load()
+            router.pop_load_and_balance()
         total = torch.full((), float(sum(m.layout.num_tokens for m in micros)), device=self._rank_info.device)
         dist.all_reduce(total, group=self._rank_info.dp_group)
         self._num_tokens = max(1.0, float(total))
@@ -58,7 +58,7 @@ class ExpertBalance:
         device = self._rank_info.device
         sums_3, max_1 = (torch.zeros(n, dtype=torch.float64, device=device) for n in (3, 1))
         for router in self._routers:
-            load_E, balance = router.take_load()
+            load_E, balance = router.pop_load_and_balance()
             totals = torch.cat((load_E, balance[None]))  # [E + 1]
             dist.all_reduce(totals, group=router.tp_dp_cp_group)
             load_E, balance = totals[:-1], totals[-1]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.util import exact
+from slime_like.util import batch_invariant
 from tests.hypothesis_examples import num_examples
 
 DIM, GROUPS = 16, 2
@@ -34,7 +34,7 @@ def case(length: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    return exact.attention(q, k, v, visible, DIM**-0.5)
+    return batch_invariant.attention(q, k, v, visible, DIM**-0.5)
 
 
 @settings(deadline=None, max_examples=num_examples(25))
@@ -69,20 +69,22 @@ def test_a_row_does_not_depend_on_its_batch(length: int, batch: int, seed: int) 
 def test_many_rows_are_processed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, visible = case(130, 0)
     full_result = attend(q, k, v, visible)
-    monkeypatch.setattr(exact, "MAX_SCORES", 1)
+    monkeypatch.setattr(batch_invariant, "MAX_SCORES", 1)
     assert torch.equal(attend(q, k, v, visible), full_result)
 
 
 @settings(deadline=None, max_examples=num_examples(40))
-@given(st.integers(1, 70), st.integers(1, 70), st.integers(exact.COLUMNS, 90), st.integers(8, 200))
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(batch_invariant.COLUMNS, 90), st.integers(8, 200))
 def test_rows_of_a_product_are_independent(rows: int, extra_rows: int, outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight = (
         torch.randn(rows + extra_rows, inputs, generator=generator),
         torch.randn(outputs, inputs, generator=generator),
     )
-    assert torch.equal(exact.linear(x[:rows], weight), exact.linear(x, weight)[:rows])
-    torch.testing.assert_close(exact.linear(x, weight).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4)
+    assert torch.equal(batch_invariant.linear(x[:rows], weight), batch_invariant.linear(x, weight)[:rows])
+    torch.testing.assert_close(
+        batch_invariant.linear(x, weight).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_attention_gradients_are_correct() -> None:
@@ -93,7 +95,7 @@ def test_attention_gradients_are_correct() -> None:
 
 
 def test_a_machine_that_mixes_rows_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exact.check_machine([(96, 64), (33, 40)]) is None
-    monkeypatch.setattr(exact, "ROWS", 1)  # as if products of one row were exact
-    problem = exact.check_machine([(96, 64)])
+    assert batch_invariant.check_machine([(96, 64), (33, 40)]) is None
+    monkeypatch.setattr(batch_invariant, "ROWS", 1)  # as if products of one row were exact
+    problem = batch_invariant.check_machine([(96, 64)])
     assert problem is not None and "a product of 1 rows with a [96, 64] matrix" in problem

@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema.base import Config, key
-from slime_like.config.schema.unread import refuse_unread
+from slime_like.config.schema.unused_keys import refuse_unused_keys
 from slime_like.errors import ConfigError
 
 # setting that reads the option, then the option and its value
@@ -43,7 +43,7 @@ def test_an_option_is_accepted_with_its_reader(case: tuple[str, str, str], argv:
 
 def test_an_unread_list_or_mapping_is_refused_only_if_it_was_changed() -> None:
     keys = ("names", "sizes", "values")
-    refuse_unread("group.", Collections(), keys, "group.x=false", "group.x=true")
+    refuse_unused_keys("group.", Collections(), keys, "group.x=false", "group.x=true")
     for changed in (Collections(names=["a"]), Collections(sizes=[1]), Collections(values={})):
         with pytest.raises(ConfigError, match=r"has no effect with group\.x=false"):
-            refuse_unread("group.", changed, keys, "group.x=false", "group.x=true")
+            refuse_unused_keys("group.", changed, keys, "group.x=false", "group.x=true")

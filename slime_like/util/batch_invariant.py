@@ -26,8 +26,8 @@ MAX_CHECKED_COLUMNS = 4_096  # largest number of columns that ``check_machine`` 
 
 def padded_rows(x_TI: Tensor) -> Tensor:
     """Return ``x``, filled up to ``ROWS`` rows with copies of its last row. The caller drops the results of the copies."""
-    missing = ROWS - x_TI.shape[0]
-    return x_TI if missing <= 0 or x_TI.shape[0] == 0 else torch.cat([x_TI, x_TI[-1:].expand(missing, -1)])
+    num_copies = ROWS - x_TI.shape[0]
+    return x_TI if num_copies <= 0 or x_TI.shape[0] == 0 else torch.cat([x_TI, x_TI[-1:].expand(num_copies, -1)])
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -46,11 +46,11 @@ def attention(q_bKRD: Tensor, k_bKLD: Tensor, v_bKLD: Tensor, visible_bRL: Tenso
     padding = -length % BLOCK
     k_bKLD, v_bKLD = F.pad(k_bKLD, (0, 0, 0, padding)).contiguous(), F.pad(v_bKLD, (0, 0, 0, padding)).contiguous()
     visible_bRL = F.pad(visible_bRL, (0, padding), value=False)
-    missing = max(0, ROWS - rows)
-    if missing:
-        q_bKRD = torch.cat([q_bKRD, q_bKRD[:, :, -1:].expand(-1, -1, missing, -1)], 2)
+    num_copies = max(0, ROWS - rows)
+    if num_copies:
+        q_bKRD = torch.cat([q_bKRD, q_bKRD[:, :, -1:].expand(-1, -1, num_copies, -1)], 2)
         if visible_bRL.shape[1] > 1:
-            visible_bRL = torch.cat([visible_bRL, visible_bRL[:, -1:].expand(-1, missing, -1)], 1)
+            visible_bRL = torch.cat([visible_bRL, visible_bRL[:, -1:].expand(-1, num_copies, -1)], 1)
     chunk = max(ROWS, MAX_SCORES // (q_bKRD.shape[0] * q_bKRD.shape[1] * k_bKLD.shape[2]))
     parts: list[Tensor] = []
     for start, stop in _spans(q_bKRD.shape[2], chunk):

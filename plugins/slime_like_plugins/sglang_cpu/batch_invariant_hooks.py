@@ -1,8 +1,8 @@
 """Batch-invariant engine: a token's logits are bitwise equal in prefill, in decode and after a prefix-cache hit, in any batch.
 
 The names ``exact`` and ``cpu`` together in ``SLIME_LIKE_SGLANG`` enable it (``run.deterministic=true``). The arithmetic is
-that of ``slime_like.util.exact``, which the trainer also uses. While the plugin is enabled, faster code of this package must not
-replace or bypass a function that is hooked here.
+that of ``slime_like.util.batch_invariant``, which the trainer also uses. While the plugin is enabled, faster code of this package
+must not replace or bypass a function that is hooked here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime_like.util import exact
+from slime_like.util import batch_invariant
 from slime_like_plugins.plugin_names import EXACT
 from slime_like_plugins.sglang_hooks import Hook, stop_on
 from slime_like_plugins.sglang_hooks import install as install_hooks
@@ -21,20 +21,20 @@ EXACT_ATTENTION = "slime_like_exact"
 
 
 def apply_linear(original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Any = None) -> Tensor:
-    """Hook around ``UnquantizedLinearMethod.apply``: pad ``x`` to at least ``exact.ROWS`` rows.
+    """Hook around ``UnquantizedLinearMethod.apply``: pad ``x`` to at least ``batch_invariant.ROWS`` rows.
 
     With so many rows, each row of the result is independent of the others.
     """
-    return original(method, layer, exact.padded_rows(x), bias)[: x.shape[0]]
+    return original(method, layer, batch_invariant.padded_rows(x), bias)[: x.shape[0]]
 
 
 def compute_lm_head(
     original: Callable[..., Tensor], processor: Any, hidden: Tensor, head: Any, bias: Any = None, *, out: Any = None
 ) -> Tensor:
     """Hook around ``LogitsProcessor._compute_lm_head``: pad ``hidden`` as ``apply_linear`` pads ``x``."""
-    if hidden.shape[0] >= exact.ROWS:
+    if hidden.shape[0] >= batch_invariant.ROWS:
         return original(processor, hidden, head, bias, out=out)
-    return original(processor, exact.padded_rows(hidden), head, bias)[: hidden.shape[0]]
+    return original(processor, batch_invariant.padded_rows(hidden), head, bias)[: hidden.shape[0]]
 
 
 HOOKS = (
@@ -57,5 +57,5 @@ def install() -> None:
 def check(model: Any) -> None:
     """Raise ``SystemExit`` if, on this machine, a row of a product with a weight of ``model`` depends on the other rows."""
     shapes = [tuple(w.shape) for name, w in model.named_parameters() if w.ndim == 2 and name.endswith("weight")]
-    if problem := exact.check_machine(shapes):
+    if problem := batch_invariant.check_machine(shapes):
         stop_on(EXACT, [f"{problem}; run.deterministic=true is not possible on this machine"])

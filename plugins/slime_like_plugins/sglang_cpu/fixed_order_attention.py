@@ -8,9 +8,9 @@ import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from torch import Tensor
 
-from slime_like.util import exact
+from slime_like.util import batch_invariant
 from slime_like_plugins.sglang_cpu.attention import BatchedAttention, LengthBucket, require_plain_layers
-from slime_like_plugins.sglang_cpu.exact import EXACT_ATTENTION
+from slime_like_plugins.sglang_cpu.batch_invariant_hooks import EXACT_ATTENTION
 
 
 class FixedOrderAttention(BatchedAttention):
@@ -25,7 +25,7 @@ class FixedOrderAttention(BatchedAttention):
             visible_bQL = torch.ones(b, 1, bucket.slots_bL.shape[1], dtype=torch.bool)
         if q > 1:
             visible_bQL = visible_bQL.repeat(1, heads // keys.shape[1], 1)
-        return self._unfolded(exact.attention(folded, k_bKLD, v_bKLD, visible_bQL, scale), q)
+        return self._unfolded(batch_invariant.attention(folded, k_bKLD, v_bKLD, visible_bQL, scale), q)
 
 
 def register() -> None:

@@ -9,7 +9,7 @@ from slime_like.config.schema.base import Config, default_of
 from slime_like.errors import ConfigError
 
 
-def refuse_unread(prefix: str, config: Config, names: Container[str], setting: str, fix: str) -> None:
+def refuse_unused_keys(prefix: str, config: Config, names: Container[str], setting: str, fix: str) -> None:
     """Raise ``ConfigError`` if one of the keys ``names``, which ``setting`` leaves unused, differs from its default.
 
     The message suggests ``fix``.

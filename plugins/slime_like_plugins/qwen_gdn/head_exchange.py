@@ -19,7 +19,7 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend
 from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_rule
 
 
-class HeadWise:
+class HeadExchange:
     """``Mixing`` that splits the heads over the ranks of ``group``, whose size must divide the head counts.
 
     A group of one rank needs no all-to-all.
