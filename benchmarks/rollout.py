@@ -199,7 +199,7 @@ def table(arms: Sequence[RolloutArm], options: argparse.Namespace) -> str:
     share = [lengths[int(q * len(lengths))] for q in (0.5, 0.9, 0.99)]
     sizes = f"{options.batch} groups of {options.samples} samples per rollout; over-sampling starts {options.over_sampling}."
     text = (
-        f"{sizes} Lengths: median {share[0]}, 90 % {share[1]}, 99 % {share[2]}, at most {MAX_LENGTH}, mean "
+        f"{sizes} Lengths: median {share[0]}, 90th percentile {share[1]}, 99th percentile {share[2]}, at most {MAX_LENGTH}, mean "
         f"{statistics.mean(lengths):.1f}. {options.rounds} rounds after {options.warm} that are not counted."
     )
     return "\n".join([text, "", *lines, ""])
