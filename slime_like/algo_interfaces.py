@@ -85,16 +85,16 @@ class Sequences(Protocol):
     share the sequences: each of these ranks must make the same calls in the same order, even if it holds none of the tokens.
     """
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, values_N: Tensor) -> Tensor:
         """Return [S]: the sum over the trained tokens of each sequence."""
         ...
 
-    def mean(self, values: Tensor) -> Tensor:
+    def mean(self, values_N: Tensor) -> Tensor:
         """Return [S]: the mean over the trained tokens of each sequence."""
         ...
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Return [N]: for each token, the value of its sequence. ``values`` is [S]."""
+    def spread(self, values_S: Tensor) -> Tensor:
+        """Return [N]: for each token, the value of its sequence. ``values_S`` is indexed by sequence."""
         ...
 
 

@@ -104,17 +104,17 @@ class UserCorrection:
     correct: OffPolicy
 
     def __call__(
-        self, config: PolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, sequences: Sequences | None, /
+        self, config: PolicyConfig, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, sequences: Sequences | None, /
     ) -> Correction:
         """Return the correction.
 
         Raises ``UserCodeError`` if the function raises, or does not return a ``Correction`` whose factors are None or have
-        the shape of ``old_logprobs``.
+        the shape of ``old_logprobs_T``.
         """
-        shape = tuple(old_logprobs.shape)
-        subject = f"a micro-batch of {len(old_logprobs)} tokens on this rank"
+        shape = tuple(old_logprobs_T.shape)
+        subject = f"a micro-batch of {len(old_logprobs_T)} tokens on this rank"
         with name_user_errors(CORRECTION, self.name, subject):
-            output = cast(object, self.correct(config, old_logprobs, rollout_logprobs, sequences))
+            output = cast(object, self.correct(config, old_logprobs_T, rollout_logprobs_T, sequences))
         factors = (output.weight, output.keep) if isinstance(output, Correction) else ()
         shapes = [None if factor is None else _shape(factor) for factor in factors]
         if not isinstance(output, Correction) or any(actual not in (None, shape) for actual in shapes):

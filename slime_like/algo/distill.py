@@ -56,8 +56,8 @@ class ReverseKL:
         if not gaps_of_views:
             return {}
         gaps_A = torch.cat(gaps_of_views)
-        total, count = reduce.sum(torch.stack([gaps_A.sum(), gaps_A.new_tensor(float(len(gaps_A)))])).tolist()
-        return {"teacher_kl": total / max(count, 1.0)}
+        total, num_actions = reduce.sum(torch.stack([gaps_A.sum(), gaps_A.new_tensor(float(len(gaps_A)))])).tolist()
+        return {"teacher_kl": total / max(num_actions, 1.0)}
 
     def _advantages(self, view: TokenView) -> Tensor:
         cfg = self._config

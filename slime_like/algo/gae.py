@@ -65,11 +65,11 @@ class GeneralisedAdvantage:
         if not pairs_2A:
             return {}
         both_2A = torch.cat(pairs_2A, 1)
-        num_actions_1 = both_2A.new_tensor([float(both_2A.shape[1])])
-        totals_3 = reduce.sum(torch.cat([num_actions_1, both_2A.sum(1)]))
-        count = totals_3[0].clamp(min=1.0)
-        mean_2 = totals_3[1:] / count
-        variance, residual = (reduce.sum((both_2A - mean_2[:, None]).square().sum(1)) / count).tolist()
+        num_local_1 = both_2A.new_tensor([float(both_2A.shape[1])])
+        totals_3 = reduce.sum(torch.cat([num_local_1, both_2A.sum(1)]))
+        num_actions = totals_3[0].clamp(min=1.0)
+        mean_2 = totals_3[1:] / num_actions
+        variance, residual = (reduce.sum((both_2A - mean_2[:, None]).square().sum(1)) / num_actions).tolist()
         return {"explained_variance": 1.0 - residual / variance if variance > MIN_VARIANCE else 0.0}
 
     def _advantages(self, view: TokenView) -> Tensor:

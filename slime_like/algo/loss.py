@@ -3,7 +3,7 @@
 The caller sums ``loss * loss_weight``, so a loss does not depend on packing, micro-batches or ranks. A policy loss consists of
 a surrogate, off-policy corrections, KL and entropy. A surrogate computes a loss from advantages and the ratio of new to old
 policy. The log of this ratio is clamped to ±20 to keep losses finite, because infinity times a weight of 0 would be nan.
-Axes: T = tokens, S = sequences.
+Axes: T = tokens, S = sequences, N = trained tokens on this rank.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_LOW_VAR_KL = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Surrogate loss with its metrics; only ``loss`` carries a gradient."""
+    """Surrogate loss with its metrics; only ``loss_T`` carries a gradient."""
 
-    loss: Tensor  # [T]
+    loss_T: Tensor  # [T]
     means: dict[str, Tensor]  # [T], averaged with loss_weight
     maxima: dict[str, Tensor]  # [T], maximum over tokens
 
@@ -58,7 +58,7 @@ class PolicyLoss:
         surrogate = self.surrogate(view, view.rollout_logprobs if cfg.use_rollout_logprobs else old_logprobs_T)
         corrections = self.correct(cfg, old_logprobs_T, view.rollout_logprobs, view.sequences)
         means = surrogate.means | corrections.means
-        loss_T = surrogate.loss if corrections.weight is None else surrogate.loss * corrections.weight
+        loss_T = surrogate.loss_T if corrections.weight is None else surrogate.loss_T * corrections.weight
         if corrections.keep is not None:
             loss_T = loss_T * corrections.keep
         means["pg_loss"] = loss_T.detach()
@@ -136,7 +136,7 @@ def gspo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T:
     assert view.sequences is not None, "GSPO's ratio needs sequences"
     log_ratio_S = view.sequences.mean(view.logprobs - old_logprobs_T)
     surrogate = _clip(config, view.sequences.spread(_clamp(log_ratio_S)), view, old_logprobs_T)
-    return Surrogate(surrogate.loss, surrogate.means, {"seq_ratio_max": surrogate.means["ois"]})
+    return Surrogate(surrogate.loss_T, surrogate.means, {"seq_ratio_max": surrogate.means["ois"]})
 
 
 def cispo_surrogate(config: PolicyConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
@@ -227,25 +227,25 @@ class PackedSequences:
     It also sums gradients in the backward pass, because the loss of each rank depends on the tokens of the other ranks.
     """
 
-    index: Tensor  # I64 [N], sequence index of each token
-    num_trained: Tensor  # F [S], trained tokens of each sequence over all ranks
+    index_N: Tensor  # I64 [N], sequence index of each token
+    num_trained_S: Tensor  # F [S], trained tokens of each sequence over all ranks
     reduce: Reduce  # differentiable sum over the ranks that share the sequences
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, values_N: Tensor) -> Tensor:
         """Return [S]: the sum over the trained tokens of each sequence.
 
         A collective over the ranks that share the sequences.
         """
-        zeros_S = torch.zeros(len(self.num_trained), dtype=values.dtype, device=values.device)
-        return self.reduce.sum(zeros_S.index_add(0, self.index, values))
+        zeros_S = torch.zeros(len(self.num_trained_S), dtype=values_N.dtype, device=values_N.device)
+        return self.reduce.sum(zeros_S.index_add(0, self.index_N, values_N))
 
-    def mean(self, values: Tensor) -> Tensor:
+    def mean(self, values_N: Tensor) -> Tensor:
         """Return [S]: the mean over the trained tokens of each sequence, 0 if it has none.
 
         A collective, like ``sum``.
         """
-        return self.sum(values) / self.num_trained.to(values.dtype).clamp(min=1)
+        return self.sum(values_N) / self.num_trained_S.to(values_N.dtype).clamp(min=1)
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Return [N]: the value of each token's sequence, from ``values`` [S]."""
-        return values[self.index]
+    def spread(self, values_S: Tensor) -> Tensor:
+        """Return [N]: the value of each token's sequence, from ``values_S``."""
+        return values_S[self.index_N]

@@ -25,8 +25,8 @@ MAX_LOG_RATIO = 20.0  # limit for importance ratios: exp(20) = 5e8 is finite in 
 class ImportanceWeight:
     """Importance weights of tokens, before and after truncation or masking."""
 
-    weight: Tensor  # [T], factor of the policy-gradient term
-    raw: Tensor  # [T], pi_old / pi_rollout
+    weight_T: Tensor  # [T], factor of the policy-gradient term
+    raw_T: Tensor  # [T], pi_old / pi_rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def truncated_importance(
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS).
     """
     raw_T = _ratio(old_logprobs_T, rollout_logprobs_T)
-    return ImportanceWeight(weight=raw_T.clamp(min=low, max=clip), raw=raw_T)
+    return ImportanceWeight(weight_T=raw_T.clamp(min=low, max=clip), raw_T=raw_T)
 
 
 def masked_importance(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, low: float, high: float) -> ImportanceWeight:
@@ -67,7 +67,7 @@ def masked_importance(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, low: f
     """
     raw_T = _ratio(old_logprobs_T, rollout_logprobs_T)
     return ImportanceWeight(
-        weight=torch.where((raw_T >= low) & (raw_T <= high), raw_T, torch.zeros_like(raw_T)), raw=raw_T
+        weight_T=torch.where((raw_T >= low) & (raw_T <= high), raw_T, torch.zeros_like(raw_T)), raw_T=raw_T
     )
 
 
@@ -96,15 +96,15 @@ def importance_correction(
     weight_T, keep_T, means = None, None, dict[str, Tensor]()
     if config.use_tis:
         tis = truncated_importance(old_logprobs_T, rollout_logprobs_T, config.tis_clip, config.tis_clip_low)
-        weight_T = tis.weight
-        means |= {"tis": tis.raw, "tis_abs": (tis.raw - 1).abs()}
-        means["tis_clipfrac"] = (tis.weight != tis.raw).to(tis.raw.dtype)
+        weight_T = tis.weight_T
+        means |= {"tis": tis.raw_T, "tis_abs": (tis.raw_T - 1).abs()}
+        means["tis_clipfrac"] = (tis.weight_T != tis.raw_T).to(tis.raw_T.dtype)
     if config.use_mis:
         mis = masked_importance(old_logprobs_T, rollout_logprobs_T, config.mis_low, config.mis_high)
-        weight_T = mis.weight
-        means |= {"mis": mis.raw, "mis_abs": (mis.raw - 1).abs()}
-        means["mis_maskfrac_low"] = (mis.raw < config.mis_low).to(mis.raw.dtype)
-        means["mis_maskfrac_high"] = (mis.raw > config.mis_high).to(mis.raw.dtype)
+        weight_T = mis.weight_T
+        means |= {"mis": mis.raw_T, "mis_abs": (mis.raw_T - 1).abs()}
+        means["mis_maskfrac_low"] = (mis.raw_T < config.mis_low).to(mis.raw_T.dtype)
+        means["mis_maskfrac_high"] = (mis.raw_T > config.mis_high).to(mis.raw_T.dtype)
     if config.rejection != "none":
         assert sequences is not None, "algo.rejection needs whole sequences"
         ratio_T = sequence_ratio(

@@ -114,15 +114,15 @@ def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Te
     return returns_A
 
 
-def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
-    """Return [T] for each of ``values``: entries with mask True shifted and scaled to mean 0 and variance 1, others 0.
+def whiten(values_T: Sequence[Tensor], masks_T: Sequence[Tensor], reduce: Reduce) -> list[Tensor]:
+    """Return [T] for each of ``values_T``: entries with mask True shifted and scaled to mean 0 and variance 1, others 0.
 
     Mean and (biased) variance are over all ranks, in float64; a variance below ``MIN_VARIANCE`` is raised to it. The
     variance is computed from deviations from the mean, so that a large common offset costs no precision. This is a
     collective: every rank makes the same two reductions, even if it has no trained tokens.
     """
-    device = values[0].device if values else None
-    parts_A = [value_T[mask_T].double() for value_T, mask_T in zip(values, masks, strict=True)]
+    device = values_T[0].device if values_T else None
+    parts_A = [value_T[mask_T].double() for value_T, mask_T in zip(values_T, masks_T, strict=True)]
     values_A = torch.cat(parts_A) if parts_A else torch.zeros(0, dtype=torch.float64)
     num_local = torch.tensor(float(len(values_A)), dtype=torch.float64, device=device)
     totals_2 = reduce.sum(torch.stack([num_local, values_A.sum()]))
@@ -131,7 +131,7 @@ def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], reduce: Reduce) ->
     variance = reduce.sum((values_A - mean).square().sum()) / num_actions
     scale = variance.clamp(min=MIN_VARIANCE).rsqrt()
     whitened: list[Tensor] = []
-    for value_T, mask_T in zip(values, masks, strict=True):
+    for value_T, mask_T in zip(values_T, masks_T, strict=True):
         normed_T = ((value_T.double() - mean) * scale).to(value_T.dtype)
         whitened.append(torch.where(mask_T, normed_T, torch.zeros_like(normed_T)))
     return whitened

@@ -234,8 +234,8 @@ def loss_view(
         rollout_logprobs=torch.tensor(row.rollout_logprobs, dtype=torch.float64)[index],
         ref_logprobs=constant_logprobs(policies.ref, row)[index],
         sequences=PackedSequences(
-            index=torch.tensor(layout.sequence_of(positions)),
-            num_trained=torch.tensor(layout.segment_sum(is_trained.astype(np.float64), np.arange(len(is_trained)))),
+            index_N=torch.tensor(layout.sequence_of(positions)),
+            num_trained_S=torch.tensor(layout.segment_sum(is_trained.astype(np.float64), np.arange(len(is_trained)))),
             reduce=reduce,
         ),
     )

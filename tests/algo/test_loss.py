@@ -85,8 +85,8 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
 
 def in_sequences(tokens: LossView, index: list[int]) -> LossView:
     sequences = PackedSequences(
-        index=torch.tensor(index),
-        num_trained=torch.bincount(torch.tensor(index)).double(),
+        index_N=torch.tensor(index),
+        num_trained_S=torch.bincount(torch.tensor(index)).double(),
         reduce=LocalReduce(),
     )
     return replace(tokens, sequences=sequences)

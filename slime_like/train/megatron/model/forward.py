@@ -106,12 +106,12 @@ def make_micro(batch: PackedBatch, rank_info: RankInfo) -> MicroBatch:
 
 
 def run_schedule(
-    wrapped: ModelSegments, micros: Sequence[MicroBatch], after: Callable[..., Any], *, train: bool
+    wrapped: ModelSegments, micros: Sequence[MicroBatch], on_output: Callable[..., Any], *, train: bool
 ) -> list[Any]:
-    """Run every micro-batch through megatron's schedule, and call ``after(micro, hidden)`` on the last stage.
+    """Run every micro-batch through megatron's schedule, and call ``on_output(micro, hidden)`` on the last stage.
 
-    With ``train``, ``after`` returns megatron's (loss, count, report); gradients are accumulated and reduced, and the list
-    of reports is returned. Without ``train``, ``after`` is also passed ``non_loss_data=True``, and the list of its results
+    With ``train``, ``on_output`` returns megatron's (loss, count, report); gradients are accumulated and reduced, and the list
+    of reports is returned. Without ``train``, ``on_output`` is also passed ``non_loss_data=True``, and the list of its results
     is returned. On stages before the last, the list is empty. Collective.
     """
     padding = _padding_micros(wrapped, micros)
@@ -120,7 +120,7 @@ def run_schedule(
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(batches)
         hidden = model(micro.input_ids, micro.packed)
-        return hidden, _zero_loss if any(micro is pad for pad in padding) else partial(after, micro)
+        return hidden, _zero_loss if any(micro is pad for pad in padding) else partial(on_output, micro)
 
     out = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -180,7 +180,7 @@ def score_micros(
     mask_of = {id(micro): mask for micro, mask in zip(micros, masks, strict=True)}
     model = wrapped.last
 
-    def after(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+    def on_output(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
         predictions = micro.layout.predictions(mask_of[id(micro)])
         ids = micro.batch.token_ids[predictions.target].astype(np.int64)
         logprobs, _ = model.scores(
@@ -197,7 +197,7 @@ def score_micros(
 
     wrapped.eval()  # disables recompute, which only a backward pass needs
     try:
-        return sum_columns(run_schedule(wrapped, micros, after, train=False), model.cp_group)
+        return sum_columns(run_schedule(wrapped, micros, on_output, train=False), model.cp_group)
     finally:
         wrapped.train()
 

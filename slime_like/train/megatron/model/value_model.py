@@ -82,7 +82,7 @@ def value_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[T
     model = wrapped.last
     assert isinstance(model, ValueModel)
 
-    def after(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+    def on_output(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
         predictions = micro.layout.predictions(micro.batch.loss_weight > 0)
         out = torch.zeros(micro.layout.num_tokens, device=hidden.device)
         values_N = model.values(hidden, to_device(predictions.source, hidden.device))
@@ -91,6 +91,6 @@ def value_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[T
 
     wrapped.eval()
     try:
-        return sum_columns(run_schedule(wrapped, micros, after, train=False), model.cp_group)
+        return sum_columns(run_schedule(wrapped, micros, on_output, train=False), model.cp_group)
     finally:
         wrapped.train()

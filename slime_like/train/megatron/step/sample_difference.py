@@ -1,4 +1,7 @@
-"""Comparison of trainer and engine log-probabilities on a rollout's samples, before the first optimizer step."""
+"""Comparison of trainer and engine log-probabilities on a rollout's samples, before the first optimizer step.
+
+Axis suffixes: T tokens of the packed batch, N trained tokens on this rank.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +59,14 @@ class SampleLogprobDifference:
             differences_of_kind.append(differences_N[to_device(np.flatnonzero(mask_T[target_N]), device)])
         self.sample_ids.append(batch.sample_ids[micro.layout.sequence_of(target_N[tokens.on_policy[target_N]])])
 
-    def add_columns(self, micros: Sequence[MicroBatch], columns: Sequence[Tensor | None]) -> None:
-        """Add the differences at all trained tokens of ``micros``; ``columns`` are the trainer's log-probabilities [T].
+    def add_columns(self, micros: Sequence[MicroBatch], columns_T: Sequence[Tensor | None]) -> None:
+        """Add the differences at all trained tokens of ``micros``; ``columns_T`` are the trainer's log-probabilities.
 
         A micro-batch whose column is None is skipped. All cp ranks have the same columns, so only cp rank 0 adds differences.
         """
         if self.rank_info.cp_rank:
             return
-        for micro, column_T in zip(micros, columns, strict=True):
+        for micro, column_T in zip(micros, columns_T, strict=True):
             if column_T is not None:
                 target_N = np.flatnonzero(micro.batch.loss_weight > 0)
                 self.add(micro, target_N, column_T[to_device(target_N, column_T.device)])
@@ -72,7 +75,7 @@ class SampleLogprobDifference:
         """Return global metrics on the last pipeline stage. A collective of all ranks.
 
         Unless ``tolerance`` is None, raises ``ConsistencyError`` on every rank if an ``on_policy`` difference is NaN or exceeds
-        ``tolerance``. Such a difference is at a token of a sample whose sampled tokens all have the trainer's weight version.
+        ``tolerance``. The ``on_policy`` differences are from samples whose sampled tokens all have the trainer's weight version.
         """
         metrics, error = self._compare() if self.rank_info.is_last else ([], None)
         if self.rank_info.layout.pp > 1:
@@ -156,13 +159,13 @@ class SampleLogprobDifference:
         return [kind.cpu().numpy().astype(np.float64) for kind in gather_ragged(kinds, self.rank_info.dp_cp_group)]
 
 
-def gather_ragged(vectors: Sequence[Tensor], group: Any) -> list[Tensor]:
+def gather_ragged(vectors_N: Sequence[Tensor], group: Any) -> list[Tensor]:
     """Concatenate each vector over the ranks of ``group``; lengths may differ between ranks. Collective."""
     world = dist.get_world_size(group)
     if world == 1:
-        return list(vectors)
-    local = torch.cat(list(vectors))
-    own_counts = to_device(np.array([len(vector) for vector in vectors], np.int64), local.device)
+        return list(vectors_N)
+    local = torch.cat(list(vectors_N))
+    own_counts = to_device(np.array([len(vector_N) for vector_N in vectors_N], np.int64), local.device)
     rank_counts = [torch.empty_like(own_counts) for _ in range(world)]
     dist.all_gather(rank_counts, own_counts, group=group)
     counts: list[list[int]] = torch.stack(rank_counts).tolist()  # the only wait for the device
@@ -170,4 +173,4 @@ def gather_ragged(vectors: Sequence[Tensor], group: Any) -> list[Tensor]:
     gathered = [torch.zeros_like(padded) for _ in range(world)]
     dist.all_gather(gathered, padded, group=group)
     parts = [part[: sum(n)].split(n) for part, n in zip(gathered, counts, strict=True)]
-    return [torch.cat(vector) for vector in zip(*parts, strict=True)]
+    return [torch.cat(vector_N) for vector_N in zip(*parts, strict=True)]

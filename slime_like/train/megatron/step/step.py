@@ -84,15 +84,15 @@ class OptimizerStep(ABC):
         """
         report = StepReport()
 
-        def after(micro: MicroBatch, hidden_L1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            loss, count = self._loss_of(micro, hidden_L1H, report, sample_difference)
-            return loss * num_tokens, torch.full((), count, dtype=torch.int32, device=hidden_L1H.device), {}
+        def on_output(micro: MicroBatch, hidden_L1H: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss, num_loss_tokens = self._loss_of(micro, hidden_L1H, report, sample_difference)
+            return loss * num_tokens, torch.full((), num_loss_tokens, dtype=torch.int32, device=hidden_L1H.device), {}
 
         self._balance.open_step(micros, num_tokens)
         for segment in self._wrapped:
             segment.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
         self._optimizer.zero_grad()
-        run_schedule(self._wrapped, micros, after, train=True)
+        run_schedule(self._wrapped, micros, on_output, train=True)
         return report
 
     @abstractmethod
@@ -171,8 +171,8 @@ class PolicyStep(OptimizerStep):
             rollout_logprobs=to_device(batch.rollout_logprobs[target_N], device),
             ref_logprobs=at_trained(micro.ref_logprobs),
             sequences=PackedSequences(
-                index=to_device(micro.layout.sequence_of(target_N), device),
-                num_trained=to_device(num_trained_S, device),
+                index_N=to_device(micro.layout.sequence_of(target_N), device),
+                num_trained_S=to_device(num_trained_S, device),
                 reduce=DifferentiableSum(self._rank_info.cp_group),
             ),
         )
@@ -226,12 +226,12 @@ class StepReport:
         names = sorted(self.sums)
         device = self.sums["weight"].device
         self._require_equal_names(group, device)
-        counted = torch.full((), float(self.num_tokens), dtype=torch.float64, device=device)
-        totals = torch.stack([counted, *(self.sums[name] for name in names)])
+        num_local = torch.full((), float(self.num_tokens), dtype=torch.float64, device=device)
+        totals = torch.stack([num_local, *(self.sums[name] for name in names)])
         dist.all_reduce(totals, group=group)
-        num_counted, *values = totals.tolist()
-        assert num_counted == num_tokens, (
-            f"{num_counted:.0f} tokens have loss_weight > 0, but the batch has num_tokens={num_tokens}"
+        num_global, *values = totals.tolist()
+        assert num_global == num_tokens, (
+            f"{num_global:.0f} tokens have loss_weight > 0, but the batch has num_tokens={num_tokens}"
         )
         total = dict(zip(names, values, strict=True))
         weight = total["weight"] or 1.0
