@@ -119,14 +119,14 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "and gets weights through shared memory, and two start on nodes 3 and 4 and get them in requests. An engine that was lost "
         "starts on another node. All processes of a node "
         'are ended by SIGKILL; if the kind of the kill is "power", the node\'s network link is cut first, so its peers receive no packet '
-        "about its end. Before each kill, the link of the node is limited to 40 Mbit/s, so that a push takes longer. Ray declares a "
-        "node dead within about 3 s (`tests/nodes/cluster.py`). Engines do not depend on this: an engine counts as lost when a "
+        "about its end. Before each kill, the link of the node is limited to 40 Mbit/s, so that a push takes longer. Ray declares "
+        "a node dead within about 3 s (`tests/nodes/cluster.py`). Engines do not depend on this: an engine counts as lost when a "
         f"connection to it breaks, or when it has not responded for `health.timeout_s`, here 4 s times {FACTOR_VARIABLE}.",
         "",
         f"{len(kills)} kills, {count.num_rollouts} rollouts, {count.num_samples} samples: none lost, none trained on twice. (A "
         "resumed run goes back to its newest checkpoint. Rollouts after it are trained again; their first training is lost with "
-        "its weights and does not count.) The group ids of all rollouts are consecutive, every group is complete, and every token "
-        "of a rollout was sampled with that rollout's weights. "
+        "its weights and does not count.) The group ids of all rollouts are consecutive, every group is complete, and every "
+        "token of a rollout was sampled with that rollout's weights. "
         f"Largest |engine - trainer| log-probability difference in a probe: {count.max_probe_difference:.1e}."
         + (
             " At the end the checkpoint was that of the last rollout, with the data cursor just past its last group."
