@@ -325,7 +325,7 @@ class FaultSoak:
             num_handled = sum(part.clean and not part.leftovers for part in kind_parts)
             if kind_parts:
                 rows.append(
-                    f"| {FAULTS.get(kind, 'signals at the start')} | {len(kind_parts)} | {num_handled} | {len(kind_parts) - num_handled} |"
+                    f"| {FAULTS.get(kind, 'signals during startup')} | {len(kind_parts)} | {num_handled} | {len(kind_parts) - num_handled} |"
                 )
         return "\n".join([HEADING, "", setting(), "", MEANING, "", *rows, "", *self._counts()]) + "\n"
 

@@ -99,10 +99,12 @@ def section(trials: list[Trial], command: str, seconds: float) -> str:
     return "\n".join([TITLE, "", origin, "", NOTES, "", *rows, ""])
 
 
-NOTES = """A file is *handled* if it is refused in one message that names it (or its folder, if two files contradict each other), or if it is
-read as before; unreadable lines of a log are set aside with a message. *Another well-formed file*: a value differs but is valid
-(another prompt, another epsilon of a norm, another number in a log). Traceback, hang and *accepted, but changed* (for a file that
-the run itself wrote) are failures, and so is a refusal that names neither file nor folder."""
+NOTES = """\
+A damaged file is *handled* if it is refused in one short message that names it (or its folder, if two files contradict each
+other), if it is read as before, if unreadable lines of a log are set aside with a message, or if it is *another well-formed
+file*: a value differs but is valid (another prompt, another epsilon of a norm, another number in a log), or the file is missing
+and not needed. Failures are a traceback, a hang, any other refusal (*refused in other words*), and *accepted, but changed*: the
+content of a checkpoint, a dumped rollout or `run.dir/config.yaml` differs and is used, or intact lines of a log are lost."""
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class LongSum(Addition):
 
     @property
     def call(self) -> str:
-        """Return the tool call, after which the engine stops."""
+        """Return the tool call. The engine stops sampling after its last token, ``</calc>``."""
         return f"<calc>{self.a}+{self.b}</calc>"
 
     @property
