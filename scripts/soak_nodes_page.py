@@ -119,8 +119,8 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "and gets weights through shared memory, and two start on nodes 3 and 4 and get them in requests. An engine that was lost "
         "starts on another node. All processes of a node "
         'are ended by SIGKILL; if the kind of the kill is "power", the node\'s network link is cut first, so its peers receive no packet '
-        "about its end. Before each kill, the link of the node is limited to 40 Mbit/s, so that a push takes longer. Ray declares "
-        "a node dead within about 3 s (`tests/nodes/cluster.py`). Engines do not depend on this: an engine counts as lost when a "
+        "about its end. Before each kill, the link of the node is limited to 40 Mbit/s, so that a push takes longer. Ray "
+        "declares a node dead within about 3 s (`tests/nodes/cluster.py`). Engines do not depend on this: an engine counts as lost when a "
         f"connection to it breaks, or when it has not responded for `health.timeout_s`, here 4 s times {FACTOR_VARIABLE}.",
         "",
         f"{len(kills)} kills, {count.num_rollouts} rollouts, {count.num_samples} samples: none lost, none trained on twice. (A "
