@@ -65,7 +65,7 @@ class UserLoss:
     def __call__(self, view: LossView) -> LossOutput:
         """Return the loss.
 
-        Raises ``UserCodeError`` if the user's loss raises, or does not return a ``LossOutput`` whose columns have the shape
+        Raises ``UserCodeError`` if the user's loss raises, or does not return a ``LossOutput`` whose tensors have the shape
         of ``logprobs`` in ``view``.
         """
         subject = f"a micro-batch of {len(view.logprobs)} tokens on this rank"

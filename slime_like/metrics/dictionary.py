@@ -91,7 +91,7 @@ ENTRIES = (
         "bytes",
         "flat; growth from step to step is a leak",
     ),
-    MetricEntry("perf/dump_time", "scoring the samples of the token table (run.dump_rollouts)", "s"),
+    MetricEntry("perf/dump_time", "scoring some samples for the token table of report.html (run.dump_rollouts)", "s"),
     MetricEntry(
         "perf/offload_time",
         "moving memory of trainer and engines between the phases since the previous optimizer step (placement.offload_*)",

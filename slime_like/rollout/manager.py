@@ -301,11 +301,11 @@ class RolloutManager:
         The saved groups have not been trained on. They are written to files in the folder of ``base``, and the names of these
         files begin with the stem of ``base``. Raises ``CheckpointError`` if a file cannot be written.
 
-        By default, the cursor is the one before ``next_rollout``: a resumed run generates rollouts in flight again, with the same
-        prompts and seeds, and continues groups that an earlier rollout left unfinished. In a deterministic run, rollouts in
-        flight are complete at this point, or have failed. Complete ones are saved too, because the weights that generated them
-        will not be available, and the cursor is the one after them. A failed one is generated again, with the checkpoint's
-        weights.
+        Unless the run is deterministic, the cursor is the one before ``next_rollout``: a resumed run generates rollouts in flight
+        again, with the same prompts and seeds, and continues groups that an earlier rollout left unfinished. In a deterministic
+        run, rollouts in flight are complete at this point, or have failed. Complete ones are saved too, because the weights that
+        generated them will not be available, and the cursor is the one after them. A failed one is generated again, with the
+        checkpoint's weights.
         """
         completed = self._producer.completed_rollouts() if self._spec.deterministic else []
         state = self._collector.state_before(completed[-1].rollout_id + 1 if completed else next_rollout)
