@@ -137,7 +137,7 @@ def typed[T](values: object, kind: type[T]) -> T:
     """Return parsed JSON or YAML as a ``kind``: a dataclass or any other type that ``msgspec`` supports.
 
     Raises ``ValueError`` if a field is missing, out of range or of the wrong type, if ``values`` has a field that a dataclass
-    ``kind`` does not have, or if they are nested too deeply. Unknown fields of nested dataclasses are ignored.
+    ``kind`` does not have, or if ``values`` is nested too deeply. Unknown fields of nested dataclasses are ignored.
     """
     if is_dataclass(kind) and isinstance(values, Mapping):
         field_names = {item.name for item in fields(kind)}

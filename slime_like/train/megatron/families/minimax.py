@@ -1,4 +1,4 @@
-"""MiniMax-M2: norms over all heads of queries and keys, experts in every block, rotation of a part of each head."""
+"""MiniMax-M2: one norm over all query heads and one over all key heads, experts in every block, partial rotary embedding."""
 
 from __future__ import annotations
 
