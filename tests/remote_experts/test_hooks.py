@@ -122,7 +122,7 @@ def test_errors_of_a_server_with_flags_name_the_flags(monkeypatch: pytest.Monkey
             hooks.create_weights(lambda *_, **__: None, None, layer, 4, **arguments)
         monkeypatch.setenv(VARIABLE, RemoteOptions(count=1).to_json())
         with pytest.raises(RemoteExpertsLost, match=re.escape(f"set {prefix}policy=fallback or respawn")):
-            hooks.end(update.original(), update.manager, None)
+            hooks.end_weight_update(update.original(), update.manager, None)
         count = RemoteOptions(count=1, workers=("a:1",))
         assert "workers has 1 address for tp_size=2" in (hooks.obstacle(resolved_fields(), count) or "")
 
@@ -143,7 +143,7 @@ def respawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_update_is_committed_after_every_rank_has_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     update = RankUpdate(monkeypatch)
-    assert hooks.end(update.original(), update.manager, None).success
+    assert hooks.end_weight_update(update.original(), update.manager, None).success
     assert update.calls == ["exchange", "original", "commit", "record", "exchange"]
 
 
@@ -157,14 +157,14 @@ def test_an_update_that_is_not_complete_on_one_rank_is_refused_on_both(
     else:
         update.incomplete = [MISSING]
     manager = update.manager
-    output = hooks.end(update.original(), manager, None)
+    output = hooks.end_weight_update(update.original(), manager, None)
     assert not output.success and f"rank {rank}: 1 matrix" in output.message and manager._session is None
     assert update.calls == ["exchange"]
 
 
 def test_nothing_is_committed_if_the_engine_refuses_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     update = RankUpdate(monkeypatch)
-    assert hooks.end(update.original(False, "NaN"), update.manager, None).message == "NaN"
+    assert hooks.end_weight_update(update.original(False, "NaN"), update.manager, None).message == "NaN"
     assert "commit" not in update.calls
 
 
@@ -174,7 +174,7 @@ def test_a_failed_commit_of_one_rank_fails_on_both(
 ) -> None:
     update = RankUpdate(monkeypatch, of_other_rank=[("", ""), commit_failure])
     update.commit_failure = "" if commit_failure[1] else "its worker ended"
-    output = hooks.end(update.original(), update.manager, None)
+    output = hooks.end_weight_update(update.original(), update.manager, None)
     assert not output.success and output.message == f"rank {int(bool(commit_failure[1]))}: its worker ended"
 
 
@@ -183,7 +183,14 @@ def test_a_required_worker_of_one_rank_ends_every_rank(monkeypatch: pytest.Monke
     for of_other_rank, failure in (([("", "it ended")], ""), ([], "it ended")):
         update = RankUpdate(monkeypatch, failure=failure, of_other_rank=of_other_rank)
         with pytest.raises(RemoteExpertsLost, match="lost in a weight update: it ended"):
-            hooks.end(update.original(), update.manager, None)
+            hooks.end_weight_update(update.original(), update.manager, None)
+
+
+def test_an_update_of_one_call_that_fails_without_a_message_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = RankUpdate(monkeypatch)
+    output = hooks.update_at_once(update.original(False, ""), update.manager, None)
+    assert not output.success and output.message == "rank 0: SGLang did not update the weights"
+    assert "commit" not in update.calls
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -198,5 +205,5 @@ def test_an_update_of_one_call_that_fails_on_one_rank_fails_on_both(rank: int, m
 def test_an_update_of_the_draft_model_leaves_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for selector, calls in (("draft", ["original"]), ("target", ["original", "begin"])):
         update = RankUpdate(monkeypatch)
-        hooks.begin(update.original(), update.manager, SimpleNamespace(selector=selector))
+        hooks.begin_weight_update(update.original(), update.manager, SimpleNamespace(selector=selector))
         assert update.calls == calls

@@ -186,7 +186,8 @@ def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> 
     ``check`` does.
     """
     output = original(manager, request)
-    message = _joined(manager, "" if output.success else output.message) or check(manager) or commit(manager)
+    failure = "" if output.success else output.message or "SGLang did not update the weights"
+    message = _joined(manager, failure) or check(manager) or commit(manager)
     return type(output)(success=False, message=message) if message else output
 
 
