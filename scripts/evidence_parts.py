@@ -75,7 +75,8 @@ ONE_GPU: tuple[EvidencePart, ...] = (
     EvidencePart(
         "guard", "Memory guard and NCCL", tests("tests/distributed/test_gpu.py tests/cluster/test_peaks.py"), 3,
         "release and recreation of communicators; the other tests passed on one H100 with torch 2.11",
-        "`mem_get_info_us` near 10, `clear_ms_driver` near 1",
+        "a query of free memory takes about 10 µs (`mem_get_info_us`), and clearing 1 GiB of cached blocks with "
+        "`guard.memory=driver` about 1 ms (`clear_ms_driver`)",
     ),
     EvidencePart(
         "trainer", "Trainer against transformers", tests("tests/train/test_gpu.py tests/train/test_grouped_products.py"), 15,
@@ -102,8 +103,9 @@ ONE_GPU: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "gdn", "Gated DeltaNet's kernels", tests("tests/gdn/test_gpu.py"), 15,
-        "FlashQLA's speed and equal bits, the convolution, and context parallelism, which needs a second GPU; on one H100 with "
-        "torch 2.11, the parity tests passed with the layer's dtypes, but 4 of 9 failed with beta and initial state in 16 bits",
+        "FlashQLA's speed, equality of its outputs with and without gradient, the convolution, and context parallelism, which "
+        "needs a second GPU; on one H100 with torch 2.11, the parity tests passed with the layer's dtypes, but 4 of 9 failed with "
+        "beta and initial state in 16 bits",
         "FlashQLA at least 1.5 times as fast as fla at 32,768 tokens", ("fla",),
     ),
     EvidencePart(

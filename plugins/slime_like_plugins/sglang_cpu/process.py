@@ -1,4 +1,4 @@
-"""Hooks into SGLang's processes, mainly to fork workers and to let idle and paused engines wait."""
+"""Hooks into SGLang's processes, mainly to fork workers and to make idle and paused engines wait without spinning."""
 
 from __future__ import annotations
 
