@@ -103,9 +103,9 @@ ONE_GPU: tuple[EvidencePart, ...] = (
     ),
     EvidencePart(
         "gdn", "Gated DeltaNet's kernels", tests("tests/gdn/test_gpu.py"), 15,
-        "FlashQLA's speed, equality of its outputs with and without gradient, the convolution, and context parallelism, "
-        "which needs a second GPU; on one H100 with torch 2.11, the parity tests passed with the layer's dtypes, but 4 of 9 failed with "
-        "beta and initial state in 16 bits",
+        "FlashQLA's speed, equality of its outputs with and without gradient, the convolution, and context parallelism, which "
+        "needs a second GPU; on one H100 with torch 2.11, the parity tests passed with the layer's dtypes, but 4 of 9 failed "
+        "with beta and initial state in 16 bits",
         "FlashQLA at least 1.5 times as fast as fla at 32,768 tokens", ("fla",),
     ),
     EvidencePart(
