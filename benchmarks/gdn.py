@@ -49,8 +49,8 @@ def shape_of(text: str) -> GdnShape:
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*),([1-9]\d*),([1-9]\d*),([1-9]\d*)", text, re.ASCII)
     if match is None or int(match[4]) % int(match[3]):
         raise argparse.ArgumentTypeError(f"{text!r} is not T,H,HV,D or NxT,H,HV,D, with HV a multiple of H")
-    count, length, heads, value_heads, dim = (int(number or 1) for number in match.groups())
-    return GdnShape((length,) * count, heads, value_heads, dim)
+    num_sequences, length, heads, value_heads, dim = (int(number or 1) for number in match.groups())
+    return GdnShape((length,) * num_sequences, heads, value_heads, dim)
 
 
 def parity(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], bool]:

@@ -125,16 +125,16 @@ def build(rank_info: Any, spec: RankSpec, args: argparse.Namespace) -> tuple[Any
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     lengths = np.full(args.sequences, args.tokens // args.sequences)
-    total, count = int(lengths.sum()), len(lengths)
+    num_tokens, num_sequences = int(lengths.sum()), len(lengths)
     rows = PackedBatch(
-        token_ids=np.zeros(total, np.int32),
+        token_ids=np.zeros(num_tokens, np.int32),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        loss_weight=np.zeros(total, np.float32),
-        versions=np.zeros(total, np.int32),
-        rollout_logprobs=np.zeros(total, np.float32),
-        rewards=np.zeros(count, np.float32),
-        advantages=np.zeros(count, np.float32),
-        sample_ids=np.arange(count, dtype=np.int64),
+        loss_weight=np.zeros(num_tokens, np.float32),
+        versions=np.zeros(num_tokens, np.int32),
+        rollout_logprobs=np.zeros(num_tokens, np.float32),
+        rewards=np.zeros(num_sequences, np.float32),
+        advantages=np.zeros(num_sequences, np.float32),
+        sample_ids=np.arange(num_sequences, dtype=np.int64),
     )
     micro = make_micro(rows, rank_info)
     local = micro.input_ids.shape[1] // (layout.tp if config.sequence_parallel else 1)

@@ -111,8 +111,8 @@ def main(argv: Sequence[str]) -> int:
             continue
         peaks = [f"{figures.peak:.2f}", traced_peak(arm, args) if args.traced else ""]
         speed = [f"{figures.tokens / figures.seconds:,.0f}", f"{figures.seconds:.3f}", f"{figures.built:.1f}"]
-        count = f"{sum(figures.syncs.values()) / MICRO_BATCHES:g}"
-        rows.append(f"| {' | '.join([arm.name, f'{figures.parameters:,}', *speed, *peaks, count])} |")
+        num_syncs = f"{sum(figures.syncs.values()) / MICRO_BATCHES:g}"
+        rows.append(f"| {' | '.join([arm.name, f'{figures.parameters:,}', *speed, *peaks, num_syncs])} |")
         details += [f"- {arm.name}: {line}: {number}" for line, number in figures.syncs.items()]
     sys.stdout.write(visible("\n".join([*rows, "", *details, ""])))
     return int(failed)
@@ -171,18 +171,18 @@ def run_arm(arm: StepArm, args: argparse.Namespace) -> int:
         )
 
         trainer = RankTrainer(spec, rank_info)
-    built = _allocated(device)
+    built_bytes = _allocated(device)
     micro_batches = [make_rows(seed, args.tokens, args.length, vocabulary) for seed in range(MICRO_BATCHES)]
-    count = sum(int((rows.loss_weight > 0).sum()) for rows in micro_batches)
+    num_trained = sum(int((rows.loss_weight > 0).sum()) for rows in micro_batches)
 
     def step() -> float:
-        return reduce_metrics(trainer.train_rollout([micro_batches], [count]))["train/grad_norm"]
+        return reduce_metrics(trainer.train_rollout([micro_batches], [num_trained]))["train/grad_norm"]
 
     seconds, peak = timed_steps(arm.name, step, args.steps, device)
-    syncs = synchronisations(lambda: trainer.train_rollout([micro_batches], [count])) if device == "cuda" else {}
+    syncs = synchronisations(lambda: trainer.train_rollout([micro_batches], [num_trained])) if device == "cuda" else {}
     parameters = sum(p.numel() for p in trainer.model.parameters())
     median = statistics.median(seconds)
-    figures = StepFigures(parameters, MICRO_BATCHES * args.tokens, median, built, peak, syncs)
+    figures = StepFigures(parameters, MICRO_BATCHES * args.tokens, median, built_bytes, peak, syncs)
     Path(args.result).write_text(json.dumps(asdict(figures)))
     sys.stdout.flush()
     leave(0)

@@ -231,19 +231,19 @@ async def _measure(spec: ManagerSpec, url: str, profile: int) -> dict[str, Any]:
     cpu_s, seconds = time.process_time() - cpu_start, time.perf_counter() - start
     peak = memory("VmHWM")
     assert sum(len(g.samples) for g in rollout.groups) == num_samples, "samples are missing"
-    total = sum(sample.num_response_tokens for g in rollout.groups for sample in g.samples)
-    assert total == num_samples * rollout_config.max_response_len, f"{total} tokens"
-    sys.stderr.write(visible(f"{spec.share.name}, {total} tokens: {seconds:.1f} s, {cpu_s:.1f} s of CPU\n"))
+    num_tokens = sum(sample.num_response_tokens for g in rollout.groups for sample in g.samples)
+    assert num_tokens == num_samples * rollout_config.max_response_len, f"{num_tokens} tokens"
+    sys.stderr.write(visible(f"{spec.share.name}, {num_tokens} tokens: {seconds:.1f} s, {cpu_s:.1f} s of CPU\n"))
     driver_s = driver_time(pickled, buffers, num_samples)
     await manager.stop()
     rewards = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
-        "cpu_ns": 1e9 * cpu_s / total,
-        "rate": total / cpu_s / 1e6,
-        "bytes": (peak - before) / total,
-        "reward_ns": 1e9 * (rewards.ru_utime + rewards.ru_stime) / (2 * total),
-        "driver_ns": 1e9 * driver_s / total,
-        "profile": _profile(profiler, profile, total),
+        "cpu_ns": 1e9 * cpu_s / num_tokens,
+        "rate": num_tokens / cpu_s / 1e6,
+        "bytes": (peak - before) / num_tokens,
+        "reward_ns": 1e9 * (rewards.ru_utime + rewards.ru_stime) / (2 * num_tokens),
+        "driver_ns": 1e9 * driver_s / num_tokens,
+        "profile": _profile(profiler, profile, num_tokens),
     }
 
 

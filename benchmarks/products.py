@@ -73,8 +73,8 @@ def measure(
     rows, columns, depth = shape
     x, weight = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
     packed, out = c.pack(weight), torch.empty(rows, columns, dtype=dtype)
-    count = max(2, -(-cold_bytes // (packed.numel() * packed.element_size())))
-    copies = [packed.clone() for _ in range(count)]
+    num_copies = max(2, -(-cold_bytes // (packed.numel() * packed.element_size())))
+    copies = [packed.clone() for _ in range(num_copies)]
     torch_product = _torch_product(x, weight)
     if not torch.allclose(c.product(x, packed, None, out), torch_product(), rtol=2**-6, atol=2**-4):
         raise SystemExit(f"C and torch disagree on a product of {shape} in {dtype}")
@@ -91,7 +91,7 @@ def measure(
         for _ in copies:
             torch_product()
 
-    work = 2e-9 * rows * columns * depth * count
+    work = 2e-9 * rows * columns * depth * num_copies
     return work / fastest(hot, rounds), work / fastest(cold, rounds), work / fastest(run_torch, rounds)
 
 

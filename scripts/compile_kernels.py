@@ -65,14 +65,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _relocate(folder: Path) -> int:
     try:
-        count = relocate(folder)
+        num_relocated = relocate(folder)
     except OSError as error:
         raise ConfigError(
             f"--cache {folder} cannot be written ({error.strerror}): copy it to a folder with space that this user may write to"
         ) from error
-    if not count:
+    if not num_relocated:
         raise ConfigError(f"--cache {folder} has no compiled kernels of Triton: give the folder that was copied")
-    _say(f"{folder}: {count} kernel variants")
+    _say(f"{folder}: {num_relocated} kernel variants")
     return 0
 
 

@@ -143,8 +143,8 @@ def edit(project: Path, changes: dict[str, tuple[tuple[str, str], ...]]) -> None
     for file, replacements in changes.items():
         text = (project / file).read_text()
         for pattern, replacement in replacements:
-            text, count = re.subn(pattern, replacement, text)
-            if count == 0:
+            text, num_replaced = re.subn(pattern, replacement, text)
+            if num_replaced == 0:
                 raise SystemExit(f"{file} has no {pattern!r}: review OLDER_TORCH of {Path(__file__).name}")
         (project / file).write_text(text)
 

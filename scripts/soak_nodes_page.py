@@ -105,7 +105,7 @@ def check_samples(run_dir: Path, *, is_ended: bool) -> SampleCount:
 
 def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str, *, is_ended: bool) -> str:
     """Return the page about a run. Raises ``AssertionError`` as ``check_samples`` does."""
-    num_checked = check_samples(run_dir, is_ended=is_ended)
+    sample_counts = check_samples(run_dir, is_ended=is_ended)
     of_engines = [kill for kill in kills if isinstance(kill, EngineKill)]
     of_trainers = [kill for kill in kills if isinstance(kill, TrainerKill)]
     lines = [
@@ -124,11 +124,11 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "lost when a connection to it breaks, or when it has not responded for `health.timeout_s`, here 4 s times "
         f"{FACTOR_VARIABLE}.",
         "",
-        f"{len(kills)} kills, {num_checked.num_rollouts} rollouts, {num_checked.num_samples} samples: none lost, none trained on twice. (A "
-        "resumed run goes back to its newest checkpoint. Rollouts after it are trained again; their first training is lost with "
+        f"{len(kills)} kills, {sample_counts.num_rollouts} rollouts, {sample_counts.num_samples} samples: none lost, none trained on "
+        "twice. (A resumed run goes back to its newest checkpoint. Rollouts after it are trained again; their first training is lost with "
         "its weights and does not count.) The group ids of all rollouts are consecutive, every group is complete, and every "
         "token of a rollout was sampled with that rollout's weights. "
-        f"Largest |engine - trainer| log-probability difference in a probe: {num_checked.max_probe_difference:.1e}."
+        f"Largest |engine - trainer| log-probability difference in a probe: {sample_counts.max_probe_difference:.1e}."
         + (
             " At the end the checkpoint was that of the last rollout, with the data cursor just past its last group."
             if is_ended

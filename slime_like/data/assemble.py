@@ -46,14 +46,14 @@ def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
     Example: ``balance([5, 4, 3, 2], 2) == [[0, 3], [1, 2]]``.
     """
-    assigned: list[list[int]] = [[] for _ in range(parts)]
+    indices_of_part: list[list[int]] = [[] for _ in range(parts)]
     # The number of assigned lengths breaks ties before the index, so that zero lengths are distributed too.
     heap = [(0, 0, part) for part in range(parts)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, count, part = heapq.heappop(heap)
-        assigned[part].append(index)
-        heapq.heappush(heap, (load + lengths[index], count + 1, part))
-    return [sorted(part) for part in assigned]
+        load, num_assigned, part = heapq.heappop(heap)
+        indices_of_part[part].append(index)
+        heapq.heappush(heap, (load + lengths[index], num_assigned + 1, part))
+    return [sorted(part) for part in indices_of_part]
 
 
 def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -161,9 +161,11 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
         return TrainBatch(rollout_id, ())
     groups = groups if spec.overlong is None else spec.overlong.penalise(groups)
     groups = groups if spec.routing is None else with_routing(groups, spec.routing)
-    masked = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
+    masked_statuses = frozenset({Status.TRUNCATED} if spec.mask_truncated else ())
     newest_only = spec.mask_offpolicy
-    grouped = [[column(s, adv, masked, newest_only) for s, adv in _advantages(group, spec)] for group in groups]
+    grouped = [
+        [column(s, adv, masked_statuses, newest_only) for s, adv in _advantages(group, spec)] for group in groups
+    ]
     steps = split_steps(grouped, spec.steps_per_rollout, spec.dp)
     names = [f"rollout {rollout_id}, optimizer step {i}" for i in range(len(steps))]
     return TrainBatch(rollout_id, tuple(_step(columns, spec, name) for columns, name in zip(steps, names, strict=True)))
@@ -191,19 +193,19 @@ def split_steps(groups: Sequence[Sequence[SequenceColumns]], steps: int, dp: int
     than ``steps * dp`` samples.
     """
     sizes = [len(group) for group in groups]
-    total = sum(sizes)
-    if total < steps * dp:
+    num_samples = sum(sizes)
+    if num_samples < steps * dp:
         raise ConfigError(
-            f"{total} samples cannot feed loop.steps_per_rollout={steps} optimizer steps on dp={dp} trainer ranks: "
+            f"{num_samples} samples cannot feed loop.steps_per_rollout={steps} optimizer steps on dp={dp} trainer ranks: "
             f"each step needs a sample per rank; raise rollout.batch_size or rollout.n_samples_per_prompt, or lower "
             f"loop.steps_per_rollout or placement.actor_num_gpus_per_node"
         )
     flat = [item for group in groups for item in group]
-    targets = [total * i / steps for i in range(steps + 1)]
+    targets = [num_samples * i / steps for i in range(steps + 1)]
     edges = np.concatenate([[0], np.cumsum(sizes)])
     cuts = [int(edges[np.argmin(np.abs(edges - target))]) for target in targets]
     if min(np.diff(cuts)) < dp:
-        cuts = [total * i // steps for i in range(steps + 1)]
+        cuts = [num_samples * i // steps for i in range(steps + 1)]
     return [flat[a:b] for a, b in pairwise(cuts)]
 
 
@@ -235,17 +237,17 @@ def _token_weights(columns: Sequence[SequenceColumns], spec: AssembleSpec) -> li
 
     Raises ``ConfigError`` if the aggregation is unknown.
     """
-    tokens: Counter[tuple[int, int]] = Counter()
+    num_tokens: Counter[tuple[int, int]] = Counter()
     for c in columns:
-        tokens[c.episode] += c.num_trained
-    episodes = sum(1 for n in tokens.values() if n)
+        num_tokens[c.episode] += c.num_trained
+    num_episodes = sum(1 for n in num_tokens.values() if n)
     match spec.aggregation:
         case "token_mean":
-            return [1.0 / tokens.total()] * len(columns)
+            return [1.0 / num_tokens.total()] * len(columns)
         case "sequence_mean":
-            return [1.0 / (episodes * max(tokens[c.episode], 1)) for c in columns]
+            return [1.0 / (num_episodes * max(num_tokens[c.episode], 1)) for c in columns]
         case "dr_grpo":
-            return [1.0 / (episodes * spec.max_response_len)] * len(columns)
+            return [1.0 / (num_episodes * spec.max_response_len)] * len(columns)
         case other:
             raise ConfigError(f"algo.aggregation={other!r} is not one of token_mean, sequence_mean, dr_grpo")
 

@@ -44,9 +44,9 @@ class TokenTable:
     advantages: F32  # [T], nan if not trained or not computed yet
 
     def __post_init__(self) -> None:
-        count = int(self.cu_seqlens[-1])
+        num_tokens = int(self.cu_seqlens[-1])
         for item in fields(self)[3:]:
-            assert getattr(self, item.name).shape == (count,), f"{item.name} for {count} tokens"
+            assert getattr(self, item.name).shape == (num_tokens,), f"{item.name} for {num_tokens} tokens"
 
     def sequence(self, index: int) -> slice:
         """Return the slice of sequence ``index`` in the columns."""

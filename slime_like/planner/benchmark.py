@@ -90,11 +90,11 @@ class _SimulatedEngine:
         self.waiting.insert(0, shortest)
 
 
-def random_lengths(limit_input: int, limit_output: int, num: int) -> list[tuple[int, int]]:
-    """Return the (prompt, response) lengths of the ``num`` requests that bench_serving draws uniformly up to these limits."""
+def random_lengths(max_prompt: int, max_response: int, num_requests: int) -> list[tuple[int, int]]:
+    """Return (prompt, response) lengths of ``num_requests`` requests, drawn uniformly up to these limits as by bench_serving."""
     random = np.random.RandomState(SEED)
-    prompts = random.randint(1, limit_input + 1, size=num)
-    outputs = random.randint(1, limit_output + 1, size=num)
+    prompts = random.randint(1, max_prompt + 1, size=num_requests)
+    outputs = random.randint(1, max_response + 1, size=num_requests)
     return [(int(prompt), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
 
 

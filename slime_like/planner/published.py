@@ -44,14 +44,14 @@ class PublishedRun:
     points: float = 0.0  # absolute tolerance, for a number close to 0, in its unit
 
     @property
-    def bound(self) -> float:
+    def max_difference(self) -> float:
         """Largest accepted difference between the prediction and the published number."""
         return max(self.tolerance * self.published, self.points)
 
     @property
     def is_met(self) -> bool:
-        """True if the prediction is within the bound."""
-        return abs(self.predicted - self.published) <= self.bound
+        """True if the prediction is at most ``max_difference`` off."""
+        return abs(self.predicted - self.published) <= self.max_difference
 
 
 @functools.cache
@@ -221,7 +221,7 @@ def _error(case: PublishedRun) -> str:
 
 
 def _bound(case: PublishedRun) -> str:
-    size = f"{case.bound:.1f} points" if case.unit == "%" else f"{case.tolerance:.0%}"
+    size = f"{case.max_difference:.1f} points" if case.unit == "%" else f"{case.tolerance:.0%}"
     return f"{size}: {'met' if case.is_met else 'not met'}"
 
 

@@ -343,5 +343,5 @@ def _optimizer_note(settings: TrainerSettings) -> str:
 
 def _activation_note(shape: ModelShape, settings: TrainerSettings, stage: int) -> str:
     in_flight = sum(segment.in_flight for segment in _segments(shape, settings, stage))
-    count = f"{in_flight} times " if in_flight > 1 else ""
-    return f"{count}{settings.tokens} tokens, recompute {settings.recompute}"
+    prefix = f"{in_flight} times " if in_flight > 1 else ""
+    return f"{prefix}{settings.tokens} tokens, recompute {settings.recompute}"

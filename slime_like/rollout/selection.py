@@ -48,12 +48,14 @@ def split_leftover(groups: Sequence[SampleGroup], samples_per_rollout: int, poli
     sizes = [len({sample.episode_id for sample in group.samples}) for group in groups]
     if sum(sizes) < samples_per_rollout:
         return GroupSplit((), tuple(groups), 0) if policy == "carry" else GroupSplit(tuple(groups), (), 0)
-    count, total = 0, 0
-    while count < len(groups) and (count == 0 or total + sizes[count] <= samples_per_rollout):
-        total += sizes[count]
-        count += 1
-    first, remaining = tuple(groups[:count]), tuple(groups[count:])
-    return GroupSplit(first, remaining, 0) if policy == "carry" else GroupSplit(first, (), sum(sizes[count:]))
+    num_groups, num_samples = 0, 0
+    while num_groups < len(groups) and (num_groups == 0 or num_samples + sizes[num_groups] <= samples_per_rollout):
+        num_samples += sizes[num_groups]
+        num_groups += 1
+    selected_groups, leftover_groups = tuple(groups[:num_groups]), tuple(groups[num_groups:])
+    if policy == "carry":
+        return GroupSplit(selected_groups, leftover_groups, 0)
+    return GroupSplit(selected_groups, (), sum(sizes[num_groups:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +183,16 @@ class LearningSignal:
         shaped = groups if self.overlong is None else self.overlong.penalise(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1
         self.num_flat = self.num_flat + 1 if groups and self._is_flat(shaped) else 0 if groups else self.num_flat
-        quoted = _quote(groups[0] if groups else example)
+        quotation = _quote(groups[0] if groups else example)
         if _is_due(self.num_empty, FIRST_EMPTY):
             streak = f" ({self.num_empty} in a row)" if self.num_empty > 1 else ""
-            return [RunWarning(f"rollout {rollout_id} is empty{streak}: nothing is trained on; {drop_summary}", quoted)]
+            return [
+                RunWarning(f"rollout {rollout_id} is empty{streak}: nothing is trained on; {drop_summary}", quotation)
+            ]
         if groups and _is_due(self.num_flat, FIRST_FLAT):
             return [
                 RunWarning(
-                    f"{self.num_flat} rollouts in a row have no learning signal: {self._flatness(shaped)}", quoted
+                    f"{self.num_flat} rollouts in a row have no learning signal: {self._flatness(shaped)}", quotation
                 )
             ]
         return []

@@ -56,12 +56,12 @@ class SampleStore:
         Raises ``StoreFull`` if the store or the memory is full, or ``ValueError`` if the experts differ in shape or dtype
         from earlier ones.
         """
-        count = len(columns)
-        slab = self._allocate(count, self._expert_entry([columns.experts]), num_extents=1)
-        (extent,) = self._extents.add(slab, np.zeros(1, np.int64), np.array([count])).tolist()
-        copy_tokens(columns, 0, self._slabs[slab].columns, 0, count)
-        self._extents.used[extent] = count
-        return self._rows.add(extent, count, self._extents, has_experts=columns.experts is not None)[0]
+        num_tokens = len(columns)
+        slab = self._allocate(num_tokens, self._expert_entry([columns.experts]), num_extents=1)
+        (extent,) = self._extents.add(slab, np.zeros(1, np.int64), np.array([num_tokens])).tolist()
+        copy_tokens(columns, 0, self._slabs[slab].columns, 0, num_tokens)
+        self._extents.used[extent] = num_tokens
+        return self._rows.add(extent, num_tokens, self._extents, has_experts=columns.experts is not None)[0]
 
     def fork(self, row: int, length: int | None = None, num_rows: int = 1) -> range:
         """Add ``num_rows`` rows that share the memory of the first ``length`` tokens of ``row``; return their indices.
@@ -174,10 +174,10 @@ class SampleStore:
             self._move(batch, positions, ends, entry)
         starts = (table.start[rows] + lengths).tolist()
         position = 0
-        for key, start, count in zip(table.slab[rows].tolist(), starts, counts.tolist(), strict=True):
-            if count:
-                copy_tokens(batch.columns, position, self._slabs[key].columns, start, count)
-            position += count
+        for key, start, num_tokens in zip(table.slab[rows].tolist(), starts, counts.tolist(), strict=True):
+            if num_tokens:
+                copy_tokens(batch.columns, position, self._slabs[key].columns, start, num_tokens)
+            position += num_tokens
         table.length[rows] = ends
         target_extents = table.extent[rows[counts > 0]]
         extents.used[target_extents] = ends[counts > 0]
@@ -301,10 +301,10 @@ class SampleStore:
         Return the number of removed references that were not the last one of their extent.
         """
         num_shared = 0
-        for extent, count in Counter(extents).items():
-            num_references = int(self._extents.num_rows[extent]) - count
+        for extent, num_removed in Counter(extents).items():
+            num_references = int(self._extents.num_rows[extent]) - num_removed
             self._extents.num_rows[extent] = num_references
-            num_shared += count if num_references else count - 1
+            num_shared += num_removed if num_references else num_removed - 1
             if not num_references:
                 self._drop_extent(int(self._extents.slab[extent]))
         return num_shared

@@ -63,7 +63,7 @@ def relocate(folder: Path) -> int:
     function rewrites the lists with the current paths of the files that a run reads. It is safe while a run reads the cache.
     Raises ``OSError`` if a list cannot be written. Remove this function once Triton's lists contain relative paths.
     """
-    count = 0
+    num_relocated = 0
     for group in folder.glob("*/__grp__*.json"):
         try:
             names: Any = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
@@ -73,8 +73,8 @@ def relocate(folder: Path) -> int:
         if {Path(name).suffix for name, path in paths.items() if path.is_file()} != set(LOADED):
             continue
         _replace(group, json.dumps({"child_paths": {name: str(path) for name, path in paths.items()}}))
-        count += 1
-    return count
+        num_relocated += 1
+    return num_relocated
 
 
 def _replace(path: Path, text: str) -> None:

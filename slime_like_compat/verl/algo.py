@@ -85,11 +85,11 @@ def _clip(job: Job) -> None:
         else:
             job.set(our_key, float(job.number(key)), key)
     job.leave_out("verl reads it only where clip_ratio_low or clip_ratio_high is null", symmetric)
-    bound = f"{ACTOR}.clip_ratio_c"
+    bound_key = f"{ACTOR}.clip_ratio_c"
     if job.algo in ("gspo", "cispo"):
-        job.leave_out(f"verl's {job.algo} does not read it", bound)
+        job.leave_out(f"verl's {job.algo} does not read it", bound_key)
     else:
-        job.set("algo.eps_clip_c", float(job.number(bound)), bound)
+        job.set("algo.eps_clip_c", float(job.number(bound_key)), bound_key)
 
 
 def _aggregate(job: Job, max_response_len: int) -> None:

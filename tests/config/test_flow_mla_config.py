@@ -222,7 +222,7 @@ def test_a_model_without_sharded_layers_is_not_served(monkeypatch: pytest.Monkey
         SystemExit, match=r"no weight of SimpleNamespace is sharded.*set rollout.flow_mla.enabled=false"
     ):
         hooks.check_loaded("loaded", SimpleNamespace(model=SimpleNamespace()))
-    monkeypatch.setattr(hooks, "_models", [SimpleNamespace(moved=list, is_loaded=True)])
+    monkeypatch.setattr(hooks, "_models", [SimpleNamespace(slot_problems=list, is_loaded=True)])
     assert hooks.check_loaded("loaded", SimpleNamespace()) == "loaded"
 
 

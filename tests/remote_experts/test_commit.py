@@ -53,7 +53,7 @@ def push(
         for name, matrix in matrices.items():
             for expert, rows in enumerate(matrix * NEW):
                 experts.write(layer, name, expert, 0, rows)
-    return hooks.end(commit_own, manager, None)
+    return hooks.end_weight_update(commit_own, manager, None)
 
 
 @pytest.mark.parametrize("moment", ["at_own_commit", "after_commit"])

@@ -85,11 +85,11 @@ class GatherPipeline:
         The last layer of a slot is followed by its first one, for the next forward. On a GPU, the call for the last layer of
         the model waits for all gathers, because a CUDA graph has to join their streams before its capture ends.
         """
-        count, following = len(self._layouts), layer + len(self.slots)
-        following = following if following < count else layer % len(self.slots)
+        num_layers, following = len(self._layouts), layer + len(self.slots)
+        following = following if following < num_layers else layer % len(self.slots)
         if following != layer:
             self._start(following)
-        if layer == count - 1 and self._device.type == "cuda":
+        if layer == num_layers - 1 and self._device.type == "cuda":
             for slot in self.slots:
                 slot.wait()
 

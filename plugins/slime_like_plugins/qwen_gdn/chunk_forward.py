@@ -78,8 +78,8 @@ def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrd
     """
     q, k, v, g, beta = rows
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    count, chunk = order.num_chunks, order.chunk
-    keys = torch.empty(count, k.shape[1], 2 * chunk, k.shape[2], dtype=dtype, device=k.device)
+    num_chunks, chunk = order.num_chunks, order.chunk
+    keys = torch.empty(num_chunks, k.shape[1], 2 * chunk, k.shape[2], dtype=dtype, device=k.device)
     keys[:, :, :chunk] = order.pack(k)
     keys[:, :, chunk:] = order.pack(q)
     rstd = torch.linalg.vecdot(keys, keys).add_(NORM_EPS).rsqrt_()

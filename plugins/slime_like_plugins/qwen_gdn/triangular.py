@@ -17,16 +17,16 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     """
     m, size, _ = lower.shape
     base = min(BASE, size)
-    count = size // base
+    num_blocks = size // base
     diagonal = _diagonal_blocks(lower, base)
-    inverse = torch.eye(base, dtype=lower.dtype, device=lower.device).repeat(m * count, 1, 1)
+    inverse = torch.eye(base, dtype=lower.dtype, device=lower.device).repeat(m * num_blocks, 1, 1)
     for row in range(1, base):
         inverse[:, row, :row] = -torch.bmm(diagonal[:, row : row + 1, :row], inverse[:, :row, :row]).squeeze(1)
     while base < size:
-        count //= 2
-        pairs = inverse.view(m * count, 2, base, base)
+        num_blocks //= 2
+        pairs = inverse.view(m * num_blocks, 2, base, base)
         below = _diagonal_blocks(lower, 2 * base)[:, base:, :base]
-        inverse = lower.new_zeros(m * count, 2 * base, 2 * base)
+        inverse = lower.new_zeros(m * num_blocks, 2 * base, 2 * base)
         inverse[:, :base, :base] = pairs[:, 0]
         inverse[:, base:, base:] = pairs[:, 1]
         inverse[:, base:, :base] = torch.bmm(torch.bmm(pairs[:, 1], below), pairs[:, 0]).neg_()
@@ -37,5 +37,5 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     """Return the diagonal blocks [m * C / size, size, size] of ``matrix`` [m, C, C]."""
     m, width, _ = matrix.shape
-    count = width // size
-    return matrix.view(m, count, size, count, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)
+    num_blocks = width // size
+    return matrix.view(m, num_blocks, size, num_blocks, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)

@@ -43,7 +43,7 @@ class Connection:
         self._incoming: deque[Frame] = deque()
         self._header: Header | None = None
         self._target = memoryview(bytearray(HEADER_BYTES))
-        self._filled = 0
+        self._num_filled = 0
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._polls_for_room = False
@@ -118,7 +118,7 @@ class Connection:
     @property
     def is_inside_frame(self) -> bool:
         """True while a frame has been received only in part."""
-        return self._header is not None or self._filled > 0
+        return self._header is not None or self._num_filled > 0
 
     def close(self) -> None:
         """Close the socket; bytes that were not sent are lost. Idempotent."""
@@ -128,17 +128,17 @@ class Connection:
     def _send(self) -> None:
         while self._outgoing:
             try:
-                count = self._socket.sendmsg([*self._outgoing][:16])
+                num_sent = self._socket.sendmsg([*self._outgoing][:16])
             except BlockingIOError:
                 return
             except OSError:
                 self._outgoing.clear()  # the next receive detects the end
                 return
-            self.bytes_sent += count
-            while self._outgoing and count >= len(self._outgoing[0]):
-                count -= len(self._outgoing.popleft())
-            if count:
-                self._outgoing[0] = self._outgoing[0][count:]
+            self.bytes_sent += num_sent
+            while self._outgoing and num_sent >= len(self._outgoing[0]):
+                num_sent -= len(self._outgoing.popleft())
+            if num_sent:
+                self._outgoing[0] = self._outgoing[0][num_sent:]
 
     def _receive(self) -> None:
         """Read until a frame is complete, no bytes are left, or the connection has ended.
@@ -148,19 +148,19 @@ class Connection:
         num_frames = len(self._incoming)
         while len(self._incoming) == num_frames:
             try:
-                count = self._socket.recv_into(self._target[self._filled :])
+                num_received = self._socket.recv_into(self._target[self._num_filled :])
             except BlockingIOError:
                 return
             except OSError as error:
                 self._end = f"{self._peer} closed the connection ({error.strerror})"
                 return
-            if not count:
+            if not num_received:
                 part = " in the middle of a frame" if self.is_inside_frame else ""
                 self._end = f"{self._peer} closed the connection{part}"
                 return
-            self.bytes_received += count
-            self._filled += count
-            if self._filled == len(self._target):
+            self.bytes_received += num_received
+            self._num_filled += num_received
+            if self._num_filled == len(self._target):
                 self._advance()
 
     def _advance(self) -> None:
@@ -168,11 +168,11 @@ class Connection:
         if self._header is None:
             header = unpack(self._target, self.max_payload)
             if header.inline_bytes:
-                self._header, self._target, self._filled = header, memoryview(bytearray(header.inline_bytes)), 0
+                self._header, self._target, self._num_filled = header, memoryview(bytearray(header.inline_bytes)), 0
                 return
             frame = Frame(header)
         else:
             size = self._header.json_bytes
             frame = Frame(self._header, bytes(self._target[:size]), self._target[size:])
         self._incoming.append(frame)
-        self._header, self._target, self._filled = None, memoryview(bytearray(HEADER_BYTES)), 0
+        self._header, self._target, self._num_filled = None, memoryview(bytearray(HEADER_BYTES)), 0

@@ -42,9 +42,10 @@ def remote_ids(options: RemoteOptions, layer: int, num_experts: int) -> tuple[in
         return tuple(range(num_experts - options.count, num_experts))
     loads = read_load(Path(options.load_file)).get(layer)
     if loads is None or len(loads) != num_experts:
-        num = "no" if loads is None else f"{len(loads)}"
+        num_text = "no" if loads is None else f"{len(loads)}"
         raise ConfigError(
-            f"rollout.remote_experts.load_file={options.load_file} has {num} experts of layer {layer}, which has {num_experts}: {FIX}"
+            f"rollout.remote_experts.load_file={options.load_file} has {num_text} experts of layer {layer}, which has "
+            f"{num_experts}: {FIX}"
         )
     return tuple(sorted(np.argsort(np.asarray(loads), kind="stable")[: options.count].tolist()))
 

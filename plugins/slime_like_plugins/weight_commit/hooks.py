@@ -45,8 +45,8 @@ def unwritten(parameters: Iterable[tuple[str, Tensor]]) -> list[Unwritten]:
     for name, parameter in parameters:
         # The sum is NaN if any element is. Summing reads the parameter once; counting NaNs is slower.
         may_have_nan = parameter.is_floating_point() and bool(torch.isnan(parameter.sum()))
-        if may_have_nan and (count := int(torch.isnan(parameter).sum())):
-            incomplete.append(Unwritten(name, count, parameter.numel()))
+        if may_have_nan and (num_nan := int(torch.isnan(parameter).sum())):
+            incomplete.append(Unwritten(name, num_nan, parameter.numel()))
     return incomplete
 
 

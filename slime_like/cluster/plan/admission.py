@@ -79,6 +79,6 @@ def add_admission_decision(
     if capacity is None and predicted is not None:
         capacity, source = predicted.tokens, "predicted"
     cache = "the KV cache" if capacity is None else f"the KV cache of {capacity} tokens ({source})"
-    count = "" if capacity is None else f", at most {capacity // length}"
-    reason = f"requests run while {cache} holds prompts and responses: {length} tokens each{count}, until lengths are observed"
+    max_text = "" if capacity is None else f", at most {capacity // length}"
+    reason = f"requests run while {cache} holds prompts and responses: {length} tokens each{max_text}, until lengths are observed"
     decisions.add("rollout.max_running_requests", "by free KV cache", reason)

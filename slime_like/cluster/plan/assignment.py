@@ -243,12 +243,12 @@ def _no_node(
     size = len(block.indices)
     if block.role == TRAINER:
         num_nodes = cfg.placement.actor_num_nodes
-        total = size * num_nodes
+        num_gpus = size * num_nodes
         num_fitting = next(
-            (n for n in range(num_nodes, total + 1) if total % n == 0 and _have(nodes, n, total // n)), None
+            (n for n in range(num_nodes, num_gpus + 1) if num_gpus % n == 0 and _have(nodes, n, num_gpus // n)), None
         )
         fix = (
-            f"set placement.actor_num_nodes={num_fitting} placement.actor_num_gpus_per_node={total // num_fitting}"
+            f"set placement.actor_num_nodes={num_fitting} placement.actor_num_gpus_per_node={num_gpus // num_fitting}"
             if num_fitting
             else "lower placement.actor_num_nodes or placement.actor_num_gpus_per_node"
         )

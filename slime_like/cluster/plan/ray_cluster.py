@@ -140,16 +140,16 @@ def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
         cpus, memory = min((node.num_cpus for node in nodes), default=0), sum(node.memory_bytes for node in nodes)
         return Machine(0, cpus, memory, (), is_local=False)
     gpu_nodes = sorted((node for node in nodes if node.num_gpus), key=lambda node: -node.num_gpus)
-    total, count = 0, 0
-    while count < len(gpu_nodes) and total < plan.num_gpus:
-        total, count = total + gpu_nodes[count].num_gpus, count + 1
+    num_gpus, num_nodes = 0, 0
+    while num_nodes < len(gpu_nodes) and num_gpus < plan.num_gpus:
+        num_gpus, num_nodes = num_gpus + gpu_nodes[num_nodes].num_gpus, num_nodes + 1
     return Machine(
-        num_gpus=total,
+        num_gpus=num_gpus,
         cpu_count=min((node.num_cpus for node in gpu_nodes), default=0),
         memory_bytes=min((node.memory_bytes for node in gpu_nodes), default=0),
         gpu_names=tuple(node.gpu_name for node in gpu_nodes),
         is_local=False,
-        nodes=max(1, count),
+        nodes=max(1, num_nodes),
     )
 
 

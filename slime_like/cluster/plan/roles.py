@@ -138,10 +138,10 @@ def role_devices(
 
 def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
     """Return a lower bound on the bytes of critic and teacher on a CPU: processes, weights and the critic's training state."""
-    total = 0
+    num_bytes = 0
     for spec, per_parameter in ((critic, 16), (teacher, 4)):
         if spec is not None:
             layout, folder = spec.rank.layout, spec.rank.model.hf_checkpoint
             parameters = check_weights(spec.rank.model_key, folder) if Path(folder).exists() else 0
-            total += layout.world_size * process_bytes + layout.dp * parameters * per_parameter
-    return total
+            num_bytes += layout.world_size * process_bytes + layout.dp * parameters * per_parameter
+    return num_bytes

@@ -84,15 +84,15 @@ def traced(plan: Plan, spec: RankSpec, stage: int) -> dict[str, Any]:
 
     layout = spec.layout
     demand = plan.memory.demand
-    limit = 2 * layout.pp if demand is None else min(2 * layout.pp, demand.settings.num_micro_batches or 1)
-    count = max(2, limit)
+    max_micros = 2 * layout.pp if demand is None else min(2 * layout.pp, demand.settings.num_micro_batches or 1)
+    num_micros = max(2, max_micros)
     if layout.vpp > 1:  # whole groups of the interleaved schedule
-        count = -(-count // layout.pp) * layout.pp
-    batch = TracedBatch(min(plan.max_context_len, spec.max_tokens_per_rank * layout.cp), count)
+        num_micros = -(-num_micros // layout.pp) * layout.pp
+    batch = TracedBatch(min(plan.max_context_len, spec.max_tokens_per_rank * layout.cp), num_micros)
     rank = stage * layout.world_size // layout.pp
     offload = demand is not None and demand.offload_settings.train
     trace = trace_rank(spec, rank, batch, offload=offload)
-    return {**asdict(trace), "stage": stage, "num_micro_batches": count, "length": batch.length}
+    return {**asdict(trace), "stage": stage, "num_micro_batches": num_micros, "length": batch.length}
 
 
 if __name__ == "__main__":

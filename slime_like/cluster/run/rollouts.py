@@ -111,20 +111,21 @@ class EngineRollout:
         Raises ``ConfigError`` if ``num_engines`` is not a multiple of the number of managers, or if a manager's
         ``resize_engines`` refuses the change.
         """
-        count = len(self.managers.actors)
-        if num_engines % count:
-            lower = num_engines // count * count
-            choice = f"{lower} or {lower + count}" if lower else str(count)
+        num_managers = len(self.managers.actors)
+        if num_engines % num_managers:
+            lower = num_engines // num_managers * num_managers
+            choice = f"{lower} or {lower + num_managers}" if lower else str(num_managers)
             raise ConfigError(
-                f"engines={num_engines}: with rollout.num_managers={count} every manager has the same number of engines: request {choice}"
+                f"engines={num_engines}: with rollout.num_managers={num_managers} every manager has the same number of engines: "
+                f"request {choice}"
             )
-        previous, self.fewest_engines = self.fewest_engines, min(self.fewest_engines, num_engines)
+        previous_fewest, self.fewest_engines = self.fewest_engines, min(self.fewest_engines, num_engines)
         try:
             changes = self._wait("resize", self.managers.start(RolloutManager.resize_engines, num_engines))
         except ConfigError:  # no engine was removed; after another error, some may have been
-            self.fewest_engines = previous
+            self.fewest_engines = previous_fewest
             raise
-        if count == 1:
+        if num_managers == 1:
             return changes[0]
         named_changes = zip(self.managers.shares, changes, strict=True)
         return f"{counted(num_engines, 'engine')}; " + "; ".join(
@@ -166,11 +167,11 @@ class EngineRollout:
             for actor, share in zip(self.managers.actors, self.managers.shares, strict=True):
                 if share.name not in self._push_needed_calls:
                     self._push_needed_calls[share.name] = call(actor, RolloutManager.wait_until_push_needed)
-            pending: dict[str, ObjectRef[Any]] = {name: ref for name, ref in refs.items() if name not in results}
+            pending_refs: dict[str, ObjectRef[Any]] = {name: ref for name, ref in refs.items() if name not in results}
             push_calls: dict[str, ObjectRef[Any]] = {
                 f"engines of the {name}": ref for name, ref in self._push_needed_calls.items()
             }
-            name, result = wait_first(pending, push_calls, deadline)
+            name, result = wait_first(pending_refs, push_calls, deadline)
             if name in refs:
                 results[name] = result
             else:

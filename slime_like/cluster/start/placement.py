@@ -260,8 +260,8 @@ class Placement:
         """Start the rollout managers on the driver's node."""
         local_node = on_node(ray.get_runtime_context().get_node_id())  # managers read the driver's files
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": local_node}
-        count = self._cfg.rollout.num_managers
-        for file_name in (ManagerShare(index, count).file_name for index in range(count)):
+        num_managers = self._cfg.rollout.num_managers
+        for file_name in (ManagerShare(index, num_managers).file_name for index in range(num_managers)):
             log = str(self._logs / f"{file_name}.log")
             self._managers.append(start_actor(RolloutActor, **options)(self._stacks_dir, CPU_ENV, log, file_name))
         return ManagerGroup(tuple(self._managers))

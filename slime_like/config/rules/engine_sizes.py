@@ -18,9 +18,9 @@ def check_engine_sizes(rollout: RolloutConfig) -> None:
             "weights and KV cache, or remove rollout.sglang.mem_fraction_static"
         )
     for field in COUNTS:
-        count = rollout.sglang.get(field)
-        if count is not None and count < 1:
-            raise ConfigError(f"rollout.sglang.{field}={count} must be above 0: raise or remove rollout.sglang.{field}")
+        value = rollout.sglang.get(field)
+        if value is not None and value < 1:
+            raise ConfigError(f"rollout.sglang.{field}={value} must be above 0: raise or remove rollout.sglang.{field}")
     groups = rollout.dp_attention
     if rollout.tp % groups:
         raise ConfigError(

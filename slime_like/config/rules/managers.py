@@ -11,18 +11,18 @@ def check_managers(cfg: RolloutConfig) -> None:
 
     rollout.over_sampling_batch_size, if set, must be a multiple of rollout.num_managers too.
     """
-    count = cfg.num_managers
-    if count == 1:
+    num_managers = cfg.num_managers
+    if num_managers == 1:
         return
     parts = {"num_engines": cfg.num_engines, "batch_size": cfg.batch_size}
     if cfg.over_sampling_batch_size is not None:
         parts["over_sampling_batch_size"] = cfg.over_sampling_batch_size
     for name, number in parts.items():
-        if number % count:
-            divisors = [n for n in range(count, 0, -1) if not any(value % n for value in parts.values())]
+        if number % num_managers:
+            divisors = [n for n in range(num_managers, 0, -1) if not any(value % n for value in parts.values())]
             raise ConfigError(
-                f"rollout.{name}={number} is not a multiple of rollout.num_managers={count}, and every manager has an equal share: set "
-                f"rollout.{name}={-(-number // count) * count}, or rollout.num_managers={divisors[0]}"
+                f"rollout.{name}={number} is not a multiple of rollout.num_managers={num_managers}, and every manager has "
+                f"an equal share: set rollout.{name}={-(-number // num_managers) * num_managers}, or rollout.num_managers={divisors[0]}"
             )
 
 

@@ -12,7 +12,7 @@ def check_over_sampling(cfg: TrainConfig) -> None:
 
     ``algo.mask_offpolicy`` is rejected if it has no effect.
     """
-    num_started, bound = cfg.rollout.over_sampling_batch_size, cfg.rollout.max_partial_staleness
+    num_started, max_partial_staleness = cfg.rollout.over_sampling_batch_size, cfg.rollout.max_partial_staleness
     if num_started is not None and cfg.run.deterministic:
         raise ConfigError(
             f"rollout.over_sampling_batch_size={num_started} with run.deterministic=true: the groups that finish first are trained "
@@ -26,9 +26,9 @@ def check_over_sampling(cfg: TrainConfig) -> None:
             "sample then comes from a single weight version: set rollout.partial_rollout=true or loop.max_staleness above 0, or "
             "remove algo.mask_offpolicy"
         )
-    if bound is not None and bound <= cfg.loop.max_staleness:
+    if max_partial_staleness is not None and max_partial_staleness <= cfg.loop.max_staleness:
         raise ConfigError(
-            f"rollout.max_partial_staleness={bound} must be above loop.max_staleness={cfg.loop.max_staleness}, because "
-            f"groups that are never aborted may already lag that far: set rollout.max_partial_staleness to at least "
+            f"rollout.max_partial_staleness={max_partial_staleness} must be above loop.max_staleness={cfg.loop.max_staleness}, "
+            "because groups that are never aborted may already lag that far: set rollout.max_partial_staleness to at least "
             f"{cfg.loop.max_staleness + 1}"
         )

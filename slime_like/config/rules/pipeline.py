@@ -43,18 +43,18 @@ def even_segments(num_layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 
     Raises ``ConfigError`` if a segment would be empty.
     """
-    count = pp * vpp
-    if num_layers < count:
+    num_segments = pp * vpp
+    if num_layers < num_segments:
         setting = (
-            f"parallel.pp={pp} * parallel.vpp={vpp} = {count} pipeline segments are"
+            f"parallel.pp={pp} * parallel.vpp={vpp} = {num_segments} pipeline segments are"
             if vpp > 1
             else f"parallel.pp={pp} is"
         )
         raise ConfigError(
             f"{setting} more than the model's {num_layers} layers: lower parallel.{'vpp' if vpp > 1 else 'pp'}"
         )
-    base, extra = divmod(num_layers, count)
-    return tuple(base + (segment < extra) for segment in range(count))
+    base, extra = divmod(num_layers, num_segments)
+    return tuple(base + (segment < extra) for segment in range(num_segments))
 
 
 def check_pipeline(parallel: ParallelConfig) -> None:

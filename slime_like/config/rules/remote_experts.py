@@ -54,9 +54,9 @@ def check_remote_experts_model(cfg: TrainConfig, model: HfConfig) -> None:
     remote = cfg.rollout.remote_experts
     if not remote.enabled:
         return
-    num = remote.count or max(remote.experts) + 1
-    max_count = model.num_experts - (1 if remote.count else 0)
-    if not model.num_experts or num > max_count or len(remote.experts) == model.num_experts:
+    num_selected = remote.count or max(remote.experts) + 1
+    max_selected = model.num_experts - (1 if remote.count else 0)
+    if not model.num_experts or num_selected > max_selected or len(remote.experts) == model.num_experts:
         name = f"experts={remote.experts}" if remote.experts else f"count={remote.count}"
         raise ConfigError(
             f"{KEY}.{name}: the model in {model.folder} has {model.num_experts} experts per layer, of which at least one has to "

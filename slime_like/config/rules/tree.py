@@ -107,21 +107,23 @@ def samples_per_step(cfg: TrainConfig) -> int:
     size is set, the steps per rollout must divide prompts * samples per prompt.
     """
     prompts, per_prompt, steps = cfg.rollout.batch_size, cfg.rollout.n_samples_per_prompt, cfg.loop.steps_per_rollout
-    total, step = prompts * per_prompt, cfg.loop.global_batch_size
-    product = f"rollout.batch_size {prompts} * rollout.n_samples_per_prompt {per_prompt} = {total} samples per rollout"
+    num_samples, step = prompts * per_prompt, cfg.loop.global_batch_size
+    product = (
+        f"rollout.batch_size {prompts} * rollout.n_samples_per_prompt {per_prompt} = {num_samples} samples per rollout"
+    )
     if step is None:
-        if total % steps:
-            divisors = [s for s in range(1, total + 1) if total % s == 0]
+        if num_samples % steps:
+            divisors = [s for s in range(1, num_samples + 1) if num_samples % s == 0]
             near = sorted(sorted(divisors, key=lambda s: abs(s - steps))[:2])
             raise ConfigError(
                 f"{product}, which loop.steps_per_rollout={steps} does not divide: "
                 f"set loop.steps_per_rollout={' or '.join(map(str, near))}"
             )
-        return total // steps
-    if total == step * steps:
+        return num_samples // steps
+    if num_samples == step * steps:
         return step
-    fixes = [f"loop.global_batch_size={total // steps}"] if total % steps == 0 else []
-    fixes += [f"loop.steps_per_rollout={total // step}"] if total % step == 0 else []
+    fixes = [f"loop.global_batch_size={num_samples // steps}"] if num_samples % steps == 0 else []
+    fixes += [f"loop.steps_per_rollout={num_samples // step}"] if num_samples % step == 0 else []
     fixes += [f"rollout.batch_size={step * steps // per_prompt}"] if step * steps % per_prompt == 0 else []
     fixes = fixes or ["loop.global_batch_size=null loop.steps_per_rollout=1"]
     raise ConfigError(

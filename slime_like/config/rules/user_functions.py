@@ -106,24 +106,24 @@ def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) 
         return
     function = resolve(key, name, table)
     try:
-        bound = function(config)
+        constructed = function(config)
     except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"{key}={name!r}: {SIGNATURES[key].call} raised {describe(error)}: correct that line; {SIGNATURES[key].call} must "
             f"return a function, which is called as {signature.call}"
         ) from error
-    if not callable(bound):
+    if not callable(constructed):
         raise ConfigError(
-            f"{key}={name!r} returned a {type(bound).__name__} for {SIGNATURES[key].call}: it must return a callable "
+            f"{key}={name!r} returned a {type(constructed).__name__} for {SIGNATURES[key].call}: it must return a callable "
             f"{signature.call}{location(function)}"
         )
-    _check(key, name, bound, signature)
-    if key == "algo.loss" and not isinstance(getattr(bound, "needs_entropy", None), bool):
+    _check(key, name, constructed, signature)
+    if key == "algo.loss" and not isinstance(getattr(constructed, "needs_entropy", None), bool):
         raise ConfigError(
             f"{key}={name!r} has no needs_entropy: add a bool of this name to the object that {SIGNATURES[key].call} returns, "
             f"True if the loss reads view.entropy{location(function)}"
         )
-    if key == "algo.token_advantage" and isinstance(config, PpoConfig) and not hasattr(bound, "returns"):
+    if key == "algo.token_advantage" and isinstance(config, PpoConfig) and not hasattr(constructed, "returns"):
         raise ConfigError(
             f"{key}={name!r} under algo=ppo has no method returns(views), from which the critic learns: add it, or choose "
             f"an algorithm without a critic{location(function)}"

@@ -83,7 +83,7 @@ class OverSamplingCollector(GroupCollector):
         self._max_staleness = max_staleness
         self._gate = PauseGate(lambda: sampler.pool.router.no_engine_s)
         self._in_flight: list[GroupTask] = []
-        self._finished: list[GroupTask] = []  # in order of completion; consumed by ``_filter_finished``
+        self._finished_tasks: list[GroupTask] = []  # in order of completion; consumed by ``_filter_finished``
         self._aborted: set[asyncio.Task[SampleGroup]] = set()
         self._counts: Counter[str] = Counter()
 
@@ -107,16 +107,16 @@ class OverSamplingCollector(GroupCollector):
             if group_task.task is None:
                 self._start(group_task)
         num_requested = self._start_groups(rollout_id, 0, round_size - len(self._in_flight))
-        refills = 0
+        num_refills = 0
         while True:
             self._filter_finished()
             passed_groups = [group_task for group_task in self._in_flight if group_task.group is not None]
             unfinished = [group_task for group_task in self._in_flight if group_task.group is None]
             if len(passed_groups) >= batch_size and not self._waits_for_required(passed_groups, unfinished, rollout_id):
                 break
-            if len(passed_groups) + len(unfinished) < batch_size and refills < max_refills:
+            if len(passed_groups) + len(unfinished) < batch_size and num_refills < max_refills:
                 num_requested += self._start_groups(rollout_id, num_requested, round_size)
-                refills += 1
+                num_refills += 1
             elif len(passed_groups) + len(unfinished) < batch_size and max_refills:
                 text = f"{len(passed_groups)} of {num_requested} groups passed rollout.filters or may still pass"
                 raise self._too_few(rollout_id, text)
@@ -135,7 +135,7 @@ class OverSamplingCollector(GroupCollector):
             (group_task.group for group_task in selected if group_task.group is not None),
             key=lambda group: group.group_id,
         )
-        return groups, num_requested, refills
+        return groups, num_requested, num_refills
 
     def partial_groups(self) -> tuple[PartialGroup, ...]:
         """Return a snapshot of the groups in flight."""
@@ -190,12 +190,12 @@ class OverSamplingCollector(GroupCollector):
         group_task.task = asyncio.ensure_future(
             self._sampler.group(request, group_task.journal, self._gate, group_task.on_generated)
         )
-        group_task.task.add_done_callback(lambda _: self._finished.append(group_task))
+        group_task.task.add_done_callback(lambda _: self._finished_tasks.append(group_task))
 
     def _filter_finished(self) -> None:
         """Apply the filters to finished groups. Raises the error of a failed group or filter."""
-        finished, self._finished = self._finished, []
-        for group_task in finished:
+        finished_tasks, self._finished_tasks = self._finished_tasks, []
+        for group_task in finished_tasks:
             if group_task not in self._in_flight:
                 continue
             self._in_flight.remove(group_task)
@@ -248,9 +248,9 @@ class OverSamplingCollector(GroupCollector):
         """
         oldest_allowed = rollout_id - self._max_staleness
         ages = [(group_task, group_task.journal.oldest_version) for group_task in self._in_flight]
-        stale = [group_task for group_task, oldest in ages if oldest is not None and oldest < oldest_allowed]
-        self._counts["restarted_groups"] += len(stale)
-        self._abort(stale)
+        stale_tasks = [group_task for group_task, oldest in ages if oldest is not None and oldest < oldest_allowed]
+        self._counts["restarted_groups"] += len(stale_tasks)
+        self._abort(stale_tasks)
 
     def _abort(self, group_tasks: Sequence[GroupTask]) -> None:
         group_tasks = sorted(group_tasks, key=lambda group_task: group_task.group_id)

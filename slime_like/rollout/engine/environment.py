@@ -120,9 +120,9 @@ def spin_count() -> str:
 
     Raises ``EngineError`` if the variable is not a number; libgomp would ignore such a value.
     """
-    count = os.environ.get(SPIN, SPIN_COUNT)
-    if not count.isdecimal():
+    num_spins = os.environ.get(SPIN, SPIN_COUNT)
+    if not num_spins.isdecimal():
         raise EngineError(
-            f"{SPIN}={count!r} is not a number of spins: set it to a number such as {SPIN_COUNT}, or unset {SPIN}"
+            f"{SPIN}={num_spins!r} is not a number of spins: set it to a number such as {SPIN_COUNT}, or unset {SPIN}"
         )
-    return count
+    return num_spins

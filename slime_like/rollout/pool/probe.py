@@ -201,13 +201,13 @@ def to_rows(sequences: Sequence[ScoredSequence]) -> PackedBatch:
     """Return the sequences as one packed row for the trainer."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
     columns = [routing_column(s.experts, n) for s, n in zip(sequences, lengths, strict=True)]
-    total, num_sequences = sum(lengths), len(lengths)
+    num_tokens, num_sequences = sum(lengths), len(lengths)
     return PackedBatch(
         token_ids=np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int32),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        loss_weight=np.ones(total, dtype=np.float32),
-        versions=np.full(total, -1, dtype=np.int32),
-        rollout_logprobs=np.zeros(total, dtype=np.float32),
+        loss_weight=np.ones(num_tokens, dtype=np.float32),
+        versions=np.full(num_tokens, -1, dtype=np.int32),
+        rollout_logprobs=np.zeros(num_tokens, dtype=np.float32),
         rewards=np.zeros(num_sequences, dtype=np.float32),
         advantages=None,
         sample_ids=np.arange(num_sequences, dtype=np.int64),

@@ -149,8 +149,8 @@ class RequestCounts:
                 Mean("rollout/prefix_cache_hit_rate", self._cached / self._prompt, weight=self._prompt),
                 Mean("rollout/avg_cached_tokens_per_sample", self._cached / self._requests, weight=self._requests),
             ]
-        if self.num_engines > 1 and (total := self._sampled.total()):
-            metrics.append(Max("rollout/engine_load_max", max(self._sampled.values()) * self.num_engines / total))
+        if self.num_engines > 1 and (num_sampled := self._sampled.total()):
+            metrics.append(Max("rollout/engine_load_max", max(self._sampled.values()) * self.num_engines / num_sampled))
         self.__init__(self.num_engines)
         return metrics
 

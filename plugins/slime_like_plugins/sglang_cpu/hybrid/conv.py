@@ -40,13 +40,13 @@ def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
     lengths = torch.tensor([int(length) for length in seq_lens_cpu])
     requests, history = len(lengths), weight_DW.shape[1] - 1
     slots = cache_indices[:requests].long()
-    total = int(lengths.sum())
+    num_tokens = int(lengths.sum())
     # Each request's inputs follow its W - 1 previous inputs: row t of request s becomes row t + (s + 1) * (W - 1).
     request_T = torch.repeat_interleave(torch.arange(requests), lengths)
-    rows_T = torch.arange(total) + (request_T + 1) * history
+    rows_T = torch.arange(num_tokens) + (request_T + 1) * history
     starts_B = torch.cumsum(lengths, 0) - lengths + torch.arange(requests) * history
-    extended = x_DT.new_empty(total + requests * history, x_DT.shape[0], dtype=sum_dtype(x_DT))
-    extended[rows_T] = x_DT[:, :total].t().to(extended.dtype)
+    extended = x_DT.new_empty(num_tokens + requests * history, x_DT.shape[0], dtype=sum_dtype(x_DT))
+    extended[rows_T] = x_DT[:, :num_tokens].t().to(extended.dtype)
     initial_BHD = torch.where(has_initial_state[:requests, None, None], conv_states[slots].mT, 0).to(extended.dtype)
     extended[starts_B[:, None] + torch.arange(history)] = initial_BHD
     weight_DW = weight_DW.to(extended.dtype)
@@ -54,7 +54,7 @@ def causal_conv1d_fn(  # noqa: PLR0913  (a signature of SGLang)
     for tap in range(1, history + 1):
         out_TD.addcmul_(extended[rows_T - history + tap], weight_DW[:, tap])
     conv_states[slots] = extended[(starts_B + lengths)[:, None] + torch.arange(history)].mT.to(conv_states.dtype)
-    return F.pad(apply_activation(out_TD, bias_D, activation).to(x_DT.dtype).t(), (0, x_DT.shape[1] - total))
+    return F.pad(apply_activation(out_TD, bias_D, activation).to(x_DT.dtype).t(), (0, x_DT.shape[1] - num_tokens))
 
 
 def causal_conv1d_update(

@@ -84,17 +84,17 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
 
         The exchange is an all-to-all, because gloo's all-gather requires equal row counts.
         """
-        count = self.tp_size
-        return all_to_all(self.tp_group, torch.cat([local] * count), self._sizes(), [len(local)] * count)
+        num_ranks = self.tp_size
+        return all_to_all(self.tp_group, torch.cat([local] * num_ranks), self._sizes(), [len(local)] * num_ranks)
 
     def _reduce_scatter(self, rows: Tensor) -> Tensor:
         """Return the results for the rows that this rank has received, summed over the expert tensor parallel ranks.
 
         ``rows`` are this rank's results for the rows of all these ranks. Collective over these ranks.
         """
-        sizes, count = self._sizes(), self.tp_size
+        sizes, num_ranks = self._sizes(), self.tp_size
         num_rows = sizes[self.tp_rank]
-        return all_to_all(self.tp_group, rows, [num_rows] * count, sizes).unflatten(0, (count, num_rows)).sum(0)
+        return all_to_all(self.tp_group, rows, [num_rows] * num_ranks, sizes).unflatten(0, (num_ranks, num_rows)).sum(0)
 
     def _sizes(self) -> list[int]:
         """Return the number of rows that each expert tensor parallel rank has received."""

@@ -115,7 +115,7 @@ def run_schedule(
     is returned. On stages before the last, the list is empty. Collective.
     """
     padding = _padding_micros(wrapped, micros)
-    count = len(padding) + len(micros)
+    num_micros = len(padding) + len(micros)
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(batches)
@@ -126,7 +126,7 @@ def run_schedule(
         forward_step_func=forward_step,
         data_iterator=[iter([*padding, *micros]) for _ in wrapped],
         model=list(wrapped),
-        num_microbatches=count,
+        num_microbatches=num_micros,
         seq_length=1,  # shapes are sent with the tensors (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=not train,

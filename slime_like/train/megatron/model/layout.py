@@ -82,19 +82,19 @@ def token_layout(cu_seqlens: I32, *, tp: int = 1, cp: int = 1, cp_rank: int = 0,
     """
     unit = 1 if cp == 1 else 2 * cp
     lengths = np.diff(cu_seqlens).astype(np.int64)
-    padded = -(-lengths // unit) * unit
-    total = int(padded.sum())
-    tail = max(total, min_tokens) - total
-    tail += -(total + tail) % (tp * unit)
+    padded_lengths = -(-lengths // unit) * unit
+    num_padded = int(padded_lengths.sum())
+    tail = max(num_padded, min_tokens) - num_padded
+    tail += -(num_padded + tail) % (tp * unit)
     if tail:
-        lengths, padded = np.append(lengths, 0), np.append(padded, tail)
-    starts = np.concatenate([[0], np.cumsum(padded)])
-    position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], padded)
-    row_start = np.append(cu_seqlens[:-1], 0)[: len(padded)] if tail else cu_seqlens[:-1]
-    length_of = np.repeat(lengths, padded)
-    token_index = np.where(position_ids < length_of, position_ids + np.repeat(row_start, padded), -1)
+        lengths, padded_lengths = np.append(lengths, 0), np.append(padded_lengths, tail)
+    starts = np.concatenate([[0], np.cumsum(padded_lengths)])
+    position_ids = np.arange(starts[-1]) - np.repeat(starts[:-1], padded_lengths)
+    row_start = np.append(cu_seqlens[:-1], 0)[: len(padded_lengths)] if tail else cu_seqlens[:-1]
+    length_of = np.repeat(lengths, padded_lengths)
+    token_index = np.where(position_ids < length_of, position_ids + np.repeat(row_start, padded_lengths), -1)
     next_index = np.where(position_ids + 1 < length_of, token_index + 1, -1)
-    local = zigzag(position_ids, np.repeat(padded, padded), cp, cp_rank)
+    local = zigzag(position_ids, np.repeat(padded_lengths, padded_lengths), cp, cp_rank)
     return TokenLayout(
         cu_seqlens=cu_seqlens,
         padded_cu_seqlens=starts.astype(np.int32),
@@ -141,8 +141,8 @@ def attention_pieces(padded_cu_seqlens: I32, *, cp: int = 1, cp_rank: int = 0) -
     """
     if cp == 1:
         return AttentionPieces(padded_cu_seqlens, padded_cu_seqlens, None)
-    padded = np.diff(padded_cu_seqlens).astype(np.int64)
-    chunks = padded // (2 * cp)
+    padded_lengths = np.diff(padded_cu_seqlens).astype(np.int64)
+    chunks = padded_lengths // (2 * cp)
     num_keys = np.stack([chunks * (cp_rank + 1), chunks * (2 * cp - cp_rank)], 1).ravel()  # keys per piece
     key_cu = np.concatenate([[0], np.cumsum(num_keys)])
     starts = np.repeat(padded_cu_seqlens[:-1].astype(np.int64), 2)
@@ -159,9 +159,9 @@ def tokens_by_rank(padded_cu_seqlens: I32, cp: int) -> I64:
 
     Example: one sequence of 8 with cp=2: [0, 1, 6, 7, 2, 3, 4, 5].
     """
-    padded = np.diff(padded_cu_seqlens).astype(np.int64)
-    position_ids = np.arange(padded_cu_seqlens[-1]) - np.repeat(padded_cu_seqlens[:-1], padded)
-    length_of = np.repeat(padded, padded)
+    padded_lengths = np.diff(padded_cu_seqlens).astype(np.int64)
+    position_ids = np.arange(padded_cu_seqlens[-1]) - np.repeat(padded_cu_seqlens[:-1], padded_lengths)
+    length_of = np.repeat(padded_lengths, padded_lengths)
     return np.concatenate([zigzag(position_ids, length_of, cp, rank) for rank in range(cp)])
 
 

@@ -136,8 +136,8 @@ def _send(path: Path, receivers: Sequence[int], device: torch.device) -> str:
             chunk = torch.zeros(min(CHUNK_BYTES, size - begin), dtype=torch.uint8)
             try:
                 assert file is not None, "a file of size 0 has no chunk"
-                if not error and (count := _read_into(file, chunk)) < len(chunk):
-                    error = f"{path}: {size - begin - count} of {size} bytes are missing"
+                if not error and (num_read := _read_into(file, chunk)) < len(chunk):
+                    error = f"{path}: {size - begin - num_read} of {size} bytes are missing"
             except OSError as failure:
                 error = f"{path}: {failure.strerror}"
             for receiver in receivers:
@@ -147,11 +147,11 @@ def _send(path: Path, receivers: Sequence[int], device: torch.device) -> str:
 
 def _read_into(file: BinaryIO, chunk: torch.Tensor) -> int:
     """Fill a chunk; return the number of bytes read, which is below the chunk's size if the file ends."""
-    view, count = memoryview(chunk.numpy()), 0
-    while count < len(view) and (data := file.read(len(view) - count)):
-        view[count : count + len(data)] = data
-        count += len(data)
-    return count
+    view, num_read = memoryview(chunk.numpy()), 0
+    while num_read < len(view) and (data := file.read(len(view) - num_read)):
+        view[num_read : num_read + len(data)] = data
+        num_read += len(data)
+    return num_read
 
 
 def _receive(path: Path, sender: int, device: torch.device) -> str:

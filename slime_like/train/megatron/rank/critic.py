@@ -106,8 +106,8 @@ class RankCritic(RankModel):
         if self.rank_info.is_last:
             rollout.fill("returns", returns, self.rank_info.device)
         metrics = rollout.metrics
-        for micros, count in zip(rollout.micros_by_step, num_tokens, strict=True):
-            metrics += [_rename(metric) for metric in self.optimizer_step(micros, count, None)]
+        for micros, num_step_tokens in zip(rollout.micros_by_step, num_tokens, strict=True):
+            metrics += [_rename(metric) for metric in self.optimizer_step(micros, num_step_tokens, None)]
         optim.gather_parameters(self.wrapped)
         metrics.append(Last("perf/critic_train_time", time.perf_counter() - start))
         return tuple(metrics) if self.rank_info.is_reporter else ()

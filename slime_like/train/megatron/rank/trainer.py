@@ -152,8 +152,10 @@ class RankTrainer(RankModel):
             metrics += sample_difference.close()
         start = time.perf_counter()
         with self.routing.in_training(rollout.micros):
-            for k, (micros, count) in enumerate(() if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)):
-                metrics += self.optimizer_step(micros, count, sample_difference if k == 0 else None)
+            for k, (micros, num_step_tokens) in enumerate(
+                () if frozen else zip(rollout.micros_by_step, num_tokens, strict=True)
+            ):
+                metrics += self.optimizer_step(micros, num_step_tokens, sample_difference if k == 0 else None)
         metrics += self.routing.metrics()
         optim.gather_parameters(self.wrapped)
         metrics += [

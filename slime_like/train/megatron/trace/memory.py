@@ -149,9 +149,9 @@ class _Peaks:
 
 def _micro_batch(spec: RankSpec, batch: TracedBatch, seed: int) -> PackedBatch:
     """Return a micro-batch that fills ``max_tokens_per_rank`` on every context parallel rank."""
-    total = spec.max_tokens_per_rank * spec.layout.cp
-    length = min(batch.length, total)
-    lengths = [length] * (total // length) + ([total % length] if total % length > 1 else [])
+    max_tokens = spec.max_tokens_per_rank * spec.layout.cp
+    length = min(batch.length, max_tokens)
+    lengths = [length] * (max_tokens // length) + ([max_tokens % length] if max_tokens % length > 1 else [])
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     trained_T = np.ones(int(bounds[-1]), np.bool_)
     for start, num_tokens in zip(bounds, lengths, strict=False):
