@@ -1,8 +1,9 @@
 """Child process that runs a command while this process waits, and that ends if this process ends.
 
 The child has its own session, so that Ctrl-C on a terminal reaches it only through this process, which sends it two signals.
-On the second one, ``train.py`` stops immediately and without a checkpoint, not after its step
-(``slime_like/cluster/run/stop.py``): an unfinished warm start is useless.
+The command is the quickstart's warm start, a run of ``train.py``. After one signal, ``train.py`` would finish its rollout and
+save a checkpoint; after two, it stops immediately and without one (``slime_like/cluster/run/stop.py``). An unfinished warm
+start is useless.
 """
 
 from __future__ import annotations

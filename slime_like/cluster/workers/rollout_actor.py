@@ -1,4 +1,4 @@
-"""The rollout manager as an async Ray actor, whose event loop interleaves collecting and pushing."""
+"""The rollout manager as an async Ray actor. Its event loop interleaves the collection of samples with weight pushes."""
 
 from __future__ import annotations
 
