@@ -64,7 +64,7 @@ def map_evaluation(job: Job) -> None:
     sampling = {"n_samples_per_prompt": "n", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
     keys = [f"{ROLLOUT}.val_kwargs.{name}" for name in sampling.values()]
     greedy = f"{ROLLOUT}.val_kwargs.do_sample"
-    job.leave_out("verl's own loop reads only val_kwargs.temperature", greedy)
+    job.leave_out("verl's own loop does not read it; val_kwargs.temperature=0 is greedy", greedy)
     if not files or (interval <= 0 and not before_train):
         reason = "nothing is evaluated: no data.val_files, or test_freq and val_before_train are off"
         job.leave_out(reason, "data.val_files", "trainer.test_freq", "trainer.val_before_train", *keys)

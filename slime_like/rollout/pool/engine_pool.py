@@ -84,7 +84,7 @@ class EnginePool:
         """Return whether ``engine`` passes a health check.
 
         If this process's event loop was blocked during a failed check, repeat the check, but only until the loop has run for
-        ``health.timeout_s`` in total. If ``slot`` has another engine by then, the result is False without a further check.
+        ``health.timeout_s`` in total, and only while ``engine`` is still the engine of ``slot`` and is not being restarted.
         Raises ``EngineLost`` if there is no server.
         """
         waited_s, has_warned = 0.0, False
