@@ -11,7 +11,7 @@ Each part (evidence_parts.py, evidence_parts_large.py) is one or more commands w
 are killed and the page shows the results up to then. Logs, runs and result are in runs/gpu_evidence/PART, which all nodes
 must share for a part on several nodes. The page is gpu_PART.md in docs/measurements, and NOT_RUN.md there lists the parts
 that have not passed. A part is skipped with the reason if packages, GPUs, nodes, models or data are missing.
-scripts/gpu_bundle.py packs what a machine without a network needs.
+scripts/gpu_bundle.py packs the files that a machine without a network needs.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class NodeSoak:
         run.wait_until(lambda: all(f"engine {i} serves" in run.output() for i in new_engines), LIMIT_S)
 
     def kill(self, run: NodeRun, kill: PlannedKill, next_transport: str) -> NodeRun:
-        """Kill a node, wait for the recovery, start the node again; return the run that goes on.
+        """Kill a node, wait for the recovery, start the node again; return the continuing run.
 
         After the loss of engines, the result is ``run``. After the loss of a trainer rank, it is a new process of train.py, which
         resumes the run with the transport ``next_transport``.

@@ -12,9 +12,7 @@ def map_run(job: Job) -> None:
         job.set("model.hf_checkpoint", job.text(f"{MODEL}.path"), f"{MODEL}.path")
     for our_key, key in (("run.dir", "trainer.default_local_dir"), ("run.name", "trainer.experiment_name")):
         if job.has(key) and job.settings[key].problem:
-            job.leave_out(
-                f"{job.settings[key].problem}: --with {our_key}=...; it has no effect on what is trained", key
-            )
+            job.leave_out(f"{job.settings[key].problem}: --with {our_key}=...; it has no effect on the training", key)
         elif job.sets(key):
             job.set(our_key, job.text(key), key)
         job.leave_out("as verl's default, none", key)

@@ -86,7 +86,10 @@ def open_pass(result: None, adder: Any, *_: Any, **__: Any) -> None:
 
 
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``PrefillAdder.add_one_req``: reserve what the request adds to the estimate, not ``max_new_tokens``."""
+    """Hook around ``PrefillAdder.add_one_req``: reserve the tokens that the request adds to the estimate.
+
+    SGLang itself would reserve ``max_new_tokens``.
+    """
     running_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
     num_reserved = admission.reservation([*running_requests, *adder.can_run_list, request])
     params = request.sampling_params

@@ -179,7 +179,7 @@ def end_weight_update(original: Callable[..., Any], manager: Any, request: Any) 
 
 
 def update_at_once(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around SGLang's updates of all weights in one call, from disk or by IPC: check and commit what the workers received.
+    """Hook around SGLang's updates of all weights in one call, from disk or by IPC: check and commit the workers' new weights.
 
     Return the failure if the check or the commit fails. Collective. If the update fails on one rank, every rank reports the
     failure and skips the check: a rank that checked alone would wait for the others forever. Raises ``RemoteExpertsLost`` as

@@ -259,7 +259,9 @@ def _end() -> None:
     a second or more; another SIGTERM in that time would kill the driver. Here, the handler is restored after about a
     millisecond. Remove this function once ``ray.shutdown`` leaves signals alone.
     """
-    assert hasattr(ray_worker, "_global_node"), "ray moved _global_node: find what it calls once its core is gone"
+    assert hasattr(ray_worker, "_global_node"), (
+        "ray moved _global_node: find the function that it calls once its core is gone"
+    )
     handler, node = signal.getsignal(signal.SIGTERM), ray_worker._global_node  # pyright: ignore[reportPrivateUsage]
     if node is not None:
         take_down = node.kill_all_processes

@@ -26,7 +26,7 @@ class Progress:
         self._started = self._last_message = self.clock()
 
     def ready(self, component: str, waits_for: str = "") -> None:
-        """Print the text ``component``, such as "trainer is up", and what the run waits for next, if anything."""
+        """Print the text ``component``, such as "trainer is up", and the components that the run waits for next, if any."""
         self._say(f"{component} after {self._seconds()} s" + (f"; waiting for {waits_for}" if waits_for else ""))
 
     def waiting(self, waits_for: str) -> None:

@@ -166,7 +166,7 @@ def check_foreign(root: str, values: Mapping[str, Any]) -> None:
 def describe_owner(setting: str, owner: str, removable: str) -> str:
     """Return the error message for ``setting``, which sets a field listed in ``OWNED``. ``owner`` is its entry in ``OWNED``.
 
-    ``removable`` is what the message asks the user to remove, such as "this key".
+    ``removable`` names the setting that the message asks the user to remove, such as "this key".
     """
     if owner in (ALL_TOKENS, TE_EXPERTS):
         return f"{setting} cannot be set: {owner}; remove {removable}"
