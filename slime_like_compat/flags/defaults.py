@@ -79,7 +79,7 @@ DEFAULTS: tuple[SlimeDefault, ...] = (
         "tools",
         "data.metadata_key",
         None,
-        "here the column `tools` is read too, and no key sets another name",
+        "as in slime; the column's name cannot be changed",
     ),
     SlimeDefault(
         "--async-save", "off", "run.async_save", None, "here on: training continues while a checkpoint is written"

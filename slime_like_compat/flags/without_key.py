@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _SHAPE = "config.json of --hf-checkpoint has this value: remove the flag"
 _KERNELS = "the trainer chooses its kernels: remove it"
-_HOOK = "there is no such hook; docs/coming_from_slime.md lists the interfaces"
+_HOOK = "there is no such hook; docs/extending.md lists the interfaces"
 _DISK = "weights are sent to the engines through memory or a broadcast, never through files"
 _PORT = "its signature differs: port it to algo.loss, algo.token_advantage or algo.off_policy (docs/extending.md)"
 _BUFFER = "there is no external rollout buffer: write a data source (data.source) or a generate function"

@@ -1,4 +1,7 @@
-"""Trainer of an actor together with a critic or a teacher, including the exchange of columns between these roles."""
+"""Trainer of an actor together with a critic or a teacher.
+
+It sends the scores of critic and teacher to the actor, and the critic's targets from the actor to the critic.
+"""
 
 from __future__ import annotations
 
