@@ -208,10 +208,11 @@ def phase_at(run_dir: Path, moment: float) -> str:
 
 
 def soak(num_kills: int, seed: int, folder: Path, table: TableFile | None, limit_s: float) -> Iterator[str]:
-    """Kill nodes ``num_kills`` times, but none after ``limit_s`` seconds; yield a line for each kill, then the page's text.
+    """Kill nodes up to ``num_kills`` times; yield a line for each kill, then the page's text.
 
-    The page is also written to ``table`` after each kill of a trainer rank's node and at the end. Raises ``AssertionError``
-    if the run does not end as expected or its samples are wrong.
+    After ``limit_s`` seconds, no further kill is begun, but a kill that waits for its phase takes place. The page is also written
+    to ``table`` after each kill of a trainer rank's node and at the end. Raises ``AssertionError`` if the run does not end as
+    expected or its samples are wrong.
     """
     kills = plan(num_kills, seed)
     limit = "" if limit_s == math.inf else f" --limit-s {limit_s}"

@@ -1,6 +1,7 @@
-"""Columns of a row, which is a sequence of tokens, and the memory and tables in which a store keeps the columns of its rows.
+"""Columns of the rows of a store, and the memory and tables in which the store keeps them.
 
-The columns are token ids, log-probabilities, weight versions and routed experts, with one entry per token.
+A row is a sequence of tokens. Its columns are token ids, log-probabilities, weight versions and routed experts, with one entry
+per token.
 """
 
 from __future__ import annotations
