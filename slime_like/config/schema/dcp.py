@@ -114,7 +114,10 @@ def default_backend(device: str, *, latent: bool = False) -> str:
 
 
 def backend_obstacle(backend: str, device: str, *, latent: bool = False) -> str | None:
-    """Return why an engine on ``device`` cannot serve with DCP and the attention ``backend``, or None if it can."""
+    """Return why an engine on ``device`` cannot serve with DCP and the attention ``backend``, or None if it can.
+
+    ``backend`` is the name that ``sharded_backend`` returns, not the one in the config.
+    """
     sharding_backends = (DEFAULT_BACKENDS[device], *SHARDED_BACKENDS[device].values())
     if backend in (LATENT_BACKENDS if latent and device == "cuda" else sharding_backends):
         return None
