@@ -67,12 +67,12 @@ async def long_tailed(
 ) -> Sequence[Sample]:
     """Generate samples, each with its own length (for ``rollout.generate``)."""
 
-    async def one(index: int, seed: int) -> Sample:
+    async def generate_one(index: int, seed: int) -> Sample:
         sampling = replace(context.sampling, max_new_tokens=response_length(prompt.prompt_id, index))
         (completion,) = await engine.generate(prompt.token_ids, [seed], sampling)
         return to_sample(prompt, completion, context, seed=seed, index=index)
 
-    return await asyncio.gather(*(one(index, seed) for index, seed in enumerate(seeds)))
+    return await asyncio.gather(*(generate_one(index, seed) for index, seed in enumerate(seeds)))
 
 
 def write_prompts(path: Path) -> None:
@@ -130,15 +130,17 @@ def make_arm(name: str, servers: Sequence[EngineServer], options: argparse.Names
     )
 
 
-async def push(arm: RolloutArm, servers: Sequence[EngineServer], tensors: Sequence[tuple[str, Any]], new: int) -> None:
-    """Push the same weights again as version ``new``, so that engines clear their caches."""
+async def push(
+    arm: RolloutArm, servers: Sequence[EngineServer], tensors: Sequence[tuple[str, Any]], version: int
+) -> None:
+    """Push the same weights again as ``version``, so that engines clear their caches."""
     await arm.manager.begin_push()
     for server in servers:
         client, region = EngineClient(server.url, admin_key=KEY, deadline_s=120), SharedBucketMemory()
         await client.update_from_tensors(region.write(Bucket(tuple(tensors))))
         region.close()
         await client.close()
-    await arm.manager.commit_push(new)
+    await arm.manager.commit_push(version)
 
 
 async def rollout(arm: RolloutArm, rollout_id: int, *, counts: bool) -> None:
@@ -267,11 +269,14 @@ def main() -> None:
                 ),
             ]
             asyncio.run(measure(arms, servers, tensors, options))
-            shared = asyncio.run(prefix({"fcfs (SGLang's default)": servers[0], "lpm": lpm_server}, options.rounds))
+            prefix_hits = asyncio.run(
+                prefix({"fcfs (SGLang's default)": servers[0], "lpm": lpm_server}, options.rounds)
+            )
         finally:
             for server in (*servers, lpm_server):
                 server.stop()
-    text = f"`python {' '.join(sys.argv)}`. {machine_line} {table(arms, options)}\n16 groups of 8 samples, 256 tokens of prompt, 16 sampled, one engine:\n\n{shared}\n"
+    text = f"`python {' '.join(sys.argv)}`. {machine_line} {table(arms, options)}\n"
+    text += f"16 groups of 8 samples, 256 tokens of prompt, 16 sampled, one engine:\n\n{prefix_hits}\n"
     print(visible(text))
     if options.out is not None:
         write_below(options.out, "# Over-sampling and partial rollouts", text)

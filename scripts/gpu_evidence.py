@@ -118,8 +118,8 @@ def run_part(part: EvidencePart, folder: Path, address: str = "") -> PartResult:
 
 def arguments_of(command: Command, folder: Path, address: str) -> list[str]:
     """Return the arguments of Python for a command of a part, with the Ray ``address`` for train.py unless it is empty."""
-    joined = [f"placement.ray_address={address}"] if address and command[0] == TRAIN else []
-    return [*(argument.replace("{folder}", str(folder)) for argument in command), *joined]
+    address_options = [f"placement.ray_address={address}"] if address and command[0] == TRAIN else []
+    return [*(argument.replace("{folder}", str(folder)) for argument in command), *address_options]
 
 
 def _run(name: str, arguments: Sequence[str], log: Path, seconds: float) -> int | None:

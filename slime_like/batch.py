@@ -77,8 +77,8 @@ def split_equally[Item](items: Sequence[Item], ranks: int, filler: Item) -> list
     Example: ``split_equally([1, 2, 3], 2, 0) == [[1, 2], [3, 0]]``.
     """
     num_per_rank = -(-len(items) // ranks)
-    padded = [*items, *[filler] * (num_per_rank * ranks - len(items))]
-    return [padded[rank * num_per_rank : (rank + 1) * num_per_rank] for rank in range(ranks)]
+    padded_items = [*items, *[filler] * (num_per_rank * ranks - len(items))]
+    return [padded_items[rank * num_per_rank : (rank + 1) * num_per_rank] for rank in range(ranks)]
 
 
 def shards(batch: TrainBatch, ranks: int) -> list[Shard]:

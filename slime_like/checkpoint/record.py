@@ -93,8 +93,8 @@ def describe_files(
 ) -> dict[str, FileRecord]:
     """Return the size and SHA-256 of the files ``names`` in ``folder``, by name. Files missing in ``hashes`` are hashed."""
     digests = dict(hashes or {})
-    unknown = [name for name in names if name not in digests]
-    digests |= zip(unknown, hash_files([folder / name for name in unknown]), strict=True)
+    unhashed_names = [name for name in names if name not in digests]
+    digests |= zip(unhashed_names, hash_files([folder / name for name in unhashed_names]), strict=True)
     return {name: FileRecord((folder / name).stat().st_size, digests[name]) for name in names}
 
 

@@ -267,10 +267,10 @@ def column(
     if newest_only:
         trained &= versions == versions.max(initial=-1)
     trained[:1] = False  # no token precedes the first one, so nothing predicts it
-    unknown = int((~np.isfinite(sample.logprobs[trained])).sum())
-    if unknown:
+    num_unknown = int((~np.isfinite(sample.logprobs[trained])).sum())
+    if num_unknown:
         raise EngineError(
-            f"sample {sample.sample_id} of group {sample.group_id}: {unknown} of its {int(trained.sum())} sampled "
+            f"sample {sample.sample_id} of group {sample.group_id}: {num_unknown} of its {int(trained.sum())} sampled "
             f"tokens have no finite log-probability; a generate function must keep the engine's log-probability of every Source.MODEL token"
         )
     logprobs = np.where(sampled, np.nan_to_num(sample.logprobs, nan=0.0), 0.0).astype(np.float32)

@@ -38,7 +38,7 @@ def eval_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
 
 
 def _set(name: str, path: str, config: EvalConfig, overrides: Mapping[str, Any]) -> EvalSet:
-    shared = EvalSet(
+    common_settings = EvalSet(
         name=name,
         path=path,
         n_samples_per_prompt=config.n_samples_per_prompt,
@@ -47,4 +47,4 @@ def _set(name: str, path: str, config: EvalConfig, overrides: Mapping[str, Any])
         top_k=config.top_k,
         max_response_len=config.max_response_len,
     )
-    return replace(shared, **overrides)
+    return replace(common_settings, **overrides)

@@ -123,7 +123,7 @@ ENTRIES = (
 )
 
 
-def unknown(names: Iterable[str]) -> list[str]:
+def unknown_names(names: Iterable[str]) -> list[str]:
     """Return the names that have no entry, sorted."""
     return sorted(name for name in names if not any(entry.matches(name) for entry in ENTRIES))
 

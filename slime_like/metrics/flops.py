@@ -53,7 +53,9 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
     experts = num_experts(text)
     dense = layers - len(sparse_layers(text))
     family = FAMILIES.get(str(text.get("model_type")))
-    expert_mlp, shared = (int(text.get(k) or 0) for k in ("moe_intermediate_size", "shared_expert_intermediate_size"))
+    expert_mlp, shared_mlp = (
+        int(text.get(k) or 0) for k in ("moe_intermediate_size", "shared_expert_intermediate_size")
+    )
     if text.get("num_local_experts"):
         expert_mlp = expert_mlp or int(text["intermediate_size"])
     return DecoderShape(
@@ -72,8 +74,8 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 0),
         expert_mlp=expert_mlp,
-        shared_mlp=shared or int(text.get("n_shared_experts") or 0) * expert_mlp,
-        shared_gate=bool(shared),
+        shared_mlp=shared_mlp or int(text.get("n_shared_experts") or 0) * expert_mlp,
+        shared_gate=bool(shared_mlp),
         latent=_latent(text) if text.get("kv_lora_rank") else None,
     )
 

@@ -200,12 +200,12 @@ def _trainer(options: argparse.Namespace, shape: ModelShape, hardware: Hardware)
             f"--train-ep {options.train_ep} must divide the {experts} experts of {shape.name} and the {ranks} ranks of a pipeline "
             "stage: set --train-ep to a common divisor"
         )
-    width, shared = 1 if shape.experts is None else shape.experts.width, ranks // options.train_ep
-    if shared % options.train_etp or width % options.train_etp:
+    num_features, num_sharing = 1 if shape.experts is None else shape.experts.width, ranks // options.train_ep
+    if num_sharing % options.train_etp or num_features % options.train_etp:
         raise ConfigError(
-            f"--train-etp {options.train_etp} must divide the {width} features of an expert of {shape.name} and the {shared} ranks "
-            f"that hold the same experts ({ranks} ranks of a pipeline stage / --train-ep {options.train_ep}): set --train-etp to a "
-            "common divisor"
+            f"--train-etp {options.train_etp} must divide the {num_features} features of an expert of {shape.name} and the "
+            f"{num_sharing} ranks that hold the same experts ({ranks} ranks of a pipeline stage / --train-ep {options.train_ep}): "
+            "set --train-etp to a common divisor"
         )
     return TrainerSettings(
         tp=options.train_tp,

@@ -187,7 +187,7 @@ def _recurrence(fields: _Fields) -> Recurrence:
 def _experts(fields: _Fields) -> ExpertShape:
     mixtral = fields.optional("num_local_experts") > 0  # such configs have the width of an expert in intermediate_size
     width = fields.count("moe_intermediate_size", *(("intermediate_size",) if mixtral else ()))
-    shared = fields.optional("shared_expert_intermediate_size")
+    shared_width = fields.optional("shared_expert_intermediate_size")
     num_experts, per_token = (
         fields.count("num_experts", "num_local_experts", "n_routed_experts"),
         fields.count("num_experts_per_tok"),
@@ -198,6 +198,6 @@ def _experts(fields: _Fields) -> ExpertShape:
         num_experts=num_experts,
         per_token=per_token,
         width=width,
-        shared_width=shared or fields.optional("n_shared_experts") * width,
-        shared_gate=shared > 0,
+        shared_width=shared_width or fields.optional("n_shared_experts") * width,
+        shared_gate=shared_width > 0,
     )

@@ -110,7 +110,7 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
     head = 1 if s.replicated_head else s.gpus
     dense_layers = len(shape.layers) - shape.sparse_layers
     mlp = dense_layers * shape.dense_parameters + shape.sparse_layers * shape.shared_parameters
-    small = shape.sparse_layers * shape.router_parameters + (2 * len(shape.layers) + 1) * shape.hidden
+    small_weights = shape.sparse_layers * shape.router_parameters + (2 * len(shape.layers) + 1) * shape.hidden
     attention = linear * _attention_weights(shape, s)
     saved_bytes = linear * flow_saving(shape, s)
     slots = linear * flow_slots(shape, s)
@@ -119,7 +119,7 @@ def weight_items(shape: ModelShape, settings: EngineSettings) -> tuple[Item, ...
         ("FlowMLA slots", slots, "gathered layers"),
         ("experts", linear * shape.routed_parameters * _local_share(shape, s) / s.gpus, f"over {s.gpus} ranks"),
         ("MLP", linear * mlp / s.gpus, "dense layers and shared experts" if shape.experts else ""),
-        ("router and norms", wide * small, "replicated"),
+        ("router and norms", wide * small_weights, "replicated"),
         ("embedding", wide * shape.embedding_parameters / shards, "replicated" if shards == 1 < s.gpus else ""),
         ("output layer", 0 if shape.tied else wide * shape.embedding_parameters / head, ""),
     )

@@ -31,5 +31,5 @@ def _layer_kernels(shape: ModelShape, mixer: str, *, fp8: bool, sparse: bool) ->
     kernels = MIXERS[mixer] + fp8 * QUANTIZED[mixer]
     if not sparse:
         return kernels + DENSE + fp8 * QUANTIZED["mlp"]
-    shared = shape.experts is not None and shape.experts.shared_width > 0
-    return kernels + EXPERTS + shared * SHARED + fp8 * QUANTIZED["mlp"] * (1 + shared)
+    has_shared_experts = shape.experts is not None and shape.experts.shared_width > 0
+    return kernels + EXPERTS + has_shared_experts * SHARED + fp8 * QUANTIZED["mlp"] * (1 + has_shared_experts)

@@ -81,9 +81,9 @@ def graph_bytes(shape: ModelShape, settings: EngineSettings, gpu: GpuKind) -> fl
     requests = graph_requests(settings, gpu)
     total = constants.SGLANG_GRAPH.value * requests if settings.decode_graphs else 0.0
     if settings.dp_attention > 1:
-        padded = requests * settings.dp_attention
-        total += constants.SGLANG_PADDING.value * padded
-        total += constants.SGLANG_LARGE_PADDING.value * padded * (requests > LARGE_GRAPH)
+        padded_requests = requests * settings.dp_attention
+        total += constants.SGLANG_PADDING.value * padded_requests
+        total += constants.SGLANG_LARGE_PADDING.value * padded_requests * (requests > LARGE_GRAPH)
     graphs = prefill_graphs(shape, settings, gpu)
     if graphs is not None:
         latent = shape.latent is not None

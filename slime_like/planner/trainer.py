@@ -236,23 +236,23 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
     s, element = settings, PARAMETER_BYTES[settings.dtype]
     local = s.tp if s.sequence_parallel else 1
     numbers = 5 * shape.hidden / local
-    small = 0.0
+    small_numbers = 0.0
     if mixer == ATTENTION and (a := shape.attention):
         numbers += (3 * a.query + 4 * a.key + 2 * a.key * (s.cp - 1) + a.query * 2 * a.gated) / s.tp + 4 * a.head_dim
-        small += 4 * a.heads / s.tp
+        small_numbers += 4 * a.heads / s.tp
     elif mixer == LATENT and (m := shape.latent):
         query, value = m.heads * (m.nope_dim + m.rope_dim), m.heads * m.value_dim
         numbers += (4 * query + 3 * value) / s.tp + 2 * (m.query_rank + m.kv_rank) + m.rope_dim
-        small += 4 * m.heads / s.tp
+        small_numbers += 4 * m.heads / s.tp
     elif r := shape.recurrence:
         numbers += 10 * (r.channels + r.values) / s.tp
     if not sparse:
-        return element * (numbers + 5 * shape.dense_width / s.tp) + small
+        return element * (numbers + 5 * shape.dense_width / s.tp) + small_numbers
     assert shape.experts is not None, "a sparse layer has experts"
     e = shape.experts
     widths = 3 if s.grouped_experts else 5  # saved for the backward pass
     routed = e.per_token * (s.etp * shape.hidden + widths * e.width) + 4 * shape.hidden
-    return element * (numbers + routed / local + 5 * e.shared_width / s.tp) + small
+    return element * (numbers + routed / local + 5 * e.shared_width / s.tp) + small_numbers
 
 
 def _segments(shape: ModelShape, settings: TrainerSettings, stage: int) -> tuple[StageSegment, ...]:

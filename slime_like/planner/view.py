@@ -73,10 +73,10 @@ def trainer_lines(
     yield from columns(rows)
 
 
-def phase_lines(shared: Iterable[Phases], hardware: Hardware) -> Iterator[str]:
+def phase_lines(phases: Iterable[Phases], hardware: Hardware) -> Iterator[str]:
     """Yield the memory of a GPU that trainer and engine share, by phase, for each way of sharing it."""
     yield f"trainer and engine on one GPU of {gib(hardware.gpu.memory)}"
-    rows = [(phase.name, gib(phase.training), gib(phase.sampling), gib(phase.kv_bytes), "") for phase in shared]
+    rows = [(phase.name, gib(phase.training), gib(phase.sampling), gib(phase.kv_bytes), "") for phase in phases]
     yield from columns([("", "training", "sampling", "space for KV", ""), *rows])
 
 

@@ -143,8 +143,8 @@ class RemoteReward:
 
     def _reward(self, content: bytes) -> Reward:
         try:
-            parsed: Any = json.loads(content)
-            fields: dict[str, Any] = parsed if isinstance(parsed, dict) else {"score": parsed}
+            reply: Any = json.loads(content)
+            fields: dict[str, Any] = reply if isinstance(reply, dict) else {"score": reply}
             return validated_reward(fields["score"], fields.get("acc"))
         except (ValueError, KeyError, RecursionError) as error:
             raise RewardError(

@@ -235,12 +235,12 @@ class SampleStore:
         for position, row, start in zip(positions.tolist(), rows.tolist(), starts.tolist(), strict=True):
             if batch.experts and batch.experts[position] is not None:
                 self._set_experts(row, key, start, batch.experts[position], int(ends[position]))
-        old = self._rows.extent[rows].tolist()
+        old_extents = self._rows.extent[rows].tolist()
         extents = self._extents.add(key, starts, required_sizes + spare)
         self._extents.used[extents] = self._rows.length[rows]
         self._rows.extent[rows], self._rows.slab[rows], self._rows.start[rows] = extents, key, starts
-        num_shared = self._drop_references(old)
-        self.num_clones, self.num_moves = self.num_clones + num_shared, self.num_moves + len(old) - num_shared
+        num_shared = self._drop_references(old_extents)
+        self.num_clones, self.num_moves = self.num_clones + num_shared, self.num_moves + len(old_extents) - num_shared
 
     def _copy_rows(self, rows: I64, key: int, starts: I64) -> None:
         table, target = self._rows, self._slabs[key].columns

@@ -102,10 +102,10 @@ class _Search:
                 self._add_code(constant, variables)
             else:
                 self.add(constant)
-        named = [variables[name] for name in code.co_names if name in variables]
-        self._add_all(named)
+        values = [variables[name] for name in code.co_names if name in variables]
+        self._add_all(values)
         imported_here = [sys.modules[name] for name in code.co_names if name in sys.modules]
-        for module in [value for value in (*named, *imported_here) if isinstance(value, ModuleType)]:
+        for module in [value for value in (*values, *imported_here) if isinstance(value, ModuleType)]:
             self._add_all(vars(module)[name] for name in code.co_names if name in vars(module))
 
     def _is_followed(self, value: Any) -> bool:

@@ -39,20 +39,22 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
     if not isinstance(tree, dict):
         raise file.refused("is not a mapping")
     config = cast("dict[str, Any]", tree)
-    shared = config.get("defaults") or {}
-    if not isinstance(shared, Mapping):
-        raise file.refused(f"has defaults={abbreviate(shared)}, which is not a mapping")
+    defaults = config.get("defaults") or {}
+    if not isinstance(defaults, Mapping):
+        raise file.refused(f"has defaults={abbreviate(defaults)}, which is not a mapping")
     datasets = list(_datasets(config.get("datasets"), file))
     if not datasets:
         raise file.refused("names no datasets")
     yield "evaluation.datasets={}"
     for fields in datasets:
         name, data = fields["name"], fields["path"]
-        merged = {**cast("Mapping[str, Any]", shared), **fields}
-        if reference := next((field for field, value in merged.items() if "${" in str(value)), ""):
-            raise file.refused(f"has {name}.{reference}={abbreviate(merged[reference])}, a reference: write the value")
+        settings = {**cast("Mapping[str, Any]", defaults), **fields}
+        if reference := next((field for field, value in settings.items() if "${" in str(value)), ""):
+            raise file.refused(
+                f"has {name}.{reference}={abbreviate(settings[reference])}, a reference: write the value"
+            )
         yield f"evaluation.datasets.{name}={render(data)}"
-        settings = dict(_settings(name, merged, file))
+        settings = dict(_settings(name, settings, file))
         if settings:
             yield f"evaluation.overrides.{name}={render(settings)}"
 

@@ -74,11 +74,9 @@ def map_settings(
     """
     job = translate_settings(settings, user_overrides=user_overrides, drop=drop)
     base = {"run.name": render(run_name), "placement.device": "cuda"}
-    first = {key: job.overrides[key] for key in ("algo",) if key in job.overrides}
-    merged = first | base | {key: text for key, text in job.overrides.items() if key != "algo"}
-    overrides = [f"{key}={text}" for key, text in merged.items() if key not in job.user_overrides] + list(
-        user_overrides
-    )
+    algorithm = {key: job.overrides[key] for key in ("algo",) if key in job.overrides}
+    texts = algorithm | base | {key: text for key, text in job.overrides.items() if key != "algo"}
+    overrides = [f"{key}={text}" for key, text in texts.items() if key not in job.user_overrides] + list(user_overrides)
     if any(row.verdict in BLOCKING for row in job.rows):
         return Mapped(tuple(job.rows), (), None)
     hint = "The job sets these keys here; --drop KEY leaves a key out, --with KEY=VALUE sets a key of ours"

@@ -15,7 +15,7 @@ from slime_like.config.rules.tree import LOSS_SCHEMAS
 from slime_like.config.schema.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfig
 from slime_like.config.schema.names import LOSSES
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
-from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.dictionary import unknown_names
 from slime_like.registry import resolve
 from tests.algo.simulate import LocalReduce
 
@@ -169,7 +169,7 @@ def test_every_metric_of_a_loss_is_in_the_dictionary() -> None:
         SftConfig(),
     ):
         output: LossOutput = resolve("algo.loss", config.loss, LOSSES)(config)(tokens)
-        assert unknown(f"train/{name}" for name in [*output.means, *output.maxima]) == []
+        assert unknown_names(f"train/{name}" for name in [*output.means, *output.maxima]) == []
 
 
 @pytest.mark.parametrize("name", [name for name, path in LOSSES.items() if path.startswith("slime_like.algo.loss:")])

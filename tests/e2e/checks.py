@@ -35,7 +35,7 @@ def check_consistency(rows: list[dict[str, Any]], *, cached: bool = True) -> Non
 def check_documented(rows: list[dict[str, Any]]) -> None:
     """Check that every logged metric has an entry in the dictionary."""
     names = {name for row in rows for name in row} - {"step", "time", "spans", "warnings"}
-    assert dictionary.unknown(names) == []
+    assert dictionary.unknown_names(names) == []
 
 
 def check_guard(rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from slime_like.config.schema.rollout import EvalConfig, RewardConfig, RolloutCo
 from slime_like.config.schema.run import LoopConfig
 from slime_like.data.assemble import AssembleSpec, assemble
 from slime_like.errors import ConsistencyError, UserCodeError
-from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.dictionary import unknown_names
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.collect.state import in_flight_path
 from slime_like.rollout.manager import ManagerSpec, RolloutManager
@@ -105,7 +105,7 @@ class ManagerUnderTest:
         (scores,) = probe_scores
         metrics = reduce_metrics(check(scores, trainer, version, TOLERANCE))
         assert len(scores.continuations) == len(scores.token_ids) > 0
-        assert unknown(metrics) == []
+        assert unknown_names(metrics) == []
         # All tokens of a prefix but the last are cache hits; prefixes seldom have fewer than two tokens.
         assert metrics["probe/prefix_cache_hit_rate"] >= 0.5
 
@@ -188,7 +188,7 @@ def test_partial_rollouts_across_pushes_and_a_resume(
     num_dropped = sum(rollout_metrics["rollout/dropped_groups/nonzero_std"] for rollout_metrics in metrics)
     assert len(trained_groups) + num_dropped + in_flight == side.source.state()["taken"]
     assert all(rollout_metrics["rollout/wasted_tokens"] == 0 for rollout_metrics in metrics)
-    assert unknown(metrics[0]) == []
+    assert unknown_names(metrics[0]) == []
 
 
 def test_without_partial_rollouts_every_token_is_of_the_newest_weights(
@@ -237,7 +237,7 @@ def test_user_functions_that_fail_or_drop_every_group_are_named(
     assert rollout_metrics["rollout/retractions"] == 0
     assert collected.groups == () and rollout_metrics["rollout/empty_in_a_row"] == 1
     assert rollout_metrics["rollout/dropped_groups/tests.engine.failing_functions:drop_all/never good"] == BATCH
-    assert "rollout/generated/raw_reward" in rollout_metrics and unknown(rollout_metrics) == []
+    assert "rollout/generated/raw_reward" in rollout_metrics and unknown_names(rollout_metrics) == []
     assert [str(w).split(";")[0] for w in collected.warnings] == ["rollout 0 is empty: nothing is trained on"]
     assert "tests.engine.failing_functions:drop_all dropped 2 (never good)" in collected.warnings[0].text
     assert "with label" in collected.warnings[0].example

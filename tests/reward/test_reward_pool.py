@@ -17,7 +17,7 @@ import pytest
 from slime_like.config.schema.rollout import RewardConfig
 from slime_like.data.group_metrics import group_metrics
 from slime_like.errors import DeadlineExceeded, RewardError
-from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.dictionary import unknown_names
 from slime_like.metrics.types import reduce_metrics
 from slime_like.reward import process
 from slime_like.reward.pool import COUNTS, RewardPool
@@ -240,7 +240,7 @@ def test_weighted_rewards_are_summed_and_recorded() -> None:
     )
     metrics = reduce_metrics(group_metrics(scored_groups[:1], 0))
     assert (metrics["rollout/reward/answer"], metrics[f"rollout/reward/{USERS}:length"]) == (0.5, 2.5)
-    assert unknown(metrics) == []
+    assert unknown_names(metrics) == []
 
 
 def test_evaluation_uses_only_the_reward_of_the_row() -> None:

@@ -18,7 +18,7 @@ from slime_like.config.rules.eval_overrides import check_overrides
 from slime_like.config.schema.rollout import EvalConfig, RewardConfig
 from slime_like.data.heldout import EvalSet, eval_sets
 from slime_like.errors import ConfigError
-from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.dictionary import unknown_names
 from slime_like.metrics.types import Sum, reduce_metrics
 from slime_like.rollout.generate.evaluate import (
     ManagerEvaluation,
@@ -92,7 +92,7 @@ def test_metrics_have_slimes_names_and_are_in_the_dictionary() -> None:
     metrics = reduce_metrics(
         eval_metrics("aime", results(scored([right, wrong], [done, cut]), scored([wrong, wrong], [done, done])))
     )
-    assert unknown(metrics) == []
+    assert unknown_names(metrics) == []
     assert metrics == {
         "eval/aime": 0.25,
         "eval/aime-truncated_ratio": 0.25,

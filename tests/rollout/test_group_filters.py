@@ -8,7 +8,7 @@ import pytest
 
 from slime_like.config.schema.rollout import RolloutConfig
 from slime_like.errors import UserCodeError
-from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.dictionary import unknown_names
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.collect.group_filters import MAX_REASONS, GroupFilters
 from slime_like.types import SampleGroup, Status
@@ -47,7 +47,7 @@ def test_reasons_are_metrics_and_are_later_reported_as_zero() -> None:
     assert f"{HERE}:by_prompt dropped 3 (late, other)" in report.summary
     values = reduce_metrics(report.metrics)
     assert {name: values[name] for name in expected | nonzero} == expected | nonzero
-    assert not unknown(values)
+    assert not unknown_names(values)
     second_report = reduce_metrics(group_filters.report().metrics)
     assert second_report == dict.fromkeys(expected | nonzero, 0), "means without groups are omitted"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slime_like.data.overlong import OverlongPenalty
-from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.dictionary import unknown_names
 from slime_like.metrics.types import RunWarning, reduce_metrics
 from slime_like.rollout.selection import LearningSignal
 from slime_like.types import SampleGroup, Source, Span, Status
@@ -29,7 +29,7 @@ def observe(signal: LearningSignal, *rollouts: tuple[SampleGroup, ...], waiting:
 
 def streaks(signal: LearningSignal) -> tuple[float, float]:
     values = reduce_metrics(signal.metrics())
-    assert not unknown(values)
+    assert not unknown_names(values)
     return values["rollout/empty_in_a_row"], values["rollout/without_signal_in_a_row"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slime_like.errors import EngineError
 from slime_like.interfaces import Completion
-from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.dictionary import unknown_names
 from slime_like.metrics.types import reduce_metrics
 from slime_like.rollout.engine.client import EngineClient
 from slime_like.rollout.pool import router as router_module
@@ -196,7 +196,7 @@ def test_usage_by_hand() -> None:
         "rollout/avg_cached_tokens_per_sample": pytest.approx(10 / 3),
         "rollout/engine_load_max": 40 / 30,
     }
-    assert unknown(metrics) == []
+    assert unknown_names(metrics) == []
     assert usage.drain() == []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime_like.config.schema.resolved import Layout
-from slime_like.metrics.dictionary import unknown
+from slime_like.metrics.dictionary import unknown_names
 from tests.train.jobs import SP, RankJob, Results
 from tests.train.sample_difference import TOLERANCE
 
@@ -40,7 +40,7 @@ def test_samples_of_the_trainers_weights_are_trained_on(name: str, results: Resu
     assert metrics["train/off_policy_token_ratio"] == 0 and f"{DRIFT}_mixed" not in metrics
     assert {f"{DRIFT}_max/{kind}" for kind in ("attention", "mlp", "all")} <= metrics.keys()
     assert max(metrics[f"{DRIFT}_max/{kind}"] for kind in ("attention", "mlp", "all")) <= TOLERANCE / 10
-    assert unknown(metrics) == []
+    assert unknown_names(metrics) == []
 
 
 @pytest.mark.parametrize("fault", ["older weights", "shifted", "temperature", "not a number", "reference"])
@@ -68,4 +68,4 @@ def test_samples_begun_by_other_weights_are_reported_separately(name: str, resul
     assert metrics[f"{DRIFT}_mixed"] == pytest.approx(1, abs=1e-4) == metrics[f"{DRIFT}_mixed_max"]
     assert metrics[f"{DRIFT}_stale"] == pytest.approx(1, abs=1e-4)
     assert 0 < metrics["train/off_policy_token_ratio"] < 0.5
-    assert unknown(metrics) == []
+    assert unknown_names(metrics) == []

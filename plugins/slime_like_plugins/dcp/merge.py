@@ -51,9 +51,9 @@ def all_to_all(out_TAD: Tensor, lse_TA: Tensor, group: Any) -> tuple[Tensor, Ten
     packed = torch.cat((out_TAD, lse_TA[..., None]), -1)
     tokens, heads, width = packed.shape
     sent_parts = packed.view(tokens, size, heads // size, width).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent_parts)
-    group.all_to_all_single(received, sent_parts)
-    return merge(received[..., :-1], received[..., -1])
+    received_parts = torch.empty_like(sent_parts)
+    group.all_to_all_single(received_parts, sent_parts)
+    return merge(received_parts[..., :-1], received_parts[..., -1])
 
 
 EXCHANGES: dict[str, Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]] = {

@@ -98,10 +98,11 @@ class PullGather:
         messages: list[Any] = [json.loads(text) for text in self._exchange.gather(json.dumps(message).encode())]
         problem = ""
         try:
-            opened = [
-                parts if rank == self._rank else self._open(message, other) for rank, other in enumerate(messages)
+            parts_of_ranks = [
+                parts if rank == self._rank else self._open(message, rank_message)
+                for rank, rank_message in enumerate(messages)
             ]
-            self._parts = [list(layer) for layer in zip(*opened, strict=True)]
+            self._parts = [list(layer) for layer in zip(*parts_of_ranks, strict=True)]
         except (OSError, RuntimeError, ValueError) as error:
             problem = f"rank {self._rank} of {self._num_ranks} cannot read the weights of another rank: {error}"
         problems = [text.decode() for text in self._exchange.gather(problem.encode()) if text]
@@ -118,20 +119,20 @@ class PullGather:
     def start(self, slot: int, layer: int, buffer: Tensor) -> Pending:
         return self._memory.copy(slot, buffer, self._parts[layer])
 
-    def _open(self, message: Mapping[str, Any], other: Mapping[str, Any]) -> list[Tensor]:
-        """Return the parts of the rank that sent ``other``; ``message`` is this rank's.
+    def _open(self, message: Mapping[str, Any], rank_message: Mapping[str, Any]) -> list[Tensor]:
+        """Return the parts of the rank that sent ``rank_message``; ``message`` is this rank's.
 
         Raises ``ValueError`` if that rank is on another machine or its parts have other sizes, and the errors of
         ``PartMemory.open``.
         """
-        if other["machine"] != message["machine"]:
+        if rank_message["machine"] != message["machine"]:
             raise ValueError("it runs on another machine or in another container")
-        if other["sizes"] != message["sizes"]:
-            raise ValueError(f"its parts have {other['sizes']} bytes instead of {message['sizes']}")
-        opened = [self._memory.open(address) for address in other["addresses"][self._rank]]
-        if [len(part) for part in opened] != message["sizes"]:
-            raise ValueError(f"it shares {[len(part) for part in opened]} bytes instead of {message['sizes']}")
-        return opened
+        if rank_message["sizes"] != message["sizes"]:
+            raise ValueError(f"its parts have {rank_message['sizes']} bytes instead of {message['sizes']}")
+        opened_parts = [self._memory.open(address) for address in rank_message["addresses"][self._rank]]
+        if [len(part) for part in opened_parts] != message["sizes"]:
+            raise ValueError(f"it shares {[len(part) for part in opened_parts]} bytes instead of {message['sizes']}")
+        return opened_parts
 
 
 def machine() -> str:

@@ -65,9 +65,9 @@ class HeadExchange:
         sections = (*inputs.qkv.split(self.channels, -1), inputs.beta, inputs.alpha)
         by_share = [s.unflatten(-1, (self.size, -1)).transpose(0, 1) for s in sections]  # [size, L, width / size] each
         sent_rows = torch.cat(by_share, -1)
-        received: Tensor = all_to_all(self.group, sent_rows).flatten(0, 1)[packed.in_order]
+        received_rows: Tensor = all_to_all(self.group, sent_rows).flatten(0, 1)[packed.in_order]
         widths = (sum(self.channels) // self.size, num_heads // self.size, num_heads // self.size)
-        qkv, beta, alpha = received.split(widths, -1)
+        qkv, beta, alpha = received_rows.split(widths, -1)
         return DeltaInputs(
             qkv,
             beta,
@@ -93,7 +93,7 @@ class HeadExchange:
             return out
         assert packed.by_rank is not None
         sent_rows = out.flatten(1)[packed.by_rank].unflatten(0, (self.size, -1))
-        received: Tensor = all_to_all(
+        received_rows: Tensor = all_to_all(
             self.group, sent_rows
         )  # [size, L, HV / size * V], the heads of one rank after another
-        return received.transpose(0, 1).reshape(received.shape[1], -1, self.heads.value_dim)
+        return received_rows.transpose(0, 1).reshape(received_rows.shape[1], -1, self.heads.value_dim)

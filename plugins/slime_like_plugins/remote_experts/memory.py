@@ -83,8 +83,8 @@ class ExpertMemory:
         num_experts = len(matrices["w13"])
         ids = ids.copy()  # the engine could change shared memory after the check
         if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= num_experts):
-            named = int(ids.max()) if int(ids.min()) >= -1 else int(ids.min())
-            raise FrameError(f"layer {layer} has {num_experts} remote experts, and a request names {named}")
+            wrong_id = int(ids.max()) if int(ids.min()) >= -1 else int(ids.min())
+            raise FrameError(f"layer {layer} has {num_experts} remote experts, and a request names {wrong_id}")
         return expert_sums(rows_NH, ids, weights, matrices["w13"], matrices["w2"])
 
     def _matrices(self, layer: int) -> dict[str, Tensor]:

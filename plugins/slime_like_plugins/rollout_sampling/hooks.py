@@ -65,11 +65,11 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     if blocks == 1:
         total_B = weights_BV.sum(-1, dtype=torch.float64)
         return _search(weights_BV, uniform_B * total_B)[0]
-    padded = weights_BV
+    padded_weights = weights_BV
     if blocks * BLOCK != vocabulary:
-        padded = weights_BV.new_zeros(rows, blocks * BLOCK)
-        padded[:, :vocabulary] = weights_BV
-    tiles = padded.view(rows, blocks, BLOCK)
+        padded_weights = weights_BV.new_zeros(rows, blocks * BLOCK)
+        padded_weights[:, :vocabulary] = weights_BV
+    tiles = padded_weights.view(rows, blocks, BLOCK)
     sums_BN = tiles.sum(-1, dtype=torch.float64)
     block_B, residual_B = _search(sums_BN, uniform_B * sums_BN.sum(-1))
     within_B, _ = _search(tiles[torch.arange(rows, device=tiles.device), block_B], residual_B)

@@ -57,8 +57,8 @@ def phase_memory(
     ``scoring`` is the memory of a trainer rank with weights only. The result is a single phase if nothing is offloaded, or
     if the GPU is not shared by an engine and another role.
     """
-    shared = ENGINE in roles and len(roles) > 1
-    if not shared or not (offloads.train or offloads.rollout):
+    shares_gpu = ENGINE in roles and len(roles) > 1
+    if not shares_gpu or not (offloads.train or offloads.rollout):
         return (PhaseMemory("", tuple(roles.items())),)
     phases = (COLLECT, STEP, PUSH, SAVE)
     return tuple(PhaseMemory(phase, tuple(_tables(roles, scoring, offloads, phase))) for phase in phases)

@@ -133,7 +133,7 @@ def _engine_remedies(demand: Demand) -> Iterator[tuple[str, Demand]]:
 def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
     """Yield changes, as on the command line, that may make the run fit, least costly first."""
     settings = demand.settings
-    shared = "engine" in plan.busiest and "trainer" in plan.busiest
+    shares_gpus = "engine" in plan.busiest and "trainer" in plan.busiest
     if "engine" in plan.busiest and plan.engine is not None:
         excess = plan.needed_bytes - plan.available
         current = plan.engine.pool + plan.engine.table.of(*WEIGHT_ITEMS)
@@ -151,11 +151,11 @@ def _remedies(demand: Demand, plan: MemoryPlan) -> Iterator[tuple[str, Demand]]:
                 change = replace(settings, tokens=tokens)
                 yield f"parallel.max_tokens_per_rank={tokens}", replace(demand, trainer=change)
     offloaded = replace(demand.offload_settings, train=True, rollout=True)
-    if shared and offloaded != demand.offload_settings and may_offload(demand):
+    if shares_gpus and offloaded != demand.offload_settings and may_offload(demand):
         yield OFFLOAD_KEYS, replace(demand, offloads=offloaded)
     hardware = demand.hardware
     separate = _num_devices(demand, "trainer") + _num_devices(demand, "engine")
-    if shared and hardware is not None and separate <= hardware.num_gpus:
+    if shares_gpus and hardware is not None and separate <= hardware.num_gpus:
         roles = tuple(role for role in demand.roles if role.name != "engine")
         yield "placement.mode=split", replace(demand, roles=roles)
 

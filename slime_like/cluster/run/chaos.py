@@ -193,14 +193,14 @@ def _signal_of(fault: Fault) -> str:
 
 
 def report_lines(
-    injections: Sequence[InjectedFault], recoveries: Sequence[Recovery], pending: Sequence[Fault] = ()
+    injections: Sequence[InjectedFault], recoveries: Sequence[Recovery], uninjected_faults: Sequence[Fault] = ()
 ) -> list[str]:
     """Return the recovery report: a summary and one line per fault; no lines if there were no faults.
 
-    ``pending`` are the faults that were not injected.
+    ``uninjected_faults`` are those of the schedule that were not injected.
     """
     outcomes = faults.outcomes(injections, recoveries)
-    if not (outcomes or pending):
+    if not (outcomes or uninjected_faults):
         return []
     engines = [recovery for recovery in recoveries if recovery.engine != REWARD_SERVER]
     num_serving = sum(bool(recovery.joined) for recovery in engines)
@@ -212,5 +212,5 @@ def report_lines(
     return [
         head,
         *results,
-        *(f"  {fault} was not injected in this part of the run" for fault in pending),
+        *(f"  {fault} was not injected in this part of the run" for fault in uninjected_faults),
     ]

@@ -163,17 +163,17 @@ class Control:
         if self._signalled is not None:
             yield RequestText(Request.SAVE), self._signalled, ""
             self._signalled = None
-        unknown: list[_File] = []
+        unknown_files: list[_File] = []
         for file in self._files():
             if (file.name, file.identity) in self._unremovable or not self._remove(file):
                 continue
             text = None if file.is_folder else parse_request(file.name)
             if text is None:
-                unknown.append(file)
+                unknown_files.append(file)
             else:
                 yield text, file.mtime, "" if file.owner == os.geteuid() else _user(file.owner)
-        if unknown:
-            self._report_unknown(unknown)
+        if unknown_files:
+            self._report_unknown(unknown_files)
 
     def _report_unknown(self, files: list[_File]) -> None:
         """Report all unknown requests in one message."""

@@ -251,8 +251,8 @@ class Placement:
                 continue
             gpus = tuple(range(first + index * spec.tp, first + (index + 1) * spec.tp))
             options, visible = self._shared_options(gpus, "engine", index)
-            shared = gpus if self._plan.colocated and self._plan.device == "cuda" else ()
-            actors.append(template.start(index, options, visible.get(VISIBLE_DEVICES, ""), gpus=shared))
+            trainer_gpus = gpus if self._plan.colocated and self._plan.device == "cuda" else ()
+            actors.append(template.start(index, options, visible.get(VISIBLE_DEVICES, ""), gpus=trainer_gpus))
         self._engines += actors
         return actors
 

@@ -75,59 +75,61 @@ def wait_all[R](
     are pending, but raised only after ``_root_cause``, which may wait for a more specific one. Each wait collects all
     available results, and waits become longer, so that their number does not depend on the number of ``refs``.
     """
-    pending = {ref: name for name, ref in refs.items()}
+    pending_refs = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}
     seconds = FIRST_POLL_S
-    while pending:
-        ready, _ = ray.wait(
-            list(pending), num_returns=len(pending), timeout=min(seconds, _remaining(deadline, pending))
+    while pending_refs:
+        ready_refs, _ = ray.wait(
+            list(pending_refs),
+            num_returns=len(pending_refs),
+            timeout=min(seconds, _remaining_seconds(deadline, pending_refs)),
         )
-        if waiting is not None and not ready:
-            waiting(_names(pending))
+        if waiting is not None and not ready_refs:
+            waiting(_names(pending_refs))
         errors: list[SlimeLikeError] = []
-        for ref in ready:
-            name = pending.pop(ref)
+        for ref in ready_refs:
+            name = pending_refs.pop(ref)
             try:
                 results[name] = _get(name, ref, deadline)
             except SlimeLikeError as error:
                 errors.append(error)
         if errors:
-            raise _root_cause(errors, pending, deadline)
+            raise _root_cause(errors, pending_refs, deadline)
         seconds = min(2 * seconds, POLL_S)
     return {name: results[name] for name in refs}
 
 
-def _names(pending: Mapping[ObjectRef[Any], str]) -> str:
-    return ", ".join(sorted(pending.values()))
+def _names(pending_refs: Mapping[ObjectRef[Any], str]) -> str:
+    return ", ".join(sorted(pending_refs.values()))
 
 
-def _remaining(deadline: Deadline, pending: Mapping[ObjectRef[Any], str]) -> float:
+def _remaining_seconds(deadline: Deadline, pending_refs: Mapping[ObjectRef[Any], str]) -> float:
     seconds = deadline.limit - deadline.elapsed()
     if seconds <= 0:
-        raise deadline.exceeded(_names(pending))
+        raise deadline.exceeded(_names(pending_refs))
     return seconds
 
 
 def _root_cause(
-    errors: Sequence[SlimeLikeError], pending: Mapping[ObjectRef[Any], str], deadline: Deadline
+    errors: Sequence[SlimeLikeError], pending_refs: Mapping[ObjectRef[Any], str], deadline: Deadline
 ) -> SlimeLikeError:
-    """Return the most likely root cause among ``errors`` and errors of ``pending`` calls that follow soon.
+    """Return the most likely root cause among ``errors`` and errors of ``pending_refs`` that follow soon.
 
     The most likely cause is the death of a process, then an error that no death can cause, then a ``CollectiveError``. The
     failure of one rank breaks its peers' connections, so their errors arrive too. If ``errors`` may all be consequences, wait
-    for the death of a ``pending`` process. Ray reports a dead process immediately, but the processes of a lost node only once
-    Ray has declared the node dead.
+    for the death of a process with a pending call. Ray reports a dead process immediately, but the processes of a lost node
+    only once Ray has declared the node dead.
     """
     if not any(_died(error) or _is_specific(error) for error in errors):
-        waiting_refs, waited_s = dict(pending), 0.0
+        waiting_refs, waited_s = dict(pending_refs), 0.0
         is_collective = any(isinstance(error, CollectiveError) for error in errors)
         limit = DECLARED_S if waiting_refs and is_collective and _has_several_nodes() else GRACE_S
         # The deadline may pass during this wait, but is not the cause then.
         extended_deadline = replace(deadline, seconds=deadline.seconds + DECLARED_S)
         while waiting_refs and waited_s < limit and not any(map(_died, errors)):
-            ready, _ = ray.wait(list(waiting_refs), num_returns=len(waiting_refs), timeout=POLL_S)
-            errors = [*errors, *_errors(ready, waiting_refs, extended_deadline)]
-            waiting_refs = {ref: name for ref, name in waiting_refs.items() if ref not in set(ready)}
+            ready_refs, _ = ray.wait(list(waiting_refs), num_returns=len(waiting_refs), timeout=POLL_S)
+            errors = [*errors, *_errors(ready_refs, waiting_refs, extended_deadline)]
+            waiting_refs = {ref: name for ref, name in waiting_refs.items() if ref not in set(ready_refs)}
             waited_s += POLL_S
     return min(errors, key=lambda error: (not _died(error), not _is_specific(error), isinstance(error, WorkerError)))
 
@@ -147,9 +149,9 @@ def _has_several_nodes() -> bool:
 
 
 def _errors(
-    ready: Sequence[ObjectRef[Any]], names: Mapping[ObjectRef[Any], str], deadline: Deadline
+    ready_refs: Sequence[ObjectRef[Any]], names: Mapping[ObjectRef[Any], str], deadline: Deadline
 ) -> Generator[SlimeLikeError]:
-    for ref in ready:
+    for ref in ready_refs:
         try:
             _get(names[ref], ref, deadline)
         except SlimeLikeError as error:
@@ -165,12 +167,12 @@ def wait_first[R](
     Raises ``DeadlineExceeded`` if no ref is ready in time. The message does not name ``optional_refs``, because they may stay
     pending until the end of the run.
     """
-    pending = {ref: name for name, ref in refs.items()}
-    names = pending | {ref: name for name, ref in optional_refs.items()}
-    ready, _ = ray.wait(list(names), num_returns=1, timeout=_remaining(deadline, pending))
-    if not ready:
-        raise deadline.exceeded(_names(pending))
-    ref = next(ref for ref in names if ref in ready)
+    pending_refs = {ref: name for name, ref in refs.items()}
+    names = pending_refs | {ref: name for name, ref in optional_refs.items()}
+    ready_refs, _ = ray.wait(list(names), num_returns=1, timeout=_remaining_seconds(deadline, pending_refs))
+    if not ready_refs:
+        raise deadline.exceeded(_names(pending_refs))
+    ref = next(ref for ref in names if ref in ready_refs)
     return names[ref], _get(names[ref], ref, deadline)
 
 
@@ -183,21 +185,21 @@ def wait_settled[R](refs: Mapping[str, ObjectRef[R]], deadline: Deadline) -> dic
     has ended for ``SETTLE_S`` times the deadline factor, or the deadline has passed. Errors have the same types as in
     ``wait_all``.
     """
-    pending = {ref: name for name, ref in refs.items()}
+    pending_refs = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}
     errors: list[SlimeLikeError] = []
-    while pending:
-        timeout = deadline.limit - deadline.elapsed() if errors else _remaining(deadline, pending)
+    while pending_refs:
+        timeout = deadline.limit - deadline.elapsed() if errors else _remaining_seconds(deadline, pending_refs)
         is_fatal = any(not isinstance(error, EngineLost) for error in errors)
         if is_fatal:
             timeout = min(timeout, SETTLE_S * scale())
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(timeout, 0.0))
-        if not ready and is_fatal:
+        ready_refs, _ = ray.wait(list(pending_refs), num_returns=1, timeout=max(timeout, 0.0))
+        if not ready_refs and is_fatal:
             break
-        if not ready and errors:
-            raise deadline.exceeded(_names(pending)) from errors[0]
-        for ref in ready:
-            name = pending.pop(ref)
+        if not ready_refs and errors:
+            raise deadline.exceeded(_names(pending_refs)) from errors[0]
+        for ref in ready_refs:
+            name = pending_refs.pop(ref)
             try:
                 results[name] = _get(name, ref, deadline)
             except SlimeLikeError as error:

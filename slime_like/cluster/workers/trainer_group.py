@@ -211,7 +211,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send all weights and return the metadata of the sent tensors."""
-        shared = put(tuple(engines))  # once: pickled for each rank, the addresses would cost ranks x engines
-        refs = self.start(TrainerWorker.send_weights, shared, transport)
+        engines_ref = put(tuple(engines))  # once: pickled for each rank, the addresses would cost ranks x engines
+        refs = self.start(TrainerWorker.send_weights, engines_ref, transport)
         tensors_by_rank = wait_all(refs, self.deadline("push", transport.deadline_s))
         return [meta for metas in tensors_by_rank.values() for meta in metas]

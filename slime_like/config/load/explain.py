@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from slime_like.config.load.other_names import our_key
-from slime_like.config.schema.known import ALGORITHMS, describe, free_root, known_keys, unknown
+from slime_like.config.schema.known import ALGORITHMS, describe, free_root, known_keys, unknown_key_problem
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 
@@ -38,13 +38,13 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: 
     kind, message = type(cause).__name__, str(getattr(cause, "msg", "")).splitlines()[0:1]
     if kind in ("ConfigAttributeError", "ConfigKeyError"):
         algo = algo or _algorithm_of(cause)
-        hint = unknown(key, algo, our_key(key), in_recipe="configs/recipe/" in location)
+        hint = unknown_key_problem(key, algo, our_key(key), in_recipe="configs/recipe/" in location)
         return ConfigError(f"{override}{location} {hint}")
     root = key if key in known_keys() else free_root(key)
     if root is not None:
         reason = f": {message[0]}" if kind.startswith("Interpolation") and message else ""
         return ConfigError(f"{override}{location} is not a valid value for this key{reason}; expected {describe(root)}")
-    return ConfigError(f"{override}{location} cannot be used: {unknown(key, algo)}")
+    return ConfigError(f"{override}{location} cannot be used: {unknown_key_problem(key, algo)}")
 
 
 def _algorithm_of(error: object) -> str | None:

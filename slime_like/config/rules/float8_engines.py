@@ -88,12 +88,12 @@ def check_float8_model(cfg: TrainConfig, model: HfConfig) -> None:
         return
     block = model.float8.block if model.float8 is not None else None
     if block != BLOCK:
-        stored = (
+        weights_text = (
             "no float8 weights"
             if model.float8 is None
             else f"one scale per {'matrix' if block is None else f'block of {list(block)}'}"
         )
         raise ConfigError(
-            f"{SETTING}: the checkpoint in {model.folder} has {stored}, but engines need float8 weights with one scale per block of "
-            f"{list(BLOCK)} (quantization_config.weight_block_size); give such a checkpoint, {OFF}"
+            f"{SETTING}: the checkpoint in {model.folder} has {weights_text}, but engines need float8 weights with one scale per "
+            f"block of {list(BLOCK)} (quantization_config.weight_block_size); give such a checkpoint, {OFF}"
         )

@@ -124,9 +124,9 @@ def _check_flashqla(config: GDNConfig, machine: Runtime, dtype: str, shape: GDNS
                 "model.gdn.allow_unvalidated=true after `python benchmarks/gdn.py` has shown parity"
             )
     if machine.cuda is None or machine.cuda < FLASHQLA_CUDA:
-        built = "without CUDA" if machine.cuda is None else f"for CUDA {_dots(machine.cuda)}"
+        build_text = "without CUDA" if machine.cuda is None else f"for CUDA {_dots(machine.cuda)}"
         raise ConfigError(
-            f"{setting} needs CUDA >= {_dots(FLASHQLA_CUDA)}, but torch was built {built}: {INSTALL}; or {fix}"
+            f"{setting} needs CUDA >= {_dots(FLASHQLA_CUDA)}, but torch was built {build_text}: {INSTALL}; or {fix}"
         )
     if dtype not in ("auto", "bfloat16"):
         raise ConfigError(

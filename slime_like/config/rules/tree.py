@@ -204,9 +204,9 @@ def _check_algorithm(cfg: TrainConfig) -> None:
     if algo.name != algorithm:
         fix = f"choose the algorithm with algo={algo.name}"
         if algo.name not in ALGORITHMS:
-            unknown = not_one_of(algo.name, ALGORITHMS)
+            problem = not_one_of(algo.name, ALGORITHMS)
             fix = (
-                f"remove it, and choose the algorithm with algo=NAME; {algo.name!r} {unknown}{own_entry('ALGORITHMS')}"
+                f"remove it, and choose the algorithm with algo=NAME; {algo.name!r} {problem}{own_entry('ALGORITHMS')}"
             )
         raise ConfigError(f"algo.name={algo.name!r} cannot be set: {fix}")
     _check_schema(algo, algorithm)

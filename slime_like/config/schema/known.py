@@ -97,7 +97,7 @@ def format_value(value: Any) -> str:
             return str(value)
 
 
-def unknown(key: str, algo: str | None, our_key: str | None = None, *, in_recipe: bool = False) -> str:
+def unknown_key_problem(key: str, algo: str | None, our_key: str | None = None, *, in_recipe: bool = False) -> str:
     """Return the end of an error message that begins with the unknown ``key``. It suggests other keys or algorithms.
 
     ``algo`` is the run's algorithm, None if it is unknown. ``our_key`` is this project's key for what another project calls

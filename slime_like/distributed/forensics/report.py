@@ -89,12 +89,12 @@ def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list
 def _group_findings(group: GroupInfo, ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
     """Yield the group's first suspicious collective, if any: missing on a rank, issued differently, unfinished or failed."""
     ops_of_rank = {rank: _collectives(ranks[rank], group) for rank in group.ranks if rank in ranks}
-    last = {rank: max(ops, default=0) for rank, ops in ops_of_rank.items()}
-    unknown = tuple(rank for rank in group.ranks if rank not in ranks)
+    last_ops = {rank: max(ops, default=0) for rank, ops in ops_of_rank.items()}
+    unknown_ranks = tuple(rank for rank in group.ranks if rank not in ranks)
     numbers = sorted({number for ops in ops_of_rank.values() for number in ops})
     for number in numbers:
         arrived = {rank: ops[number] for rank, ops in ops_of_rank.items() if number in ops}
-        absent = [rank for rank, newest in last.items() if newest < number]
+        absent = [rank for rank, newest in last_ops.items() if newest < number]
         mismatches = list(_mismatches(arrived))
         waits = any(record.ended_ns in (0, FAILED) for record in arrived.values())
         if not (mismatches or absent or waits):
@@ -114,7 +114,7 @@ def _group_findings(group: GroupInfo, ranks: Mapping[int, Reading], now: int) ->
                 for rank in sorted(arrived)
                 if ranks[rank].is_lost
             ),
-            unknown,
+            unknown_ranks,
         )
         return
 
@@ -162,9 +162,9 @@ def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[Collec
                 continue
             arrived = (f"rank {rank} ({_describe_issue(record, now)})",)
             absent = (f"rank {sender}, the sender ({_describe_rank(ranks[sender], now)})",) if sender in ranks else ()
-            unknown = () if absent else (sender,)
+            unknown_ranks = () if absent else (sender,)
             yield CollectiveFinding(
-                "irecv", group, record.sequence, record.phase, record.started_ns, arrived, absent, unknown=unknown
+                "irecv", group, record.sequence, record.phase, record.started_ns, arrived, absent, unknown=unknown_ranks
             )
             break
 

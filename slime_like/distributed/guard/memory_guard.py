@@ -105,7 +105,7 @@ class Guard:
         """
         start_ns = time.perf_counter_ns()
         num_free, threshold = self.source.free(), policy.threshold.in_bytes(self.source.total)
-        short = num_free < threshold
+        is_short = num_free < threshold
         if policy.checks == "auto":
             schedule, held_started = self._schedule(policy), time.perf_counter_ns()
             process_bytes = self.source.process_bytes()
@@ -113,14 +113,14 @@ class Guard:
             schedule.record_query(
                 start_ns, end_ns - start_ns, num_free, process_bytes, threshold, end_ns - held_started
             )
-            short = short or schedule.too_late
+            is_short = is_short or schedule.too_late
             self._set_check_times(policy, schedule)
         self.min_free = num_free if self.min_free is None else min(self.min_free, num_free)
         counter.checks += 1
         counter.check_ns += time.perf_counter_ns() - start_ns
         if num_free >= threshold * (1 + policy.hysteresis):
             self._in_shortage.discard(policy)
-        if short and not (policy.checks in ("below", "auto") and policy in self._in_shortage):
+        if is_short and not (policy.checks in ("below", "auto") and policy in self._in_shortage):
             self._in_shortage.add(policy)
             if self.symmetric_actions is not None and policy.action != "none":
                 self.symmetric_actions.publish(policy.action)

@@ -60,8 +60,8 @@ class Renderer:
         return int(ids[0])
 
     def _text(self, request: ChatRequest, messages: Sequence[Message]) -> str:
-        reserved = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
-        for name in sorted(reserved & request.chat_template_kwargs.keys()):
+        argument_names = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"kwargs"}
+        for name in sorted(argument_names & request.chat_template_kwargs.keys()):
             raise ApiError(
                 f"chat_template_kwargs.{name} is an argument of the template renderer, not a template variable; "
                 f"requests cannot set it; leave it out",

@@ -194,12 +194,12 @@ def parse_request(body: bytes) -> ChatRequest:
     body is not a JSON object, names the parameter.
     """
     try:
-        parsed: JsonValue = from_json(body)
+        json_value: JsonValue = from_json(body)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
+    if not isinstance(json_value, dict):
         raise ApiError("the body is not a JSON object")
-    fields = {name: value for name, value in parsed.items() if value is not None and name not in IGNORED}
+    fields = {name: value for name, value in json_value.items() if value is not None and name not in IGNORED}
     if fields.get("tool_choice") == "none":
         fields.pop("tools", None)
     for name, neutral_values in NEUTRAL.items():

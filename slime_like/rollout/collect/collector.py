@@ -134,12 +134,12 @@ class GroupCollector:
         return GroupRequest(prompt, group_id, self._cfg.n_samples_per_prompt, self._sampling)
 
     def _too_few(self, rollout_id: int, outcome: str) -> DataError:
-        needed = f"rollout.batch_size={self._cfg.batch_size}"
+        batch_size_text = f"rollout.batch_size={self._cfg.batch_size}"
         if self._share.num_shares > 1:
-            needed = f"{self._batch_size}, the share of {self._share.name} in {needed},"
+            batch_size_text = f"{self._batch_size}, the share of {self._share.name} in {batch_size_text},"
         return DataError(
             f"rollout {rollout_id}: after rollout.max_refills={self._cfg.max_refills} rounds of further prompts {outcome}, but "
-            f"{needed} groups are needed: raise rollout.max_refills, train on prompts that are "
+            f"{batch_size_text} groups are needed: raise rollout.max_refills, train on prompts that are "
             "neither too easy nor too hard, or set rollout.max_refills=0 to train on the groups that pass"
         )
 

@@ -314,6 +314,6 @@ class EngineConnection:
     def _open_socket(self, address: tuple[Any, ...]) -> socket.socket:
         """Return a socket that fails once its peer has acknowledged neither data nor probes for ``peer_timeout_s``."""
         family, kind, protocol, *_ = address
-        opened = socket.socket(family, kind, protocol)
-        end_with_lost_peer(opened, self._peer_timeout_s * scale())
-        return opened
+        connection = socket.socket(family, kind, protocol)
+        end_with_lost_peer(connection, self._peer_timeout_s * scale())
+        return connection

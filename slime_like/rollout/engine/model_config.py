@@ -81,11 +81,11 @@ def _hybrid_fields(text: dict[str, Any], types: list[str], model_path: str, *, n
 
 def merge_overrides(base: dict[str, Any], priority: dict[str, Any]) -> dict[str, Any]:
     """Merge overrides field by field, including nested configs; ``priority`` takes precedence."""
-    merged = base | priority
+    overrides = base | priority
     for name, value in base.items():
         if isinstance(value, dict) and isinstance(priority.get(name), dict):
-            merged[name] = merge_overrides(cast("dict[str, Any]", value), priority[name])
-    return merged
+            overrides[name] = merge_overrides(cast("dict[str, Any]", value), priority[name])
+    return overrides
 
 
 def interval(types: list[str], model_path: str) -> int:

@@ -288,7 +288,7 @@ class EnginePool:
             await slot.client.close()
 
     async def _restart(self, slot: EngineSlot, cause: Exception) -> None:
-        old, name = slot.client, slot.client.name
+        old_client, name = slot.client, slot.client.name
         while True:
             await self._may_restart.wait()
             slot.num_restarts += 1
@@ -301,7 +301,7 @@ class EnginePool:
                 break
             except (EngineError, DeadlineExceeded) as error:
                 cause = error
-        await old.close()
+        await old_client.close()
         self._num_restarts += 1
         last = self.recoveries[slot.recovery_index]
         self.recoveries[slot.recovery_index] = replace(
@@ -349,8 +349,8 @@ async def _unless_lost[T](lost_event: asyncio.Event, engine: EngineClient, work:
             f"the request to {engine.name} at {engine.url} was cancelled, because the pool no longer uses this engine"
         )
     finally:
-        for pending in (task, lost_task):
-            pending.cancel()
+        for unfinished_task in (task, lost_task):
+            unfinished_task.cancel()
         await asyncio.gather(task, lost_task, return_exceptions=True)
 
 

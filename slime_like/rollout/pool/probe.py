@@ -139,7 +139,7 @@ async def probe_engine(
     Scoring does not read the KV cache. It adds entries for tokens that the cache lacks, and keeps existing ones. A continuation
     therefore reads the same entries as a rollout would, including any that a push left from older weights.
     """
-    scored = await engine.score_with_experts(sequences, temperature)
+    scored_sequences = await engine.score_with_experts(sequences, temperature)
     prefixes = _prefixes(sequences, max_context_len)
     completions = await engine.continuations(prefixes, temperature, NUM_DECODED) if prefixes else []
     continuations = (
@@ -152,7 +152,7 @@ async def probe_engine(
         for ids, completion in zip(prefixes, completions, strict=True)
         if len(completion.token_ids)
     )
-    logprobs, experts = zip(*scored, strict=True)
+    logprobs, experts = zip(*scored_sequences, strict=True)
     returned_experts = tuple(e for e in experts if e is not None)  # experts of all sequences, or of none
     return ProbeScores(version, tuple(sequences), logprobs, tuple(continuations), returned_experts)
 

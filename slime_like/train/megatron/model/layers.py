@@ -86,13 +86,15 @@ class PackedRows(PackedSeqParams):
         query never sees later ones.
         """
         bounds = self.sequence_cu
-        padded = None if self.key_index is None else bounds  # TransformerEngine reads these under context parallelism
+        padded_bounds = (
+            None if self.key_index is None else bounds
+        )  # TransformerEngine reads these under context parallelism
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,  # pyright: ignore[reportArgumentType]
             cu_seqlens_kv=bounds,  # pyright: ignore[reportArgumentType]
-            cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]
-            cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
+            cu_seqlens_q_padded=padded_bounds,  # pyright: ignore[reportArgumentType]
+            cu_seqlens_kv_padded=padded_bounds,  # pyright: ignore[reportArgumentType]
             max_seqlen_q=self.max_seqlen_q,
             max_seqlen_kv=self.max_seqlen_kv,
             pad_between_seqs=False,  # otherwise TransformerEngine compares bounds and waits for the GPU

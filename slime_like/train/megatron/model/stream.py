@@ -43,15 +43,15 @@ def stream_part(padded_cu_seqlens: I32, *, cp: int, cp_rank: int) -> StreamPart:
     length_of = np.repeat(lengths, lengths)
     position_ids = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
     by_rank = [zigzag(position_ids, length_of, cp, rank) for rank in range(cp)]
-    received = [tokens[(start <= tokens) & (tokens < stop)] for tokens in by_rank]
+    received_tokens = [tokens[(start <= tokens) & (tokens < stop)] for tokens in by_rank]
     inner = bounds[(start < bounds) & (bounds < stop)]
     history = int(position_ids[start])
     first = (start - history) // size  # the rank on which the first piece's sequence begins
     borders = size * np.arange(1, cp)
     return StreamPart(
         send=tuple(np.bincount(by_rank[cp_rank] // size, minlength=cp).tolist()),
-        receive=tuple(len(tokens) for tokens in received),
-        order=np.argsort(np.concatenate(received)),
+        receive=tuple(len(tokens) for tokens in received_tokens),
+        order=np.argsort(np.concatenate(received_tokens)),
         cu_seqlens=np.concatenate([[start], inner, [stop]]).astype(np.int32) - np.int32(start),
         history=history,
         chain=tuple(range(first, cp_rank)) if history else (),

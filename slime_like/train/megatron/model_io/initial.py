@@ -131,8 +131,8 @@ def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key:
         )
 
 
-def _tensors(built: Any) -> list[ShardedTensor]:
-    if isinstance(built, ShardedTensor):
-        return [built]
-    values = built.values() if isinstance(built, dict) else built
+def _tensors(node: Any) -> list[ShardedTensor]:
+    if isinstance(node, ShardedTensor):
+        return [node]
+    values = node.values() if isinstance(node, dict) else node
     return [tensor for value in values for tensor in _tensors(value)]

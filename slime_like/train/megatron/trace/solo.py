@@ -175,13 +175,13 @@ def _even_rows(stock: Callable[..., Any], dispatcher: Any, point: str, tokens_pe
     """Split rows equally, in place of the row counts that the host would read from the routers' choices."""
     out = stock(point, tokens_per_expert)
     rows = int(dispatcher.routing_map.shape[0]) * int(dispatcher.config.moe_router_topk)
-    received = rows * dispatcher.tp_size
-    for name, total in (("input_splits", rows), ("output_splits", rows), ("output_splits_tp", received)):
+    num_received = rows * dispatcher.tp_size
+    for name, total in (("input_splits", rows), ("output_splits", rows), ("output_splits_tp", num_received)):
         value = getattr(dispatcher, name, None)
         if isinstance(value, np.ndarray):
             setattr(dispatcher, name, _even(total, value.size).reshape(value.shape))
     if isinstance(out, torch.Tensor) and out.device.type == "cpu":
-        return torch.from_numpy(_even(received, out.numel()))
+        return torch.from_numpy(_even(num_received, out.numel()))
     return out
 
 
