@@ -87,7 +87,7 @@ def _round(run_dir: Path) -> Round:
 
 def _warm_start(first: Round, rounds: Sequence[Round]) -> str:
     """Return a sentence on when the warm start, the recipe's initial model, was created; creating it takes a minute."""
-    subject = "The warm start (the quickstart's initial model)"
+    subject = "The quickstart's initial model"
     creating_rounds = [str(index) for index, round_ in enumerate(rounds, 1) if round_.warm_started]
     if creating_rounds:
         return f"{subject} was created in round {', '.join(creating_rounds)}, which took that much longer."

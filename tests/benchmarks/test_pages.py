@@ -42,7 +42,7 @@ def startup_row(bare: float, first: float, *, warm: bool = False) -> Any:
 )
 def test_a_page_of_starts_names_the_origin_of_the_warm_start(rounds: list[Any], warm_start: str) -> None:
     text = startup.report(rounds, "Machine: this one.", COMMAND)
-    assert f"Command: `{COMMAND}`. The warm start" in text and warm_start in text
+    assert f"Command: `{COMMAND}`. The quickstart's initial model" in text and warm_start in text
     assert "**1.60 times**" in text and "median of 2 rounds" in text and "99" not in text
 
 
