@@ -100,7 +100,7 @@ def read_steps(folder: Path) -> Steps:
 
 
 def row(name: str, steps: Steps, shape: DecoderShape, ranks: int) -> list[str]:
-    """Return the row of backend ``name``: medians over the steps. FLOP/s are per trainer rank; ``ranks`` is their number."""
+    """Return the row of backend ``name``: medians over the steps. FLOP/s are divided by ``ranks``, the number of trainer ranks."""
     train = [step["perf/actor_train_time"] for step in steps.metrics]
     tokens = [sum(lengths) / seconds for lengths, seconds in zip(steps.lengths, train, strict=False)]
     flops = [
