@@ -200,31 +200,6 @@ def test_prepare_is_not_imported_at_load(argv: list[str], folder: Path) -> None:
         load_config([*argv, f"run.prepare={path}"], files=False)
 
 
-ENTRIES = {
-    "rollout.filters": (names.FILTERS, "rollout.filters=[mine]", "'mine' cannot be called as filter(group)"),
-    "algo.group_advantage": (names.GROUP_ADVANTAGES, "algo.group_advantage=mine", "cannot be called as advantage"),
-    "metrics.sinks": (names.SINKS, "metrics.sinks=[mine]", "'mine' cannot be called as sink(config, context)"),
-}
-
-
-@pytest.mark.parametrize("key", ENTRIES)
-def test_a_table_entry_is_checked_as_a_path_is(
-    key: str, argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table, line, words = ENTRIES[key]
-    monkeypatch.setitem(table, "mine", "own_parts:missing")
-    assert (
-        f"{key}='mine': module 'own_parts' ({folder}/own_parts.py) has no 'missing'; known: Sink, Source, agent"
-        in message(argv, line, files=False)
-    )
-    monkeypatch.setitem(table, "mine", "own_parts:agent")
-    assert "own_parts.py:" in message(argv, line, files=False)
-    (folder / "own_parts.py").write_text("def three(a, b, c): ...\n")
-    monkeypatch.delitem(sys.modules, "own_parts")
-    monkeypatch.setitem(table, "mine", "own_parts:three")
-    assert words in message(argv, line, files=False)
-
-
 PARTS = {
     "model.attention": (names.ATTENTIONS, "Attention"),
     "model.gdn.backend": (names.GDN_BACKENDS, "Backend"),

@@ -78,9 +78,11 @@ def test_user_functions_are_used(source: str, argv: list[str]) -> None:
     assert output.loss.tolist() == [2.0, -1.0]
 
 
-def test_a_user_correction_weighs_the_loss(argv: list[str]) -> None:
+@pytest.mark.parametrize("source", [OWN, Path(FILE).name], ids=["dotted", "file of the current directory"])
+def test_a_user_correction_weighs_the_loss(source: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(FILE).parent)
     plain = load_config(argv, files=False).algo
-    with_correction = load_config([*argv, f"algo.off_policy={OWN}:halved"], files=False).algo
+    with_correction = load_config([*argv, f"algo.off_policy={source}:halved"], files=False).algo
     assert isinstance(with_correction, PolicyConfig)
     losses = [bind_loss(algo)(loss_view(torch.tensor([2.0, -1.0]))).loss for algo in (plain, with_correction)]
     assert losses[1].tolist() == (losses[0] / 2).tolist()

@@ -5,15 +5,37 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, cast
 
 from slime_like.config.schema import names
 from slime_like.config.schema.base import MISSING, default_of, keys
 from slime_like.config.schema.policy import AlgoConfig
 from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
 from slime_like.registry import closest, resolve
 
-ALGORITHMS: dict[str, type[AlgoConfig]] = {name: resolve("algo", name, names.ALGORITHMS) for name in names.ALGORITHMS}
+
+def _schema(name: str) -> type[AlgoConfig]:
+    """Import the schema of an algorithm. Raises ``ConfigError`` if it cannot be imported or is not a subclass of ``AlgoConfig``.
+
+    A module given as a file is refused too: the trainer ranks import it by its name when they unpickle the config.
+    """
+    path = names.ALGORITHMS[name]
+    file, _, attribute = path.rpartition(":")
+    place = f"algo={name!r}: ALGORITHMS in slime_like/config/schema/names.py has {path!r}"
+    if file.endswith(".py"):
+        module = f"{Path(file).stem}:{attribute}"
+        raise ConfigError(f"{place}, a file: name the module, {module!r}, and put its folder on PYTHONPATH")
+    schema = resolve("algo", name, names.ALGORITHMS)
+    if not (isinstance(schema, type) and issubclass(schema, AlgoConfig)):
+        raise ConfigError(
+            f"{place}, which is not a subclass of AlgoConfig: name a schema (docs/extending.md, Algorithm)"
+        )
+    return schema
+
+
+ALGORITHMS: dict[str, type[AlgoConfig]] = {name: _schema(name) for name in names.ALGORITHMS}
 """``algo=<name>`` -> schema, the default first."""
 
 MAX_SUGGESTIONS = 2  # keys of other groups with the same last word; more would be a guess
