@@ -56,7 +56,7 @@ class ReadOutcome(StrEnum):
     TRACEBACK = "traceback"
     HANG = "hang"
     SAME = "read as before"
-    ASIDE = "read without the damaged lines, which it says"
+    ASIDE = "read without the damaged lines, with a message"
     LEGAL = "another well-formed file"
     SILENT = "accepted, but changed"
 
