@@ -149,12 +149,12 @@ def _page(tables: list[str], machine_line: str, command: str) -> str:
         f"and rows: {PROMPTS} prompts x {SAMPLES} samples x exactly {NEW_TOKENS} tokens (the end token lies outside the "
         "model's vocabulary), one AdamW update per step, no KL term, all cores. The script ends with an error unless every "
         f"step of both sides sampled {TOKENS} tokens and every step of slime_like trained on all of them. slime_like's side "
-        "is train.py with the defaults for everything but model, data, sizes and learning rate: Ray, engine over HTTP, weight "
-        "push and the probe after each push, which compares log-probabilities of engine and trainer, are included. The time of "
-        "a step runs from the end of the previous step to its own end. Times are medians over the steps of all runs, without "
-        "each run's first two steps. Memory is the largest "
-        "proportional set size of the whole process tree. Rewards are means over the first and over the last third of the "
-        "steps, for each run.",
+        "is train.py with the defaults for everything but model, data, reward, sizes, learning rate, device and outputs: Ray, "
+        "engine over HTTP, weight push and the probe after each push, which compares log-probabilities of engine and trainer, "
+        "are included. The time of a step runs from the end of the previous step to its own end. Times are medians over the "
+        "steps of all runs, without each run's first three steps. Memory is the largest "
+        "proportional set size of the whole process tree. The reward is the share of digits among the sampled tokens; the "
+        "tables show its means over the first and over the last third of the steps, for each run.",
         "",
     ]
     return "\n".join([*head, *tables])
