@@ -99,7 +99,8 @@ def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], 
     """Return a table and a plot of forward and backward times over the length of one sequence."""
     heads, value_heads, dim = LONG_SHAPE if options.device == "cpu" else (16, 32, 128)
     lines: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in arms}
-    rows = ["| T | " + " | ".join(f"{name} ms" for name in lines) + " | ratio |", "|---|" + "---|" * (len(lines) + 1)]
+    rows = [f"Shape: one sequence of T tokens, {heads} key heads and {value_heads} value heads of size {dim}.", ""]
+    rows += ["| T | " + " | ".join(f"{name} ms" for name in lines) + " | ratio |", "|---|" + "---|" * (len(lines) + 1)]
     for tokens in options.long:
         shape = GdnShape((tokens,), heads, value_heads, dim)
         timings = measure(arms, shape, options.device, getattr(torch, options.dtype), options.rounds)
@@ -140,6 +141,7 @@ def page(arms: list[GdnArm], missing: dict[str, str], options: argparse.Namespac
         f"{options.rounds} rounds; in a round each arm, an implementation listed under [What ran](#what-ran), runs once.",
         f"Ratios are medians over the rounds of the time of `{arms[0].name}` divided by that of the arm: above 1, the arm is faster. If "
         f"`{arms[0].name}` cannot compute a shape, the first arm that can takes its place. Times are device time on a GPU, and the process's CPU time on a CPU.",
+        'The exception is the column "first call ms": the wall time of an arm\'s first call on a shape, forward and backward.',
         "Shapes: T tokens of one sequence (N x T: N packed sequences of T), H key and HV value heads of size D.",
         "",
         "## What ran",
