@@ -71,6 +71,11 @@ def is_shipped(name: str, table: Mapping[str, str]) -> bool:
     return table.get(name, "").startswith(OWN_PACKAGES)
 
 
+def is_user_code(name: str | None, table: Mapping[str, str]) -> bool:
+    """Return whether ``name`` is an import path, or a name that ``table`` maps to code outside this project."""
+    return name is not None and is_path(table.get(name, name)) and not is_shipped(name, table)
+
+
 def metric_part(name: str) -> str:
     """Return ``name`` as part of a metric's name: a file loses its folder, so that ``/a/b.py:f`` becomes ``b.py:f``."""
     return name.rpartition("/")[2] if is_path(name) else name

@@ -15,7 +15,7 @@ import numpy as np
 from slime_like.algo_interfaces import GroupAdvantage
 from slime_like.config.schema.names import GROUP_ADVANTAGES
 from slime_like.errors import UserCodeError
-from slime_like.registry import is_path, resolve
+from slime_like.registry import is_user_code, resolve
 from slime_like.types import F32
 from slime_like.util.user_code import name_user_errors
 
@@ -69,12 +69,12 @@ def bind_group_advantage(name: str) -> GroupAdvantage:
     Raises ``ConfigError`` if ``name`` is neither, or if it cannot be imported.
     """
     advantage: GroupAdvantage = resolve(GROUP, name, GROUP_ADVANTAGES)
-    return UserGroupAdvantage(name, advantage) if is_path(name) else advantage
+    return UserGroupAdvantage(name, advantage) if is_user_code(name, GROUP_ADVANTAGES) else advantage
 
 
 @dataclass(frozen=True, slots=True)
 class UserGroupAdvantage:
-    """Group advantage given by an import path. Errors in it are raised as ``UserCodeError``."""
+    """Group advantage of a user: an import path, or a table entry that leads to one. Errors in it are raised as ``UserCodeError``."""
 
     name: str
     advantage: Callable[[F32], Any]

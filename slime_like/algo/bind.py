@@ -23,7 +23,7 @@ from slime_like.algo_interfaces import (
 from slime_like.config.schema.names import LOSSES, OFF_POLICY, TOKEN_ADVANTAGES
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig
 from slime_like.errors import UserCodeError
-from slime_like.registry import is_path, resolve
+from slime_like.registry import is_user_code, resolve
 from slime_like.util.user_code import name_user_errors
 
 LOSS, TOKEN = "algo.loss", "algo.token_advantage"
@@ -36,7 +36,7 @@ def bind_loss(config: AlgoConfig) -> LossFn:
     Raises ``ConfigError`` if it is unknown or not importable.
     """
     loss: LossFn = resolve(LOSS, config.loss, LOSSES)(config)
-    return UserLoss(config.loss, loss, loss.needs_entropy) if is_path(config.loss) else loss
+    return UserLoss(config.loss, loss, loss.needs_entropy) if is_user_code(config.loss, LOSSES) else loss
 
 
 def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
@@ -51,12 +51,12 @@ def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
 def bind_off_policy(config: PolicyConfig) -> OffPolicy:
     """Return the off-policy correction that ``config`` names. Raises ``ConfigError`` if it is unknown or not importable."""
     correct: OffPolicy = resolve(CORRECTION, config.off_policy, OFF_POLICY)
-    return UserCorrection(config.off_policy, correct) if is_path(config.off_policy) else correct
+    return UserCorrection(config.off_policy, correct) if is_user_code(config.off_policy, OFF_POLICY) else correct
 
 
 @dataclass(slots=True)
 class UserLoss:
-    """Loss given by an import path. Errors in it are raised as ``UserCodeError``."""
+    """Loss of a user: an import path, or a table entry that leads to one. Errors in it are raised as ``UserCodeError``."""
 
     name: str
     loss: LossFn
@@ -98,7 +98,7 @@ def _shape(column: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class UserCorrection:
-    """Correction given by an import path. Errors in it are raised as ``UserCodeError``."""
+    """Correction of a user: an import path, or a table entry that leads to one. Errors in it are raised as ``UserCodeError``."""
 
     name: str
     correct: OffPolicy
@@ -150,7 +150,7 @@ def diagnose(
     Raises ``UserCodeError`` if a user's advantage raises.
     """
     name = config.token_advantage or ""
-    if not is_path(name):
+    if not is_user_code(name, TOKEN_ADVANTAGES):
         return advantage.diagnose(views, reduce)
     with name_user_errors(TOKEN, name, f"{len(views)} micro-batches on this rank"):
         return advantage.diagnose(views, reduce)
@@ -159,7 +159,7 @@ def diagnose(
 def _columns(config: AlgoConfig, views: Sequence[TokenView], compute: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
     """Return the columns from ``compute``. Raises ``UserCodeError`` if user code raises or returns wrong shapes."""
     name, subject = config.token_advantage or "", f"{len(views)} micro-batches on this rank"
-    if not is_path(name):
+    if not is_user_code(name, TOKEN_ADVANTAGES):
         return list(compute())
     with name_user_errors(TOKEN, name, subject):
         columns = list(compute())

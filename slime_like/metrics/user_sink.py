@@ -10,7 +10,7 @@ from slime_like.config.schema.names import SINKS
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.errors import ConfigError
 from slime_like.metrics.types import KeepsWarnings, RunWarning, ShowsNotes, Sink, SinkContext, StepSpans
-from slime_like.registry import resolve
+from slime_like.registry import is_shipped, resolve
 from slime_like.util.user_code import describe, name_user_errors
 
 KEY = "metrics.sinks"
@@ -23,7 +23,7 @@ def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
     or has one with other parameters. Errors of a shipped sink's constructor are raised unchanged.
     """
     factory = resolve(KEY, name, SINKS)
-    if name in SINKS:
+    if is_shipped(name, SINKS):
         return factory(config, context)
     try:
         sink: Sink = factory(config, context)
@@ -37,7 +37,7 @@ def open_sink(name: str, config: MetricsConfig, context: SinkContext) -> Sink:
 
 @dataclass(frozen=True, slots=True)
 class UserSink:
-    """Sink given by an import path.
+    """Sink of a user: an import path, or a table entry that leads to one.
 
     If a method of the user's sink raises an error other than ``SlimeLikeError``, it is raised as ``UserCodeError``.
     """

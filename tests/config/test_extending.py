@@ -357,7 +357,7 @@ def test_a_table_entry_adds_an_algorithm(argv: list[str], folder: Path) -> None:
         no_advantage,
         no_advantage,
         "choose the algorithm with algo=mine",
-        "set algo.loss=own_algo:Los, or add an algorithm whose schema has loss='missing'",
+        f"algo.loss='missing': module 'own_algo' ({folder}/own_algo.py) has no 'Los'; did you mean 'Loss'?",
         f"algo.loss='mine': module 'own_algo' ({folder}/own_algo.py) has no 'Los'; did you mean 'Loss'?",
         "algo.kl_loss_type='mine' cannot be called as estimator(logprobs_T, ref_logprobs_T) -> kl_T",
     )

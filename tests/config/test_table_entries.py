@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.algo.advantage import UserGroupAdvantage, bind_group_advantage
+from slime_like.algo.bind import UserCorrection, UserLoss, bind_loss, bind_off_policy
+from slime_like.cluster.start.selection import open_selection
 from slime_like.config.load.loader import load_config
 from slime_like.config.schema import known, names
+from slime_like.config.schema.policy import PolicyConfig
 from slime_like.errors import ConfigError
+from slime_like.metrics.types import SinkContext
+from slime_like.metrics.user_sink import open_sink
 from slime_like.reward.check import check_reward
 from tests.config.bad_input import message
 
@@ -62,6 +68,36 @@ def test_a_table_entry_is_checked_as_a_path_is(
     text = str(error_info.value)
     assert text.startswith(f"{prefix} ") and case.signature in text and "\n" not in text
     assert f"{file}:2)" in text
+
+
+def test_an_entry_of_a_user_is_used_as_a_path_is(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results are checked, its errors name the key, and a group advantage may use equal rewards or a single sample."""
+    for table, name in (
+        (names.LOSSES, "Reinforce"),
+        (names.GROUP_ADVANTAGES, "centred"),
+        (names.TOKEN_ADVANTAGES, "ConstantAdvantage"),
+        (names.OFF_POLICY, "halved"),
+    ):
+        monkeypatch.setitem(table, "mine", f"tests.config.own_algorithm:{name}")
+    assert open_selection(load_config(argv, files=False), 8)._signal.baseline == "group"
+    extra = ["algo.group_advantage=mine", "rollout.n_samples_per_prompt=1"]
+    assert open_selection(load_config([*argv, *extra], files=False), 8)._signal.baseline == "none"
+    cfg = load_config([*argv, *extra, "algo.token_advantage=mine", "algo.off_policy=mine"], files=False)
+    assert isinstance(cfg.algo, PolicyConfig) and isinstance(bind_off_policy(cfg.algo), UserCorrection)
+    assert isinstance(bind_group_advantage("mine"), UserGroupAdvantage)
+    cfg = load_config([*argv, *extra, "algo.loss=mine"], files=False)
+    assert isinstance(bind_loss(cfg.algo), UserLoss)
+
+
+def test_a_sink_of_a_user_in_the_table_is_checked_when_it_is_constructed(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_sinks.py").write_text("def sink(config, context):\n    return config\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(names.SINKS, "mine", "own_sinks:sink")
+    cfg = load_config([*argv, "metrics.sinks=[mine]"], files=False)
+    with pytest.raises(ConfigError, match=r"^metrics\.sinks='mine' has no method log\(step, values, spans\): add it"):
+        open_sink("mine", cfg.metrics, SinkContext(tmp_path, 0, 2, {}))
 
 
 def test_a_schema_is_a_subclass_of_algo_config_in_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from slime_like.config.schema import names
 from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.overlong import OverlongPenalty
-from slime_like.registry import is_path
+from slime_like.registry import is_user_code
 from slime_like.rollout.collect.over_sampling import max_group_staleness
 from slime_like.rollout.selection import GroupSelection, LearningSignal, SelectionSpec
 
@@ -32,7 +33,12 @@ def overlong_penalty(cfg: TrainConfig) -> OverlongPenalty | None:
 
 def _baseline(cfg: TrainConfig) -> str:
     """Return the scope in which equal rewards make every advantage 0: "group", "batch", or "none"."""
-    if is_path(cfg.algo.group_advantage) or is_path(cfg.algo.token_advantage) or is_path(cfg.algo.loss):
+    parts = (
+        (cfg.algo.group_advantage, names.GROUP_ADVANTAGES),
+        (cfg.algo.token_advantage, names.TOKEN_ADVANTAGES),
+        (cfg.algo.loss, names.LOSSES),
+    )
+    if any(is_user_code(name, table) for name, table in parts):
         return "none"  # custom functions may use equal rewards
     if cfg.algo.group_advantage is not None:
         return "group"

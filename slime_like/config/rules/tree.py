@@ -7,6 +7,7 @@ import os
 
 from slime_like.config.rules import foreign
 from slime_like.config.rules.agents import check_agent
+from slime_like.config.rules.algorithm import check_algorithm
 from slime_like.config.rules.attention import check_attention, check_transformer_engine
 from slime_like.config.rules.dcp import check_dcp
 from slime_like.config.rules.deterministic import check_seeds
@@ -31,20 +32,12 @@ from slime_like.config.rules.trained_sampling import check_trained_sampling
 from slime_like.config.schema import names
 from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.base import within
-from slime_like.config.schema.known import ALGORITHMS
-from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
-from slime_like.config.schema.role_algo import DistillConfig
+from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.registry import check, is_path, not_one_of, own_entry
+from slime_like.registry import check
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", *EXPERT_RECOMPUTE_MODULES)  # for any model family
-LOSS_SCHEMAS: dict[str, type[AlgoConfig]] = {
-    "policy_gradient": PolicyGradientConfig,
-    "gspo": PolicyGradientConfig,
-    "cispo": PolicyConfig,
-}
-"""Loss of table LOSSES -> base of the schemas whose keys it reads; other losses read keys of ``AlgoConfig``."""
 BIG = 1e12
 
 
@@ -59,7 +52,7 @@ def check_rules(cfg: TrainConfig, *, machine: bool = True, code: bool = True, nu
     check_names(cfg)
     check_agent(cfg.rollout)
     check_overrides(cfg.evaluation, cfg.reward)
-    _check_algorithm(cfg)
+    check_algorithm(cfg)
     if code:
         check_functions(cfg)
     _check_mode(cfg)
@@ -196,109 +189,6 @@ def _check_ranges(cfg: TrainConfig) -> None:
             "model.recompute=selective recomputes the modules of model.recompute_modules, which is empty: name some of "
             f"{', '.join(RECOMPUTE_MODULES)}, or set model.recompute=none"
         )
-
-
-def _check_algorithm(cfg: TrainConfig) -> None:
-    algo = cfg.algo
-    algorithm = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
-    if algo.name != algorithm:
-        fix = f"choose the algorithm with algo={algo.name}"
-        if algo.name not in ALGORITHMS:
-            problem = not_one_of(algo.name, ALGORITHMS)
-            fix = (
-                f"remove it, and choose the algorithm with algo=NAME; {algo.name!r} {problem}{own_entry('ALGORITHMS')}"
-            )
-        raise ConfigError(f"algo.name={algo.name!r} cannot be set: {fix}")
-    _check_schema(algo, algorithm)
-    _check_components(algo, algorithm)
-    n = cfg.rollout.n_samples_per_prompt
-    if isinstance(algo, SftConfig):
-        if n != 1:
-            raise ConfigError(
-                f"rollout.n_samples_per_prompt={n} with algo=sft: a row has one label; set rollout.n_samples_per_prompt=1"
-            )
-        if cfg.evaluation.datasets:
-            raise ConfigError("evaluation.datasets with algo=sft: no engine runs; set evaluation.datasets={}")
-        return
-    is_user_function = is_path(algo.group_advantage)
-    if algo.group_advantage is not None and not is_user_function and n < 2 and cfg.run.mode != "rollout_only":
-        raise ConfigError(
-            f"rollout.n_samples_per_prompt={n} with algo.group_advantage={algo.group_advantage}: every advantage "
-            "would be 0, because a sample would be its own baseline; set rollout.n_samples_per_prompt to at least 2, or set "
-            "algo=reinforce_pp"
-        )
-
-
-def _check_schema(algo: AlgoConfig, algorithm: str) -> None:
-    """Raise ``ConfigError`` if the schema of ``algorithm`` lacks something that its loss needs.
-
-    The schema must have the keys that the loss reads. If the loss weights tokens by an advantage, the schema must name an
-    advantage, unless ``algo`` sets token_advantage.
-    """
-    schema, default = names.ALGORITHMS[algorithm], ALGORITHMS[algorithm]()
-    base = LOSS_SCHEMAS.get(algo.loss, AlgoConfig)
-    if not isinstance(algo, base) and algo.loss == default.loss:
-        raise ConfigError(
-            f"algo={algorithm}: the schema {schema} has loss={algo.loss!r}, which reads keys of {base.__name__}: derive the "
-            f"schema from {base.__name__}, or give it another loss (docs/extending.md, Algorithm)"
-        )
-    has_advantage = default.group_advantage or default.token_advantage or algo.token_advantage
-    if isinstance(algo, PolicyConfig) and not has_advantage:
-        raise ConfigError(
-            f"algo={algorithm}: the schema {schema} has neither group_advantage nor token_advantage, by which the loss weights "
-            "tokens: set group_advantage or token_advantage in the schema (docs/extending.md, Algorithm)"
-        )
-
-
-def _check_components(algo: AlgoConfig, algorithm: str) -> None:
-    """Raise ``ConfigError`` unless the loss and the token advantage are the algorithm's own or import paths.
-
-    Functions of another algorithm would read keys that ``algo`` lacks. An import path as token advantage requires a
-    ``PolicyConfig``. A group advantage must be set if the algorithm has one by default, and must not be set otherwise;
-    distillation may have one.
-    """
-    default = ALGORITHMS[algorithm]()
-    if algo.loss != default.loss and not is_path(algo.loss):
-        raise ConfigError(
-            f"algo.loss={algo.loss!r} under algo={algorithm}: that loss would not read the keys of algo={algorithm}; "
-            f"{_algorithm_of('loss', algo.loss, names.LOSSES)}"
-        )
-    is_user_function = isinstance(algo, PolicyConfig) and is_path(algo.token_advantage)
-    if algo.token_advantage is None and default.token_advantage is not None:
-        raise ConfigError(
-            f"algo.token_advantage=null under algo={algorithm}, whose advantages are {default.token_advantage}: remove "
-            "algo.token_advantage, or choose another algo"
-        )
-    if algo.token_advantage != default.token_advantage and not is_user_function:
-        raise ConfigError(
-            f"algo.token_advantage={algo.token_advantage!r} under algo={algorithm}: it would not read the keys of "
-            f"algo={algorithm}; {_algorithm_of('token_advantage', algo.token_advantage, names.TOKEN_ADVANTAGES)}"
-        )
-    if not isinstance(algo, DistillConfig) and (algo.group_advantage is None) != (default.group_advantage is None):
-        source = default.token_advantage or "none, because it learns from labels"
-        fix = f"set algo.group_advantage={default.group_advantage or 'null'}"
-        value = "null" if algo.group_advantage is None else repr(algo.group_advantage)
-        raise ConfigError(
-            f"algo.group_advantage={value} under algo={algorithm}, whose advantages are "
-            f"{default.group_advantage or source}: {fix}, or choose another algo"
-        )
-
-
-def _algorithm_of(key: str, name: str | None, table: dict[str, str]) -> str:
-    """Return the fix for a component ``name`` that belongs to another algorithm.
-
-    The fix is to choose an algorithm that has the component. If none has it, the fix is to set the import path that
-    ``table`` gives for it. If ``name`` is itself an import path, the fix is to remove the key.
-    """
-    algorithms = [algorithm for algorithm, schema in ALGORITHMS.items() if getattr(schema(), key) == name]
-    if algorithms:
-        return f"choose the algorithm with algo={' or '.join(algorithms)}"
-    if name not in table:  # a path
-        return f"remove algo.{key}, or choose another algo"
-    return (
-        f"no algorithm has it by default: set algo.{key}={table[name]}, or add an algorithm whose schema has {key}={name!r} "
-        "(docs/extending.md, Algorithm)"
-    )
 
 
 def _check_mode(cfg: TrainConfig) -> None:
