@@ -322,8 +322,9 @@ def page(tables: Mapping[str, Mapping[str, ArmResult]], about: str, command: str
         "",
         about,
         "",
-        f"Command: `{command}`. MoE layers without attention: {EXPERTS} experts, {TOP_K} per token, float32, of which {EXPERTS // 2} per "
-        f"layer are in a worker with one thread; the engine's part has one thread too. {SMALL}; larger: {LARGE}. "
+        f"Command: `{command}`. MoE layers without attention, in float32: {EXPERTS} experts, {TOP_K} per token. A worker "
+        f"with one thread has {EXPERTS // 2} experts of each layer; the engine, also with one thread, has the others. "
+        f"{SMALL}; larger: {LARGE}. "
         f"Prefill: one prompt of {PROMPT:,} tokens in chunks of {CHUNK:,}. Decode: {DECODE_STEPS} steps of {DECODE_BATCH} requests. "
         f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) are those of one prompt; in "
         'parentheses, the change relative to "stream, float32".',
