@@ -23,8 +23,10 @@ NOT_RUN = "NOT_RUN.md"
 INTRODUCTION = (
     "`.venv/bin/python scripts/gpu_evidence.py --write-not-run` writes this section. Run a part with `--parts NAME`; `--list --parts NAME` "
     "prints its commands and what this machine lacks for it. In parentheses: GPUs, packages and files that the part needs, and its time "
-    "limit. Every command should exit with 0: a run ends with an error if engine and trainer differ by more than the probe's tolerance. After "
-    '"Expect", names such as `offload` are those of the part\'s runs; [quickstart.md](quickstart.md) and '
+    "limit. Every command should exit with 0. After each push, a run compares log-probabilities of engine and trainer (the "
+    "probe, [architecture.md](../architecture.md#agreement-of-engine-and-trainer)), and ends with an error if they differ by "
+    'more than a tolerance. After "Expect", names such as `offload` are those of the part\'s runs; '
+    "[quickstart.md](quickstart.md) and "
     "[quickstart_hybrid.md](quickstart_hybrid.md) have curves on a CPU."
 )
 WIDTH = 138

@@ -120,7 +120,8 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
             "+recipe=qwen3_30b_a3b loop.num_rollout=3", recipe="", sharded="rollout.num_engines=1 rollout.tp=8 rollout.dcp=2",
         ), 180,
         "expert parallelism over NCCL",
-        "a probe is above the tolerance, if at all, only at tokens whose experts are nearly tied; `train/moe_load` between 1 and 3", ENGINE,
+        "the probe's difference is above the tolerance, if at all, only at tokens whose experts are nearly tied; "
+        "`train/moe_load` between 1 and 3", ENGINE,
         ("models/Qwen3-30B-A3B", DAPO, AIME), 8, 80,
     ),
     EvidencePart(
@@ -131,7 +132,9 @@ SEVERAL_GPUS: tuple[EvidencePart, ...] = (
             for guard in ("always", "slime")
             for one in runs(f"+recipe=qwen3_5_35b_a3b model.gdn.backend={gdn} guard={guard} loop.num_rollout=10", **{f"{gdn}_{guard}": ""})
         ), 360,
-        "the comparison of slime's PR #1947", "`flashqla_slime` takes less time than `fla_always`", (*ENGINE, "fla", "flash_qla"),
+        "step times with the guard presets `always` (a query of free memory before every op) and `slime` (eight ops exempt), "
+        "which slime's PR #1947 compares ([guard.md](../guard.md#memory-guard))",
+        "`flashqla_slime` takes less time than `fla_always`", (*ENGINE, "fla", "flash_qla"),
         ("models/Qwen3.5-35B-A3B", DAPO), 8, 80,
     ),
     EvidencePart(
