@@ -11,7 +11,7 @@ import torch
 
 from slime_like.algo.loss import PackedSequences, cispo, gspo, policy_gradient, sft
 from slime_like.algo_interfaces import LossOutput, LossView
-from slime_like.config.rules.algorithm import LOSS_SCHEMAS
+from slime_like.config.rules.algorithms import LOSS_SCHEMAS
 from slime_like.config.schema.algo import CispoConfig, GrpoConfig, GspoConfig, SftConfig
 from slime_like.config.schema.names import LOSSES
 from slime_like.config.schema.policy import AlgoConfig, PolicyConfig

@@ -9,7 +9,6 @@ from typing import Any
 
 from slime_like.cluster.plan.planner import Plan
 from slime_like.config.rules.hf import HfConfig, downloaded_file, read_hf_config
-from slime_like.config.schema import names
 from slime_like.config.schema.policy import PolicyConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.data.conversations import Conversations
@@ -20,8 +19,8 @@ from slime_like.data.prompts import FileSource, SourceContext
 from slime_like.data.routing import RoutingShape, check_dumped
 from slime_like.data.rows import any_row
 from slime_like.data.tokenizer import open_tokenizer
+from slime_like.data.user_source import open_rows, open_source
 from slime_like.errors import DataError
-from slime_like.registry import resolve
 from slime_like.reward.check import check_reward, label_rule, row_rule
 from slime_like.types import Prompt
 from slime_like.util.reading import Count
@@ -87,11 +86,12 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
             max_prompts=num_started * (1 + cfg.rollout.max_refills),
         )
 
-    factory: Any = resolve("data.source", cfg.data.source, names.DATA_SOURCES)
-    train = factory(cfg.data, context(cfg.data.train, "train", TRAIN))
+    train_context = context(cfg.data.train, "train", TRAIN)
     if supervised:
         conversations = Conversations(tokenizer, cfg.data.conversation, cfg.data.chat_template_kwargs)
-        train = Demonstrations(train, tokenizer, plan.max_context_len, conversations)
+        train = Demonstrations(open_rows(cfg.data, train_context), tokenizer, plan.max_context_len, conversations)
+    else:
+        train = open_source(cfg.data, train_context)
     heldout = {
         dataset.name: _heldout(cfg, dataset, context(dataset.path, dataset.name, f"evaluation.datasets.{dataset.name}"))
         for dataset in eval_sets(cfg.evaluation)

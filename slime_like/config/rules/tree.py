@@ -7,7 +7,7 @@ import os
 
 from slime_like.config.rules import foreign
 from slime_like.config.rules.agents import check_agent
-from slime_like.config.rules.algorithm import check_algorithm
+from slime_like.config.rules.algorithms import check_algorithm
 from slime_like.config.rules.attention import check_attention, check_transformer_engine
 from slime_like.config.rules.dcp import check_dcp
 from slime_like.config.rules.deterministic import check_seeds
