@@ -64,7 +64,7 @@ class LayerSize:
     intermediate: int
 
     def __str__(self) -> str:
-        return f"{self.layers} layers, experts of {self.intermediate}, hidden {self.hidden}"
+        return f"{self.layers} layers, intermediate size {self.intermediate}, hidden size {self.hidden}"
 
 
 SMALL, LARGE = LayerSize(4, 128, 64), LayerSize(2, 1024, 512)
@@ -324,7 +324,7 @@ def page(tables: Mapping[str, Mapping[str, ArmResult]], about: str, command: str
         "",
         f"Command: `{command}`. MoE layers without attention, in float32: {EXPERTS} experts, {TOP_K} per token. A worker "
         f"with one thread has {EXPERTS // 2} experts of each layer; the engine, also with one thread, has the others. "
-        f"{SMALL}; larger: {LARGE}. "
+        f"Sizes: {SMALL}; in the table of larger experts, {LARGE}. "
         f"Prefill: one prompt of {PROMPT:,} tokens in chunks of {CHUNK:,}. Decode: {DECODE_STEPS} steps of {DECODE_BATCH} requests. "
         f"Medians of {rounds} rounds, in which the arms take turns. Calls and payload (requests and replies) are those of one prompt; in "
         'parentheses, the change relative to "stream, float32".',

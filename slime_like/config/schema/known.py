@@ -148,7 +148,7 @@ def _algorithms_with(key: str) -> list[str]:
 def _nearest(key: str, candidates: Iterable[str], our_key: str | None, algo: str | None) -> str:
     """Return a hint: a key that ``key`` may stand for, else the keys of its group, else all groups.
 
-    ``key`` may stand for a key with a similar name or the same last word, and for ``our_key`` (see ``unknown``).
+    ``key`` may stand for a key with a similar name or the same last word, and for ``our_key`` (see ``unknown_key_problem``).
     """
     group, _, last = key.rpartition(".")
     options = list(candidates)
