@@ -21,7 +21,7 @@ POLL_S = 0.5
 def describe_node(error: Exception) -> str:
     """Return " with its node ADDRESS" if the actor was lost with its node, else an empty string.
 
-    After Ray has declared a node dead, the node's address is only in the text of ``error``. If the connection was reset before
+    If Ray has already declared the node dead, the text of ``error`` contains its address. If the connection was reset before
     that, ``error`` only says that the actor is unavailable: wait, at most ``DECLARED_S``, until Ray declares the actor or its
     node dead.
     """
