@@ -174,7 +174,7 @@ class TrainerScores:
         self.rows = [to_rows(part) for part in _parts(list(self._sequences.values()), max_tokens)]
 
     def set_columns(self, columns_T: Sequence[F32]) -> None:
-        """Store the trainer's packed log-probabilities, one column for each of ``rows``."""
+        """Store the trainer's log-probabilities: for each of ``rows``, an array [T] with one per token."""
         columns = [
             column
             for rows, column_T in zip(self.rows, columns_T, strict=True)
