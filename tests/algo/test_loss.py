@@ -172,6 +172,9 @@ def test_every_metric_of_a_loss_is_in_the_dictionary() -> None:
         assert unknown_names(f"train/{name}" for name in [*output.means, *output.maxima]) == []
 
 
-@pytest.mark.parametrize("name", [name for name, path in LOSSES.items() if path.startswith("slime_like.algo.loss:")])
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_rules_know_the_schema_that_a_loss_reads(name: str) -> None:
-    assert get_type_hints(resolve("algo.loss", name, LOSSES))["cfg"] is LOSS_SCHEMAS.get(name, AlgoConfig)
+    loss = resolve("algo.loss", name, LOSSES)
+    hints = get_type_hints(loss.__init__ if isinstance(loss, type) else loss)
+    config_type = next(hint for parameter, hint in hints.items() if parameter != "return")
+    assert config_type is LOSS_SCHEMAS.get(name, AlgoConfig)
