@@ -130,8 +130,8 @@ def newest[Record: (InjectedFault, Recovery)](records: Sequence[Record]) -> list
 def outcomes(injections: Sequence[InjectedFault], recoveries: Sequence[Recovery]) -> list[Outcome]:
     """Return an outcome for each injected fault, then one for each loss that no injected fault explains.
 
-    A fault of an engine explains the engine's first loss before its next fault, however late; the result says after how
-    many seconds the loss was noticed.
+    A fault of an engine explains the engine's first loss that is noticed after this fault and before the next fault of the
+    same engine. The time between fault and loss is not limited; the result states it in seconds.
     """
     unmatched_recoveries = list(recoveries)
     results: list[Outcome] = []
