@@ -33,7 +33,7 @@ CORRECTION = "algo.off_policy"
 def bind_loss(config: AlgoConfig) -> LossFn:
     """Return the loss that ``config`` names, constructed with ``config``.
 
-    Raises ``ConfigError`` if it is unknown or not importable.
+    Raises ``ConfigError`` if the loss, or a KL estimator or correction that it uses, is unknown or not importable.
     """
     loss: LossFn = resolve(LOSS, config.loss, LOSSES)(config)
     return UserLoss(config.loss, loss, loss.needs_entropy) if is_user_code(config.loss, LOSSES) else loss
@@ -42,7 +42,8 @@ def bind_loss(config: AlgoConfig) -> LossFn:
 def bind_token_advantage(config: AlgoConfig) -> TokenAdvantage | None:
     """Return the token advantage that ``config`` names, constructed with ``config``; None if ``algo.token_advantage`` is null.
 
-    Raises ``ConfigError`` if it is unknown or not importable, or if an advantage of this project does not support ``config``.
+    Raises ``ConfigError`` if the advantage, or a KL estimator that it uses, is unknown or not importable, or if an advantage of
+    this project does not support ``config``.
     """
     name = config.token_advantage
     return None if name is None else resolve(TOKEN, name, TOKEN_ADVANTAGES)(config)

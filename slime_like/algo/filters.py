@@ -8,7 +8,8 @@ from slime_like.types import SampleGroup, Status
 def nonzero_std(group: SampleGroup) -> str | None:
     """Drop a group whose trained samples have fewer than two different rewards.
 
-    Its group advantages would all be zero, unless ``reward.overlong_buffer_len`` penalises some of its samples later.
+    All group advantages computed by this project would be 0, unless ``reward.overlong_buffer_len`` penalises some of the
+    samples later. A user's group advantages may differ.
 
     Source: DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2.
     """

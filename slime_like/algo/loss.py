@@ -129,8 +129,8 @@ def ppo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: 
 def gspo_surrogate(config: PolicyGradientConfig, view: LossView, old_logprobs_T: Tensor) -> Surrogate:
     """Return GSPO's clipped surrogate, with the ratio ``(pi(y) / pi_old(y)) ** (1 / |y|)`` at each token of sequence y.
 
-    With a group advantage, all tokens of a sequence have the same loss. With ``algo.aggregation=sequence_mean``, all
-    sequences have the same weight. A collective over the ranks that share the sequences.
+    If all tokens of a sequence have the same advantage, they have the same loss. With ``algo.aggregation=sequence_mean``, all
+    episodes have the same weight. A collective over the ranks that share the sequences.
     Source: Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 and 7.
     """
     assert view.sequences is not None, "GSPO's ratio needs sequences"
@@ -205,6 +205,7 @@ def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Return ``q/p - 1 - log(q/p)``: unbiased, low variance, never negative.
 
     Where q > p, value and gradient grow with ``q/p``: one token that the policy has made improbable can outweigh a batch.
+    ``log(q/p)`` is clamped to at most 80; where it is clamped, the gradient is zero.
     """
     log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(max=MAX_KL_LOG_RATIO)
     return log_ratio_T.expm1() - log_ratio_T

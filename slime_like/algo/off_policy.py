@@ -4,6 +4,7 @@ They are truncated importance sampling (TIS), masked importance sampling (MIS) a
 compares the old policy (the trainer's, before the update) with the rollout policy (the engine's) at sampled tokens.
 Corrections carry no gradient and leave ``loss_weight`` unchanged: a token dropped by MIS contributes 0 to the policy-gradient
 term, a token of a rejected sequence contributes 0 to every term, and the weights of the other tokens do not increase.
+The log of each ratio is clamped to ±20.
 Axis: T = tokens.
 """
 

@@ -98,9 +98,9 @@ class ReinforcePlusPlusBaseline:
 def discounted_returns(rewards_A: Tensor, segment_A: Tensor, gamma: float) -> Tensor:
     """Return [A]: ``sum_k gamma^k * reward[a + k]`` within each segment.
 
-    A doubling scan (Hillis and Steele 1986): after the pass with stride s, each entry holds the discounted sum of the
-    next 2s rewards, so log2(longest segment) passes suffice. Subtracting two cumulative sums instead would under- or
-    overflow for small gamma, and lose precision in sequences that follow large values.
+    A doubling scan (Hillis and Steele 1986): after the pass with stride s, each entry holds the discounted sum of 2s rewards,
+    from its own onwards, so log2(longest segment) passes, rounded up, suffice. Subtracting two cumulative sums instead would
+    under- or overflow for small gamma, and lose precision in sequences that follow large values.
     """
     returns_A = rewards_A.clone()
     stride = 1

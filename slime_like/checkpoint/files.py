@@ -92,7 +92,7 @@ def _unnamed_error(folder: Path, state: str, present: list[int]) -> CheckpointEr
 
 
 def begin_first(folder: Path) -> None:
-    """Create a tracker file that says ``none`` if ``folder`` has no tracker file.
+    """Create the tracker file of ``folder``, with the word ``none``, unless it already exists.
 
     An interrupted first save is then not reported as a lost checkpoint.
     """

@@ -91,7 +91,7 @@ def add_run(folder: Path, run: Mapping[str, Any]) -> None:
 def describe_files(
     folder: Path, names: Sequence[str], hashes: Mapping[str, str] | None = None
 ) -> dict[str, FileRecord]:
-    """Return the size and SHA-256 of the files ``names`` in ``folder``, by name. Files missing in ``hashes`` are hashed."""
+    """Return the size and SHA-256 of the files ``names`` in ``folder``, by name. Files that ``hashes`` lacks are hashed."""
     digests = dict(hashes or {})
     unhashed_names = [name for name in names if name not in digests]
     digests |= zip(unhashed_names, hash_files([folder / name for name in unhashed_names]), strict=True)
@@ -120,7 +120,7 @@ class CheckpointRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Return the total size in bytes of the checkpoint's files and its rollout files."""
+        """Return the total size in bytes of the files that the record lists; checkpoint.json itself is not among them."""
         return sum(file.size for file in (*self.files.values(), *self.rollout.values()))
 
 
