@@ -48,7 +48,7 @@ class LongSum(Addition):
 
     @property
     def call(self) -> str:
-        """Return the tool call. The engine stops sampling after its last token, ``</calc>``."""
+        """Return the tool call. The engine stops sampling after ``</calc>``, the last token of the call."""
         return f"<calc>{self.a}+{self.b}</calc>"
 
     @property
