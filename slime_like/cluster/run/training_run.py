@@ -165,7 +165,7 @@ class Run:
                 sys.stdout.write(visible(f"{self.cfg.run.name}: {line}\n"))
 
     def _dump(self, rollout_id: int, collected: CollectedRollout) -> None:
-        """Write the rollout's groups, and the token table of some samples with their advantages."""
+        """Write the rollout's groups and, if there is one, the token table of some samples with their advantages."""
         folder = self.run_dir / "rollouts"
         with tolerate_full_disk(path := rollout_path(folder, rollout_id), self.cfg.run):
             save_groups(path, collected.groups)
@@ -175,7 +175,7 @@ class Run:
                 save_table(path, with_advantages(self.token_table, advantages))
 
     def _answer_eval(self, metrics: tuple[Metric, ...]) -> None:
-        """Reply to an evaluation request with the scores."""
+        """Reply to an evaluation request with the scores, or with an error if there are none."""
         scores = ", ".join(f"{name} {value:.3f}" for name, value in evaluations(reduce_metrics(metrics)).items())
         self.control.answer(Request.EVAL, scores or "no engines or no evaluation.datasets", failed=not scores)
 

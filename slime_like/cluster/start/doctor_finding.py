@@ -16,7 +16,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """One line of the report; ``fix`` is empty if the level is OK."""
+    """One entry of the report; ``fix`` is empty if the level is OK."""
 
     level: Level
     subject: str

@@ -54,7 +54,11 @@ def _files(cfg: TrainConfig) -> Iterator[tuple[str, Path]]:
 
 
 def changed_inputs(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a description of each changed input: files by key and name, fields of config.json with both values."""
+    """Return a description of each changed input.
+
+    Tokenizer files are described by key and name, the file of ``data.train`` by its key, and fields of config.json by name and
+    both values. The fields ``VOLATILE`` of config.json are not compared.
+    """
     old, new = recorded["inputs"], current["inputs"]
     files = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
     old_model, new_model = _model(recorded["model"]), _model(current["model"])

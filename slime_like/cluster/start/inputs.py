@@ -101,7 +101,10 @@ def load_inputs(cfg: TrainConfig, plan: Plan) -> RunInputs:
 
 
 def routing_shape(cfg: TrainConfig, model: HfConfig) -> RoutingShape | None:
-    """Return the shape of the routed experts that engines return and the trainer replays; None if it replays none."""
+    """Return the shape of the routed experts that engines return and the trainer replays.
+
+    Return None unless ``algo.routing_replay=rollout``.
+    """
     if not isinstance(cfg.algo, PolicyConfig) or cfg.algo.routing_replay != "rollout":
         return None
     return RoutingShape(model.num_layers, model.experts_per_token, model.num_experts, model.sparse_layers)

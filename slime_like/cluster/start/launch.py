@@ -67,7 +67,7 @@ def launch(cfg: TrainConfig) -> Generator[Run]:
 
     Call it from the main thread, because it installs signal handlers. After an error in the block or while processes
     start, write a crash bundle to ``run.dir``, then print and raise a ``SlimeLikeError`` with the error's message and the
-    bundle's path. An error of the checks before that is raised unchanged.
+    bundle's path. An earlier error is raised unchanged.
     """
     plan = _plan_run(cfg)
     run_dir = Path(cfg.run.dir).resolve()
@@ -170,9 +170,9 @@ def _bundle(run_dir: Path, error: Exception, deaths: list[str], ray_logs: Path |
 
 
 def _with_context(error: Exception, deaths: list[str], waiting_ranks: str, bundle: str) -> SlimeLikeError:
-    """Return ``error`` as a ``SlimeLikeError`` that also names dead engines, ranks waiting in collectives, and the bundle.
+    """Return ``error`` as a ``SlimeLikeError`` that also names any ranks waiting in collectives, and the bundle.
 
-    An error that dead engines may have caused becomes an ``EngineError``.
+    An error that dead engines may have caused becomes an ``EngineError`` with the causes of their ``deaths``.
     """
     kind = type(error) if isinstance(error, SlimeLikeError) else SlimeLikeError
     text = str(error) if isinstance(error, SlimeLikeError) else one_line(error)

@@ -57,8 +57,8 @@ _folders: list[Path] = []  # private folders of the Ray that this process has st
 def start(namespace: str) -> None:
     """Start Ray's processes, with files and sockets in a private folder.
 
-    If the start of Ray's node times out, try again until the deadline. Raises ``DeadlineExceeded`` if the last try times
-    out, ``ConfigError`` if the folder cannot be created, and other errors of ``ray.init`` unchanged.
+    If the start of Ray's node times out, try again until a deadline of ``SECONDS``. Raises ``DeadlineExceeded`` if the
+    last try times out, ``ConfigError`` if the folder cannot be created, and other errors of ``ray.init`` unchanged.
     """
     _stay_on_loopback()
     folder = _private_folder()

@@ -242,7 +242,7 @@ class Placement:
         return tuple(tuple(slots[begin : begin + num_nodes]) for begin in range(0, len(slots), num_nodes))
 
     def start_engines(self, template: EngineTemplate) -> list[ActorHandle[EngineActor]]:
-        """Start one actor per engine; its child, the SGLang server, sees the engine's GPUs."""
+        """Start one actor per engine. Its child, the SGLang server, sees the engine's GPUs on the actor's node."""
         first = 0 if self._plan.colocated else self._plan.actor.layout.world_size
         actors: list[ActorHandle[EngineActor]] = []
         for index, spec in enumerate(self._plan.engines):
@@ -273,14 +273,14 @@ class Placement:
         return options
 
     def _on_node(self, role: str, index: int) -> dict[str, Any]:
-        """Return Ray options for process ``index`` of a role. On the CPUs of a cluster, they select the process's node."""
+        """Return Ray options for process ``index`` of a role. On CPUs of a joined cluster, they tie the process to its node."""
         options: dict[str, Any] = {"num_cpus": 0}
         if self._assignment.processes is not None:
             options["scheduling_strategy"] = on_node(self._assignment.processes[role][index].node_id)
         return options
 
     def _shared_options(self, bundles: tuple[int, ...], role: str, index: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return Ray options and environment of an actor that runs on GPUs that the run has reserved.
+        """Return Ray options and environment of an actor on CPUs, or on GPUs that the run has reserved.
 
         The actor requests no GPUs from Ray, because it may share them with another actor. Raises ``ConfigError`` if the GPUs
         are on several nodes.

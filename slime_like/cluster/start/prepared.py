@@ -42,11 +42,11 @@ def load_prepared(argv: Sequence[str]) -> TrainConfig:
 
 
 def _check_unwritten(cfg: TrainConfig) -> None:
-    """Check, before ``run.prepare`` is called, that the run's device, the folders and the model to be written can be used.
+    """Check the run's device, and the folders and model that ``run.prepare`` will write, before it is called.
 
-    Raises ``ConfigError`` or ``CheckpointError`` if they cannot. Folders and model are checked only for a default job. The
-    model is checked only if its folder is missing; if the folder exists, ``run.prepare`` writes the model again or returns
-    quickly.
+    Raises ``ConfigError`` or ``CheckpointError`` if they cannot be used. Folders and model are checked only if
+    ``run.prepare`` is one of ``PREPARED``. The model is checked only if its folder is missing; if the folder exists,
+    ``run.prepare`` writes the model again or returns quickly.
     """
     machine = probe_machine()
     if cfg.run.prepare in PREPARED:

@@ -222,7 +222,7 @@ class Cluster:
         return trainer
 
     def _combine_roles(self, actor: TrainerGroup, critic: RoleGroup | None, teacher: RoleGroup | None) -> Trainer:
-        """Return a trainer of the actor, combined with the critic or the teacher if there is one."""
+        """Return ``actor`` or, if there is a critic or teacher, a trainer that combines them."""
         if critic is None and teacher is None:
             return actor
         return MultiRoleTrainer(actor, critic, teacher, self.cfg.critic)
@@ -339,7 +339,7 @@ class Cluster:
         return causes
 
     def report_faults(self) -> None:
-        """Fetch the last recoveries from the managers, which must still run, and print the injected faults and recoveries."""
+        """Fetch the last recoveries from the managers, which must still run, and print the recovery report (``report_lines``)."""
         if self.chaos is None:
             return
         managers = self.managers or ManagerGroup(())
