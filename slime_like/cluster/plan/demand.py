@@ -46,12 +46,12 @@ class MemoryPlan:
 
     @property
     def needed_bytes(self) -> float:
-        """Predicted bytes on the busiest GPU; 0 in a run on a CPU."""
+        """Predicted bytes on the busiest GPU; 0 in a run on a CPU or if nothing is predicted."""
         return self.peak.total
 
     @property
     def by_role(self) -> MemoryTable:
-        """Memory by role: on the busiest GPU or, in a run on a CPU, of all processes of the role."""
+        """Memory by role: on the busiest GPU in phase ``peak`` or, in a run on a CPU, of all processes of the role."""
         if self.gpu:
             shares = [(role, table.total, "") for role, table in self.peak.tables]
         else:
@@ -61,7 +61,7 @@ class MemoryPlan:
 
     @property
     def min_bytes(self) -> float:
-        """Predicted bytes on the busiest GPU, without the allocator's overhead; 0 in a run on a CPU.
+        """Predicted bytes on the busiest GPU, without the allocator's overhead; 0 on a CPU or if nothing is predicted.
 
         The run does not fit on GPUs with less memory.
         """
@@ -142,7 +142,10 @@ class Demand:
         return replace(settings, **changes)
 
     def _tables(self) -> Iterator[tuple[str, MemoryTable]]:
-        """Yield the memory of one rank of each role that trains or scores."""
+        """Yield the name and the memory of one rank of trainer, critic and teacher.
+
+        The trainer is included even if the run starts none. Roles whose model is unknown are left out.
+        """
         rank_memory = host_trainer if self.hardware is None else trainer_memory
         critic, teacher = self.role_specs
         if self.shapes.actor is not None:

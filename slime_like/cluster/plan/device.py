@@ -15,8 +15,9 @@ from slime_like.errors import ConfigError
 def resolve_device(cfg: TrainConfig, model: HfConfig | None, machine: Machine, decisions: PlanDecisions) -> str:
     """Return the device of trainer and engines, after checking device-specific settings.
 
-    ``model`` is None while it is unknown. Raises ``ConfigError`` if a setting does not support the device, or if
-    ``placement.device=cuda`` is set for a run on this machine and no GPU is visible.
+    ``model`` is None while it is unknown. Raises ``ConfigError`` if a setting does not support the device, if engines on this
+    machine need FlashInfer and it is not installed, or if ``placement.device=cuda`` is set for a run on this machine and no GPU
+    is visible.
     """
     device = cfg.placement.device
     if device == "auto":

@@ -118,7 +118,10 @@ def check_fits(
 
 
 def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
-    """Return a lower bound on the run's memory on a CPU in bytes: processes, trainer state in float32, engine weights."""
+    """Return an estimate of the memory of trainer and engines on a CPU in bytes: processes, trainer state, engine weights.
+
+    State and weights count as float32. Activations and caches do not count.
+    """
     is_written = model is not None and Path(model.folder).exists()
     params = check_weights("model.hf_checkpoint", cfg.model.hf_checkpoint) if is_written else 0
     p = cfg.parallel

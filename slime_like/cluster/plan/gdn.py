@@ -18,8 +18,8 @@ def resolve_gdn(
 ) -> RankSpec:
     """Return ``actor`` with ``model.gdn.backend`` and ``model.gdn.auto_cp`` resolved; record all decisions.
 
-    Raises ``ConfigError`` if the run trains Gated DeltaNet layers with an optimizer that Megatron could not save, or if it
-    trains on this machine and the layers' kernels cannot run here.
+    Raises ``ConfigError`` if ``model.gdn.cp_mode`` does not suit the layout, if the run trains Gated DeltaNet layers with an
+    optimizer that Megatron could not save, or if it trains on this machine and the layers' kernels cannot run here.
     """
     config = cfg.model.gdn
     backend = gdn_backend(config.backend, actor.device)

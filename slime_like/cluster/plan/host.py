@@ -1,4 +1,4 @@
-"""Host memory of a run on GPUs: processes, offloaded optimizer, remote experts and copies of weights, per node."""
+"""Host memory per node of a run on GPUs: processes, offloaded state, copies of weights, checkpoints and remote experts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_node_memory(demand: Demand, machine: Machine, table: MemoryTable) -> N
 
 
 def _remedy(demand: Demand, machine: Machine, table: MemoryTable) -> str:
-    """Return a hint: the largest ``optim.cpu_offload_fraction`` that fits node and GPU, otherwise other changes that help."""
+    """Return a hint: a lower ``optim.cpu_offload_fraction`` that fits node and GPU, otherwise other changes that may help."""
     for percent in range(int(100 * demand.settings.offload) - 5, -1, -5):
         changed_demand = replace(demand, trainer=replace(demand.settings, offload=percent / 100))
         plan = changed_demand.plan()

@@ -1,4 +1,4 @@
-"""Text of a plan's memory: a table per role, the sequences that fit the KV cache, a plot, and the effect of each change."""
+"""Text of a plan's memory: a line per role, the sequences that fit the KV cache, a plot, and the effect of each change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def memory_lines(plan: MemoryPlan, load: EngineLoad) -> Iterator[str]:
 
 
 def plot_lines(plan: MemoryPlan) -> Iterator[str]:
-    """Yield a plot of the memory of each role and of all together, scaled to the memory of a GPU or, on a CPU, the machine."""
+    """Yield a plot of the memory of each role, scaled to the memory of a GPU or, in a run on a CPU, of the machine.
+
+    If several roles share the busiest GPU or the CPU, another bar shows their total, on a GPU in the phase that needs most.
+    """
     if not plan.tables:
         return
     bars = [Bar(role, table) for role, table in plan.tables]

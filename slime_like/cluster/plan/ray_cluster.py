@@ -77,7 +77,7 @@ def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], *,
     """Check that ``plan`` fits the GPUs, CPUs and memory of its ``nodes``; return it with ``rollout.dcp=auto`` decided.
 
     With ``is_driver=False``, this process is not the driver of the run, and its environment variables are not checked.
-    Raises ``ConfigError`` naming the key to change if the plan does not fit.
+    Raises ``ConfigError`` if the plan does not fit, or if ``placement.device=auto`` selected cpu and the cluster has GPUs.
     """
     cluster = f"the Ray cluster at placement.ray_address={cfg.placement.ray_address!r}"
     gpus = sum(node.num_gpus for node in nodes)
@@ -131,10 +131,10 @@ def _check_gpus(plan: Plan, nodes: Sequence[ClusterNode], cluster: str) -> None:
 
 
 def _machine(plan: Plan, nodes: Sequence[ClusterNode]) -> Machine:
-    """Return a machine that consists of the nodes with the most GPUs, as few as have enough GPUs for the plan.
+    """Return a machine with the smallest number of nodes that have enough GPUs for the plan: those with the most GPUs.
 
-    Its cores and memory per node are those of the smallest node with GPUs. If the plan uses CPUs, the machine has the cores of
-    the smallest node and the memory of all nodes.
+    Its cores and memory per node are the minima over all nodes with GPUs, and its GPU names are those of all these nodes. If the
+    plan uses CPUs, the machine has the fewest cores of any node and the memory of all nodes together.
     """
     if plan.device == "cpu":
         cpus, memory = min((node.num_cpus for node in nodes), default=0), sum(node.memory_bytes for node in nodes)

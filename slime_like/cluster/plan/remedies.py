@@ -115,7 +115,10 @@ def host_engine_refusal(demand: Demand, plan: MemoryPlan) -> str:
 
 
 def _engine_remedies(demand: Demand) -> Iterator[tuple[str, Demand]]:
-    """Yield changes that each let an engine start: the smallest sufficient static fraction and tensor parallel size, if any."""
+    """Yield changes that each let an engine start, if there are any.
+
+    They are the smallest sufficient static fraction, in steps of 0.05, and the fewest sufficient doublings of ``rollout.tp``.
+    """
     statics = (percent / 100 for percent in range(10, 95, 5))
     changes = ((f"rollout.sglang.mem_fraction_static={share:g}", replace(demand, static=share)) for share in statics)
     yield from next(([change] for change in changes if _starts(change[1])), [])

@@ -137,7 +137,10 @@ def role_devices(
 
 
 def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
-    """Return a lower bound on the bytes of critic and teacher on a CPU: processes, weights and the critic's training state."""
+    """Return an estimate of the bytes of critic and teacher on a CPU: processes, weights and the critic's training state.
+
+    State and weights count as float32, and once per dp rank even if they are sharded. Activations do not count.
+    """
     num_bytes = 0
     for spec, per_parameter in ((critic, 16), (teacher, 4)):
         if spec is not None:

@@ -62,8 +62,8 @@ def model_config(cfg: TrainConfig, machine: Machine) -> HfConfig | None:
 def config_values(cfg: TrainConfig) -> dict[str, Any] | None:
     """Return the values of config.json of ``model.hf_checkpoint``.
 
-    If the folder is missing, return the values that the run's default job will write or, if the run is not a default job,
-    those in the planner's table of public models; None if the table lacks the model. Raises ``CheckpointError`` if the folder
+    If the folder is missing, return the values that ``run.prepare`` of a default job will write. For any other run, return those
+    in the planner's table of public models, or None if the table lacks the model. Raises ``CheckpointError`` if the folder
     exists but has no valid config.json.
     """
     folder = Path(cfg.model.hf_checkpoint)

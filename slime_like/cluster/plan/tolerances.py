@@ -18,7 +18,7 @@ UNLIMITED = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class LogprobTolerances:
-    """Maximum |trainer - engine| log-probability difference allowed in a run."""
+    """Limits of the difference |trainer - engine| of log-probabilities in a run."""
 
     probe: float  # for the probe's sequences after a push
     samples: float | None  # for sampled tokens, before the optimizer step that trains on them; None: not checked
@@ -28,7 +28,7 @@ class LogprobTolerances:
 def logprob_tolerances(cfg: TrainConfig, device: str, dtype: str, decisions: PlanDecisions) -> LogprobTolerances:
     """Return the tolerances set in ``weights.*``, or the defaults for device and dtype.
 
-    With ``run.deterministic`` on a CPU, ``probe`` and ``samples`` are 0; loading the config rejects other values. With
+    With ``run.deterministic`` on a CPU, ``probe`` and ``samples`` are 0; ``check_bitwise`` rejects other values. With
     ``run.mode=train_only``, ``samples`` is None, because other weights may have generated the rollouts.
     """
     reason = samples_reason = f"rounding of {dtype} on {device}"

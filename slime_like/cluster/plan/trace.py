@@ -144,7 +144,8 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
 
     The planned rest is the rank's CUDA context and communicators, and the other roles on the GPU. For the traced transfer of
     weights, the rest is taken from the planned phase "save": in both, an engine has only its weights in memory. If all
-    planned phases have the same memory, the result has one phase, with an empty name.
+    planned phases have the same memory, the result has one phase, with an empty name. The same holds if the trainer is not on
+    the busiest GPU; other roles on its GPU are then left out.
     """
     reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
     reserved[""] = max(reserved.values())

@@ -42,8 +42,8 @@ def main(request: Path, result: Path) -> int:
 def traces(argv: list[str], description: str | None, *, own_kernels: bool = False) -> list[dict[str, Any]]:
     """Trace the first rank of the first pipeline stage and, if there are several stages, the first rank of the last stage.
 
-    With ``own_kernels``, Gated DeltaNet runs on the kernels that the run itself uses, which Triton or TileLang compiles, not on
-    torch's kernels. Raises ``ConfigError`` if the command line is refused or the model has no config.json yet.
+    With ``own_kernels``, Gated DeltaNet runs on the kernels that the run itself uses, otherwise on torch's. Raises
+    ``ConfigError`` if the command line is refused or the model has no config.json yet.
     """
     cfg = load_config(argv, files=False, machine=description is None)
     machine = probe_machine() if description is None else described_machine(description)
@@ -78,7 +78,7 @@ def traceable(spec: RankSpec, folder: str, *, own_kernels: bool = False) -> tupl
 
 
 def traced(plan: Plan, spec: RankSpec, stage: int) -> dict[str, Any]:
-    """Return the trace of the first rank of a pipeline stage, with the number and length of its micro-batches."""
+    """Return the trace of a stage's first rank, with the number of its micro-batches and the length of their sequences."""
     with heavy_imports():
         from slime_like.train.megatron.trace.memory import TracedBatch, trace_rank
 

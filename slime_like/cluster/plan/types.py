@@ -19,7 +19,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Processes of one kind; ``devices[i]`` are the GPUs of process i (run-local indices from 0), none on CPU."""
+    """Ranks or engines of one kind; ``devices[i]`` are the GPUs of rank or engine i (run-local indices from 0), none on CPU."""
 
     name: str
     devices: tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ def num_gpus(roles: tuple[Role, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoleShapes:
-    """Shapes of the models of a run; None for a role that the run lacks, or whose folder has no config.json yet."""
+    """Shapes of the models of a run; None for a role that the run lacks, or whose model is not known yet."""
 
     actor: ModelShape | None
     critic: ModelShape | None = None
