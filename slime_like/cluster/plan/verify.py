@@ -18,9 +18,9 @@ SMALL_BYTES = 1 << 26
 def verify(cfg: TrainConfig, folder: Path, record: CheckpointRecord) -> None:
     """Compare the files of a checkpoint with their recorded hashes, or warn if none are recorded.
 
-    Do nothing unless ``run.verify_checkpoint=full``. With several trainer nodes, this process hashes only the
-    files below ``SMALL_BYTES``, and the ranks hash all files in parallel, each file once. Raises ``CheckpointError`` if files
-    have changed (it names at most four), or if one is missing or cannot be read.
+    Do nothing unless ``run.verify_checkpoint=full``. With several trainer nodes, this process hashes only the rollout files
+    and the files below ``SMALL_BYTES``; the ranks hash all files but the rollout files in parallel, each file once. Raises
+    ``CheckpointError`` if files have changed (it names at most four), or if one is missing or cannot be read.
     """
     if cfg.run.verify_checkpoint != "full":
         return

@@ -39,10 +39,10 @@ def describe(command: Command, argv: Sequence[str]) -> str:
 def show_plan(argv: Sequence[str], description: str | None = None, *, trace: bool = False) -> str:
     """Return the plan of a command line for this machine, or for the one described by ``description`` (``8xH200``).
 
-    On this machine, files are checked too, unless ``run.prepare`` has yet to create the model's folder; the model is then
-    checked only if a default job will create it. For another machine, only config.json or the planner's table of public
-    models is read; weights, tokenizer and data may be missing. With ``trace``, run a step of the trainer on a phantom GPU
-    and append the traced memory.
+    For this machine, files are checked too. As long as ``run.prepare`` has yet to create the model's folder, only the folders
+    and the model of a ``run.prepare`` in ``PREPARED`` are checked. For another machine, only config.json or the planner's
+    table of public models is read; weights, tokenizer and data may be missing. With ``trace``, run a step of the trainer on a
+    phantom GPU and append the traced memory.
     """
     cfg = load_config(argv, files=False, machine=description is None)
     num_rollout_known = cfg.loop.num_epoch is None
@@ -63,7 +63,7 @@ def show_plan(argv: Sequence[str], description: str | None = None, *, trace: boo
 
 
 def render_plan(cfg: TrainConfig, plan: Plan, machine: Machine, *, num_rollout_known: bool = True) -> str:
-    """Render the plan: placement, memory, batch, guard of collectives, user code, resolved values with reasons, advice.
+    """Render the plan: placement, memory, batch, guard around collectives, user code, resolved values with reasons, advice.
 
     Pass ``num_rollout_known=False`` if ``loop.num_epoch`` is set and the rows of ``data.train`` have not been counted: the plan
     then contains the number of epochs instead of rollouts and steps.

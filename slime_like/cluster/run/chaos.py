@@ -77,14 +77,14 @@ class Chaos:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def plan(self, num_rollout: int) -> None:
-        """Schedule every fault that has not been injected yet. Raises ``DataError`` if faults.jsonl cannot be read."""
+        """Schedule every fault that faults.jsonl does not record yet. Raises ``DataError`` if the file cannot be read."""
         scheduled = planned_faults(self.config, num_rollout)
         injected_faults = {injection.fault for injection in faults.read(self.run_dir)[0]} if scheduled else set[str]()
         self.pending = [fault for fault in scheduled if str(fault) not in injected_faults]
 
     @contextmanager
     def __call__(self, phase: str, rollout_id: int) -> Generator[None]:
-        """Inject the faults of a phase of the loop. Each fault has a delay; if the phase ends before that, inject it then.
+        """Inject the faults of a phase of the loop, each after its delay or at the end of the phase, whichever comes first.
 
         If the phase raises an error, its faults that are still pending are not injected. A fault that cannot be recorded
         stays pending, and the end of the phase raises ``DataError``.
@@ -195,9 +195,9 @@ def _signal_of(fault: Fault) -> str:
 def report_lines(
     injections: Sequence[InjectedFault], recoveries: Sequence[Recovery], uninjected_faults: Sequence[Fault] = ()
 ) -> list[str]:
-    """Return the recovery report: a summary and one line per fault; no lines if there were no faults.
+    """Return the recovery report: a summary, then a line for each fault and each loss that no fault explains.
 
-    ``uninjected_faults`` are those of the schedule that were not injected.
+    Without faults and losses, there are no lines. ``uninjected_faults`` are those of the schedule that were not injected.
     """
     outcomes = faults.outcomes(injections, recoveries)
     if not (outcomes or uninjected_faults):

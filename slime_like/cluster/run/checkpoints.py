@@ -118,7 +118,7 @@ def _named_disk_errors(state: str) -> Generator[None]:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Remove incomplete files of interrupted saves. ``run_dir`` must be claimed, so that no other run writes to it."""
+    """Remove incomplete checkpoints, dumps and HF exports. ``run_dir`` must be claimed, so that no other run writes to it."""
     for name in ("checkpoints", "rollouts"):
         remove_scratch(run_dir / name)
     for export in run_dir.glob(f"hf*{SCRATCH}"):

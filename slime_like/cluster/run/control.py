@@ -5,8 +5,8 @@
 Only the name of a file matters, not its content: requests are atomic, and a repeated request counts once. The loop reads
 the folder once per rollout, removes the files and handles the requests; it reports progress in the live view and in
 ``status.json``. Removing a file before it is read withdraws the request. Anyone with write permission on the folder can
-send requests; its mode follows the run's umask. SIGUSR2 to the driver is the request ``save`` (SIGUSR1 writes stacks,
-SIGTERM and Ctrl-C are ``stop``).
+send requests; its mode follows the run's umask. SIGUSR2 to the driver is the request ``save``. SIGTERM, SIGHUP and Ctrl-C
+stop the run like ``stop`` (``cluster.run.stop``). SIGUSR1 writes stacks.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def wait_for_answer(
 ) -> ControlReply:
     """Wait for the reply to a request.
 
-    Raises ``DataError`` if the run ends without a reply or its status file is invalid, and ``DeadlineExceeded`` if there
-    is no reply in time.
+    Raises ``DataError`` if the run ends without a reply or its status file is missing or invalid, and ``DeadlineExceeded``
+    if there is no reply in time.
     """
     while True:
         status = read_status(run_dir)

@@ -40,7 +40,7 @@ class EngineStates:
     deadline_s: float
 
     def enter(self, phase: str) -> None:
-        """Keep only the parts that ``phase`` needs on the devices of every engine."""
+        """Release the engine memory that ``phase`` does not need; in phase collect, restore it (``PoolMemory.enter``)."""
         deadline = Deadline("driver", f"offload/{phase}", self.deadline_s)
         self.managers.call(deadline, RolloutManager.enter_phase, phase)
 
@@ -60,6 +60,7 @@ class Residency:
         """Move the parts that ``phase`` does not need off the devices, then move the parts that it needs onto them.
 
         In phase push, the push itself moves the engines' parts; when it ends, all parts of the engines are on the devices.
+        Phase save restores no part of the engines.
         """
         start = time.perf_counter()
         if phase in (STEP, SAVE):
@@ -188,7 +189,7 @@ class ResidentRollout:
 
 
 def pushes_within(push: Callable[[], object], residency: Residency) -> Callable[[], object]:
-    """Return a function that pushes weights to engines restarted during a rollout, then gives the memory back to the engines."""
+    """Return the ``push_weights`` of an ``EngineRollout``: it calls ``push``, then gives the memory back to the engines."""
 
     def push_and_continue() -> None:
         push()

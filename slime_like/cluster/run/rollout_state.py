@@ -1,6 +1,7 @@
 """Rollout state of a checkpoint: the data cursors of the rollout managers, and the files with their groups.
 
-``rollout/state_<N>.json`` contains the state of a single manager, or a list ``managers`` with the states of several.
+``rollout/state_<N>.json`` contains the state of a single manager, or a list ``managers`` with the states of several. In
+supervised fine-tuning, it contains only the cursor in the demonstrations.
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ def check_state(folder: Path, next_rollout: int) -> None:
 
 
 def _read(folder: Path, next_rollout: int) -> tuple[InputFile, dict[str, Any], tuple[_SavedState, ...]]:
-    """Return the state file of a checkpoint, its JSON object and the states of its managers.
+    """Return the state file of a checkpoint, its JSON object and the states of its managers (none in a run without engines).
 
-    Raises ``CheckpointError`` if the file is missing, damaged or for another rollout.
+    Raises ``CheckpointError`` if the file is missing, damaged or for another rollout. A file without managers names no rollout.
     """
     file = InputFile(state_path(folder, next_rollout), CheckpointError, FIX)
     state = file.json_object()
@@ -158,7 +159,7 @@ def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
 
 
 def _check_groups(file: InputFile, state: _SavedState, base: Path) -> None:
-    """Raise ``CheckpointError`` if one of a manager's group files, whose paths derive from ``base``, is missing or damaged."""
+    """Raise ``CheckpointError`` if a group file of a manager is missing, damaged or incomplete. Its path derives from ``base``."""
     for rollout in state.made:
         _saved_groups(generated_path(base, rollout.rollout_id))
     if state.in_flight:

@@ -84,7 +84,8 @@ NO_ENGINES = "engines={}: this run has no engines"
 class EngineRollout:
     """Source of rollouts that engines generate under the control of rollout managers.
 
-    If a manager has no serving engine while a call is awaited, ``push_weights`` pushes weights to restarted engines.
+    While a call is awaited, ``push_weights`` is called if no engine of a manager serves and one waits for weights. It pushes
+    weights to the engines of all managers.
     """
 
     managers: ManagerGroup
@@ -102,7 +103,10 @@ class EngineRollout:
         return self.selection.select(rollout_id, parts)
 
     def evaluate(self) -> EvalResult:
-        """Return the metrics ``eval/<dataset>*`` and the responses, sampled with the engines' current weights."""
+        """Return metrics (``eval/<dataset>*``, ``reward/*``) and, with ``evaluation.save_answers``, the responses.
+
+        The responses are sampled with the engines' current weights.
+        """
         return merge_evaluations(self._wait("evaluate", self.managers.start(RolloutManager.evaluate)))
 
     def resize(self, num_engines: int) -> str:

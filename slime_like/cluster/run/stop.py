@@ -23,7 +23,7 @@ class StopRequest:
         self._previous_handlers: Any = None
 
     def install(self) -> None:
-        """Install the signal handlers of the main thread."""
+        """Install the signal handlers, except for signals that are already ignored. Call it from the main thread."""
         # An ignored signal stays ignored, such as SIGHUP under nohup.
         handled_signals = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled_signals}
