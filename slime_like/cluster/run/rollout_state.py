@@ -159,7 +159,7 @@ def check_cursor(folder: Path, next_rollout: int, source: Any) -> None:
 
 
 def _check_groups(file: InputFile, state: _SavedState, base: Path) -> None:
-    """Raise ``CheckpointError`` if a group file of a manager is missing, damaged or incomplete. Its path derives from ``base``."""
+    """Raise ``CheckpointError`` if a manager's group file is missing, damaged or incomplete. Its path derives from ``base``."""
     for rollout in state.made:
         _saved_groups(generated_path(base, rollout.rollout_id))
     if state.in_flight:
