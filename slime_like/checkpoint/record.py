@@ -230,8 +230,8 @@ def critic_source(folder: Path) -> Path:
     """Return the critic's iteration folder: ``folder`` itself if it is one, otherwise an iteration in ``folder``.
 
     The iteration is the one that ``latest_iteration`` returns or, if there is no tracker file, the newest one. Raises
-    ``CheckpointError`` if there is no iteration, if the iteration belongs to an actor, which has no value head, and as
-    ``latest_iteration`` and ``read_record`` do.
+    ``CheckpointError`` like ``latest_iteration`` and ``read_record``, and also if there is no iteration or if the iteration
+    belongs to an actor, which has no value head.
     """
     present = iterations(folder)
     if not (folder / MANIFEST).is_file() and present:

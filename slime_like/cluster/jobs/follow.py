@@ -23,10 +23,10 @@ REST_S = 600.0  # limit of these attempts together
 async def follow(server: JobServer, job_id: str, write: Callable[[str], None]) -> ClusterJob:
     """Write the job's log from its beginning until the job ends; return the ended job.
 
-    After a lost connection, read the log again and skip the part that was already written. If the job has ended and
-    ``MAX_READS`` further connections break too, or the rest takes longer than ``REST_S``, write the reason in place of the
-    rest. Raises ``DeadlineExceeded`` if the server does not answer for ``LOST_S``, and otherwise raises like
-    ``JobServer.job``; the job itself is not affected.
+    After a lost connection, read the log again and skip the part that was already written. Once the job has ended, do so at
+    most ``MAX_READS`` times and for at most ``REST_S``; if that fails, write the reason in place of the rest of the log.
+    Raises ``DeadlineExceeded`` if the server does not answer for ``LOST_S``, and otherwise raises like ``JobServer.job``; the
+    job itself is not affected.
     """
     num_written, num_reads = 0, 0
     rest_deadline: Deadline | None = None  # of a job that ended while the connection was lost

@@ -38,8 +38,8 @@ def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = 
 
     Raises ``ConfigError`` if ``arguments`` are invalid or start no run; if ``gpus_per_node`` is not from 1 to ``MAX_GPUS``; if
     ``gpu`` begins with a digit or x; or if the run does not fit, does not use GPUs, or needs more than ``gpus_per_node`` trainer
-    GPUs on a node. Raises ``CheckpointError`` if the model is neither in its folder nor in the planner's table, or cannot run
-    with the config.
+    GPUs on a node. Raises ``CheckpointError`` if the model is neither in its folder nor in the planner's table, and either
+    error if the model cannot run with the config.
     """
     command = translate(arguments)
     if command.action != "train":

@@ -38,10 +38,11 @@ def plan_job(arguments: Sequence[str], nodes: Sequence[ClusterNode], *, grows: b
 
     Weights, tokenizer and data are not checked: they are on the cluster, and the run checks them when it starts. If
     the model's config.json cannot be read on this machine and is not in the planner's table, only the run's config is
-    checked. Raises ``ConfigError`` if ``arguments`` are invalid or start no run, ``nodes`` is empty or the run does not fit,
-    ``CheckpointError`` if the model cannot run with the config, and ``MissingResources`` if the cluster lacks nodes or GPUs.
-    With ``grows``, missing resources are only a warning: nodes will join, and the run waits for them. GPUs used by other
-    jobs count as free.
+    checked. GPUs used by other jobs count as free.
+
+    Raises ``ConfigError`` if ``arguments`` are invalid or start no run, if ``nodes`` is empty or if the run does not fit;
+    ``ConfigError`` or ``CheckpointError`` if the model cannot run with the config; and ``MissingResources`` if the cluster
+    lacks nodes or GPUs. With ``grows``, missing resources are only a warning: nodes will join, and the run waits for them.
     """
     command = translate(arguments)
     if command.action != "train":
@@ -88,8 +89,8 @@ def _enough_gpus(cfg: TrainConfig, machine: Machine) -> Machine:
     """Return ``machine`` as one node with more GPUs and main memory than any run needs.
 
     Planning then does not stop at missing resources, and ``assign`` names the missing GPUs. The GPUs are all of the kind
-    that has the most memory in the cluster; ``plan_on_nodes`` checks the memory of the nodes that the run uses. For a run
-    on CPUs, return ``machine`` unchanged.
+    that has the most memory in the cluster, or of an unknown kind if there is one; ``plan_on_nodes`` checks the memory of the
+    nodes that the run uses. For a run on CPUs, return ``machine`` unchanged.
     """
     if cfg.placement.device == "cpu" or (cfg.placement.device == "auto" and not machine.num_gpus):
         return machine

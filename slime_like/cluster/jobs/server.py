@@ -42,7 +42,7 @@ class JobServer:
 
     Its methods except ``check`` and ``log`` raise ``ConfigError`` if the server rejects the token, ``DataError`` if the job is
     unknown, ``ProcessLost`` if the connection fails or the reply is not valid JSON, ``WorkerError`` if the server returns
-    another error status, and ``DeadlineExceeded`` after ``REQUEST_S``.
+    another error status or a malformed list or job, and ``DeadlineExceeded`` after ``REQUEST_S``.
     """
 
     def __init__(self, address: ServerAddress) -> None:

@@ -20,8 +20,8 @@ async def stop_job(server: JobServer, job_id: str, *, wait_s: float, at_once: bo
     A helper job on the head node, where the run's driver is, sends the request; the run then finishes its current
     rollout, saves a checkpoint and ends. With ``at_once``, Ray sends SIGTERM instead, which also works if the run has
     not begun or its files are gone. Raises ``DataError`` if the job is unknown, was submitted by another program or,
-    without ``at_once``, is not a run; ``WorkerError`` if the run does not accept the request; and ``DeadlineExceeded`` if
-    the job has not ended after ``wait_s + HELPER_S`` seconds.
+    without ``at_once``, is not a run; ``WorkerError`` if the run does not confirm the request within ``wait_s`` seconds; and
+    ``DeadlineExceeded`` if the job has not ended after ``wait_s + HELPER_S`` seconds or the server does not answer.
     """
     job = await server.job(job_id)
     if not job.is_ours:
@@ -42,7 +42,8 @@ async def _request_stop(server: JobServer, job: ClusterJob, wait_s: float) -> No
     """Run a helper job that requests the stop, and remove the helper when it has ended.
 
     Raises ``DataError`` if ``job`` is not a run, ``DeadlineExceeded`` if the helper has not ended after ``wait_s + HELPER_S``
-    seconds, and ``WorkerError`` with the last line of the helper's output if it fails while ``job`` still runs.
+    seconds or the server does not answer, and ``WorkerError`` with the last line of the helper's output if it fails while
+    ``job`` still runs.
     """
     request = control_request(job.id, job.metadata, "stop", wait_s)
     await server.submit(request)

@@ -130,6 +130,9 @@ def _request(
 
 
 def _new_id(name: str) -> str:
-    """Return a new job id. It begins with at most 80 characters of ``name``, with "-" for those that an id cannot contain."""
+    """Return a new job id that begins with at most 80 characters of ``name`` or, if none of them is valid, with "run".
+
+    Each sequence of characters that an id cannot contain becomes one "-".
+    """
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:80].strip("-.") or "run"
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"

@@ -143,7 +143,7 @@ def _optim(cfg: TrainConfig, device: str, dtype: str, dp: int, decisions: PlanDe
 
 
 def _layout(p: ParallelConfig, dp: int, model: HfConfig | None, decisions: PlanDecisions) -> Layout:
-    """Return the trainer's layout; pipeline segments are unknown until ``run.prepare`` has written the model."""
+    """Return the trainer's layout, without pipeline segments if ``model`` is None because ``run.prepare`` has yet to write it."""
     split = segments(p, model.num_layers) if model is not None else ()
     if len(set(split)) > 1 or len(split) > p.pp:
         pipeline_keys = {

@@ -1,13 +1,13 @@
 """Assignment of a run's processes to the nodes of a joined Ray cluster.
 
 Trainer ranks fill ``placement.actor_num_nodes`` nodes in order of address, with the same number of ranks on each. Each engine
-is split into equal parts on ``rollout.engine_num_nodes`` nodes. If that key is not set, an engine is on one node if it fits
-there, otherwise on several.
+is split into equal parts on ``rollout.engine_num_nodes`` nodes. If that key is not set, each engine is on one node if all of
+them fit that way, otherwise on as few nodes as possible, the same number for every engine.
 
-With ``placement.mode=colocated``, engines are on the trainer's GPUs. Otherwise, an engine that is not split takes the node with
-the fewest free GPUs that suffice, and the parts of a split engine take the nodes with the most free GPUs. On CPUs, engines are
-assigned round-robin: colocated engines to the trainer's nodes, others to the nodes without ranks if there are enough of them.
-If another role has its own GPUs, each of its tensor parallel groups is on one node.
+Engines that share the trainer's GPUs are on the nodes of those GPUs. Each other engine takes the node with the fewest free GPUs
+that suffice or, if it is split, the nodes with the most free GPUs. On CPUs, engines are assigned round-robin: colocated engines
+to the trainer's nodes, others to the nodes without ranks. If these are too few for an engine, all nodes are used. If another
+role has its own GPUs, each of its tensor parallel groups is on one node.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def assign(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode]) -> Assign
     """Return the node of each process of a run on CPUs, or of each GPU of a run on GPUs.
 
     Raises ``MissingResources`` if the cluster lacks nodes or GPUs, and ``ConfigError`` if engines cannot be split into
-    equal parts, do not support the kind of GPU, or would span nodes although other keys rule that out.
+    equal parts, do not support the kind of GPU, or would be on a number of nodes that ``rollout.engine_num_nodes`` or other
+    keys rule out.
     """
     ordered = sorted(nodes, key=_order)
     if plan.device == "cpu":
@@ -147,8 +148,9 @@ def _with_engine_parts(
 ) -> tuple[ClusterNode, ...]:
     """Return the node of each GPU.
 
-    Each engine that does not share the trainer's GPUs is on ``nodes_per_engine`` nodes. Raises ``MissingResources`` if no
-    node has enough free GPUs for a group of GPUs that have to be on one node.
+    Each engine that does not share the trainer's GPUs is on ``nodes_per_engine`` nodes. The blocks of the trainer are on
+    different nodes, and so are the parts of an engine. Raises ``MissingResources`` if no node with enough free GPUs is left
+    for a block.
     """
     free = {node.node_id: node.free_gpus for node in nodes}
     node_of_gpu: dict[int, ClusterNode] = {}
@@ -175,7 +177,7 @@ def _nodes_per_engine(cfg: TrainConfig, plan: Plan, gpus: Sequence[ClusterNode])
     """Return the number of nodes of each engine, the same for all engines.
 
     Raises ``ConfigError`` if engines would have unequal parts, if ``rollout.engine_num_nodes`` is set but engines that share
-    the trainer's GPUs are on another number of nodes, or if other keys rule out engines on several nodes.
+    the trainer's GPUs are on a different number of nodes, or if other keys rule out engines on several nodes.
     """
     engines = [devices for role in plan.roles if role.name == ENGINE for devices in role.devices]
     parts = [[len(list(part)) for _, part in groupby(gpus[i].node_id for i in devices)] for devices in engines]

@@ -29,7 +29,7 @@ STATIC_STEP = 0.05  # between proposed static fractions
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A changed setting, written as on the command line, and the memory that is predicted for the changed run."""
+    """One or more changed settings, as on the command line, and the memory that is predicted for the changed run."""
 
     setting: str
     plan: MemoryPlan

@@ -88,7 +88,8 @@ def run_capabilities(description: str | None) -> list[tuple[int, int]]:
 def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
     """Compile the kernels of trainer ranks; return their traces.
 
-    Raises ``ConfigError`` if the run cannot be planned or has no trainer on GPUs, or if the compilation fails.
+    Raises ``ConfigError`` if the run cannot be planned or has no trainer on GPUs, or if the compilation fails, and
+    ``CheckpointError`` if a model cannot be read.
     """
     check_traceable(_plan(job)[1], "the compilation for the trainer")
     request = {"argv": list(job.argv), "machine": job.description}
@@ -99,7 +100,7 @@ def compile_trainer(job: CompileJob) -> list[dict[str, Any]]:
 def compile_engine(job: CompileJob) -> list[dict[str, Any]]:
     """Compile the kernels of an engine rank; return one result per called function, with its error if it failed.
 
-    Raises ``ConfigError`` as ``engine_shape`` does, or if the child process itself fails.
+    Raises like ``engine_shape``, and ``ConfigError`` if the child process itself fails.
     """
     request = {"shape": asdict(engine_shape(job)), "first_configs": job.first_configs}
     return run_on_phantom("compilation for the engines", ENGINE, request, _environment(job), SECONDS)
@@ -108,7 +109,8 @@ def compile_engine(job: CompileJob) -> list[dict[str, Any]]:
 def engine_shape(job: CompileJob) -> EngineShape:
     """Return the shape of a rank of the run's first engine.
 
-    Raises ``ConfigError`` if the run cannot be planned or has no engines on GPUs, or if its model has no config.json yet.
+    Raises ``ConfigError`` if the run cannot be planned or has no engines on GPUs, or if its model has no config.json yet, and
+    ``CheckpointError`` if a model cannot be read.
     """
     cfg, plan = _plan(job)
     values = config_values(cfg)
@@ -151,8 +153,8 @@ def _shape(engine: EngineSpec, model: HfConfig, values: Mapping[str, Any]) -> En
 def _environment(job: CompileJob) -> dict[str, str]:
     """Return the variables to set in a child's environment.
 
-    They select the phantom GPU, the folder of the compiled kernels and, if installed, the CUDA compiler of NVIDIA's wheels.
-    They also disable the caches of autotuning results, which are meaningless on a phantom GPU.
+    They select the phantom GPU, the folder of the compiled kernels and, if no CUDA toolkit is installed, the compiler of
+    NVIDIA's wheels. They also disable the caches of autotuning results, which are meaningless on a phantom GPU.
     """
     # The limit is above the largest host tensor of the compilers, which run in the child and need its values.
     gpu = replace(TRACED_GPU, capability=job.capability, host_limit=32 << 20)

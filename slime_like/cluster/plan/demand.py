@@ -51,7 +51,7 @@ class MemoryPlan:
 
     @property
     def by_role(self) -> MemoryTable:
-        """Memory by role: on the busiest GPU in phase ``peak`` or, in a run on a CPU, of all processes of the role."""
+        """Memory by role: on the busiest GPU in its ``peak`` phase or, in a run on a CPU, of all processes of the role."""
         if self.gpu:
             shares = [(role, table.total, "") for role, table in self.peak.tables]
         else:
