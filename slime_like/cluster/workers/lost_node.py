@@ -22,8 +22,8 @@ def describe_node(error: Exception) -> str:
     """Return " with its node ADDRESS" if the actor was lost with its node, else an empty string.
 
     If Ray has already declared the node dead, the text of ``error`` contains its address. If the connection was reset before
-    that, ``error`` only says that the actor is unavailable: wait, at most ``DECLARED_S``, until Ray declares the actor or its
-    node dead.
+    that, ``error`` only says that the actor is unavailable: in a cluster of several nodes, wait, at most ``DECLARED_S``, until
+    Ray declares the actor or its node dead.
     """
     if isinstance(error, ActorUnavailableError):
         return _wait_for_decision(error)

@@ -26,7 +26,7 @@ class MultiRoleTrainer:
     """Trainer of several roles. ``step`` has three parts; within each, the roles run concurrently:
 
     score       critic and teacher score the rows; the actor scores them with its old and reference policy
-    advantages  the actor computes advantages from these scores, and the targets of the critic
+    advantages  the actor computes advantages and the critic's targets from these scores
     update      actor and critic take their optimizer steps
     """
 
@@ -91,7 +91,7 @@ class MultiRoleTrainer:
         return self.actor.token_advantages(sample_ids)
 
     def release_communicators(self) -> None:
-        """Release the communicators of all roles until their next call, if ``guard.release`` is set."""
+        """Release the communicators of all roles until the next phase with collectives, if ``guard.release`` is set."""
         for group in (self.actor, self.critic, self.teacher):
             if group is not None:
                 group.release_communicators()

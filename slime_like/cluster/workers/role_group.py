@@ -28,7 +28,7 @@ type ShardScores = tuple[Columns | None, tuple[Metric, ...]]  # columns only fro
 
 
 class RoleWorker(RankWorker):
-    """Actor with one rank of a critic or a teacher. Methods are collectives: the driver calls them on all ranks."""
+    """Ray actor with one rank of a critic or a teacher. Methods are collectives: the driver calls them on all ranks."""
 
     def __init__(self, name: str, rank: int, world_size: int, stacks_dir: str, env: Mapping[str, str]) -> None:
         super().__init__(name, rank, world_size, stacks_dir, env)

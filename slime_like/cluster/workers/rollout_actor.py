@@ -31,8 +31,9 @@ class RolloutActor(RolloutManager):
     ) -> None:
         """Set the variables ``env``, and redirect the output of this process and its children to ``log_path``.
 
-        The children include processes of user code. If no supervisor will kill them, start a ``Reaper`` that does. Raises
-        ``SlimeLikeError`` if the ``Reaper`` does not start. ``file_name`` names this process in ``stacks_dir``.
+        The children include processes of user code. If the run's supervisor process cannot kill them, because this is a node
+        of a joined Ray cluster, start a ``Reaper`` that does. Raises ``SlimeLikeError`` if the ``Reaper`` does not start.
+        ``file_name`` names this process in ``stacks_dir``.
         """
         os.environ.update(env)
         _redirect_output(Path(log_path))
@@ -64,7 +65,7 @@ class RolloutActor(RolloutManager):
         self._is_connected = True
 
     async def stop(self) -> None:
-        """Stop the manager, then the engines that it has started, then processes that user code started.
+        """Stop the manager, then the engines that it has started, then user code's processes if there is a ``Reaper`` for them.
 
         If one of the three fails to stop, the others are stopped nevertheless. May be called before ``connect``.
         """

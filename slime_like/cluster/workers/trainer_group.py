@@ -70,7 +70,7 @@ class RankGroup[W: RankWorker](ABC):
         return wait_all(self.start(method, *args, **kwargs), self.deadline(method.__name__))
 
     def release_communicators(self) -> None:
-        """Release the ranks' communicators until their next call, if ``guard.release`` is set. Idempotent."""
+        """Release the ranks' communicators until the next phase with collectives, if ``guard.release`` is set. Idempotent."""
         if self._releases:
             wait_all(self.start(RankWorker.release_communicators), self.deadline("release", self._release_s))
 
@@ -167,7 +167,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return difference
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return a dict from sample id to the advantages [L] that the ranks computed in the last trained rollout.
+        """Return a dict from sample id to the advantages [L] that the ranks computed in the last rollout that was not empty.
 
         Samples that are not of that rollout are missing. ``Trainer.token_advantages`` says when the dict is empty.
         """
@@ -179,7 +179,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         return tuple(sorted({kind for kinds in self.on_all(TrainerWorker.layer_kinds).values() for kind in kinds}))
 
     def kernels(self) -> tuple[str, ...]:
-        """Return descriptions of the kernels that the layers of all ranks used."""
+        """Return descriptions of the kernels that layers with several implementations have used, on all ranks."""
         return tuple(
             sorted({description for rank in self.on_all(TrainerWorker.kernels).values() for description in rank})
         )
@@ -206,7 +206,7 @@ class TrainerGroup(RankGroup[TrainerWorker]):
         self.on_all(TrainerWorker.export_hf, str(folder))
 
     def manifests(self) -> list[tuple[TensorMeta, ...]]:
-        """Return the metadata of the tensors that each sender sends in a push."""
+        """Return the metadata of the tensors in a push, in one tuple for each pipeline stage."""
         return [manifest for manifest in self.on_all(TrainerWorker.manifest).values() if manifest]
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:

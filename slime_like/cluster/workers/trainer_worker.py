@@ -89,7 +89,10 @@ class RankWorker:
         install.release()
 
     def keep_on_device(self, parts: Sequence[str]) -> None:
-        """Keep only ``parts`` (``config.schema.residency``) of this rank's state on its device, the others in host memory."""
+        """Keep only ``parts`` (``config.schema.residency``) of this rank's state on its device.
+
+        The other parts move to host memory, except gradients, which are not preserved.
+        """
         self.device_state.keep(parts)
 
     @property
@@ -176,7 +179,7 @@ class TrainerWorker(RankWorker):
         return self._with_peaks(metrics)
 
     def token_advantages(self, sample_ids: Collection[int]) -> dict[int, F32]:
-        """Return a dict from sample id to advantages [L] for the ``sample_ids`` of the last trained rollout.
+        """Return a dict from sample id to advantages [L] for the ``sample_ids`` of the last rollout that was not empty.
 
         The dict contains only samples that this rank reports.
         """
@@ -191,7 +194,7 @@ class TrainerWorker(RankWorker):
             return self.trainer.score(batch, float64_kind)
 
     def routing_difference(self) -> RoutingDifference | None:
-        """Return how replayed experts differ from this model's choice, since the last call or the last update of the weights.
+        """Compare the replayed experts with this model's own choices since the last call or the last update of the weights.
 
         The result is None except on the rank that reports global metrics.
         """
@@ -202,7 +205,7 @@ class TrainerWorker(RankWorker):
         return self.trainer.layer_kinds()
 
     def kernels(self) -> tuple[str, ...]:
-        """Return descriptions of the kernels that this rank's layers used."""
+        """Return descriptions of the kernels that this rank's layers with several implementations have used."""
         return self.trainer.kernels()
 
     def begin_save(self, folder: str, iteration: int) -> None:
@@ -224,14 +227,14 @@ class TrainerWorker(RankWorker):
         self.trainer.export_hf(Path(folder))
 
     def manifest(self) -> tuple[TensorMeta, ...]:
-        """Return the metadata of the tensors that this rank sends in a push: those of its stage if it is a sender, else none."""
+        """Return the metadata of the pipeline stage's tensors if this rank is the stage's sender (``is_sender``), else ()."""
         source = self.trainer.hf_export
         return source.manifest() if source.is_sender else ()
 
     def send_weights(self, engines: Sequence[EngineAddress], transport: TransportSpec) -> list[TensorMeta]:
         """Send the weights to every engine. A collective over all ranks.
 
-        One rank of each pipeline stage sends the stage's tensors and returns their metadata. Other ranks return [].
+        The sender of each pipeline stage (``is_sender``) returns the metadata of the stage's tensors; other ranks return [].
         """
         from slime_like.distributed.wrapper import install
 
@@ -254,9 +257,10 @@ class RankSender:
     ) -> list[TensorMeta]:
         """Send all weights of ``source`` to ``engines``. A collective over all ranks.
 
-        One rank of each pipeline stage sends the stage's tensors and returns their metadata. Other ranks return []. The
-        connections are reused only for the same engines; a restarted engine has a new address. If the push fails with a
-        ``SlimeLikeError``, the connections are closed before it is raised.
+        The sender of each pipeline stage (``is_sender``) returns the metadata of the stage's tensors; other ranks return [].
+        ``weights.transport=ipc`` also sends from other ranks. The connections are reused only for the same engines; a
+        restarted engine has a new address. If the push fails with a ``SlimeLikeError``, the connections are closed before it
+        is raised.
         """
         if self._sender is not None and self._engines != engines:
             await self._drop()
@@ -291,5 +295,5 @@ def _make_sender(clients: Sequence[WeightReceiver], transport: TransportSpec, gr
 
 
 def _own_address() -> str:
-    """Return the loopback address in a single-machine cluster, else the address at which other nodes reach this one."""
+    """Return the loopback address if the run has started its own Ray, else the address at which other nodes reach this one."""
     return str(get_node_ip_address())

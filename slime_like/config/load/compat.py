@@ -1,4 +1,7 @@
-"""The only module of slime_like that imports slime_like_compat: flags, and names of keys in other frameworks."""
+"""Re-exports from ``slime_like_compat``: flags of slime and Megatron, and keys of other projects.
+
+No other module of slime_like imports that package.
+"""
 
 from __future__ import annotations
 
