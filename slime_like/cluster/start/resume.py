@@ -65,7 +65,7 @@ MAX_NAMES = 4
 
 
 def checkpoint_folder(cfg: TrainConfig, run_dir: Path) -> Path:
-    """Return the folder of the checkpoints that ``run.resume`` names, by default those of ``run_dir``."""
+    """Return the folder of checkpoints that ``run.resume`` names, or that of ``run_dir`` if it is "auto" or "never"."""
     return run_dir / "checkpoints" if cfg.run.resume in ("auto", "never") else Path(cfg.run.resume)
 
 
@@ -119,7 +119,8 @@ def first_rollout(cfg: TrainConfig, run_dir: Path, run: Mapping[str, Any] | None
 def check_saved(cfg: TrainConfig, source: Path) -> CheckpointRecord:
     """Return the record of the checkpoint ``source``.
 
-    Raises ``CheckpointError`` if a file is missing or damaged, or if the model or optimizer layout is not that of the run.
+    Raises the errors of ``read_record``, which compares only the sizes of files, and ``CheckpointError`` if the model or
+    optimizer layout is not that of the run.
     """
     record = read_record(source)
     manifest = record.manifest

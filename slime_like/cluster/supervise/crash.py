@@ -26,8 +26,8 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
     """Write a crash bundle to ``run_dir/crash-<time>`` and return its path.
 
     It contains the cause and the lines of ``extra``, the traceback, the stacks and last collectives of the processes on
-    this node, the ends of logs, the config and versions of libraries. ``ray_logs`` is Ray's log folder on this node; None
-    if there is none.
+    this node, the ends of logs, the run's config, and the versions of libraries. ``ray_logs`` is Ray's log folder on this
+    node; None if there is none.
     """
     bundle = run_dir / f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
     bundle.mkdir(parents=True, exist_ok=True)
@@ -51,10 +51,10 @@ def write_bundle(run_dir: Path, error: BaseException, extra: Iterable[str] = (),
 
 
 def _worker_logs(stacks: Path, ray_logs: Path | None) -> list[tuple[str, Path]]:
-    """Return (name, path) of each non-empty log of Ray's processes and of the run's actors.
+    """Return (name, path) of each non-empty log of Ray's processes (``RAY``) and of the run's actors; empty without ``ray_logs``.
 
     The logs of actors are found by the pids in the names of the files in ``stacks``. The bundle needs a copy of these logs,
-    because Ray's folder is removed at the end of the run.
+    because the folder of a Ray that the run has started is removed at the end of the run.
     """
     if ray_logs is None:
         return []

@@ -63,9 +63,9 @@ def drive(run: Callable[[], int], line: socket.socket) -> NoReturn:
 def connect(line: socket.socket) -> None:
     """Use ``line`` as the connection to the supervisor.
 
-    Set ``process_tree.MARK`` in the environment of this process. Later descendants inherit this variable and are found by it.
-    Start a thread that, when the supervisor dies, kills this process and its descendants and removes the folders that
-    ``report_folder`` was given.
+    Set ``process_tree.MARK`` in the environment of this process. Programs that are started later inherit this variable and are
+    found by it. Start a thread that, when the supervisor dies, kills this process and its descendants and removes the folders
+    that ``report_folder`` was given.
     """
     global _line
     _line = line
@@ -104,7 +104,7 @@ def confirm_ray() -> None:
     """Wait until the supervisor confirms that Ray is alive, at most ``CONFIRM_S`` times the deadline factor.
 
     If a Ray process has died, the supervisor ends the run instead. When Ray dies, its actors die too: without this check
-    the driver might blame the first lost actor.
+    the driver might blame the first lost actor. Without a supervisor, do nothing.
     """
     if _line is not None:
         _ray_confirmed.clear()

@@ -63,7 +63,11 @@ def descendants(excluded: frozenset[psutil.Process] = frozenset()) -> list[psuti
 
 
 def find_marked(mark: str) -> list[psutil.Process]:
-    """Return every process, except this one, that has ``MARK=mark`` in its environment."""
+    """Return every process, except this one, that has ``MARK=mark`` in its environment.
+
+    The kernel shows the environment with which a program was started. A child that is forked after a change of ``os.environ``
+    is not found before it starts a program.
+    """
     processes: list[psutil.Process] = []
     variable = f"{MARK}={mark}".encode()
     for process in psutil.process_iter():

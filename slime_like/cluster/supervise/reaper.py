@@ -1,4 +1,4 @@
-"""Kill processes started by user code on the nodes of a joined Ray cluster, where no supervisor adopts them.
+"""Kill processes started by user code if no supervisor adopts them: in a joined Ray cluster, or if the driver has none.
 
 ``python -m slime_like.cluster.supervise.reaper MARK`` detaches from its parent, because Ray kills the parent's direct children
 along with it. It reads the parent's pipe until EOF, then kills every process with ``MARK`` in its environment.
@@ -27,8 +27,9 @@ EXIT_S = 5.0
 class Reaper:
     """Handle of a reaper process, which the constructor starts.
 
-    Once the process that called the constructor has ended, the reaper kills all descendants that the process has started
-    since that call. ``close`` kills them earlier. The constructor raises ``SlimeLikeError`` if the reaper does not start.
+    Once the process that called the constructor has ended, the reaper kills all programs that this process and its descendants
+    have started since that call (``find_marked``). ``close`` kills them earlier. The constructor raises ``SlimeLikeError`` if
+    the reaper does not start.
     """
 
     def __init__(self) -> None:

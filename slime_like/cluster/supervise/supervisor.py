@@ -140,9 +140,9 @@ class Supervisor:
         """End the run on an unhandled stop signal, a fault of a Ray process or an expired deadline.
 
         A stop signal counts as unhandled at once if the driver is in a ``bounded_call`` with ``at_once``. Otherwise, two
-        signals count as unhandled ``UNWIND_S`` after the second. Faults of Ray processes are ignored until the driver has
-        reported its run folder. If nothing ends the run, answer a pending question of the driver about Ray. Return the exit
-        code of the run; None if the run continues.
+        signals count as unhandled ``UNWIND_S`` times the deadline factor after the second. Faults of Ray processes are ignored
+        until the driver has reported its run folder. If nothing ends the run, answer a pending question of the driver about
+        Ray. Return the exit code of the run; None if the run continues.
         """
         if self._signals and any(call.at_once for call in self._state.calls.values()):
             _say(f"stopped while it waited for {next(iter(self._state.calls.values())).waits_for}")
@@ -246,7 +246,10 @@ class Supervisor:
         return code
 
     def _end_driver(self, deadline: Deadline | None = None) -> None:
-        """Kill the driver. If a disk or device blocks its exit until ``deadline``, leave it to the kernel."""
+        """Kill the driver. If a disk or device blocks its exit until ``deadline``, leave it to the kernel.
+
+        By default, this is a ``Deadline`` of ``process_tree.END_S``.
+        """
         deadline = deadline or Deadline("supervisor", "teardown", process_tree.END_S)
         self._to_driver(signal.SIGKILL)
         while self._driver_status is None and deadline.elapsed() < deadline.limit:

@@ -58,7 +58,7 @@ def put[T](value: T) -> T:
     """Store ``value``, an argument of several calls, once in Ray's object store.
 
     The returned reference is typed as ``value``, because Ray passes the value itself to the called methods.
-    The supervisor ends the run if this takes longer than ``STORE_S``.
+    The supervisor ends the run if this takes longer than ``STORE_S`` times the deadline factor.
     """
     with driver_link.bounded_call(Deadline("driver", "put", STORE_S), "Ray's object store"):
         return cast(T, ray.put(value))
@@ -69,11 +69,11 @@ def wait_all[R](
 ) -> dict[str, R]:
     """Return the results of all ``refs`` by name.
 
-    If a wait gives no result, ``waiting`` is called with the pending names. Raises the ``SlimeLikeError`` of a remote
+    Poll Ray; after each poll without a result, call ``waiting`` with the pending names. Raises the ``SlimeLikeError`` of a remote
     call with its type, ``WorkerError`` if the call raised another error or its process died, and ``DeadlineExceeded``
     naming the processes that have not responded in time. An error is noticed within ``POLL_S``, even while other calls
-    are pending, but raised only after ``_root_cause``, which may wait for a more specific one. Each wait collects all
-    available results, and waits become longer, so that their number does not depend on the number of ``refs``.
+    are pending, but raised only after ``_root_cause``, which may wait for a more specific one. Each poll collects all
+    available results, and polls become longer, so that their number does not depend on the number of ``refs``.
     """
     pending_refs = {ref: name for name, ref in refs.items()}
     results: dict[str, R] = {}

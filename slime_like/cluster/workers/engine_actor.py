@@ -113,9 +113,10 @@ class EngineActor:
             self._stop()
 
     def restart(self) -> tuple[EngineAddress, str]:
-        """Replace the servers on all nodes, whatever their state; return the new address and a line on how the old engine ended.
+        """Replace the servers on all nodes, whatever their state; return the new address and how the old engine ended.
 
-        Raises the errors of ``ready``, and ``EngineError`` if ``stop`` was called.
+        The second result is one line, empty if the old engine was alive. Raises the errors of ``ready``, and ``EngineError``
+        if ``stop`` was called.
         """
         exit_summary = self._describe_exit() if self._exit_summary is None else self._exit_summary
         self._exit_summary = None
@@ -127,7 +128,10 @@ class EngineActor:
         return self.ready(), exit_summary
 
     def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the engine's processes, on all of its nodes, that are suspended (SIGSTOP)."""
+        """Return the pids of the engine's suspended processes (SIGSTOP) on all nodes; none if this node's server has ended.
+
+        Parts on other nodes that do not answer in time are left out.
+        """
         if not self._server.alive():
             return ()
         return processes.stopped_pids(self._server.pid) + (() if self._parts is None else self._parts.stopped_pids())

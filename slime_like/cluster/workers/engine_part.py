@@ -40,9 +40,9 @@ class EnginePart:
     def wait_for_end(self) -> str:
         """Wait until the server or a rank ends; return how it ended, or an empty text once ``stop`` is called.
 
-        If a rank has ended, kill the server: in an engine without data-parallel attention, the server of a node other than
-        the first stays alive when a signal ends one of the node's ranks. This watch of the ranks is needed until SGLang's
-        watchdog of subprocesses covers all nodes.
+        Ranks are watched once ``ready`` has returned. If a rank has ended, kill the server: in an engine without
+        data-parallel attention, the server of a node other than the first stays alive when a signal ends one of the node's
+        ranks. This watch of the ranks is needed until SGLang's watchdog of subprocesses covers all nodes.
         """
         ended_pids: tuple[int, ...] = ()
         while self._server.alive() and not (ended_pids := processes.ended_pids(self._rank_pids)):

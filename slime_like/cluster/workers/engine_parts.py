@@ -41,7 +41,7 @@ class NodeSlot:
 
 @dataclass(frozen=True, slots=True)
 class PartSettings:
-    """Arguments of ``EnginePart`` that all parts of an engine share."""
+    """Settings of an engine, from which ``_start`` derives the arguments of each ``EnginePart``."""
 
     name: str  # of the engine
     spec: EngineSpec
@@ -53,7 +53,8 @@ class PartSettings:
 class EngineParts:
     """Owner of an engine's actors on other nodes, from one start of the engine to its stop.
 
-    If one of these actors ends, or the server that the actor started, the whole engine is ended.
+    If one of these actors ends, or the server that the actor started, the first node's server is ended too. The remaining
+    parts end with ``stop`` at the latest.
     """
 
     def __init__(
@@ -120,7 +121,10 @@ class EngineParts:
             ray.kill(actor)
 
     def _watch(self) -> None:
-        """Wait for any part to end, then end the engine: its other ranks would wait in a collective for the missing ones."""
+        """Call ``end_engine`` once a part has ended, because the other ranks would wait in a collective for the missing ones.
+
+        Return once ``stop`` is called.
+        """
         while self._ends and not self._closing.is_set():
             ended_refs, _ = ray.wait(list(self._ends), num_returns=1, timeout=POLL_S)
             if ended_refs and not self._closing.is_set():

@@ -177,7 +177,7 @@ class EngineStarter:
         return [NodeSlot(node.node_id, node.address) for node in chosen_nodes]
 
     async def _reserve(self, index: int, num_nodes: int, other_slots: Sequence[NodeSlot]) -> list[NodeSlot]:
-        """Reserve the engine's GPUs on ``num_nodes`` nodes other than those of ``other_slots``, its remaining parts.
+        """Reserve GPUs for an engine on ``num_nodes`` nodes, other than those of ``other_slots``, which the engine keeps.
 
         Raises ``EngineError`` if the GPUs are not free within ``placement.wait_deadline_s``, or if a node is lost or does not
         answer.
