@@ -66,7 +66,10 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _owners(key: str, default_text: str) -> str:
-    """Return a note on ``key``: the algorithms that have it, unless all do, and their defaults that are not ``default_text``."""
+    """Return a note on ``key``: the algorithms that have it, unless all do, and their defaults that are not ``default_text``.
+
+    The defaults are left out for algo.name, which each algorithm sets to its own name.
+    """
     owners = [name for name in ALGORITHMS if key in known_keys(name)]
     other_algorithms = [name for name in ALGORITHMS if name not in owners]
     short = ", ".join(owners) if len(owners) <= len(other_algorithms) else f"all but {', '.join(other_algorithms)}"

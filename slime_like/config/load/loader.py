@@ -125,7 +125,7 @@ def read_config(path: Path) -> TrainConfig:
 def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
     """Return the checked and sealed config that ``to_yaml`` wrote. The user's functions that it names are imported.
 
-    Raises ``ConfigError`` if the text is not YAML, has an unknown key or breaks a rule. With ``files``, the files that the
+    Raises ``ConfigError`` if the text is not YAML, does not fit the schema or breaks a rule. With ``files``, the files that the
     config names are checked too, and the errors of ``check_files`` are raised.
     """
     try:
@@ -291,7 +291,8 @@ def _hydra(folder: Path, overrides: Sequence[str], searchpath: Sequence[Path] = 
 def _config_files(overrides: _Overrides) -> dict[str, Path | None]:
     """Return the files of the chosen configs and of those that they include.
 
-    Raises ``ConfigError`` on an unreadable recipe or other config, because Hydra's error would not name the file.
+    Raises ``ConfigError`` as ``_chosen`` does, and on an unreadable recipe or other config, because Hydra's error would not
+    name the file.
     """
     folders = [config_folder(), *([Path(overrides.config_dir).resolve()] if overrides.config_dir else [])]
     return config_files(folders, _chosen(overrides))

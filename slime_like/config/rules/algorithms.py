@@ -20,7 +20,11 @@ LOSS_SCHEMAS: dict[str, type[AlgoConfig]] = {
 
 
 def check_algorithm(cfg: TrainConfig) -> None:
-    """Raise ``ConfigError`` if a component of ``cfg.algo`` does not fit the algorithm, or groups have too few samples for it."""
+    """Raise ``ConfigError`` if a component of ``cfg.algo`` or another key does not fit the algorithm.
+
+    The other keys are the number of samples per prompt and, for SFT, the evaluation datasets. An ``algo.name`` that differs
+    from the chosen algorithm is an error too.
+    """
     algo = cfg.algo
     algorithm = next(name for name, schema in ALGORITHMS.items() if type(algo) is schema)
     if algo.name != algorithm:

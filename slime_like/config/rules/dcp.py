@@ -33,9 +33,9 @@ from slime_like.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DcpObstacle:
-    """Setting that rules out every ``rollout.dcp`` above 1."""
+    """Setting or environment variable that rules out every ``rollout.dcp`` above 1."""
 
-    setting: str  # key=value
+    setting: str  # as the error message names it, such as key=value
     reason: str
     fix: str  # alternative to rollout.dcp=1
 

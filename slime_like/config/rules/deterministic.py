@@ -1,4 +1,4 @@
-"""Rules for ``run.deterministic=true``: settings that break reproducibility are rejected."""
+"""Rules for ``run.deterministic=true``: reproducible tokens, and bitwise agreement of engine and trainer on a CPU."""
 
 from __future__ import annotations
 

@@ -118,7 +118,10 @@ def _check_layout(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _check_engine_support(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` or ``ConfigError`` on a model that SGLang 0.5.23 would compute incorrectly."""
+    """Raise ``CheckpointError`` or ``ConfigError`` on a model that SGLang 0.5.23 would compute incorrectly.
+
+    Nothing is checked if no engine runs: with ``run.mode=train_only`` or algo=sft.
+    """
     if cfg.run.mode == "train_only" or isinstance(cfg.algo, SftConfig):
         return
     family = names.FAMILIES.get(model.model_type)
@@ -192,8 +195,8 @@ def _check_megatron(cfg: TrainConfig) -> None:
 def _check_reference(cfg: TrainConfig, model: HfConfig) -> None:
     """Raise ``CheckpointError`` if the reference's HF folder is broken or its model differs from the actor's.
 
-    Both must have the same shape and settings, because the reference's weights are swapped in on the actor's ranks. A
-    reference in Megatron's format is not checked.
+    Both must have the same shape and settings, because the reference's weights are swapped in on the actor's ranks. Nothing is
+    checked if the reference is in Megatron's format, or with algo=sft, which has no reference.
     """
     folder = cfg.model.ref_checkpoint
     if folder is None or isinstance(cfg.algo, SftConfig) or megatron_folder(Path(folder)) is not None:

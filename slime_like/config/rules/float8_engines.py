@@ -64,7 +64,8 @@ def check_float8_device(cfg: TrainConfig, device: str) -> None:
 def check_float8_gpus(cfg: TrainConfig, names: Iterable[str], other_capability: tuple[int, int] | None = None) -> None:
     """Raise ``ConfigError`` if engines with float8 weights would run on GPUs that do not support float8.
 
-    ``other_capability``: compute capability of GPUs missing from the planner's table; None if it is unknown.
+    ``names`` are the names of the GPUs. ``other_capability`` is the compute capability of GPUs missing from the planner's
+    table, or None if it is unknown.
     """
     if cfg.rollout.weight_dtype != FLOAT8:
         return

@@ -1,4 +1,4 @@
-"""Rules for ``rollout.flow_mla``.
+"""Rules for ``rollout.flow_mla``, which shards attention weights over the ranks of data-parallel attention.
 
 The engine applies the same conditions to the values that SGLang resolves (``slime_like_plugins.flow_mla``).
 """

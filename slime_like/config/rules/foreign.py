@@ -118,7 +118,7 @@ OWNED: dict[str, dict[str, str]] = {
 
 
 class UpstreamKey(TypedDict):
-    """Field of another project. ``type`` (its annotation) and ``default`` are source text.
+    """Field of another project. ``type`` (its annotation) and ``default`` (None if there is none) are source text.
 
     ``flags`` are its command-line flags, except the one derived from its name.
     """

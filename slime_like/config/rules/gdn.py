@@ -27,7 +27,8 @@ ANYWHERE = "set model.gdn.backend=torch (--qwen-gdn-backend torch), which runs a
 def check_gdn(cfg: TrainConfig, *, machine: bool = True) -> None:
     """Raise ``ConfigError`` on settings of ``model.gdn`` that can be rejected before the model is read.
 
-    With ``machine=False`` or ``placement.ray_address``, this machine is not checked, because the run may be on others.
+    With ``machine=False`` or ``placement.ray_address``, this machine is not checked, because the run may be on others. It is
+    not checked either with ``run.mode=rollout_only``, which trains no layers.
     """
     config = cfg.model.gdn
     check_options(config, deterministic=cfg.run.deterministic)
