@@ -37,8 +37,8 @@ MAX_FIRST_FAILURES, MAX_FAILURES = 8, 32  # consecutive failures that end the ru
 class OpenAIAgent:
     """Generate function that runs ``rollout.agent`` once per seed, with an API key per run, and converts the calls into samples.
 
-    A run fails if the agent raises, receives no answer from its model, or exceeds ``rollout.agent_deadline_s``. After a
-    refused call (the context was full, or the engine aborted), an error or a missing answer is not a failure. Samples of
+    A run fails if the agent raises, receives no answer from its model, or exceeds ``rollout.agent_deadline_s``. If its last
+    call was refused (the context was full, or the engine aborted), an error or a missing answer is not a failure. Samples of
     failed runs are not trained on and count in no baseline; ``agent/failures`` and ``agent/timeouts`` count the runs, and one
     warning of each kind per rollout names a cause. Calling an instance raises ``AgentError`` if an agent returns an invalid
     reward, the first runs all fail, or many runs fail in a row: this indicates a bug.
