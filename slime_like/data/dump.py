@@ -120,7 +120,7 @@ def write_columns(path: Path, columns: Mapping[str, Any]) -> None:
 
 
 def load_groups(path: Path) -> tuple[SampleGroup, ...]:
-    """Read a file that ``save_groups`` wrote. Raises ``DataError`` naming the file if it is missing or damaged."""
+    """Read a file that ``save_groups`` wrote. Raises ``DataError`` naming it if it is missing, damaged or of another format."""
     if not path.exists():
         raise DataError(
             f"no dumped rollout at {path}: run.replay_from must be the rollouts folder of a run with run.dump_rollouts=true"

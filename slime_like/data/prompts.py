@@ -90,9 +90,9 @@ class FileSource:
     """Resumable stream of prompts from one file. It has no tokenizer, so it can be pickled to other processes.
 
     The constructor raises ``DataError`` for an unusable file and for a bad row (naming file, line, key, reason and fix),
-    and ``ConfigError`` if a row needs a chat template but the tokenizer has none. With ``data.on_bad_row=skip``, bad rows
-    are left out and counted in ``num_bad_rows``, and ``bad_rows`` has the reasons for the first of them. They then raise
-    ``DataError`` only if no good row is left.
+    and ``ConfigError`` if a row needs a chat template but the tokenizer has none, or if the tokenizer cannot encode the
+    prompts. With ``data.on_bad_row=skip``, bad rows are left out and counted in ``num_bad_rows``, and ``bad_rows`` has the
+    reasons for the first of them. They then raise ``DataError`` only if no good row is left.
     """
 
     def __init__(self, config: DataConfig, context: SourceContext) -> None:

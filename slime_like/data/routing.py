@@ -85,7 +85,7 @@ def routing_column(experts_NBK: RoutedExperts | None, num_tokens: int) -> dict[s
 
 
 def with_routing(groups: Sequence[SampleGroup], shape: RoutingShape) -> tuple[SampleGroup, ...]:
-    """Return ``groups`` with a column of experts in every sample. An untrained sample without experts gets zeros.
+    """Return ``groups`` with a column of experts in every sample. A sample with neither experts nor trained tokens gets zeros.
 
     Raises ``EngineError`` if the experts of a token that precedes a trained one are missing, or if a column of experts
     has another shape or dtype than the sample and ``shape`` require.

@@ -214,9 +214,9 @@ def _label(key: str, value: object) -> str | None:
 
 
 def _tools(value: object) -> list[object] | None:
-    """Return the value of a row's column ``tools``, a list or its JSON text, as a list; None if it is absent or empty text.
+    """Return a row's column ``tools``, a list or its JSON text, as a list; None if it is absent, null or empty text.
 
-    Raises ``BadRow`` if it is something else, or if the list contains something that JSON lacks.
+    Raises ``BadRow`` if it is something else, or if the list contains a value that JSON cannot represent.
     """
     tools = value
     if isinstance(value, str):

@@ -59,7 +59,7 @@ def open_rows(config: DataConfig, context: SourceContext) -> FileSource:
 
 @dataclass(frozen=True, slots=True)
 class UserSource:
-    """Source of a user: an import path, or a table entry that leads to one.
+    """Data source of a user, named in ``data.source`` by an import path or a registered name.
 
     If a method of the user's source raises an error other than ``SlimeLikeError``, it is raised as ``UserCodeError``.
     """
@@ -72,7 +72,7 @@ class UserSource:
             return len(self.source)
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """Return the next ``num_prompts`` prompts. Raises ``UserCodeError`` if the user's source does not."""
+        """Return the next ``num_prompts`` prompts. Raises ``UserCodeError`` if the user's source returns anything else."""
         with name_user_errors(KEY, self.name, f"the next {num_prompts} prompts"):
             prompts = cast(object, self.source.next(num_prompts))  # user code may return anything
             items: list[object] = list(prompts) if isinstance(prompts, (list, tuple)) else []

@@ -74,7 +74,10 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def findings(readings: Mapping[str, Reading], now_ns: int | None = None) -> list[CollectiveFinding]:
-    """Return the suspicious ops, likeliest cause first; empty if all ranks issued the same ops and all succeeded."""
+    """Return each group's first suspicious collective and each rank's first suspicious receive, likeliest cause first.
+
+    The result is empty if all ranks issued the same ops and all succeeded.
+    """
     now = time.perf_counter_ns() if now_ns is None else now_ns
     result: list[CollectiveFinding] = []
     for role in sorted({name.rpartition("_rank")[0] for name in readings}):
@@ -148,7 +151,7 @@ def _mismatches(arrived: Mapping[int, OpRecord]) -> Iterator[str]:
 def _receive_findings(ranks: Mapping[int, Reading], now: int) -> Iterator[CollectiveFinding]:
     """Yield, for each rank, its first receive that has not succeeded and whose sender has not recorded the send.
 
-    Receives from any sender are skipped, and so are those in groups with ranks outside this world.
+    Receives that accept any sender are skipped, and so are those in groups with ranks outside this world.
     """
     for rank, reading in ranks.items():
         for record in reading.records:
@@ -195,7 +198,10 @@ def _describe_rank(reading: Reading, now: int) -> str:
 
 
 def missing_ranks(readings: Mapping[str, Reading], ranks: Iterable[int], role: str, rebuild: int) -> str:
-    """Describe which of a role's ``ranks`` did not join the ``rebuild``-th rebuild of communicators."""
+    """Describe which of a role's ``ranks`` did not start the ``rebuild``-th rebuild of communicators, or are dead or suspended.
+
+    Ranks without a record on this node are listed separately.
+    """
     now = time.perf_counter_ns()
     by_rank = {rank: readings.get(f"{role}_rank{rank}") for rank in ranks}
     absent = [
