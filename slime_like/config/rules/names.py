@@ -34,7 +34,8 @@ def check_names(cfg: TrainConfig) -> None:
 def check_functions(cfg: TrainConfig) -> None:
     """Import the user's functions that ``cfg`` names, except ``run.prepare``, and construct a user's loss and token advantage.
 
-    Raises ``ConfigError`` if a function cannot be imported or has a wrong signature, or if a construction fails.
+    Raises ``ConfigError`` if a function cannot be imported, has a wrong signature or returns a useless result, if a
+    construction fails, or if ``reward.weights`` has an unknown name.
     """
     for key, name, table in _open_names(cfg):
         check_function(key, name, table)
@@ -61,7 +62,7 @@ def user_functions(cfg: TrainConfig) -> Iterator[NameEntry]:
 
 
 def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, name, name of the table) for the model's components, which must be registered in the table."""
+    """Yield (key, name, name of the table) for each model component that is not "auto". Its name must be in the table."""
     for key, name, table_name in (
         ("model.family", cfg.model.family, "FAMILIES"),
         ("model.attention", cfg.model.attention, "ATTENTIONS"),
@@ -72,7 +73,7 @@ def _closed_names(cfg: TrainConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:
-    """Yield (key, name, table) for each name that may be registered in ``table`` or be a function's import path.
+    """Yield (key, name, table) for each name outside ``algo`` that may be in ``table`` or be a function's import path.
 
     Raises ``ConfigError`` on an unknown name in ``reward.weights``.
     """
@@ -89,7 +90,7 @@ def _open_names(cfg: TrainConfig) -> Iterator[NameEntry]:
 
 
 def _algorithm_names(cfg: TrainConfig) -> Iterator[NameEntry]:
-    """Yield (key, name, table) for each component of the algorithm. Its name may be an import path."""
+    """Yield (key, name, table) for the loss, the advantages and the off-policy correction. A name may be an import path."""
     yield "algo.loss", cfg.algo.loss, names.LOSSES
     if cfg.algo.group_advantage is not None:
         yield "algo.group_advantage", cfg.algo.group_advantage, names.GROUP_ADVANTAGES

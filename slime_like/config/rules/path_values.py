@@ -40,9 +40,8 @@ USER_CODE = (
 def resolve_paths(cfg: TrainConfig) -> None:
     """Expand ``~`` in the paths of an unsealed config, and make the path in ``file.py:name`` absolute if the file exists.
 
-    The paths of user code become absolute because a run's processes may have different working directories. ``~`` is expanded
-    in ``PATHS`` and ``evaluation.datasets``. Raises ``ConfigError`` naming the key if such a path is empty or names an unknown
-    user.
+    Paths of user code become absolute because a run's processes may have different working directories. Raises ``ConfigError``
+    naming the key if a path in ``PATHS`` or ``evaluation.datasets`` is empty or names an unknown user.
     """
     for key in PATHS:
         group, _, name = key.rpartition(".")

@@ -20,7 +20,7 @@ def segments(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
 
     ``vpp`` is ``parallel.vpp``, unless ``layers_per_virtual_stage`` or ``pipeline_layout`` implies it. The default is
     an even split; early segments get one layer more if there is a remainder. Raises ``ConfigError`` if the keys
-    contradict each other or do not fit ``num_layers``.
+    contradict each other or do not fit ``num_layers``, or if ``pipeline_layout`` is invalid.
     """
     check_pipeline(parallel)
     if parallel.pipeline_layout is not None:
@@ -90,8 +90,8 @@ def check_pipeline(parallel: ParallelConfig) -> None:
 def parse_layout(text: str) -> tuple[int, ...]:
     """Return the number of decoder layers of each segment of a Megatron pipeline layout such as ``Et*3|(tt|)*2tL``.
 
-    ``t`` is a decoder layer, ``E`` the embedding and ``L`` the output layer; ``x*n`` and ``(...)*n`` repeat. Raises
-    ``ConfigError`` on other text, or if a segment has no decoder layer. Notation: megatron-core,
+    ``t`` is a decoder layer, ``E`` the embedding and ``L`` the output layer. A bar separates segments; ``x*n`` and ``(...)*n``
+    repeat. Raises ``ConfigError`` on other text, or if a segment has no decoder layer. Notation: megatron-core,
     transformer/pipeline_parallel_layer_layout.py.
     """
     flat = re.sub(r"[,\s]", "", text)

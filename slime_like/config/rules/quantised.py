@@ -81,9 +81,9 @@ class Scales:
     def name_of(self, weight: str, dtype: str) -> str | None:
         """Return the name of the scales by which ``weight`` must be multiplied; None if it is not quantised.
 
-        A weight is not quantised if ``dtype`` is one of ``WEIGHTS`` and it has no scales. Raises ``CheckpointError`` if
-        any other weight is not float8, if config.json declares no float8 weights, or if a float8 weight lacks its scales
-        or has additional ones. Static activation scales are ignored.
+        A weight is not quantised if ``dtype`` is one of ``WEIGHTS`` and it has no scales. For any other weight, raises
+        ``CheckpointError`` if its dtype is not ``FLOAT8``, if config.json declares no float8 weights, or if the weight lacks
+        its scales or has additional ones. Static activation scales are ignored.
         """
         names = [name for name in self.of_weight.get(weight, ()) if not name.endswith(IGNORED)]
         if dtype in WEIGHTS and not names:
@@ -145,7 +145,8 @@ def read_scales(key: str, folder: Path, float8: Float8 | None, names: Iterable[s
 def check_scales(scales: Scales, tensors: Mapping[str, StoredTensor]) -> None:
     """Raise ``CheckpointError`` if a tensor has an unknown dtype, or if its scales are missing, wrong or unused.
 
-    Scales of a missing weight are an error too. Buffers (``BUFFERS``) may have any dtype except float8.
+    A name that ends in ``SCALE`` without its weight is an error too. Buffers (``BUFFERS``) may have any dtype except
+    ``FLOAT8``.
     """
     for name, tensor in tensors.items():
         if name in scales.names or (tensor.dtype not in (*WEIGHTS, FLOAT8) and name.endswith(BUFFERS)):

@@ -1,6 +1,6 @@
 """Rules for ``rollout.remote_experts``.
 
-The engine applies the same conditions to the values that SGLang resolves (``slime_like_plugins.remote_experts``).
+The engine checks SGLang's arguments again, with the values that SGLang resolves (``slime_like_plugins.remote_experts``).
 """
 
 from __future__ import annotations

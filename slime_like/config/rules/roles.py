@@ -115,7 +115,10 @@ def _check_unused(group: str, config: CriticConfig | TeacherConfig, algo: str, *
 
 
 def check_role_files(cfg: TrainConfig, model: HfConfig) -> None:
-    """Raise ``CheckpointError`` or ``ConfigError`` on a critic's or teacher's checkpoint that does not fit the policy."""
+    """Raise an error on a critic's or teacher's checkpoint that is damaged or does not fit the policy or the config.
+
+    It is a ``ConfigError`` if the role's layout does not fit its model, otherwise a ``CheckpointError``.
+    """
     if isinstance(cfg.algo, PpoConfig):
         _check_critic_files(cfg, model)
     if isinstance(cfg.algo, DistillConfig):
@@ -143,7 +146,10 @@ def _check_critic_files(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def check_critic(cfg: TrainConfig, source: Path, manifest: Manifest) -> None:
-    """Raise ``CheckpointError`` unless ``source`` is a critic's checkpoint, saved from the model of this run's critic."""
+    """Raise ``CheckpointError`` unless ``source`` is a critic's checkpoint, saved from the model of this run's critic.
+
+    A padded vocabulary in its ``manifest`` must be the one that the critic's tensor parallel size gives.
+    """
     check_value_head(source, manifest)
     key, folder = "critic.hf_checkpoint", cfg.critic.hf_checkpoint
     if folder is None:
@@ -167,9 +173,10 @@ def _check_teacher_files(cfg: TrainConfig, model: HfConfig) -> None:
 
 
 def _check_same_vocabulary(student_folder: str, student: HfConfig, folder: str, teacher: HfConfig) -> None:
-    """Raise ``CheckpointError`` unless student and teacher share the tokenizer.
+    """Raise ``CheckpointError`` unless student and teacher have the same tokens with the same ids.
 
-    If both tokenizers can be read, vocabulary sizes may differ by padding rows; otherwise they must be equal.
+    If both files tokenizer.json can be read, each vocabulary size must exceed every token id, and may be larger (padding rows).
+    Otherwise, only the vocabulary sizes are compared, and must be equal.
     """
     key = f"teacher.hf_checkpoint={folder!r}"
     student_ids, teacher_ids = _tokens(student_folder), _tokens(folder)

@@ -14,7 +14,7 @@ from slime_like.util.vocabulary import padded_vocabulary
 def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, tp: int) -> None:
     """Raise ``CheckpointError`` if the ``manifest`` of the checkpoint ``source`` does not describe the model in ``folder``.
 
-    The manifest must also have the padded vocabulary that the tensor parallel size ``tp`` gives. ``key`` is the config key
+    A padded vocabulary in the manifest must be the one that the tensor parallel size ``tp`` gives. ``key`` is the config key
     that sets ``folder``. Values that config.json leaves to the model class are not compared here but by the ranks.
     """
     top = read_json(key, Path(folder) / "config.json")
@@ -32,7 +32,7 @@ def check_saved_model(manifest: Manifest, source: Path, key: str, folder: str, t
 
 
 def check_padding(manifest: Manifest, source: Path, rows: int, tp: int) -> None:
-    """Raise ``CheckpointError`` if the saved vocabulary is not padded to ``rows`` rows, as ``tp`` requires."""
+    """Raise ``CheckpointError`` if ``manifest`` has a padded vocabulary, but not of ``rows`` rows, as ``tp`` requires."""
     saved_rows = manifest.model.get("padded_vocabulary", rows)
     if saved_rows != rows:
         raise CheckpointError(

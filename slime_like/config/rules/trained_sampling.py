@@ -141,7 +141,8 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
     """Raise ``ConfigError`` if the rollouts in ``folder`` were not sampled from the distribution of ``cfg``.
 
     Their settings are read from the ``config.yaml`` of the run that dumped the rollouts, in the folder that contains ``folder``.
-    If this file is missing, for example because only the rollouts were copied, or with algo=sft, nothing is checked.
+    A damaged file is an error too. If it is missing, for example because only the rollouts were copied, or with algo=sft, nothing
+    is checked.
     """
     path = folder.parent / "config.yaml"
     if isinstance(cfg.algo, SftConfig) or not path.is_file():

@@ -18,7 +18,7 @@ from slime_like.util.user_code import check_signature, describe, location
 
 @dataclass(frozen=True, slots=True)
 class FunctionSignature:
-    """Signature that a key's function must have."""
+    """Required signature of a key's function, of the object that it returns, or of a method of that object."""
 
     call: str  # signature as a user writes it
     num_args: int
@@ -64,7 +64,8 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
 
     ``name`` is an import path or a name registered in ``table``. A name registered for code of this project is not
     imported, because a loss imports torch. If a coroutine function is expected and ``name`` is a class, the run constructs
-    it with the config group and calls the instance, which must have an async ``__call__``.
+    it with the config group and calls the instance, which must have an async ``__call__``. Any other class must have the
+    methods in ``METHODS``. A function is also refused if its source shows that its result is of no use.
     """
     if is_shipped(name, table):
         return
@@ -87,7 +88,7 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
 
 
 def check_methods(key: str, name: str, target: object) -> None:
-    """Raise ``ConfigError`` unless ``target``, an object or its class, has the methods that ``key`` requires."""
+    """Raise ``ConfigError`` unless ``target``, an object or its class, has the methods in ``METHODS`` with their signatures."""
     for signature in METHODS.get(key, ()):
         method = getattr(target, signature.call.partition("(")[0], None)
         if not callable(method):
@@ -99,7 +100,8 @@ def check_bound(key: str, name: str, table: dict[str, str], config: AlgoConfig) 
     """Raise ``ConfigError`` unless the function ``name`` can be called as a component of the algorithm.
 
     As in ``check_function``, a name registered for code of this project is not imported. A loss or a token advantage is
-    constructed from ``config``, as on each rank.
+    constructed from ``config``, as on each rank. A loss must have the bool ``needs_entropy``, and under algo=ppo a token
+    advantage must have the method ``returns``.
     """
     check_function(key, name, table)
     if (signature := BOUND.get(key)) is None or is_shipped(name, table):

@@ -82,7 +82,8 @@ def check_shapes(key: str, model: HfConfig) -> None:
 def _headers(key: str, folder: str) -> dict[str, dict[str, TensorEntry]]:
     """Return the headers of the safetensors files of ``folder``: a dict from file names to tensors by name.
 
-    Raises ``CheckpointError`` if a file is missing or damaged, or lacks a tensor that the index places in it.
+    Raises ``CheckpointError`` if a file is missing or damaged, lacks a tensor that the index places in it, or has a quantised
+    format that is not supported.
     """
     root = Path(folder)
     index = root / INDEX

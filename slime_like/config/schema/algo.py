@@ -1,6 +1,7 @@
 """algo.*: one schema per algorithm, chosen by ``algo=<name>``.
 
-Besides the keys of ``AlgoConfig``, which every schema has, a schema has only keys that affect its algorithm.
+Besides the keys of ``AlgoConfig``, which every schema has, a schema has only keys that affect its algorithm. The schemas of
+ppo and distill are in ``schema.role_algo``.
 """
 
 from __future__ import annotations

@@ -61,7 +61,10 @@ class Config:
 
 
 def keys(group: type[Config] | Config, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Yield (dotted key, dataclass field) for every key of a group and its sub-groups."""
+    """Yield (dotted key, dataclass field) for every key of a group and its sub-groups.
+
+    ``algo``, whose group depends on the algorithm, counts as one key.
+    """
     for item in fields(group):
         factory = item.default_factory
         if isinstance(factory, type) and is_dataclass(factory) and issubclass(factory, Config):

@@ -1,4 +1,4 @@
-"""Collectives that ``slime_like.distributed`` wraps, with their canonical names, methods and aliases.
+"""Communication ops that ``slime_like.distributed`` wraps, with their canonical names, methods and aliases.
 
 This module does not import torch, so that ``guard.ops.<op>`` can be checked when a config is loaded. Names follow
 ``torch.distributed`` 2.14.
@@ -14,7 +14,7 @@ from slime_like.registry import closest
 
 
 class Kind(StrEnum):
-    """Kind of op, by the ranks that take part in it."""
+    """Kind of op: called by all ranks of the group, called by some of them, or composed of other ops."""
 
     COLLECTIVE = "collective"  # every rank of the group calls it, in the same order
     POINT = "point"  # some ranks of the group call it: a sender and a receiver, or the ranks of a batch of sends
@@ -23,7 +23,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Communication op. ``methods`` are the ``ProcessGroup`` methods that issue it; wrapping them covers every caller.
+    """Communication op. ``methods`` are the ``ProcessGroup`` methods that issue it.
+
+    Wrapping the methods covers every caller except functional collectives, which reach a group in C++.
 
     A composite, an op that calls other ops, has no methods. Its ``functions`` in torch.distributed are wrapped instead, and its
     policy covers the ops that it calls.
