@@ -118,7 +118,7 @@ FILLER_ID = -1  # sample_id of a zero-weight sequence, which fills a micro-batch
 
 @dataclass(frozen=True, slots=True)
 class AssembleSpec:
-    """Settings of batch assembly. ``group_advantage`` is None if advantages are per token or not needed."""
+    """Settings of batch assembly. ``group_advantage`` is None if no advantage is computed from a group's rewards."""
 
     group_advantage: GroupAdvantage | None
     aggregation: str  # token_mean | sequence_mean | dr_grpo
@@ -155,7 +155,8 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
     ``groups`` may be empty, if filters dropped all groups or all are carried over to the next rollout; there are then no
     steps. Raises ``ConfigError`` if the aggregation is unknown, or if there are fewer than ``steps * dp`` samples;
     ``DataError`` if a step has no token to train on; ``EngineError`` if log-probabilities or routed experts of trained
-    tokens are missing, or if the extras of samples have different names or wrong sizes.
+    tokens are missing, if routed experts do not fit ``spec.routing``, or if the extras of samples have different names or
+    wrong sizes; ``UserCodeError`` if a user's group advantage fails.
     """
     if not groups:
         return TrainBatch(rollout_id, ())
@@ -257,8 +258,8 @@ def column(
 ) -> SequenceColumns:
     """Return the per-token arrays of a sample.
 
-    A sample with a status in ``masked`` is not trained on; with ``newest_only``, only tokens of the sample's newest weight
-    version are trained on. Raises ``EngineError`` if a trained token has no finite log-probability.
+    A sample that failed, was aborted or has a status in ``masked`` is not trained on. With ``newest_only``, only tokens of
+    the sample's newest weight version are trained on. Raises ``EngineError`` if a trained token has no finite log-probability.
     """
     lengths = [span.stop - span.start for span in sample.spans]
     sampled = np.repeat([span.source is Source.MODEL for span in sample.spans], lengths)

@@ -48,8 +48,9 @@ class Conversations:
     def mark(self, messages: Sequence[Message], tools: object, location: str) -> MaskedTokens:
         """Return the tokens of ``messages``, with a mask of the tokens that are trained on.
 
-        Raises ``DataError`` naming ``location`` if the template rejects the messages or no assistant turn is trained
-        on, and ``ConfigError`` if the tokenizer or its chat template is unsuitable.
+        Raises ``DataError`` naming ``location`` if the template rejects the messages, if no token is trained on, or, with
+        method ``whole``, if a message or tool contains a marker of an answer. Raises ``ConfigError`` if the tokenizer or its
+        chat template is unsuitable, and the errors of ``_frame`` with method ``turns``.
         """
         require_template(self.tokenizer, "a conversation")
         pieces = (

@@ -20,8 +20,8 @@ class Demonstrations:
     """Source of one-sample groups: prompt, label and end-of-sequence token, or a conversation in the chat template.
 
     Rows are tokenised once. ``source`` keeps the position of the next row. The constructor raises ``DataError`` for a row that
-    has neither a label nor a trained assistant turn, is longer than the context, or is refused by the template, and
-    ``ConfigError`` if the tokenizer is unsuitable, for example because it has no end-of-sequence token.
+    is longer than the context or is neither labelled nor a conversation, and for a conversation that ``Conversations.mark``
+    refuses. It raises ``ConfigError`` if the tokenizer is unsuitable, for example because it has no end-of-sequence token.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def free_root(key: str) -> str | None:
 
 
 def is_text(key: str) -> bool:
-    """Return whether ``key`` takes a string, so that a path such as ``data.jsonl@[0:100]`` needs no quotes."""
+    """Return whether ``key`` takes only strings (or null). A value such as ``data.jsonl@[0:100]`` then needs no quotes."""
     root = free_root(key)
     if root is not None:
         return key != root and type_of(known_keys()[root]) == "dict[str, str]"

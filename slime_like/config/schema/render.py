@@ -7,7 +7,10 @@ from typing import Any, cast
 
 
 def render(value: Any) -> str:
-    """Return ``value`` in Hydra's override grammar. Strings are quoted, so that ``"1"`` or ``"true"`` stays a string."""
+    """Return ``value`` in Hydra's override grammar. Strings are quoted, so that ``"1"`` or ``"true"`` stays a string.
+
+    Keys of dicts are not quoted.
+    """
     match value:
         case None:
             return "null"
