@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from slime_like.algo.bind import bind_off_policy
-from slime_like.algo.off_policy import MAX_LOG_RATIO, OffPolicy
+from slime_like.algo.off_policy import OffPolicy
 from slime_like.algo_interfaces import LossFn, LossOutput, LossView, Reduce
 from slime_like.config.schema.names import KL_ESTIMATORS
-from slime_like.config.schema.policy import AlgoConfig, PolicyConfig, PolicyGradientConfig
+from slime_like.config.schema.policy import MAX_LOG_RATIO, AlgoConfig, PolicyConfig, PolicyGradientConfig
 from slime_like.registry import resolve
 
 MAX_KL_LOG_RATIO = 80.0  # exp(80) = 6e34 is finite in float32; infinity times a loss weight of 0 would be nan

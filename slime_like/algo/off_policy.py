@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algo_interfaces import Sequences
-from slime_like.config.schema.policy import PolicyConfig
-
-MAX_LOG_RATIO = 20.0  # limit for importance ratios: exp(20) = 5e8 is finite in bfloat16 and float32
+from slime_like.config.schema.policy import MAX_LOG_RATIO, PolicyConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,23 @@ RULES = {
     },
     "rejection bound alone": ("algo.rejection_low=0.5", "algo.rejection_low=0.5", "algo.rejection=geometric"),
     "rejection without bounds": ("algo.rejection=product", "algo.rejection=product", "algo.rejection_high"),
+    "rejection with 0 as the only bound": (
+        "algo.rejection=product algo.rejection_low=0",
+        "algo.rejection=product has no bounds",
+        "algo.rejection_high",
+    ),
+    "rejection bound below every ratio": (
+        "algo.rejection=product algo.rejection_low=1e-9 algo.rejection_high=2",
+        "algo.rejection_low=1e-09",
+        "[2.06e-09, 4.85e+08]",
+        "remove algo.rejection_low",
+    ),
+    "rejection bound above every ratio": (
+        "algo.rejection=geometric algo.rejection_low=0.5 algo.rejection_high=5e8",
+        "algo.rejection_high=5e+08",
+        "[2.06e-09, 4.85e+08]",
+        "remove algo.rejection_high",
+    ),
     "rejection word": ("algo.rejection=sequence", "algo.rejection='sequence'", "geometric"),
     "two weights": (
         "algo.use_tis=true algo.use_mis=true",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from slime_like.config.schema.base import Config, key, within
@@ -13,14 +14,15 @@ KL_TYPES = tuple(KL_ESTIMATORS)
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 ROUTING_REPLAYS = ("off", "rollout", "old")
 REJECTIONS = ("none", "product", "geometric")
+MAX_LOG_RATIO = 20.0  # limit for importance ratios: exp(20) = 5e8 is finite in bfloat16 and float32
 
 
 @dataclass(kw_only=True)
 class AlgoConfig(Config):
     """Keys of every algorithm: its name, loss and advantages, and the aggregation of token losses.
 
-    ``name`` is the algorithm's key in ``ALGORITHMS``, set by the loader. In the schemas of this project it is also the
-    default, for code that constructs them without the loader.
+    The loader sets ``name`` to the algorithm's key in ``ALGORITHMS``. The schemas of this project also have that key as the
+    default of ``name``, for code that constructs them without the loader.
     """
 
     name: str = key("grpo", "Algorithm.")
@@ -122,11 +124,19 @@ class PolicyConfig(AlgoConfig):
                 f"{prefix}{name}={getattr(self, name):g} has no effect with {prefix}rejection=none: "
                 f"set {prefix}rejection=geometric or product, or remove {prefix}{name}"
             )
-        if self.rejection != "none" and bounds == (None, None):
+        if self.rejection != "none" and not self.rejection_low and self.rejection_high is None:
             raise ConfigError(
                 f"{prefix}rejection={self.rejection} has no bounds: set {prefix}rejection_low or {prefix}rejection_high, "
                 "such as 0.99 and 1.01 for the geometric mean"
             )
+        for name in ("rejection_low", "rejection_high"):
+            bound = getattr(self, name)
+            if bound and abs(math.log(bound)) >= MAX_LOG_RATIO:
+                raise ConfigError(
+                    f"{prefix}{name}={bound:g} never drops a sequence, because ratios are clamped to "
+                    f"[{math.exp(-MAX_LOG_RATIO):.3g}, {math.exp(MAX_LOG_RATIO):.3g}]: set a bound inside this range, or "
+                    f"remove {prefix}{name}"
+                )
         corrections = [
             f"{prefix}{name}"
             for name, is_set in (
