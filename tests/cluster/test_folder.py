@@ -53,7 +53,23 @@ def test_a_check_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == [tmp_path / "run"]
 
 
-@pytest.mark.parametrize("run_dir", ["/proc/run", "/proc/self", "/dev/null/run"])
+@pytest.mark.parametrize("run_dir", ["/proc/run", "/proc/self", "/dev/null/run", f"/{'x' * 300}/run"])
 def test_a_place_without_folders_is_refused(run_dir: str) -> None:
     with pytest.raises(ConfigError, match=rf"run\.dir='{run_dir}' cannot be written \(.+\): choose another folder"):
         check_folder(config(Path(run_dir)))
+
+
+def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for run_dir in (tmp_path / "loop", tmp_path / "loop" / "run"):
+        with pytest.raises(ConfigError, match=r"run\.dir=.* cannot be written"):
+            check_folder(config(run_dir))
+
+
+def test_a_folder_that_cannot_be_searched_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_search(path: Path, **_: object) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", no_search)
+    with pytest.raises(ConfigError, match=r"run\.dir=.* cannot be written \(.*Permission denied.*\): choose another"):
+        check_folder(config(tmp_path / "closed" / "run"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -21,10 +22,11 @@ def check_folder(cfg: TrainConfig) -> None:
 
     Folders that the check creates are removed.
     """
-    run_dir = Path(cfg.run.dir).resolve()
+    run_dir = Path(os.path.realpath(cfg.run.dir))  # Path.resolve raises RuntimeError for a loop of links
     _check_owner(cfg, run_dir)
-    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    missing: list[Path] = []
     try:
+        missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run_dir):
             pass
