@@ -76,8 +76,9 @@ def test_a_proxy_in_front_of_loopback_is_warned_of(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("no_proxy", "example.org")
     (proxy,) = (finding for finding in doctor_machine.check_network() if finding.subject == "proxy")
     assert "no_proxy=127.0.0.1" in proxy.fix
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert [finding.subject for finding in doctor_machine.check_network()] == ["loopback"]
+    for bypass in ("127.0.0.1", "example.org, 127.0.0.1", "*"):
+        monkeypatch.setenv("no_proxy", bypass)
+        assert [finding.subject for finding in doctor_machine.check_network()] == ["loopback"]
 
 
 def test_the_exit_code_is_1_if_a_requirement_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

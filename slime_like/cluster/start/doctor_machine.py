@@ -140,7 +140,7 @@ def check_network() -> Iterator[DoctorFinding]:
         (name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if os.environ.get(name)), None
     )
     bypass = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
-    if proxy and "127.0.0.1" not in bypass:
+    if proxy and bypass != "*" and "127.0.0.1" not in bypass:
         yield DoctorFinding(
             Level.WARNING,
             "proxy",
