@@ -21,7 +21,8 @@ from slime_like.config.schema.root import TrainConfig
 def train(cfg: TrainConfig) -> None:
     """Train to the last rollout.
 
-    Ctrl-C saves a checkpoint and ends the run; an error after the checks of ``launch`` writes a crash bundle and ends it.
+    The first Ctrl-C ends the run after the current rollout, with a checkpoint; the second one ends it immediately, without one.
+    An error after the checks of ``launch`` writes a crash bundle and ends the run.
     """
     with launch(cfg) as run:
         run.start()

@@ -1,4 +1,4 @@
-"""Entries of the metric dictionary for training and for the probe of a push."""
+"""Entries of the metric dictionary for training and for the probe after a weight push."""
 
 from __future__ import annotations
 

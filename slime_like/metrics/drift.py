@@ -13,10 +13,11 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}  # upper bound on the mean differ
 
 @dataclass(slots=True)
 class DriftWatch:
-    """Comparison of each rollout's mean log-probability difference with the median of this run's earlier rollouts.
+    """Comparison of each rollout's mean log-probability difference between trainer and engine with those of earlier rollouts.
 
-    It warns if the mean is nan, above ``ceiling``, or above both ``rounding`` and ``factor`` times that median. The same limits
-    apply to the separate mean over samples whose generation began with other weights.
+    It warns if the mean is nan, above ``ceiling``, or above both ``rounding`` and ``factor`` times the median of the earlier
+    rollouts since the start or resume. The same limits apply to the separate mean of samples that were begun with weights
+    other than the trainer's current ones.
     """
 
     rounding: float  # largest mean that rounding can cause, see ``ROUNDING``

@@ -40,7 +40,8 @@ def open_sinks(
 
     ``first_step`` is the step that a resumed run continues from, 0 in a new run; ``settings`` must not contain prompts.
     Raises ``ConfigError`` if metrics.jsonl cannot be read or written, if a sink is unknown or its library is not installed,
-    if the id of the wandb run is not valid or cannot be stored, and for a user sink in the cases that ``open_sink`` names.
+    if wandb does not start, if the id of its run is not valid or cannot be read or stored, and for a user sink in the cases
+    that ``open_sink`` names.
     """
     stream = console or sys.stdout
     log = JsonlSink(run_dir / "metrics.jsonl", first_step)
@@ -128,7 +129,7 @@ class JsonlSink:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
-        """Write one line immediately, so that a killed run loses no step, or keep it in memory while the disk is full."""
+        """Write one line immediately, so that a killed run loses no step. Keep it in memory while it cannot be written."""
         row: dict[str, Any] = {
             "step": step,
             "time": time.time(),

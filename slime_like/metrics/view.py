@@ -66,7 +66,7 @@ class PlainConsole:
         self._num_steps = num_steps
 
     def log(self, step: int, values: Mapping[str, float], spans: Mapping[str, tuple[float, float]]) -> None:
-        """Print a line with the metrics of a step, unless it has none. For step 0, print evaluations only."""
+        """Print a line with the metrics of ``COLUMNS`` and evaluation scores, if there are any. For step 0, print only scores."""
         del spans
         parts = [f"{title} {cell}" for (title, _, _), cell in zip(COLUMNS, cells(values), strict=True) if cell != "-"]
         if step == 0:  # before training, print evaluations only

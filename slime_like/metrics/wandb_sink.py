@@ -17,7 +17,7 @@ from slime_like.util.reading import InputFile, abbreviate, one_line, reason
 
 
 class WandbSink:
-    """Sink that sends curves and settings to wandb, but no prompts or responses.
+    """Sink that sends curves, settings and warnings to wandb, but no prompts or responses.
 
     It stores them offline if ``WANDB_MODE`` is not set and there is no API key (``_has_api_key``). The run folder stores the id
     of the wandb run, which a resumed run continues (``WANDB_RUN_ID`` takes precedence). The step is logged as a metric and used

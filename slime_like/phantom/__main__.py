@@ -15,8 +15,8 @@ from slime_like.util.reading import reason
 def main(argv: list[str]) -> int:
     """Replace this process with the command.
 
-    Return an exit code if the command is not a program on PATH or cannot be executed, or if the phantom GPUs' library cannot be
-    compiled.
+    Return an exit code if the command is not found or cannot be executed, or if the phantom GPUs' library cannot be compiled.
+    Raises argparse's ``SystemExit`` on ``--help``, on invalid flags and without a command.
     """
     parser = argparse.ArgumentParser(prog="python -m slime_like.phantom", description=__doc__)
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory of each GPU")
