@@ -20,9 +20,10 @@ _devices: dict[str, list[Any]] = {}  # by network interface
 
 
 def share_gloo_device() -> None:
-    """Make the gloo groups that this process creates from now on share one device with one I/O thread. Idempotent.
+    """Make the gloo groups that this process creates from now on share devices, one per network interface. Idempotent.
 
-    Groups whose options contain devices keep these.
+    Groups whose options contain devices keep these. Call this before ``install.install``: with ``guard.release``, that replaces
+    torch's function that creates gloo groups, and this function then does nothing.
 
     torch creates a device per group. Each device's thread wakes up 100 times per second even if nothing is communicated,
     and a rank has 20 groups. Remove when torch shares devices, or when gloo waits for events without a timeout.
@@ -101,7 +102,7 @@ def _epoll_instances() -> set[int]:
 def _shut_down(fd: int, inode: int) -> None:
     """Shut down the connection of socket ``fd`` if its inode is ``inode``. gloo owns the descriptor and closes it.
 
-    Raises ``OSError`` if the descriptor is closed or is the listener.
+    Raises ``OSError`` if the descriptor is closed, is not a socket, or is a socket without a connection, such as the listener.
     """
     with socket.socket(fileno=os.dup(fd)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:  # otherwise another thread has reused the number

@@ -206,7 +206,7 @@ class Reading:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the process is suspended (SIGSTOP) or dead; False if its pid namespace hides its state."""
+        """Return whether the process is stopped (by SIGSTOP or a debugger) or dead; False if its pid namespace hides that."""
         return self.state in ("stopped", "dead")
 
 
@@ -254,7 +254,7 @@ NO_PEER = -2
 
 
 def process_state(pid: int, start_ticks: int) -> str:
-    """Return the state of the process with this id and start time: running, stopped (suspended by SIGSTOP) or dead."""
+    """Return the state of the process with this id and start time: running, stopped (by SIGSTOP or a debugger) or dead."""
     state, since = _stat(pid)
     return (
         {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "running")

@@ -62,7 +62,7 @@ def write_rows(path: Path, rows: Iterable[MeasuredOp]) -> None:
 def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
     """Read the files that ``write_rows`` wrote to ``folder``. Return each rank's measurements by the name of its file.
 
-    Raises ``DataError`` if a file is damaged or has another version.
+    Raises ``DataError`` if a file cannot be read, is damaged, or lacks a field of ``MeasuredOp``.
     """
     files = [InputFile(path, fix=f"remove {folder} and profile again") for path in sorted(folder.glob("*.json"))]
     return {file.path.stem: file.typed(file.json(), list[MeasuredOp]) for file in files}
@@ -71,8 +71,9 @@ def read_rows(folder: Path) -> dict[str, list[MeasuredOp]]:
 def table(ranks: Mapping[str, list[MeasuredOp]]) -> Iterator[str]:
     """Yield a Markdown table with a row per op and kind of group.
 
-    Memory drops (MiB) and query durations (us) are maxima over all ranks. Calls are summed over all ranks, and bytes per
-    call are the mean over these calls. The column ``ranks`` counts each rank once, even if it has several groups of a kind.
+    Memory drops (MiB) and query durations (us, each the mean of a rank) are maxima over all ranks. Calls are summed over all
+    ranks, and bytes per call are the mean over these calls. The column ``ranks`` counts each rank once, even if it has several
+    groups of a kind.
     """
     columns = (
         "first use: allocator drop | first use: driver drop | steady state: allocator drop | steady state: driver drop"

@@ -24,13 +24,13 @@ class GroupRecord:
     __slots__ = ("info", "make_sequence", "next_sequence")
 
     def __init__(self, info: GroupInfo, make_sequence: Callable[[], Callable[[], int]] = sequence_counter) -> None:
-        """Create the record. ``make_sequence``: ``sequence_counter``, or its equivalent in ``csrc/hot_counter.h``."""
+        """Create the record. ``make_sequence``: ``sequence_counter``, or its equivalent in ``wrapper/csrc/hot_counter.h``."""
         self.info, self.make_sequence = info, make_sequence
         self.next_sequence = make_sequence()
 
 
 class Counter:
-    """Counts of one op in one group. The wrapper updates them at every call. ``counter_type`` creates its subclasses."""
+    """Counts of one op in one group. The wrapper and the guard update them. ``counter_type`` creates its subclasses."""
 
     __slots__ = tuple[str, ...]()
 
@@ -91,7 +91,7 @@ OTHER_FIELDS = tuple(name for name in Counter.__annotations__ if name not in HOT
 
 
 class HotCounterFields:
-    """Fields of a ``Counter`` that every op reads or changes; ``csrc/hot_counter.h`` defines the same type in C."""
+    """Fields of a ``Counter`` that every op reads or changes; ``wrapper/csrc/hot_counter.h`` defines the same type in C."""
 
     __slots__ = HOT_FIELDS
 

@@ -95,7 +95,10 @@ class HostMemory:
         self.total = min([physical, *(limit for limit, _, _ in self._limits)])
 
     def free(self) -> int:
-        """Return the free memory under the tightest limit. A control group's reclaimable page cache counts as free."""
+        """Return the free memory of the machine or, if less, of the control group with the least free memory.
+
+        A control group's inactive page cache counts as free.
+        """
         available = _kilobytes(_read(self._meminfo), "MemAvailable:")
         for limit, usage, stat in self._limits:
             reclaimable = next((int(n) for name, n in _pairs(_read(stat)) if name in _INACTIVE_FILE), 0)

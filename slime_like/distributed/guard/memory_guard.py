@@ -28,7 +28,7 @@ class Guard:
     _in_shortage: set[MemoryPolicy] = field(default_factory=set[MemoryPolicy])
 
     def add_counter(self, counter: Counter) -> None:
-        """Register a new counter."""
+        """Register a new counter, and set its ``check_at``."""
         self._counters.append(counter)
         schedule = self._schedules.get(counter.policy) if counter.policy.checks == "auto" else None
         if self._polls_requests:
@@ -99,9 +99,10 @@ class Guard:
         return schedule
 
     def _query(self, counter: Counter, policy: MemoryPolicy) -> None:
-        """Query free memory, update the schedule, and act on a shortage.
+        """Query free memory, update the schedule under ``auto``, and act on a shortage.
 
-        Raises ``MemoryShortage`` if the action is ``raise``.
+        Under ``auto`` and ``below``, act once per policy, then again only after a query has found ``1 + hysteresis`` times the
+        threshold free. Raises ``MemoryShortage`` if the action is ``raise``.
         """
         start_ns = time.perf_counter_ns()
         num_free, threshold = self.source.free(), policy.threshold.in_bytes(self.source.total)

@@ -29,7 +29,7 @@ class QuerySchedule:
       immediately if a cheap check shows that this process has taken half of the headroom. It runs later if it would
       exceed the overdraft.
     - If the overdraft allows no query before memory may reach the threshold, ``too_late`` is set, and the guard acts
-      without waiting for a query.
+      without waiting for a query. If cheap checks are used, the growth of this process does not count here.
     """
 
     budget: float

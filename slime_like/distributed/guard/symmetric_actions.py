@@ -30,8 +30,8 @@ _wrapper_numbers = itertools.count(1)  # the same on every rank, because all ran
 class SymmetricActions:
     """Requests for actions. The newest request is in one word of memory, which all ranks of a node share.
 
-    Simultaneous requests on a node become one, for the strongest of their actions: each action of ``ACTIONS`` includes those
-    before it. Of simultaneous requests for different actions on several nodes, a node may receive only one.
+    Simultaneous requests on a node become one, for the strongest of their actions, which is the last of them in ``ACTIONS``.
+    Of simultaneous requests for different actions on several nodes, a node may receive only one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class SymmetricActions:
 
     # ---- on this node ------------------------------------------------------------------------------------------------
     def watch_with(self, native_ring: Any) -> None:
-        """Make the hot path in C compare the word with ``native_ring.last_request`` before each op.
+        """Make the hot path in C compare the word with ``native_ring.last_request`` before each op that it handles.
 
         ``Guard.check`` then need not run before each op.
         """
@@ -119,7 +119,10 @@ class SymmetricActions:
                 return
 
     def _copy_new(self, store: Any) -> None:
-        """Copy the new requests of other nodes, if any, into the word as one request, which has the number of the newest."""
+        """Copy the new requests of other nodes, if any, into the word as one request.
+
+        It has the number of the newest and the strongest of their actions.
+        """
         with self._lock:
             if self._closed.is_set():
                 return

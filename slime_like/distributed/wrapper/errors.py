@@ -21,8 +21,8 @@ POLL_S = 0.1
 def explain(w: Wrapper, counter: Counter, index: int, error: BaseException) -> CollectiveError:
     """Return the error to raise for op ``index`` of the ring. Its message describes the suspicious ops of the node's ranks.
 
-    If the op failed within ``ARRIVAL_WAIT_S``, wait up to ``ARRIVAL_WAIT_S`` for ranks that have not issued it. Size, number
-    and duration are unknown if later ops have overwritten the op's record.
+    If the op failed within ``ARRIVAL_WAIT_S``, wait up to ``ARRIVAL_WAIT_S`` for running ranks that have not issued this op or
+    another op of their peers. Size, number and duration are unknown if later ops have overwritten the op's record.
     """
     start = w.ring.first_word(index)
     recorded_index, started_ns, _, size, _, sequence = w.ring.words[start : start + 6].tolist()

@@ -69,7 +69,7 @@ class NativeHooks:
     def attach(cls, module: Any, ring: Ring) -> NativeHooks:
         """Bind the extension ``module`` to ``ring``.
 
-        From now on, the extension also chooses the ring's record for ops whose wrapper is in Python.
+        From now on, the extension also chooses the record in the ring for each op that the Python wrappers handle.
         """
         native_ring = module.Ring(ring.memory, HEAD, ring.slots)
         ring.next_record, ring.before_close = native_ring.next_record, native_ring.close

@@ -37,8 +37,8 @@ def install(
     a collective does not end in time (``Watchdog``). ``source`` replaces the memory source in tests. ``in_c=False``: the hot
     path is in Python, as on a machine without a compiler.
 
-    Raises ``CollectiveError`` if removing the earlier wrapper would leave groups that refuse every op, and ``SlimeLikeError``
-    if ``folder`` of ``spec`` is not a private folder of this user.
+    Raises ``CollectiveError`` if removing the earlier wrapper would leave groups that refuse every op, ``SlimeLikeError`` if
+    ``folder`` of ``spec`` is not a private folder of this user, and ``OSError`` if no file can be created there.
     """
     global _patches, _watchdog
     _remove(replaced=spec.wrap and spec.release)

@@ -37,7 +37,7 @@ def method(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[.
 
 
 def _collective(w: Wrapper, op: Op, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that issues a collective. torch passes ``(tensors, opts)`` or ``(outputs, inputs, opts)``."""
+    """Wrap a method that issues a collective. torch usually passes ``(tensors, opts)`` or ``(outputs, inputs, opts)``."""
     counters, check, torch_wait = w.counters_by_op[op.name], w.guard.check, w.torch_wait
     pack, memory, words, next_record = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.next_record
     payload = op.payload
@@ -91,7 +91,7 @@ def _issue(raw: Callable[..., Any], target: Any, args: Sequence[Any], kw: dict[s
 
 
 def _point_to_point(w: Wrapper, op: Op, name: str, raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a send, a receive, or the call that ends a batch of them. All are asynchronous and numbered per peer."""
+    """Wrap a send, a receive, or ``_end_coalescing``, which ends a batch of ops. Number sends and receives per peer."""
     counters, check, pending = w.counters_by_op[op.name], w.guard.check, w.pending_works
     pack, memory, words, next_record = RECORD.pack_into, w.ring.memory, w.ring.words, w.ring.next_record
     has_payload, any_source = op.payload is not None, name == "recv_anysource"
@@ -208,7 +208,7 @@ def group_of(position: int | None, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def redirect(raw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that is not an op, so that it is called on the group that executes the ops."""
+    """Wrap a method that is not an op, so that it is called on ``releasable.target(group)``, which executes its ops."""
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         return raw(releasable.target(group), *args, **kwargs)
@@ -232,7 +232,7 @@ def destroy(w: Wrapper, raw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def size_of(value: object) -> int:
-    """Return the bytes of a tensor, or of all tensors in nested lists; 0 for other values."""
+    """Return the bytes of a tensor, or of all tensors in nested lists or tuples; 0 for other values."""
     if isinstance(value, (list, tuple)):
         return sum(size_of(item) for item in cast("Sequence[object]", value))
     return int(value.nbytes) if isinstance(value, Tensor) else 0
