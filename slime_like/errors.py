@@ -31,7 +31,7 @@ class MissingResources(ConfigError):
 
 
 class DataError(SlimeLikeError, ValueError):
-    """A dataset that is missing or empty, or a row that cannot be used."""
+    """Data that cannot be used: a dataset, a row, a rollout without samples to train on, a run's folder or a job's id."""
 
 
 class CheckpointError(SlimeLikeError, RuntimeError):
@@ -39,10 +39,11 @@ class CheckpointError(SlimeLikeError, RuntimeError):
 
 
 class RewardError(SlimeLikeError, RuntimeError):
-    """A reward function that cannot be imported, fails or returns something other than a finite number, or a reward server
-    that gives no usable answer.
+    """A reward function that cannot be imported, fails or returns something other than a finite number.
 
-    A call that takes too long raises no error: its samples get ``reward.fallback``.
+    Also raised for a reward server with a wrong address or an invalid answer, and for an invalid reward from
+    ``rollout.generate`` or ``rollout.agent``. A call that takes too long or whose process is killed raises no error, nor does
+    a server that fails: their samples get ``reward.fallback``.
     """
 
 
@@ -66,7 +67,10 @@ class EngineError(SlimeLikeError, RuntimeError):
 
 
 class EngineLost(EngineError):
-    """An engine that is unreachable: it died, was killed, or its connection broke."""
+    """An engine that is unreachable, because it died, was killed or its connection broke, or that the pool no longer uses.
+
+    Also raised if no remaining engine has the current weights.
+    """
 
 
 class EngineNodeLost(EngineError):
@@ -82,7 +86,7 @@ class ConsistencyError(SlimeLikeError, RuntimeError):
 
 
 class WorkerError(SlimeLikeError, RuntimeError):
-    """A trainer rank, another process of the run or a job server that failed; ``died`` is True if the process has exited."""
+    """A trainer rank, another process of the run or a job server that failed; ``died``: it exited or its node was lost."""
 
     def __init__(self, message: str, died: bool = False) -> None:
         super().__init__(message)
@@ -113,7 +117,10 @@ class CollectiveError(SlimeLikeError, RuntimeError):
 
 
 class MemoryShortage(SlimeLikeError, RuntimeError):
-    """Less free memory than ``guard.threshold`` before a collective, under ``guard.action=raise``."""
+    """Free memory below ``guard.threshold``, or about to fall below it, before a collective under ``guard.action=raise``.
+
+    With ``guard.symmetric``, the other ranks of the role then raise it too, before their next op.
+    """
 
 
 def exit_code(error: BaseException | None) -> int:

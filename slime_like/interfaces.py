@@ -145,7 +145,7 @@ class GroupRewardFn(Protocol):
 
 
 class GroupFilter(Protocol):
-    """Function that returns ``None`` to keep the group, or the reason for dropping it. A metric counts each reason."""
+    """Function that returns ``None`` to keep the group, or the reason for dropping it: a short text, which names a metric."""
 
     def __call__(self, group: SampleGroup) -> str | None: ...
 
@@ -201,13 +201,13 @@ class Trainer(Protocol):
     def token_advantages(self, sample_ids: Collection[int]) -> Mapping[int, F32]:
         """Return a dict from sample id to the advantages [L] that the ranks computed for the last rollout that was not empty.
 
-        It contains those of ``sample_ids`` that were trained on in that rollout. It is empty if the algorithm uses group
-        advantages, or if the run dumps no rollouts.
+        It contains those of ``sample_ids`` that were in that rollout. It is empty if the algorithm uses group advantages, or if
+        the run dumps no rollouts.
         """
         ...
 
     def release_communicators(self) -> None:
-        """Release the communicators until the next call of the trainer, if ``guard.release`` is set."""
+        """Release the communicators until a later method needs them, if ``guard.release`` is set."""
         ...
 
     def begin_save(self, folder: Path, iteration: int) -> None:
@@ -220,7 +220,8 @@ class Trainer(Protocol):
     def finish_save(self, *, wait: bool) -> bool:
         """Complete any pending save and return True. Without ``wait``, return False if a rank is still writing.
 
-        Raises ``CheckpointError`` if a rank failed to write its part or did not write it in time.
+        Raises ``CheckpointError`` if a rank failed to write its part or did not write it in time, or if the folder cannot be
+        completed.
         """
         ...
 

@@ -103,7 +103,7 @@ class Profile:
                 delta.add(held_after - held_before, free_before - free_after, query_ns, num_bytes)
 
     def write(self, w: Wrapper, folder: Path, name: str) -> None:
-        """Write all measurements so far to ``folder/<name>.json``."""
+        """Write the measurements so far of all groups that still exist to ``folder/<name>.json``."""
         rows: list[MeasuredOp] = []
         for counter in w.counters():
             group = next((handle for handle, group in w.groups.items() if group is counter.group), None)

@@ -94,7 +94,7 @@ reloadables: dict[Any, Reloadable] = {}  # by ProcessGroup, in order of creation
 def install_releasable_backends() -> list[tuple[str, Any]]:
     """Make torch create groups with releasable backends from now on, with the exceptions that ``_creator`` names.
 
-    Return torch's own entries for these backends, which ``restore`` needs.
+    Return torch's own registry entries of gloo and NCCL, which ``restore`` needs.
     """
     originals: list[tuple[str, Any]] = []
     for name in NAMES:

@@ -178,7 +178,7 @@ class Wrapper:
             self.record_end(index, time_ns)
 
     def record_failure(self, counter: Counter, index: int, error: BaseException) -> BaseException:
-        """Record that an op failed. Return the error to raise: ``error`` or, if the backend raised it, a ``CollectiveError``."""
+        """Record that an op failed. Return the error to raise: a ``CollectiveError`` for a ``RuntimeError``, else ``error``."""
         self.record_end(index, FAILED)
         if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
             return error
@@ -199,7 +199,7 @@ class Wrapper:
 
     @contextlib.contextmanager
     def in_composite(self, counter: Counter, index: int, start_ns: int) -> Generator[None]:
-        """Record the end of the composite function that runs in the block. ``counter`` and ``index`` belong to this function.
+        """Record the end of the composite function that runs in the block. ``counter`` and ``index`` are those of the function.
 
         The ops that this thread issues in the block are not guarded. If the block fails, the error that ``record_failure``
         returns is raised.
