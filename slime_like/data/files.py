@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -86,22 +87,28 @@ class DataFile:
     def _parquet(self) -> Iterator[RawRow]:
         index = -1
         batches = open_parquet(self.path).iter_batches(batch_size=1024)
-        while (batch := self._next(batches, index + 1)) is not None:
-            if index + 1 >= self.stop:
+        while True:
+            with self._name_row(index + 1):
+                batch: Any = next(batches, None)
+            if batch is None or index + 1 >= self.stop:
                 return
             if index + batch.num_rows < self.start:
                 index += batch.num_rows
                 continue
-            for fields in cast(list[dict[str, Any]], batch.to_pylist(maps_as_pydicts="lossy")):
+            with self._name_row(index + 1):
+                rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="lossy")
+            for fields in rows:
                 index += 1
                 if self.start <= index < self.stop:
                     yield RawRow(index, f"row {index}", fields)
 
-    def _next(self, batches: Iterator[Any], index: int) -> Any:
-        """Return the next batch of a parquet file, or None at its end. Raises ``DataError`` if it cannot be read."""
+    @contextmanager
+    def _name_row(self, index: int) -> Generator[None]:
+        """Raise errors of reading a parquet file as a ``DataError`` that names the file and row ``index``."""
         try:
-            return next(batches, None)
-        except (ValueError, OSError, NotImplementedError) as error:  # ArrowInvalid is a ValueError
+            yield
+        # ArrowInvalid and UnicodeDecodeError are ValueErrors. OverflowError: Python cannot represent a date.
+        except (ValueError, OSError, NotImplementedError, OverflowError) as error:
             raise DataError(
                 f"{self.path}, row {index} or after: cannot be read ({reason(error)}); write the file again or choose another file"
             ) from error

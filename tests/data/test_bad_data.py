@@ -155,6 +155,22 @@ def test_a_parquet_file_damaged_in_the_middle_is_named_with_the_row(tmp_path: Pa
     assert len(source(f"{path}@[0:1000]")) == 1000
 
 
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (pa.array([b"1", b"\xff"]).view(pa.string()), "'utf-8' codec can't decode byte 0xff"),
+        (pa.array([0, 10**8], pa.int32()).view(pa.date32()), "date value out of range"),
+    ],
+)
+def test_a_parquet_value_that_python_cannot_represent_is_named(tmp_path: Path, values: pa.Array, problem: str) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["1", "2"], "x": values}), path)
+    with pytest.raises(
+        DataError, match=rf"{path}, row 0 or after: cannot be read \({problem}.*\); write the file again"
+    ):
+        source(path)
+
+
 def test_a_prompt_beyond_the_models_vocabulary_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", [{"prompt": "1+1=", "label": "2"}])
     (prompt,) = source(path).prompts
