@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from slime_like.errors import DataError
 from slime_like.util.reading import reason
-from slime_like.util.row_count import SLICE, count_rows, open_parquet
+from slime_like.util.row_count import SLICE, check_found, count_rows, open_parquet
 
 SUFFIXES = (".jsonl", ".parquet")
 
@@ -55,6 +55,7 @@ class DataFile:
             raise DataError(
                 f"{key}={spec!r}: {path.suffix or 'no suffix'} is not one of {', '.join(SUFFIXES)}; convert the file"
             )
+        check_found(key, spec, path)
         if not path.is_file():
             raise DataError(f"{key}={spec!r}: there is no file {path}; {_nearest_file(path)}")
         num_rows = count_rows(path)
@@ -137,7 +138,10 @@ def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         existing_parent = next((p for p in path.parents if p.is_dir()), Path("."))
         return f"the folder {path.parent} does not exist (but {existing_parent} does)"
-    names = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES)
+    try:
+        names = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES)
+    except OSError as error:
+        return f"the folder {path.parent} cannot be listed ({reason(error)})"
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.3)
     if close:
         return f"did you mean {path.parent / close[0]}?"

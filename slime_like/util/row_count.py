@@ -13,6 +13,19 @@ from slime_like.util.reading import InputFile, reason
 SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]$")
 
 
+def check_found(key: str, spec: str, path: Path) -> None:
+    """Raise ``DataError`` if the system does not tell whether ``path``, the file of ``spec`` in config key ``key``, exists.
+
+    An example is a path in a folder without search permission.
+    """
+    try:
+        path.is_file()
+    except OSError as error:
+        raise DataError(
+            f"{key}={spec!r}: {path} cannot be read ({reason(error)}): correct the path, or change the permissions of its folders"
+        ) from error
+
+
 def count_rows(path: Path) -> int:
     """Return the number of non-blank lines of a jsonl file or of rows of a parquet file.
 

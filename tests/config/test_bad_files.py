@@ -96,6 +96,7 @@ def test_a_reference_that_the_actor_would_compute_otherwise_is_named(
         ("a.jsonl", "", ["a.jsonl is empty"]),
         ("a.csv", "x", [".jsonl or .parquet"]),
         ("tran.jsonl", None, ["'train.jsonl'"]),
+        ("x" * 300, None, ["cannot be read (File name too long)"]),
     ],
 )
 def test_bad_data_files_are_named(

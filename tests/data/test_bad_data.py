@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
+import os
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -189,6 +191,21 @@ def test_a_lone_surrogate_is_a_bad_row(tmp_path: Path, column: str, place: int) 
         DataError, match=rf"line 1: '{column}' has '\\ud83d' at character {place}, which is a lone surrogate"
     ):
         source(write(tmp_path / "a.jsonl", [row]))
+
+
+def test_a_path_that_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    too_long = tmp_path / ("x" * 300 + ".jsonl")
+    with pytest.raises(
+        DataError, match=rf"data\.train='.+': {too_long} cannot be read \(File name too long\): correct"
+    ):
+        source(too_long)
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(DataError, match=rf"there is no file .+; the folder {tmp_path} cannot be listed \(Permission"):
+        source(tmp_path / "a.jsonl")
 
 
 JSON = st.recursive(

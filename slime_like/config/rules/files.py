@@ -25,7 +25,7 @@ from slime_like.config.schema.gdn import gdn_cp_mode
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, DataError
 from slime_like.registry import nearest
-from slime_like.util.row_count import SLICE
+from slime_like.util.row_count import SLICE, check_found
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
@@ -235,6 +235,7 @@ def check_data_file(key: str, text: str) -> None:
         raise DataError(
             f"{key}={text!r}: write a slice as path@[a:b]; without a it starts at the first row, without b it ends at the last"
         )
+    check_found(key, text, path)
     if path.is_dir():
         file_names = ", ".join(sorted(p.name for p in path.glob("*") if p.suffix in DATA_SUFFIXES)[:5])
         raise DataError(f"{key}={text!r} is a folder: name one file ({file_names or 'it has no .jsonl or .parquet'})")
