@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slime_like.cluster.plan.engine import engine_settings
 from slime_like.cluster.plan.machine import Machine
-from slime_like.cluster.plan.roles import role_devices
+from slime_like.cluster.plan.roles import role_devices, trained_bytes
+from slime_like.cluster.plan.shapes import KEY, role_shapes
 from slime_like.cluster.plan.types import Role, num_gpus
 from slime_like.config.rules.hf import HfConfig
 from slime_like.config.rules.managers import engines_setting
@@ -13,6 +15,8 @@ from slime_like.config.rules.weight_files import check_weights
 from slime_like.config.schema.resolved import CriticSpec, EngineSpec, RankSpec, TeacherSpec
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.planner.shapes import ModelShape
+from slime_like.planner.trainer import PARAMETER_BYTES
 
 PROCESS_BYTES = 600 * 2**20  # resident memory of a process that has imported torch, before any weights
 
@@ -82,6 +86,7 @@ def check_fits(
     machine: Machine,
     model: HfConfig | None,
     roles: tuple[Role, ...],
+    engines: tuple[EngineSpec, ...],
     *,
     device: str,
     role_bytes: int,
@@ -106,7 +111,7 @@ def check_fits(
                 f"{split}"
             )
         return
-    needed_bytes = role_bytes + _cpu_bytes(cfg, model, {role.name: len(role.devices) for role in roles})
+    needed_bytes = role_bytes + _cpu_bytes(cfg, model, roles, engines)
     if needed_bytes > machine.memory_bytes:
         memory = f"{machine.memory_bytes / 2**30:.1f} GiB"
         available = f"this machine has only {memory}" if machine.is_local else f"the nodes have {memory}"
@@ -117,17 +122,35 @@ def check_fits(
         )
 
 
-def _cpu_bytes(cfg: TrainConfig, model: HfConfig | None, processes: dict[str, int]) -> int:
+def _cpu_bytes(
+    cfg: TrainConfig, model: HfConfig | None, roles: tuple[Role, ...], engines: tuple[EngineSpec, ...]
+) -> int:
     """Return an estimate of the memory of trainer and engines on a CPU in bytes: processes, trainer state, engine weights.
 
-    State and weights count as float32. Activations and caches do not count.
+    Weights of remote experts count once per copy on the engines' machine. Activations and caches do not count.
     """
     is_written = model is not None and Path(model.folder).exists()
-    params = check_weights("model.hf_checkpoint", cfg.model.hf_checkpoint) if is_written else 0
-    p = cfg.parallel
-    copies = processes.get("trainer", 0) // (p.pp * max(p.tp * p.cp, p.ep * p.etp))
-    engines = processes.get("engine", 0)
-    optimizer = 8 if cfg.parallel.distributed_optimizer else 8 * copies
-    weights = params * ((8 * copies + optimizer if copies else 0) + 4 * engines)
-    ranks = processes.get("trainer", 0) + engines * cfg.rollout.tp
-    return weights + ranks * PROCESS_BYTES
+    params = check_weights(KEY, cfg.model.hf_checkpoint) if is_written else 0
+    num_bytes = 0
+    trainer = next((role for role in roles if role.name == "trainer"), None)
+    if trainer is not None and trainer.layout is not None:
+        dtype = "float32" if cfg.model.dtype == "auto" else cfg.model.dtype
+        num_bytes += trained_bytes(trainer.layout, dtype, params) + len(trainer.devices) * PROCESS_BYTES
+    shape = role_shapes(cfg, None, None).actor if params and engines else None
+    for engine in engines:
+        num_weights = params + (0 if shape is None else _remote_weights(shape, engine))
+        num_bytes += num_weights * PARAMETER_BYTES[engine.dtype] + engine.tp * PROCESS_BYTES
+    return num_bytes
+
+
+def _remote_weights(shape: ModelShape, engine: EngineSpec) -> int:
+    """Return the change in weights on the engine's machine that its remote experts cause.
+
+    These leave the engine. If it starts its own workers and they run on the CPU, they have these experts; if it may
+    do without its workers, it keeps a copy.
+    """
+    settings = engine_settings(engine)
+    if shape.experts is None or not settings.remote_experts:
+        return 0
+    num_remote = shape.routed_parameters * settings.remote_experts // shape.experts.num_experts
+    return num_remote * (settings.remote_on_host + settings.remote_copy - 1)

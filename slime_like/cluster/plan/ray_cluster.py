@@ -90,7 +90,7 @@ def plan_on_nodes(cfg: TrainConfig, plan: Plan, nodes: Sequence[ClusterNode], *,
         _check_gpus(plan, nodes, cluster)
     machine = replace(_machine(plan, nodes), is_joined=is_driver)
     model, extra = model_config(cfg, machine), role_bytes(plan.critic, plan.teacher, PROCESS_BYTES)
-    check_fits(cfg, machine, model, plan.roles, device=plan.device, role_bytes=extra)
+    check_fits(cfg, machine, model, plan.roles, plan.engines, device=plan.device, role_bytes=extra)
     shapes = role_shapes(cfg, plan.critic, plan.teacher)
     if plan.device == "cpu":  # check_fits compares the memory of all nodes, but an engine runs on one
         machine = replace(machine, memory_bytes=min((node.memory_bytes for node in nodes), default=0))

@@ -16,6 +16,7 @@ from slime_like.config.schema.role_algo import DistillConfig, PpoConfig
 from slime_like.config.schema.roles import CriticConfig, TeacherConfig
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
+from slime_like.planner.trainer import GRADIENT_BYTES, MAIN_BYTES, MOMENT_BYTES, PARAMETER_BYTES
 
 Note = Callable[[str, object, str], None]  # key, value, reason
 
@@ -139,12 +140,31 @@ def role_devices(
 def role_bytes(critic: CriticSpec | None, teacher: TeacherSpec | None, process_bytes: int) -> int:
     """Return an estimate of the bytes of critic and teacher on a CPU: processes, weights and the critic's training state.
 
-    State and weights count as float32, and once per dp rank even if they are sharded. Activations do not count.
+    Copies of weights and state count as in ``trained_bytes``. Activations do not count.
     """
     num_bytes = 0
-    for spec, per_parameter in ((critic, 16), (teacher, 4)):
+    for spec in (critic, teacher):
         if spec is not None:
-            layout, folder = spec.rank.layout, spec.rank.model.hf_checkpoint
+            layout, dtype, folder = spec.rank.layout, spec.rank.dtype, spec.rank.model.hf_checkpoint
             parameters = check_weights(spec.rank.model_key, folder) if Path(folder).exists() else 0
-            num_bytes += layout.world_size * process_bytes + layout.dp * parameters * per_parameter
+            weights = model_copies(layout) * parameters * PARAMETER_BYTES[dtype]
+            num_bytes += layout.world_size * process_bytes
+            num_bytes += weights if spec is teacher else trained_bytes(layout, dtype, parameters)
     return num_bytes
+
+
+def trained_bytes(layout: Layout, dtype: str, num_parameters: int) -> int:
+    """Return the bytes of weights, gradients and optimizer state of a model in ``dtype``, summed over its ranks.
+
+    Weights and gradients count once per copy of the model. The optimizer state counts once if it is sharded
+    (``parallel.distributed_optimizer``), else also once per copy.
+    """
+    copies = model_copies(layout)
+    optimizer = MOMENT_BYTES + (MAIN_BYTES if dtype == "bfloat16" else 0)
+    optimizer *= 1 if layout.distributed_optimizer else copies
+    return num_parameters * (copies * (PARAMETER_BYTES[dtype] + GRADIENT_BYTES) + optimizer)
+
+
+def model_copies(layout: Layout) -> int:
+    """Return a lower bound of the number of copies of each parameter: the ranks of a stage, divided by the largest sharding."""
+    return layout.world_size // (layout.pp * max(layout.tp * layout.cp, layout.ep * layout.etp))
