@@ -21,7 +21,7 @@ from slime_like.data.files import RawRow
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Tokenizer
 from slime_like.types import I32, Prompt
-from slime_like.util.reading import reason
+from slime_like.util.reading import parse_json, reason
 
 TOOLS = "tools"  # slime's default of --tool-key
 MAX_NAME = 200  # characters of a reward's name
@@ -238,7 +238,7 @@ def _tools(value: object) -> list[object] | None:
 def _metadata(key: str, value: object) -> dict[str, Any]:
     if isinstance(value, str):  # tables that cannot nest store it as JSON text
         try:
-            value = json.loads(value) if value else None
+            value = parse_json(value) if value else None
         except ValueError as error:
             raise BadRow(f"{key!r} is text that is not JSON ({error}); metadata is a JSON object") from error
     if value is None:
@@ -257,7 +257,7 @@ def _check_json(key: str, value: object) -> None:
     """
     try:
         json.dumps(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadRow(
-            f"{key!r} contains a value that JSON cannot represent ({error}); write it as text or a number"
+            f"{key!r} contains a value that JSON cannot represent ({reason(error)}); write it as text or a number"
         ) from error

@@ -59,6 +59,10 @@ ROWS: dict[str, BadRow] = {
     ),
     "list for metadata": ({"prompt": "1", "label": "1", "metadata": [1]}, "'metadata' is [1]"),
     "text for metadata": ({"prompt": "1", "label": "1", "metadata": "{"}, "'metadata' is text that is not JSON"),
+    "deep metadata": (
+        {"prompt": "1", "label": "1", "metadata": "[" * 100_000},
+        "'metadata' is text that is not JSON (nested too deeply)",
+    ),
     "too long": ({"prompt": "x" * 64, "label": "1"}, "'prompt' has 64 tokens"),
 }
 TYPED: dict[str, BadRow] = {
