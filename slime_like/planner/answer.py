@@ -64,6 +64,7 @@ def phases(
 
     The ways are: both keep their memory, only the engine releases its memory, each releases its memory while the other runs.
     ``releasable_engine`` is the engine without CUDA graphs of prefill, which SGLang cannot release by default.
+    ``available``: bytes of the GPU.
     """
     engine_remainder, trainer_remainder = releasable_engine.of(*ENGINE_REMAINDER), trainer.of(*TRAINER_REMAINDER)
     return tuple(

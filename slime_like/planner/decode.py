@@ -70,6 +70,7 @@ def _group_rows(settings: EngineSettings, gpu: GpuKind, requests: float) -> floa
 def _weight_seconds(shape: ModelShape, settings: EngineSettings, gpu: GpuKind, requests: float, rows: float) -> float:
     """Return the seconds that a decode step takes for a rank's weights.
 
+    ``requests``: number of requests of the engine. ``rows``: number that each attention group computes, as from ``_group_rows``.
     Each kind of weight takes the time to read it or, if that is longer, the time to compute with it. The result is the sum over
     all kinds, plus the time to write and sum the outputs of the experts.
     """
@@ -123,7 +124,10 @@ def _attention_seconds(
 
 
 def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, requests: float) -> float:
-    """Return the seconds to exchange queries, log-sum-exp and float32 partial outputs of all layers between DCP ranks."""
+    """Return the seconds to exchange queries, log-sum-exp and float32 partial outputs of all layers between DCP ranks.
+
+    ``requests`` is the number of requests of one attention group, without padding.
+    """
     c = settings.dcp
     if c == 1:
         return 0.0
@@ -142,8 +146,9 @@ def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Har
 def _prefetch_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, other_seconds: float) -> float:
     """Return the seconds that FlowMLA adds to a step.
 
-    ``other_seconds`` is the time of the step's other work, which hides the all-gathers of weights. It excludes collectives,
-    because they share the links with FlowMLA. A gathered layer is written to memory once, and read once for the next rank.
+    ``other_seconds`` is the time of the step's other work, which hides the all-gathers of weights. It includes the DCP exchange,
+    but not the all-reduces, which share the links with FlowMLA. A gathered layer is written to memory once, and read once for the
+    next rank.
     """
     if not settings.flow_mla:
         return 0.0

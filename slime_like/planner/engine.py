@@ -86,8 +86,8 @@ def state_slots(settings: EngineSettings, pool: float, slot: float) -> int:
     """Return the number of recurrent states of an attention group, without the one for padding requests.
 
     If max_mamba_cache_size is set, the result is the group's part of it. Otherwise, if max_running_requests is set and there is
-    no radix cache, the result is the group's part of max_running_requests. In all other cases it is the number of states of
-    ``slot`` bytes that fit in the share of ``pool`` that SGLang gives to states (``STATE_SHARE``).
+    no radix cache, the result is the group's part of max_running_requests, but at least 1. In all other cases it is the number of
+    states of ``slot`` bytes that fit in the share of ``pool`` that SGLang gives to states (``STATE_SHARE``).
     """
     s = settings
     if s.state_slots is not None:

@@ -44,9 +44,11 @@ def flow_weights(shape: ModelShape, settings: EngineSettings) -> float:
 def flow_slots(shape: ModelShape, settings: EngineSettings) -> float:
     """Return the number of weights in a rank's buffers for gathered layers; 0 without FlowMLA.
 
-    This project has ``settings.flow_slots`` buffers, each for a whole layer. The value None stands for the implementation of the
-    FlowMLA article (docs/flow_mla.md), which has two buffers. They need no memory for the rank's own part of a layer, which is
-    mapped into them. So their size is ``2 * W / layers * (dp - 1) / dp``, where ``W`` is the result of ``flow_weights``.
+    This project has ``settings.flow_slots`` buffers, but at most one per layer. Each holds a whole layer.
+
+    The value None stands for the implementation of the FlowMLA article (docs/flow_mla.md), which has two buffers. They need no
+    memory for the rank's own part of a layer, which is mapped into them. So their size is ``2 * W / layers * (dp - 1) / dp``,
+    where ``W`` is the result of ``flow_weights``.
     """
     s = settings
     if not s.flow_mla:

@@ -110,7 +110,10 @@ def _slots(shape: ModelShape, settings: EngineSettings, free_bytes: float) -> in
 
 
 def host_trainer(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
-    """Return the resident memory of one trainer rank at its peak, while it is built or during an optimizer step."""
+    """Return the resident memory of one trainer rank at its peak, in the pipeline stage that needs the most memory.
+
+    The peak is in an optimizer step or while the rank is built; in a rank that only scores, while it scores.
+    """
     process = items(("process", constants.HOST_RANK.value, "torch, megatron-core and Ray"))
     allocated = allocated_items(shape, settings)
     return replace(allocated, items=(*process, *allocated.items))

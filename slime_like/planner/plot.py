@@ -18,14 +18,14 @@ COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One row of the plot: the memory of a role on a GPU."""
+    """One row of the plot: the memory of one role, or of several roles together."""
 
     name: str
     table: MemoryTable
 
 
 def text_plot(bars: Sequence[Bar], limit: float) -> Iterator[str]:
-    """Yield stacked bars, one per role, with a line at ``limit`` bytes and a legend of the items that are visible."""
+    """Yield stacked bars, one per row, with a line at ``limit`` bytes, and a legend of the items that are visible."""
     longest = max([limit, *(bar.table.total for bar in bars)])
     edge, margin = round(COLUMNS * limit / longest), max(len(bar.name) for bar in bars)
     marks: dict[str, str] = {}

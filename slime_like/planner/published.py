@@ -1,6 +1,6 @@
 """Published runs, each with the planner's prediction.
 
-``python -m slime_like.planner.published`` prints the tables of docs/planner.md.
+``python -m slime_like.planner.published`` prints three tables of docs/planner.md: published runs, traced peaks and constants.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _dcp() -> Iterator[PublishedRun]:
 
 
 def lines() -> Iterator[str]:
-    """Yield the tables of docs/planner.md in Markdown."""
+    """Yield three tables of docs/planner.md in Markdown: published runs, traced peaks and constants."""
     yield from case_lines(cases())
     yield ""
     yield from _table(
