@@ -14,10 +14,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from slime_like.data.chat import Message, require_template
+from slime_like.data.chat import Message, require_template, tokenizer_folder
 from slime_like.errors import ConfigError, DataError
 from slime_like.interfaces import Tokenizer
 from slime_like.types import I32
+from slime_like.util.reading import reason
 
 HEADER, THINK, END = "<|im_start|>assistant\n", "<think>\n", "<|im_end|>"
 PLACEHOLDER = "PLACEHOLDER"
@@ -58,7 +59,7 @@ class Conversations:
             if self.method == "turns"
             else self._conversation(messages, tools, location)
         )
-        encodings = self._encode([text for text, _ in pieces])
+        encodings = self._encode([text for text, _ in pieces], location)
         ids: list[int] = []
         trained: list[bool] = []
         for (_, ranges), token_ids, offsets in zip(
@@ -143,13 +144,19 @@ class Conversations:
             raise DataError(f"{location}: the chat template refused the conversation: {error}") from error
         return cast(str, text)
 
-    def _encode(self, texts: list[str]) -> Mapping[str, Any]:
+    def _encode(self, texts: list[str], location: str) -> Mapping[str, Any]:
         try:
             return self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
             raise ConfigError(
                 f"the tokenizer in {self.tokenizer.name_or_path!r} is a slow tokenizer without token offsets; conversations need its "
                 f"tokenizer.json"
+            ) from error
+        # Fault boundary of the tokenizer's code, as in ``tokenize``.
+        except Exception as error:
+            raise ConfigError(
+                f"{location}: the tokenizer in {tokenizer_folder(self.tokenizer)!r} cannot encode the conversation ({reason(error)}); "
+                "copy the tokenizer files there again, or correct the row"
             ) from error
 
 

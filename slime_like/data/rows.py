@@ -99,7 +99,7 @@ class RowReader:
             raise BadRow(problem)
         text, messages = self._text(prompt, tools)
         for key, value in ((cfg.input_key, text), (cfg.label_key, label or "")):
-            _check_text(key, value)
+            _check_text(repr(key), value)
         return PromptRow(raw.index, raw.location, text, label, rm_type, metadata, messages)
 
     def _has_answer(self, prompt: object) -> bool:
@@ -138,6 +138,8 @@ class RowReader:
             ]
             if not prompt_messages:
                 raise BadRow(f"{cfg.input_key!r} begins with an assistant turn; it must begin with another role")
+            for i, message in enumerate(messages):  # those that are not rendered here are tokenized later
+                _check_text(f"{cfg.input_key!r} message {i} (as JSON)", json.dumps(message, ensure_ascii=False))
         # Fault boundary: a chat template is third-party code.
         try:
             return render(self.tokenizer, prompt_messages, cfg.chat_template_kwargs, tools), tuple(messages)
@@ -183,13 +185,13 @@ def _column(fields: Mapping[str, Any], key: str) -> Any:
     return _column(cast("Mapping[str, Any]", value), inner) if isinstance(value, Mapping) else None
 
 
-def _check_text(key: str, text: str) -> None:
-    """Raise ``BadRow`` if ``text`` contains a lone surrogate, which JSON and Python accept but tokenizers do not."""
+def _check_text(place: str, text: str) -> None:
+    """Raise ``BadRow`` naming ``place`` if ``text`` contains a lone surrogate, which JSON and Python accept but tokenizers do not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRow(
-            f"{key!r} has {text[error.start]!r} at character {error.start}, which is a lone surrogate and not text; correct the row"
+            f"{place} has {text[error.start]!r} at character {error.start}, which is a lone surrogate and not text; correct the row"
         ) from error
 
 

@@ -104,3 +104,24 @@ def test_conversations_that_cannot_be_marked_are_refused(tmp_path: Path) -> None
         rows(tmp_path, CHATML, row, "whole")
     with pytest.raises(DataError, match="line 1: label missing"):
         rows(tmp_path, CHATML, {"messages": TALK[:3]})
+
+
+def test_a_lone_surrogate_in_an_answer_is_a_bad_row(tmp_path: Path) -> None:
+    bad_row = {"messages": [*TALK[:3], {"role": "assistant", "content": "\ud800"}]}
+    with pytest.raises(
+        DataError, match=r"line 1: 'messages' message 3 .* has '\\ud800' at .*, which is a lone surrogate"
+    ):
+        rows(tmp_path, TEMPLATE, bad_row)
+    path = write(tmp_path / "b.jsonl", [bad_row, {"messages": TALK}])
+    config = data(input_key="messages", on_bad_row="skip")
+    prompts = source(path, config, tokenizer=characters(template=TEMPLATE), max_context_len=500, supervised=True)
+    assert len(prompts) == prompts.num_bad_rows == 1
+
+
+def test_a_conversation_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
+    """A template may write text that is not in the row."""
+    template = CHATML.replace("<think>", "{% if messages | length > 1 %}\ud800{% endif %}")
+    with pytest.raises(
+        ConfigError, match=r"a.jsonl, line 1: the tokenizer in '/models/tiny' cannot encode the conversat"
+    ):
+        rows(tmp_path, template, {"messages": TALK}, "whole")
