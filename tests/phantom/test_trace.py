@@ -9,6 +9,7 @@ import pytest
 
 from slime_like.cluster.plan import trace as trace_module
 from slime_like.cluster.plan.machine import described_machine
+from slime_like.cluster.plan.phases import FIXED
 from slime_like.cluster.plan.planner import make_plan
 from slime_like.cluster.plan.view import show_plan
 from slime_like.config.load.loader import load_config
@@ -168,6 +169,24 @@ def test_a_trainer_that_stays_on_its_gpu_keeps_its_memory_in_every_phase(monkeyp
     assert {"collect", "step", "push", "transfer"} == totals.keys()
     assert min(totals[name] for name in ("collect", "step", "push")) > 25 << 30, "torch has reserved 25 GiB"
     assert "collect" in show_plan(argv, MACHINE, trace=True).splitlines()[-1]
+
+
+def test_a_critic_on_the_trainers_gpu_counts_if_engines_are_on_busier_gpus() -> None:
+    argv = [
+        *ARGV,
+        "algo=ppo",
+        "critic.placement=colocated",
+        "placement.mode=split",
+        "placement.offload_train=false",
+        "placement.offload_rollout=false",
+        "placement.actor_num_gpus_per_node=4",
+        "rollout.num_engines=2",
+    ]
+    plan = make_plan(load_config(argv, files=False, machine=False), described_machine(MACHINE))
+    tables = dict(plan.memory.tables)
+    assert plan.memory.busiest == ("engine",), "the case needs engines that take more memory than trainer and critic"
+    expected = (25 << 30) + tables["trainer"].of(*FIXED) + tables["critic"].total
+    assert trace_module.gpu_totals(plan, TRACE) == {"": pytest.approx(expected)}
 
 
 def test_a_trace_needs_a_plan() -> None:

@@ -138,7 +138,7 @@ def _compared(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
         "main memory traced": trace["pinned"] + trace["pageable"],
         "main memory planned": planned_host_bytes(plan, trace["stage"]) or 0.0,
     }
-    push = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)
+    push = next((dict(phase.tables)["trainer"] for phase in plan.memory.trainer_phases if phase.name == PUSH), None)
     if push is not None:
         out |= {"push traced": peaks[PUSH], "push planned": push.total - push.of("allocator", *FIXED)}
     return out

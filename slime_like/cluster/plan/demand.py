@@ -38,6 +38,7 @@ class MemoryPlan:
     host: MemoryTable | None = None  # main memory of one node of a run on GPUs
     demand: Demand | None = None  # inputs, from which changes are predicted
     phases: tuple[PhaseMemory, ...] = ()  # phases of the busiest GPU
+    trainer_phases: tuple[PhaseMemory, ...] = ()  # phases of the busiest GPU that has a trainer rank
 
     @property
     def peak(self) -> PhaseMemory:
@@ -106,6 +107,7 @@ class Demand:
             return any(p.min_total > available for p in pair[1]), max(p.total for p in pair[1])
 
         busiest, phases = max(by_gpu.items(), key=needs, default=((), ()))
+        of_trainer = (pair for pair in by_gpu.items() if "trainer" in pair[0])
         return MemoryPlan(
             tables=role_tables,
             gpu=self.hardware.gpu.name,
@@ -113,6 +115,7 @@ class Demand:
             busiest=busiest,
             engine=engine,
             phases=phases,
+            trainer_phases=max(of_trainer, key=needs, default=((), ()))[1],
         )
 
     @property

@@ -140,12 +140,12 @@ def _comparison_row(name: str, traced_bytes: float, planned_bytes: float | None)
 
 
 def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
-    """Return the bytes on a trainer's GPU by traced phase: the memory that torch reserves for the rank, plus the planned rest.
+    """Return the bytes on the busiest GPU with a trainer rank by traced phase.
 
-    The planned rest is the rank's CUDA context and communicators, and the other roles on the GPU. For the traced transfer of
-    weights, the rest is taken from the planned phase "save": in both, an engine has only its weights in memory. If all
-    planned phases have the same memory, the result has one phase, with an empty name. The same holds if the trainer is not on
-    the busiest GPU; other roles on its GPU are then left out.
+    They are the memory that torch reserves for the rank, plus the planned rest: the rank's CUDA context and communicators,
+    and the other roles on the GPU. For the traced transfer of weights, the rest is taken from the planned phase "save": in
+    both, an engine has only its weights in memory. If all planned phases have the same memory, the result has one phase, with
+    an empty name.
     """
     reserved = {phase["name"]: phase["reserved"] for phase in trace["phases"]}
     reserved[""] = max(reserved.values())
@@ -153,13 +153,12 @@ def gpu_totals(plan: Plan, trace: dict[str, Any]) -> dict[str, float]:
     # A rank whose state is not offloaded keeps what torch has reserved, and records no phases but build, step and transfer.
     is_offloaded = PUSH in reserved
     sums: dict[str, float] = {}
-    for phase in plan.memory.phases:
+    for phase in plan.memory.trainer_phases:
         roles = dict(phase.tables)
-        name = TRANSFER if phase.name == SAVE else phase.name
-        if (trainer := roles.pop("trainer", None)) is not None:
-            other_total = sum(table.total for table in roles.values())
-            sums[name] = reserved[name if name in reserved or is_offloaded else ""] + trainer.of(*FIXED) + other_total
-    return sums or {"": reserved[""] + dict(plan.memory.tables)["trainer"].of(*FIXED)}  # a GPU without an engine
+        name, trainer = TRANSFER if phase.name == SAVE else phase.name, roles.pop("trainer")
+        other_total = sum(table.total for table in roles.values())
+        sums[name] = reserved[name if name in reserved or is_offloaded else ""] + trainer.of(*FIXED) + other_total
+    return sums
 
 
 def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -169,7 +168,7 @@ def _push_row(plan: Plan, trace: dict[str, Any]) -> list[tuple[str, str, str, st
     stages.
     """
     traced = next((phase["allocated"] for phase in trace["phases"] if phase["name"] == PUSH), None)
-    table = next((dict(phase.tables)["trainer"] for phase in plan.memory.phases if phase.name == PUSH), None)
+    table = next((dict(phase.tables)["trainer"] for phase in plan.memory.trainer_phases if phase.name == PUSH), None)
     if traced is None or table is None or plan.actor.layout.pp > 1:
         return []
     return [_comparison_row("peak at the end of a push", traced, table.total - table.of("allocator", *FIXED))]
