@@ -11,7 +11,8 @@ import numpy as np
 from slime_like.data.chat import tokenize, tokenizer_folder
 from slime_like.data.conversations import Conversations, MaskedTokens, is_conversation
 from slime_like.data.prompts import FileSource
-from slime_like.errors import ConfigError, DataError
+from slime_like.data.user_source import UserFileSource
+from slime_like.errors import ConfigError, DataError, UserCodeError
 from slime_like.interfaces import Tokenizer
 from slime_like.types import Prompt, Reward, Sample, SampleGroup, Source, Span, Status
 
@@ -26,7 +27,7 @@ class Demonstrations:
 
     def __init__(
         self,
-        source: FileSource,
+        source: FileSource | UserFileSource,
         tokenizer: Tokenizer,
         max_context_len: int,
         conversations: Conversations | None = None,
@@ -68,10 +69,13 @@ class Demonstrations:
         self._rows[prompt.prompt_id] = row
 
     def next(self, num_groups: int, first_group_id: int) -> list[SampleGroup]:
-        """Return the next ``num_groups`` demonstrations as groups numbered from ``first_group_id``."""
+        """Return the next ``num_groups`` demonstrations as groups numbered from ``first_group_id``.
+
+        Raises ``UserCodeError`` if a user's source fails or returns a prompt that is not in its ``prompts``.
+        """
         return [self._group(prompt, first_group_id + i) for i, prompt in enumerate(self._source.next(num_groups))]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Mapping[str, object]:
         """Return the source's cursor."""
         return self._source.state()
 
@@ -80,7 +84,12 @@ class Demonstrations:
         self._source.load_state(state)
 
     def _group(self, prompt: Prompt, group_id: int) -> SampleGroup:
-        row = self._rows[prompt.prompt_id]
+        row = self._rows.get(prompt.prompt_id)
+        if row is None:
+            raise UserCodeError(
+                f"data.source returned prompt {prompt.prompt_id} from next, which is none of its prompts: return only prompts of its "
+                "attribute prompts"
+            )
         sample = Sample(
             group_id=group_id,
             episode_id=0,

@@ -42,19 +42,20 @@ def open_source(config: DataConfig, context: SourceContext) -> DataSource:
     return UserSource(config.source, source)
 
 
-def open_rows(config: DataConfig, context: SourceContext) -> FileSource:
+def open_rows(config: DataConfig, context: SourceContext) -> FileSource | UserFileSource:
     """Construct the source that ``data.source`` names, for supervised fine-tuning, which reads all rows at once.
 
     Raises ``ConfigError`` as ``open_source`` does, or if the source is not a ``FileSource``.
     """
     source = open_source(config, context)
-    rows = source.source if isinstance(source, UserSource) else source
-    if not isinstance(rows, FileSource):
-        raise ConfigError(
-            f"{KEY}={config.source!r} with algo=sft, which reads all rows of a data file: set {KEY}=file, or derive your source from "
-            "slime_like.data.prompts.FileSource"
-        )
-    return rows
+    if isinstance(source, FileSource):
+        return source
+    if isinstance(source, UserSource) and isinstance(source.source, FileSource):
+        return UserFileSource(source.name, source.source)
+    raise ConfigError(
+        f"{KEY}={config.source!r} with algo=sft, which reads all rows of a data file: set {KEY}=file, or derive your source from "
+        "slime_like.data.prompts.FileSource"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +102,21 @@ class UserSource:
         """Continue from the cursor ``state``."""
         with name_user_errors(KEY, self.name, f"the cursor {state}"):
             self.source.load_state(state)
+
+
+@dataclass(frozen=True, slots=True)
+class UserFileSource(UserSource):
+    """User's data source that is derived from ``FileSource``, for supervised fine-tuning."""
+
+    source: FileSource
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All prompts of the file."""
+        with name_user_errors(KEY, self.name, "all prompts"):
+            return self.source.prompts
+
+    def location(self, prompt_id: int) -> str:
+        """Return the file and the line (or row, of a parquet file) of prompt ``prompt_id``, for messages."""
+        with name_user_errors(KEY, self.name, f"the location of prompt {prompt_id}"):
+            return self.source.location(prompt_id)

@@ -8,16 +8,34 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.schema import names
+from slime_like.data.demonstrations import Demonstrations
 from slime_like.data.prompts import FileSource
 from slime_like.data.user_source import UserSource, open_rows, open_source
 from slime_like.errors import ConfigError, DataError, UserCodeError
-from tests.data.sources import TEN, context, data, write
+from tests.data.sources import TEN, context, data, plain_tokenizer, write
 
 CODE = """
+import dataclasses
 from slime_like.data.prompts import FileSource
 
 class Rows(FileSource):
     pass
+
+class BrokenRows(FileSource):
+    def next(self, num_prompts):
+        raise KeyError("rows")
+    def state(self):
+        raise KeyError("rows")
+    def load_state(self, state):
+        raise KeyError("rows")
+
+class OtherRows(FileSource):
+    def next(self, num_prompts):
+        return [dataclasses.replace(prompt, prompt_id=77) for prompt in super().next(num_prompts)]
+
+class NoRows(FileSource):
+    def __init__(self, config, context):
+        pass
 
 class Stream:
     def __init__(self, config, context):
@@ -144,3 +162,31 @@ def test_supervised_fine_tuning_reads_rows_of_a_file(tmp_path: Path) -> None:
         ConfigError, match=r"^data\.source='own_sources:Stream' with algo=sft, .*: set data\.source=file"
     ):
         open_rows(data(source="own_sources:Stream"), context(path))
+
+
+def demonstrations(folder: Path, name: str) -> Demonstrations:
+    rows = open_rows(data(source=f"own_sources:{name}"), context(write(folder / "ten.jsonl", TEN)))
+    return Demonstrations(rows, plain_tokenizer(), max_context_len=64)
+
+
+def test_supervised_fine_tuning_names_errors_of_the_source(tmp_path: Path) -> None:
+    broken = demonstrations(tmp_path, "BrokenRows")
+    calls = {
+        "the next 3 prompts": lambda: broken.next(3, 0),
+        "the cursor of a checkpoint": broken.state,
+        r"the cursor \{'row': 1\}": lambda: broken.load_state({"row": 1}),
+    }
+    for subject, call in calls.items():
+        with pytest.raises(
+            UserCodeError,
+            match=rf"^data\.source=own_sources:BrokenRows raised KeyError: 'rows' \(.+:\d+\), for {subject}",
+        ):
+            call()
+    with pytest.raises(
+        UserCodeError, match=r"^data\.source=own_sources:NoRows raised AttributeError: .+, for all prompts"
+    ):
+        demonstrations(tmp_path, "NoRows")
+    with pytest.raises(
+        UserCodeError, match=r"^data\.source returned prompt 77 from next, which is none of its prompts"
+    ):
+        demonstrations(tmp_path, "OtherRows").next(3, 0)
