@@ -186,6 +186,9 @@ def test_round_trip_of_every_algorithm(argv: list[str]) -> None:
         ("algo: {name: grpo}\nrollout: {bach_size: 3}", ["rollout.bach_size", "'rollout.batch_size'"]),
         ("algo: {name: grop}", ["algo.name", "'grop'"]),
         ("algo: [", ["not valid YAML"]),
+        ("algo: !!bool foo", ["not valid YAML: 'foo'"]),
+        ("algo: !!int ''", ["not valid YAML: string index"]),
+        ("algo: !!timestamp x", ["not valid YAML: 'NoneType'"]),
         ("3", ["algo.name"]),
     ],
 )

@@ -30,7 +30,7 @@ from slime_like.config.schema.known import ALGORITHMS, describe, free_root, is_t
 from slime_like.config.schema.render import render
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
-from slime_like.util.reading import InputFile, reason
+from slime_like.util.reading import YAML_ERRORS, InputFile, reason
 from slime_like.util.user_module import check_exists
 
 GROUPS = ("algo", "guard", RECIPE)
@@ -132,7 +132,7 @@ def from_yaml(text: str, *, files: bool = False) -> TrainConfig:
         tree = cast("dict[str, Any]", yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise explain(error, {}, None) from error
-    except (ValueError, RecursionError) as error:
+    except YAML_ERRORS as error:
         raise ConfigError(f"not valid YAML: {reason(error)}") from error
     return _finish(_with_defaults(tree), {}, files=files)
 
