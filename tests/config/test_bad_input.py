@@ -90,9 +90,14 @@ def test_rollout_only_may_cut_the_distribution(argv: list[str]) -> None:
 def test_a_recipe_with_a_mistake_is_named(tmp_path: Path, argv: list[str]) -> None:
     (tmp_path / "recipe").mkdir()
     for name, text, words in (
-        ("a", "rollout: {bach_size: 3}", ["configs/recipe/a.yaml", "rollout.bach_size", "'rollout.batch_size'"]),
-        ("b", "rollout: {batch_size: x}", ["configs/recipe/b.yaml", "rollout.batch_size", "a whole number"]),
+        (
+            "a",
+            "rollout: {bach_size: 3}",
+            [f"(in {tmp_path}/recipe/a.yaml)", "rollout.bach_size", "'rollout.batch_size'"],
+        ),
+        ("b", "rollout: {batch_size: x}", [f"(in {tmp_path}/recipe/b.yaml)", "rollout.batch_size", "a whole number"]),
         ("c", "rollout: [", ["recipe/c.yaml ", "cannot be read as YAML"]),
+        ("d", "defaults: [absent]", [f"recipe/absent (in {tmp_path}/recipe/d.yaml) is unknown"]),
     ):
         (tmp_path / "recipe" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
         error = message(argv, f"--config-dir={tmp_path} +recipe={name}", files=False)

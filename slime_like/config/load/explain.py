@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 from slime_like.config.load.other_names import our_key
+from slime_like.config.load.paths import config_folder
 from slime_like.config.schema.known import ALGORITHMS, describe, free_root, known_keys, unknown_key_problem
 from slime_like.errors import ConfigError
 from slime_like.registry import nearest
 
 
-def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: str = "") -> ConfigError:
+def explain(
+    error: Exception,
+    values: Mapping[str, str],
+    algo: str | None,
+    key: str = "",
+    files: Mapping[str, Path | None] = MappingProxyType({}),
+) -> ConfigError:
     """Return ``error`` as a ``ConfigError``.
 
     ``values`` maps each key on the command line to its text. ``algo`` is the chosen algorithm, and ``key`` is the key
-    that was set, if it is known.
+    that was set, if it is known. ``files`` is a result of ``config_files``.
     """
     chain = list(_chain(error))
     text = "\n".join(str(e) for e in chain)
     if missing_file := re.search(r"Could not find '([\w-]+)/([^']+)'", text):
         return _unknown_option(missing_file[1], missing_file[2], text)
-    location = _source_note(text)
+    source = _source(text)
+    location = f" (in {_file_text(source, files.get(source))})" if source else ""
     if missing_file := re.search(r"Could not load '([\w-]+/[^']+)'", text):
         return ConfigError(
             f"{missing_file[1]}{location} is unknown: there is no {missing_file[1]}.yaml in configs or the folder of --config-dir"
@@ -38,7 +48,7 @@ def explain(error: Exception, values: Mapping[str, str], algo: str | None, key: 
     kind, message = type(cause).__name__, str(getattr(cause, "msg", "")).splitlines()[0:1]
     if kind in ("ConfigAttributeError", "ConfigKeyError"):
         algo = algo or _algorithm_of(cause)
-        hint = unknown_key_problem(key, algo, our_key(key), in_recipe="configs/recipe/" in location)
+        hint = unknown_key_problem(key, algo, our_key(key), in_recipe=source.startswith("recipe/"))
         return ConfigError(f"{override}{location} {hint}")
     root = key if key in known_keys() else free_root(key)
     if root is not None:
@@ -59,10 +69,16 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _source_note(text: str) -> str:
-    """Return a note on the file in ``configs/`` that an error's ``text`` names; empty if it names none or ``train.yaml``."""
+def _source(text: str) -> str:
+    """Return the config, such as ``recipe/mine``, that an error's ``text`` names; empty if it names none or ``train``."""
     match = re.search(r"In '([^']+)':", text)
-    return f" (in configs/{match[1]}.yaml)" if match and match[1] != "train" else ""
+    return match[1] if match and match[1] != "train" else ""
+
+
+def _file_text(name: str, path: Path | None) -> str:
+    """Return ``path``, the file of config ``name``, for a message: relative to the repository if it is in ``configs``."""
+    is_shipped = path is None or path.is_relative_to(config_folder())
+    return f"configs/{name}.yaml" if is_shipped else str(path)
 
 
 def _unknown_option(group: str, name: str, text: str) -> ConfigError:

@@ -213,7 +213,7 @@ def _compose(overrides: _Overrides) -> DictConfig:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, *UNREADABLE) as error:
         chosen = next((group.partition("=")[2] for group in overrides.groups if group.startswith("algo=")), None)
-        raise explain(error, overrides.values, chosen) from error
+        raise explain(error, overrides.values, chosen, files=files) from error
     for key, value in overrides.parsed:
         free = bool(free_root(key))
         try:
