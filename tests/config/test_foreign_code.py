@@ -78,6 +78,12 @@ def test_a_folder_with_code_is_refused(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+def test_code_with_a_model_type_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", model_type=[], auto_map={"AutoConfig": "own.Config"})
+    with pytest.raises(CheckpointError, match=r"config\.json has auto_map"):
+        read_hf_config("model.hf_checkpoint", str(folder))
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2", "mimo", "minimax_m2"])
 def test_code_of_a_supported_family_is_not_needed(model_type: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", model_type=model_type, auto_map={"AutoConfig": "own.Config"})

@@ -206,7 +206,7 @@ def refuse_code(key: str, path: Path, values: Mapping[str, Any]) -> None:
     ``FAMILIES`` does not need the code, because transformers prefers its own class.
     """
     code = values.get("auto_map")
-    if code and values.get("model_type") not in FAMILIES:
+    if code and str(values.get("model_type")) not in FAMILIES:  # the types of the values may not be checked yet
         raise CheckpointError(
             f"{key}: {path} has auto_map {code!r}: the model ships its own code, which is never run "
             "(trust_remote_code=False); use a folder in the format of a class in transformers, or remove auto_map if "
