@@ -1,4 +1,7 @@
-"""Make untrusted text (from models, datasets, file names, other users) safe to write to a terminal or a page."""
+"""Make untrusted text (from models, datasets, file names, other users) safe to write to a terminal or a page.
+
+``hide_in_logs`` masks secrets in logs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def visible(text: str) -> str:
 
 
 def print_output(text: str) -> int:
-    """Write the output of a command to standard output and flush it. Return the exit code.
+    """Write the output of a command to standard output, escaped by ``visible``, and flush it. Return the exit code.
 
     The code is 1, with a message on stderr, if the output cannot be written, and 0 otherwise. A reader that has closed its
     pipe (``| head``) is not an error.

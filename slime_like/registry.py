@@ -59,7 +59,7 @@ def _is_similar_word(word: str, other: str) -> bool:
 
 
 def is_path(name: str | None) -> bool:
-    """Return whether ``name`` is an import path: ``module:attribute`` or ``file.py:attribute``."""
+    """Return whether ``name`` is an import path, ``module:attribute`` or ``file.py:attribute``; either part may be missing."""
     return name is not None and ":" in name
 
 
@@ -82,7 +82,7 @@ def metric_part(name: str) -> str:
 
 
 def check(key: str, name: str, table: Mapping[str, object], *, dotted: bool = False, table_name: str = "") -> None:
-    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is an import path.
+    """Raise ``ConfigError`` unless ``name`` is in ``table`` or, if ``dotted``, is a complete import path.
 
     The message says how to add a user's component: by its import path if ``dotted``, otherwise by an entry in the table
     ``table_name``, if that is given.
@@ -135,8 +135,9 @@ def _own_path(name: str) -> str:
 def resolve(key: str, name: str, table: dict[str, str]) -> Any:
     """Import and return the object that ``table`` maps ``name`` to or, if ``name`` is an import path, the object at that path.
 
-    Raises ``ConfigError`` naming ``key`` if ``name`` is unknown or an incomplete path, or if its module cannot be imported or
-    lacks the attribute.
+    Raises ``ConfigError`` naming ``key`` if ``name`` is unknown or an incomplete path, if its module or one that it imports is
+    missing, if the module lacks the attribute, or if the import of a user's module raises an error. Other errors in the import
+    of a module of this project are raised unchanged.
     """
     target = table.get(name, name)
     if not is_path(target):

@@ -93,7 +93,10 @@ def graph_bytes(shape: ModelShape, settings: EngineSettings, gpu: GpuKind) -> fl
 
 
 def prefill_graphs(shape: ModelShape, settings: EngineSettings, gpu: GpuKind) -> int | None:
-    """Return the number of prefill CUDA graphs; None if SGLang captures none, as under decode context parallelism."""
+    """Return the number of prefill CUDA graphs; None if they are turned off.
+
+    By default, decode context parallelism turns them off. The default number is 0 if prefill has no chunks, except with DeepEP.
+    """
     if settings.prefill_graphs is not None:
         return settings.prefill_graphs or None
     if settings.dcp > 1:

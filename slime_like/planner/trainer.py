@@ -66,7 +66,7 @@ class RankParameters:
 
     divided_tensors: tuple[TensorGroup, ...]  # dense, divided by tensor parallelism
     replicated_tensors: tuple[TensorGroup, ...]  # dense, held in full by each tensor parallel rank
-    expert_tensors: tuple[TensorGroup, ...]  # their gradients are reduced over the ranks that have the same experts
+    expert_tensors: tuple[TensorGroup, ...]  # gradients are reduced over ranks with the same part of the experts
 
     @property
     def dense_tensors(self) -> tuple[TensorGroup, ...]:
@@ -104,7 +104,7 @@ def num_shards(settings: TrainerSettings) -> tuple[int, int]:
 
 
 def num_replicas(settings: TrainerSettings) -> tuple[int, int]:
-    """Return the number of ranks that have the same part of divided tensors, and the number that have the same experts."""
+    """Return the number of ranks with the same part of the divided tensors, and the number with the same part of the experts."""
     s = settings
     return s.dp * s.cp, max(1, s.tp * s.cp * s.dp // (s.ep * s.etp))
 
@@ -159,9 +159,9 @@ def _mlp_tensors(hidden: int, width: int) -> tuple[int, int]:
 
 
 def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
-    """Return the memory of one rank at its peak, while the model is built or during an optimizer step.
+    """Return the memory of one rank at its peak: while the model is built, or during an optimizer step.
 
-    It includes CUDA context, communicators, and memory that the allocator reserves but does not allocate.
+    A rank with the task ``SCORING`` has its peak in a forward pass. The memory includes CUDA context, communicators, and memory that the allocator reserves but does not allocate.
     """
     allocated = allocated_items(shape, settings)
     groups = sum(size > 1 for size in (settings.tp, settings.cp, settings.pp, settings.ep, settings.etp)) + (
@@ -228,10 +228,10 @@ def layer_bytes(shape: ModelShape, settings: TrainerSettings, mixer: str, *, spa
     Around mixer and MLP, the residual stream and each norm's output are saved: five tensors of the hidden size. Attention
     saves its queries before and after rotation, its output, its keys and values twice, cosines and sines, and a float32 per
     head; an output gate and context parallelism add to this. An MLP saves both halves of its first GEMM's output, one half
-    activated, the other plus an offset, and the second GEMM's input: five tensors of its width. Grouped experts save only
-    both halves and the second GEMM's input. Each of the etp ranks that share an expert has all of its tokens and a part of
-    its width. Gated DeltaNet in torch keeps ten tensors of its channels and values (measured on a CPU); fused kernels on a
-    GPU keep fewer.
+    again after its activation, the other again after an offset is added, and the second GEMM's input: five tensors of its
+    width. Grouped experts save only both halves and the second GEMM's input. Each of the etp ranks that share an expert has
+    all of its tokens and a part of its width. Gated DeltaNet in torch keeps ten tensors of its channels and values (measured
+    on a CPU); fused kernels on a GPU keep fewer.
     """
     s, element = settings, PARAMETER_BYTES[settings.dtype]
     local = s.tp if s.sequence_parallel else 1

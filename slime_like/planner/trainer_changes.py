@@ -42,8 +42,8 @@ class TrainerChange:
 def trainer_changes(shape: ModelShape, settings: TrainerSettings) -> Iterator[TrainerChange]:
     """Yield the applicable changes, each with the settings after this change alone.
 
-    A change of tp, pp or cp doubles that size and halves the data-parallel size; cp also halves the tokens per rank. A change
-    of ep only doubles ep.
+    A change of tp, pp or cp doubles that size, halves the data-parallel size and doubles the micro-batches per rank; cp also
+    halves the tokens per rank, and an increase of tp from 1 turns on sequence parallelism. A change of ep only doubles ep.
     """
     s = settings
     if s.recompute != "full":

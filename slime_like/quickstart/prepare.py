@@ -80,7 +80,7 @@ def prepare_job(cfg: TrainConfig, job: PreparedJob) -> None:
     The folder of datasets and random model, and that of the warm start, each have a stamp of the specs and sources of their
     files, and are rewritten when one of these changes. A warm start that the user has run (``_is_users_warm_start``) is used
     as it is. Raises ``ConfigError`` as ``check_folders`` does, and for a folder of an outdated warm start in which the user
-    has files; ``WorkerError`` if the warm start fails; ``DeadlineExceeded`` if the warm start, or another quickstart that
+    may have files; ``WorkerError`` if the warm start fails; ``DeadlineExceeded`` if the warm start, or another quickstart that
     prepares the same files, takes longer than ``WARM_START_DEADLINE_S``.
     """
     check_folders(cfg)
@@ -95,8 +95,8 @@ def check_folders(cfg: TrainConfig) -> None:
     """Raise ``ConfigError`` if the quickstart cannot use the folders of ``data.train`` and ``model.hf_checkpoint``.
 
     A folder is refused if it has files but no stamp. There is one exception: the folder of ``model.hf_checkpoint`` may be a
-    finished warm start of the user (``_is_users_warm_start``), but not an unfinished one. ``model.hf_checkpoint`` itself must
-    end in /``EXPORT``. With algo=sft, only the folder of ``data.train`` is checked.
+    finished warm start of the user (``_is_users_warm_start``), but not an unfinished one. The last part of the path
+    ``model.hf_checkpoint`` must be ``EXPORT``. With algo=sft, only the folder of ``data.train`` is checked.
     """
     _check_owned("data.train", Path(cfg.data.train).parent)
     if isinstance(cfg.algo, SftConfig):
@@ -201,7 +201,7 @@ def _warm_start(cfg: TrainConfig, job: PreparedJob, assets: Path, run_dir: Path)
 def _check_no_other_files(folder: Path, old_stamp: Mapping[str, object]) -> None:
     """Raise ``ConfigError`` if ``folder`` may have files that the warm start of ``old_stamp`` did not write.
 
-    An empty ``old_stamp`` means that the warm start has not ended. All files in ``folder`` then count as files of the warm start.
+    An empty ``old_stamp`` means that no warm start has finished. All files in ``folder`` then count as files of a warm start.
     """
     if not old_stamp:
         return
@@ -255,7 +255,7 @@ def _stamp(job: PreparedJob) -> dict[str, object]:
 
 
 def _read_stamp(folder: Path) -> Mapping[str, object]:
-    """Return the stamp of a finished folder, empty if the folder is missing or unfinished."""
+    """Return the stamp of a finished folder; empty if the folder is unfinished, or if its stamp is missing or unreadable."""
     try:
         stamp = json.loads((folder / STAMP).read_text())
     except (OSError, ValueError):

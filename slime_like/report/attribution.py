@@ -35,7 +35,10 @@ def attribute(record: RunRecord, tables: Sequence[TokenTable]) -> list[Differenc
 
 
 def by_age(tables: Sequence[TokenTable]) -> dict[int, tuple[float, int]]:
-    """Return, by token age in weight versions, (mean |trainer - engine| log-probability difference, number of tokens)."""
+    """Return, by token age in weight versions, (mean |trainer - engine| log-probability difference, number of tokens).
+
+    Tokens that were not sampled, or whose difference is not finite, are left out.
+    """
     gaps_by_age: dict[int, list[float]] = {}
     for table in tables:
         gap = np.abs(table.trainer_logprobs - table.rollout_logprobs)

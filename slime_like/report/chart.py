@@ -16,7 +16,10 @@ NUM_COLOURS = 8  # classes c0..c7 of the page's style
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line: points (x, y) ordered by x; a y that is not finite, or beyond ``MAX_VALUE`` in magnitude, leaves a gap."""
+    """One line: points (x, y) ordered by x; a y that is not finite, or beyond ``MAX_VALUE`` in magnitude, leaves a gap.
+
+    A line of more than ``MAX_POINTS`` is thinned, and shows a gap only if it spans a whole interval of ``_thin``.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
