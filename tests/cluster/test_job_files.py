@@ -128,6 +128,12 @@ def test_nodes_follow_from_the_plan() -> None:
     assert node_layout(["+recipe=qwen3_4b_gsm8k"], 999, "NVIDIA H100 80GB HBM3").num_nodes == 1
     small = ["+recipe=qwen3_4b_gsm8k", "placement.actor_num_nodes=2", "placement.actor_num_gpus_per_node=4"]
     assert node_layout(small, 4).num_nodes == 2
+    assert node_layout(small, 8).num_nodes == 2, "two trainer nodes are never the same node"
+    split = ["placement.mode=split", "placement.offload_train=false", "placement.offload_rollout=false"]
+    engine = ["rollout.tp=4", "rollout.num_engines=1", "rollout.engine_num_nodes=1"]
+    blocks = ["+recipe=qwen3_4b_gsm8k", *split, *engine, "parallel.tp=4", "placement.actor_num_gpus_per_node=8"]
+    assert node_layout(blocks, 8).num_nodes == 2
+    assert node_layout([*blocks, "placement.actor_num_gpus_per_node=4", "rollout.num_engines=2"], 6).num_nodes == 3
 
 
 @pytest.mark.parametrize(
@@ -141,6 +147,16 @@ def test_nodes_follow_from_the_plan() -> None:
         (
             (*SLURM, "+recipe=quickstart", "placement.device=cpu"),
             "placement.device=cpu: job files are written only for runs on nodes with GPUs",
+        ),
+        (
+            (
+                *SLURM,
+                "+recipe=qwen3_4b_gsm8k",
+                "placement.actor_num_gpus_per_node=null",
+                "parallel.tp=4",
+                "parallel.pp=4",
+            ),
+            "--gpus-per-node 8: placement.actor_num_nodes=1 with 16 trainer ranks on each needs .* set placement.actor_num_nodes=2",
         ),
         ((*SLURM, "--gpus-per-node", "0", *SLURM_RUN), "--gpus-per-node 0 must be from 1 to 999"),
         ((*SLURM, "--gpus-per-node", "1000", *SLURM_RUN), "--gpus-per-node 1000 must be from 1 to 999"),

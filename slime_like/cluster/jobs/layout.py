@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime_like.cluster.plan.assignment import assign
 from slime_like.cluster.plan.machine import described_machine
-from slime_like.cluster.plan.planner import make_plan
+from slime_like.cluster.plan.planner import Plan, make_plan
+from slime_like.cluster.plan.ray_cluster import ClusterNode
 from slime_like.cluster.plan.shapes import model_config
 from slime_like.config.load.compat import translate
 from slime_like.config.load.loader import load_config
 from slime_like.config.rules.files import check_model
 from slime_like.config.rules.schedule import without_schedule
-from slime_like.errors import ConfigError
+from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError, MissingResources
 from slime_like.hardware import GPUS
 
 JOINED = "placement.ray_address=auto"
@@ -37,8 +40,8 @@ def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = 
     With ``gpu``, the name of a GPU in the planner's table, also check the memory of the GPUs.
 
     Raises ``ConfigError`` if ``arguments`` are invalid or start no run; if ``gpus_per_node`` is not from 1 to ``MAX_GPUS``; if
-    ``gpu`` begins with a digit or x; or if the run does not fit, does not use GPUs, or needs more than ``gpus_per_node`` trainer
-    GPUs on a node. Raises ``CheckpointError`` if the model is neither in its folder nor in the planner's table, and either
+    ``gpu`` begins with a digit or x; or if the run does not fit, does not use GPUs, or needs more than ``gpus_per_node`` GPUs
+    on a node. Raises ``CheckpointError`` if the model is neither in its folder nor in the planner's table, and either
     error if the model cannot run with the config.
     """
     command = translate(arguments)
@@ -67,7 +70,29 @@ def node_layout(arguments: Sequence[str], gpus_per_node: int, gpu: str | None = 
     largest = described_machine(f"{MAX_NODES}x{gpus_per_node}{kind}")
     if (model := model_config(cfg, largest)) is not None:
         check_model(cfg, model)
-    num_gpus = make_plan(cfg, largest).num_gpus
-    num_nodes = max(1, -(-num_gpus // gpus_per_node))
+    num_nodes = _num_nodes(cfg, make_plan(cfg, largest), gpus_per_node, gpu or "")
     plan = make_plan(cfg, described_machine(f"{num_nodes}x{gpus_per_node}{kind}"))
     return NodeLayout(cfg.run.name, tuple(arguments), num_nodes, gpus_per_node, plan.advice)
+
+
+def _num_nodes(cfg: TrainConfig, plan: Plan, gpus_per_node: int, gpu: str) -> int:
+    """Return the smallest number of nodes to which the run's processes can be assigned.
+
+    Raises ``ConfigError`` if they cannot be assigned to any number of such nodes.
+    """
+
+    def missing(num_nodes: int) -> MissingResources | None:
+        nodes = [
+            ClusterNode(f"node-{i}", gpus_per_node, gpus_per_node, 0, gpu, node_id=str(i)) for i in range(num_nodes)
+        ]
+        try:
+            assign(cfg, plan, nodes)
+        except MissingResources as error:
+            return error
+        return None
+
+    min_nodes = max(1, -(-plan.num_gpus // gpus_per_node))
+    max_nodes = max(min_nodes, plan.num_gpus)  # more nodes than GPUs are of no use
+    if (error := missing(min_nodes)) is not None and missing(max_nodes) is not None:
+        raise ConfigError(f"--gpus-per-node {gpus_per_node}: {error}") from error
+    return next(num_nodes for num_nodes in range(min_nodes, max_nodes + 1) if missing(num_nodes) is None)
