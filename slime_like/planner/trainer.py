@@ -161,7 +161,8 @@ def _mlp_tensors(hidden: int, width: int) -> tuple[int, int]:
 def trainer_memory(shape: ModelShape, settings: TrainerSettings) -> MemoryTable:
     """Return the memory of one rank at its peak: while the model is built, or during an optimizer step.
 
-    A rank with the task ``SCORING`` has its peak in a forward pass. The memory includes CUDA context, communicators, and memory that the allocator reserves but does not allocate.
+    A rank with the task ``SCORING`` has its peak in a forward pass. The memory includes CUDA context, communicators, and memory
+    that the allocator reserves but does not allocate.
     """
     allocated = allocated_items(shape, settings)
     groups = sum(size > 1 for size in (settings.tp, settings.cp, settings.pp, settings.ep, settings.etp)) + (
