@@ -127,6 +127,14 @@ def test_a_run_with_a_listed_change_is_planned_as_listed(recipe: str, machine: s
         assert dict(changed.memory.tables) == dict(change.plan.tables), change.setting
 
 
+def test_the_largest_static_fraction_that_fits_is_listed() -> None:
+    base = plan("qwen3_4b_gsm8k_async", machine=described_machine("8xH200"))
+    assert base.memory.demand is not None
+    assert base.memory.busiest == ("engine",), "the case needs engines with GPUs of their own"
+    settings = [change.setting for change in changes(base.memory.demand, base.dcp)]
+    assert "rollout.sglang.mem_fraction_static=0.95" in settings
+
+
 def test_the_plan_of_a_gpu_run_has_a_plot_and_a_table_of_changes() -> None:
     lines = show_plan(["+recipe=qwen3_4b_gsm8k", *RESIDENT], "8xH100").splitlines()
     bars = {name: next(line for line in lines if line.startswith(f"  {name} ") and "|" in line) for name in BARS}

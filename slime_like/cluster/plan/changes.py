@@ -77,7 +77,7 @@ def _engine_changes(demand: Demand, shape: ModelShape, dcp: DcpPlan) -> Iterator
 
 
 def _largest_static(demand: Demand) -> float | None:
-    """Return the largest multiple of ``STATIC_STEP`` that fits as ``mem_fraction_static``; None if the run never fits."""
-    shares = (round(share * STATIC_STEP, 2) for share in range(int(0.95 / STATIC_STEP), 0, -1))
+    """Return the largest multiple of ``STATIC_STEP`` below 1 that fits as ``mem_fraction_static``; None if the run never fits."""
+    shares = (round(1 - num_steps * STATIC_STEP, 2) for num_steps in range(1, round(1 / STATIC_STEP)))
     plans = ((share, replace(demand, static=share).plan()) for share in shares)
     return next((share for share, plan in plans if plan.needed_bytes <= plan.available), None)
