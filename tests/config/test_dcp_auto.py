@@ -96,8 +96,15 @@ def test_nothing_is_decided_without_engines(plan: Callable[..., Plan], tmp_path:
 
 def test_the_exchange_may_be_set_on_a_cpu_and_is_checked_on_a_gpu(plan: Callable[..., Plan]) -> None:
     assert plan(*COPIES, SMALL, AUTO, "rollout.dcp_comm=ag_rs").engines[0].dcp_comm == "ag_rs"
-    with pytest.raises(ConfigError, match=r"rollout\.dcp_comm=a2a with placement\.device=cuda"):
-        plan(*COPIES, AUTO, "rollout.dcp_comm=a2a", machine=SERVER)
+    a2a = (*COPIES, AUTO, "rollout.dcp_comm=a2a")
+    with pytest.raises(ConfigError, match=r"device=cuda .* or set rollout\.sglang\.attention_backend=flashinfer$"):
+        plan(*a2a, machine=SERVER)
+    with pytest.raises(
+        ConfigError, match=r"device=cuda .* or set rollout\.sglang\.decode_attention_backend=flashinfer$"
+    ):
+        plan(*a2a, "rollout.sglang.decode_attention_backend=triton", machine=SERVER)
+    with pytest.raises(ConfigError, match=r"device=cpu .* or remove rollout\.sglang\.attention_backend$"):
+        plan(*a2a, "rollout.sglang.attention_backend=torch_native")
 
 
 def test_long_responses_on_gpus_are_spread() -> None:

@@ -274,7 +274,7 @@ def test_flashinfer_has_both_exchanges(exchange: str, plan: Callable[..., Plan])
         f"placement.actor_num_gpus_per_node=8 rollout.dcp_comm={exchange} rollout.sglang.attention_backend=flashinfer"
     )
     assert plan(*ON.split(), *keys.split(), machine=SERVER).engines[0].dcp_comm == exchange
-    with pytest.raises(ConfigError, match="the attention backend triton, which always exchanges by all-gather"):
+    with pytest.raises(ConfigError, match="the attention backend triton, which cannot exchange by all-to-all"):
         plan(
             *ON.split(),
             *["rollout.dcp_comm=a2a", "rollout.sglang.prefill_attention_backend=flashinfer"],

@@ -30,6 +30,8 @@ from slime_like.config.schema.names import FAMILIES
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import ConfigError
 
+_DECODE_FIELDS = ("decode_attention_backend", "attention_backend")  # the first takes precedence
+
 
 @dataclass(frozen=True, slots=True)
 class DcpObstacle:
@@ -75,12 +77,12 @@ def check_dcp_device(cfg: TrainConfig, device: str, model: HfConfig | None, envi
         _refuse(size, device_obstacles(cfg, device, model, environment))
     backends = [decode_backend(cfg, device, latent=latent) for latent in _attention_kinds(model)]
     if cfg.rollout.dcp_comm == "a2a" and not {*backends} & {*ALL_TO_ALL_BACKENDS}:
+        field = next((name for name in _DECODE_FIELDS if cfg.rollout.sglang.get(name)), _DECODE_FIELDS[-1])
+        fix = f"remove rollout.sglang.{field}" if device == "cpu" else f"set rollout.sglang.{field}=flashinfer"
         raise ConfigError(
             f"rollout.dcp_comm={cfg.rollout.dcp_comm} with placement.device={device} and the attention backend {backends[0]}, "
-            "which always exchanges by all-gather and all-reduce; set rollout.dcp_comm=ag_rs, or "
-            "rollout.sglang.attention_backend=flashinfer"
+            f"which cannot exchange by all-to-all; set rollout.dcp_comm=ag_rs, or {fix}"
         )
-
     if cfg.rollout.dcp_replicate_q and (reason := replicated_q_obstacle(device, cfg.rollout.dcp_comm)):
         raise ConfigError(
             f"rollout.dcp_replicate_q=true with placement.device={device} and rollout.dcp_comm={cfg.rollout.dcp_comm}: {reason}; "
@@ -118,7 +120,7 @@ def check_flashinfer(cfg: TrainConfig, device: str, kernels: Runtime | None, mod
 def decode_backend(cfg: TrainConfig, device: str, *, latent: bool) -> str:
     """Return the attention backend that engines on ``device`` use to decode with ``rollout.dcp``."""
     sglang = cfg.rollout.sglang
-    backend = sglang.get("decode_attention_backend") or sglang.get("attention_backend")
+    backend = next((sglang[name] for name in _DECODE_FIELDS if sglang.get(name)), None)
     return sharded_backend(str(backend or default_backend(device, latent=latent)), device, latent=latent)
 
 
