@@ -55,8 +55,9 @@ class RemoteReward:
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
         """Return the server's score.
 
-        Raises ``ServerFailed`` if the server refuses the sample or all attempts fail, ``DeadlineExceeded`` after
-        ``reward.timeout_s``, and ``RewardError`` if the address is wrong or the response is not a score.
+        Raises ``ServerFailed`` if the server refuses the sample or all attempts fail, ``DeadlineExceeded`` if they take longer
+        than ``reward.timeout_s``, and ``RewardError`` if the address is wrong or the response is not a score. The time limit
+        does not include the wait for one of the ``reward.remote_concurrency`` slots.
         """
         body = {"prompt": prompt.text, "response": sample.text, "label": prompt.label}
         async with self._semaphore:
@@ -89,8 +90,8 @@ class RemoteReward:
     def take_recoveries(self) -> tuple[Recovery, ...]:
         """Return a record of each injected outage during which a request failed.
 
-        An incomplete record is returned again by the next call. Outages whose record is complete are forgotten, and their ports
-        released.
+        Each call returns an outage's record, up to the first call after the server has responded again. That call forgets the
+        outage and releases its port. An outage that ended without a failed request is forgotten too.
         """
         recoveries = tuple(recovery for outage in self._outages for recovery in outage.recoveries())
         for outage in self._outages:

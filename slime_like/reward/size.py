@@ -141,9 +141,9 @@ class _FormulaReader:
         return size
 
     def _argument(self) -> Size:
-        """Read an argument of ``^``, ``_`` or a function, including the powers of the argument; return its bound.
+        """Read an argument of ``^``, ``_`` or a function, including its powers, subscripts and factorials; return its bound.
 
-        So ``9^9^9``, which is invalid LaTeX, is read as a power tower.
+        So ``9^9^9``, which is invalid LaTeX, is read as a power tower. The bound is ``ONE`` if there is no argument.
         """
         if self._peek() == "-":
             self._next()
@@ -171,7 +171,7 @@ class _FormulaReader:
         return ONE
 
     def _braced(self) -> Size:
-        """Read the argument of a command, either a group or the next token, and return its bound."""
+        """Read the argument of a command, either a group or the next token; return its bound, ``ONE`` if there is none."""
         return self._atom() if self._peek() and self._peek() not in CLOSING else ONE
 
     def _function(self) -> Size:
@@ -203,8 +203,8 @@ def _binomial(top: Size, bottom: Size) -> Size:
 
 
 def _product(size: Size, n: float) -> float:
-    """Return a bound on the number of terms that sympy creates when it expands ``(m + n)!`` or ``\\binom{n}{m}``.
+    """Return a bound on the number of terms that sympy creates when it expands a factorial or binomial coefficient.
 
-    The letter ``m`` is a symbol. Sympy multiplies out ``n`` factors one by one.
+    Example: ``(m + n)!`` with a symbol ``m``. Sympy multiplies out ``n`` factors one by one.
     """
     return min(MAX_SIZE, max(size.terms, n * n))

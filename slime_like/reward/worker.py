@@ -1,8 +1,8 @@
 """Worker process that runs reward functions, one call at a time: ``python -m slime_like.reward.worker <fd> <seconds> <bytes>``.
 
-``fd`` is the worker's end of a pipe to the parent, ``seconds`` the time limit of a call. The kernel limits the memory of this
-process and of each process it starts to ``bytes``, and the CPU time of each call. Imports are minimal: a reward imports its own
-dependencies.
+``fd`` is the worker's end of a pipe to the parent, ``seconds`` the time limit of a reward call. The kernel limits the memory of
+this process and of each process it starts to ``bytes``, and the CPU time of each call. Imports are minimal: a reward imports its
+own dependencies.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def to_reward(value: object) -> Reward:
 def to_rewards(value: object, num_samples: int) -> tuple[Reward, ...]:
     """Convert the return value of a group reward.
 
-    Raises ``ValueError`` unless it is a sequence, other than a string, of one element per sample that ``to_reward`` accepts.
+    Raises ``ValueError`` unless it is a sequence (not a string) with one element per sample, and ``to_reward`` accepts each.
     """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"returned {value!r:.80} ({type(value).__name__}), not a list of {num_samples} rewards")
@@ -153,7 +153,10 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Let this process use ``seconds`` of further CPU time per core; SIGXCPU then ends it. Child processes inherit the limit."""
+    """Let this process use further CPU time of ``seconds`` times the number of cores; SIGXCPU then ends it.
+
+    Child processes inherit the limit.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(usage.ru_utime + usage.ru_stime + seconds * (os.cpu_count() or 1)) + 1
@@ -161,7 +164,10 @@ def limit_cpu(seconds: float) -> None:
 
 
 def serve(pipe: Connection, seconds: float) -> None:
-    """Answer requests until the parent closes the pipe. A call that exceeds its limit by ``GRACE_S`` ends the process."""
+    """Answer requests until the parent closes the pipe. A request that exceeds its limit by ``GRACE_S`` ends the process.
+
+    The limit is ``seconds`` for a ``ScoreRequest`` and ``LOAD_S`` for a ``Load``, multiplied by ``scale()``.
+    """
     record_streams()
     while True:
         try:

@@ -62,7 +62,10 @@ class OpenAIAgent:
     async def __call__(
         self, prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
     ) -> Sequence[Sample]:
-        """Run the agent once per seed, at most ``rollout.agent_concurrency`` at a time; return the samples of all these runs."""
+        """Run the agent once per seed; return the samples of all these runs.
+
+        Concurrent calls for prompts of one dataset share a limit of ``rollout.agent_concurrency`` runs at a time.
+        """
         await self._endpoint.open()
         renderer = Renderer(context.tokenizer, context.chat_template_kwargs)
         sessions = [Session(engine, context, renderer, index=i, seed=seed) for i, seed in enumerate(seeds)]

@@ -26,7 +26,7 @@ class AgentLoop:
         self._thread: threading.Thread | None = None
 
     async def run[T](self, work: Coroutine[Any, Any, T], seconds: float, paused_s: Callable[[], float]) -> T:
-        """Run ``work`` and return its result or raise its error. Cancelling this call cancels ``work``.
+        """Run ``work`` and return its result or raise its error. ``work`` is cancelled if this call is cancelled or times out.
 
         Raises ``AgentTimeout`` after ``seconds``, not counting the time by which ``paused_s()`` has grown since the call.
         """
@@ -46,7 +46,7 @@ class AgentLoop:
     def close(self) -> None:
         """Stop the loop, cancel its tasks, and block up to ``JOIN_S`` until its thread has ended.
 
-        If an agent blocks the thread for longer, the thread remains until the process ends.
+        If an agent blocks the thread or ignores its cancellation for longer, the thread remains until the process ends.
         """
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -78,7 +78,10 @@ class AgentLoop:
 
 
 async def _without_exit[T](work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ``RuntimeError`` if it calls ``sys.exit``, which would interrupt all agents' loop."""
+    """Return the result of ``work``. Raises ``RuntimeError`` if it raises SystemExit or KeyboardInterrupt.
+
+    These would interrupt the loop, which all agents share.
+    """
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:

@@ -190,8 +190,8 @@ class ChatRequest(_Model):
 def parse_request(body: bytes) -> ChatRequest:
     """Parse a request.
 
-    Raises ``ApiError`` if it is malformed or has an unsupported parameter. The error describes the cause and, unless the
-    body is not a JSON object, names the parameter.
+    Raises ``ApiError`` with the cause if it is malformed or has an unsupported parameter. If the body is a JSON object, the
+    error names the parameter.
     """
     try:
         json_value: JsonValue = from_json(body)

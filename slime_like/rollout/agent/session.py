@@ -46,7 +46,7 @@ class Turn:
 
 
 class Session:
-    """Converter of one agent run's calls into samples. Bound to one episode of a group and to the group's engine."""
+    """Converter of one agent run's calls into samples. Bound to one seed of a group and to the group's engine."""
 
     def __init__(self, engine: Engine, context: GenerateContext, renderer: Renderer, *, index: int, seed: int) -> None:
         self._engine, self._context, self._renderer = engine, context, renderer

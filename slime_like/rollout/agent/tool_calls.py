@@ -16,7 +16,7 @@ _CALL = re.compile(f"{BEGIN}(.*?){END}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """Text of an answer before its first call, and the calls as (name, arguments as JSON text)."""
+    """Text of an answer before its first call (all text if there is no call), and the calls as (name, arguments as JSON text)."""
 
     content: str
     calls: tuple[tuple[str, str], ...]
@@ -25,8 +25,9 @@ class ParsedAnswer:
 def find_calls(text: str) -> ParsedAnswer:
     """Parse the calls in ``text``.
 
-    Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` is the call ``("add", '{"a": 1}')``. If any call
-    is not such JSON, the entire text is returned as content; otherwise, text after the first call is dropped.
+    Example: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`` is the call ``("add", '{"a": 1}')``. Arguments
+    that are already text are left unchanged, and missing ones become ``{}``. If there is no call, or any call is invalid, the
+    entire text is returned as content; otherwise, text after the first call is dropped.
     """
     calls: list[tuple[str, str]] = []
     last = text.rfind(END) + len(END) if END in text else 0  # bounds the search for unterminated calls

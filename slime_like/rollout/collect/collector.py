@@ -169,6 +169,7 @@ class RolloutProducer:
 
         Raises the error that ended the generation of this or an earlier rollout, or ``ValueError`` for a rollout that is
         never generated: one that was forgotten (``forget``), or that the constructor's ``first`` and ``last`` exclude.
+        Request rollouts in order: a call that already waits does not notice the failure of an earlier rollout.
         """
         if rollout_id not in self._ready:
             if self._failure is not None:
