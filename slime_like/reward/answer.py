@@ -28,8 +28,8 @@ def answer(prompt: Prompt, sample: Sample) -> Reward:
 def final_answer(text: str) -> str | None:
     """Return LaTeX of the final answer: the content of the last ``\\boxed{}``, else the last formula or number.
 
-    The result is None if the last box is empty or does not close, or if there is no box and the last ``TAIL`` characters
-    have neither formula nor number.
+    The result is None if the last box is empty or does not close. Without a box, only the last ``TAIL`` characters count; the
+    result is None if they have neither formula nor number, or if the last of these is an empty formula.
     Example: ``final_answer("so $x=3$, in all 12.") == "12"``.
     """
     if OPENING.search(text):

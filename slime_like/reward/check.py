@@ -60,8 +60,9 @@ def load_reward(key: str, name: str) -> AnyReward:
 def label_rule(config: RewardConfig) -> Callable[[str | None], bool]:
     """Return ``SourceContext.needs_label``: a function that returns whether rows with a given rm_type need a label.
 
-    For rows without an rm_type, pass None. The function raises ``ConfigError`` if the rm_type is unknown or an import path (a
-    data file must not choose the code that runs), or if a reward cannot be loaded or lacks the ``reward.remote_url`` it needs.
+    For rows without an rm_type, pass None. An rm_type that ``RewardConfig.components`` does not use is ignored. The function
+    raises ``ConfigError`` if the rm_type is unknown or an import path that the config does not contain (a data file must not
+    choose the code that runs), or if a reward cannot be loaded or lacks the ``reward.remote_url`` it needs.
     """
 
     @cache

@@ -19,9 +19,9 @@ SPECIAL = re.compile(r"<\|[^|<>]*\|>")  # special tokens of a chat template, if 
 
 @needs_label
 def dapo(prompt: Prompt, sample: Sample) -> Reward:
-    """Return score 1 and accuracy 1 if the last ``Answer:`` in the last ``TAIL`` characters has the label's value, else -1 and 0.
+    """Return score and accuracy 1 if the text after the last ``Answer:`` has the value of the label, else -1 and 0.
 
-    Raises ``ValueError`` if the prompt has no label.
+    Only the last ``TAIL`` characters of the response count. Raises ``ValueError`` if the prompt has no label.
     """
     label = label_of(prompt)
     answers = ANSWER.findall(sample.text[-TAIL:])

@@ -16,7 +16,9 @@ THOUGHT, RESPONSE = "</think>", "###Response"
 def deepscaler(prompt: Prompt, sample: Sample) -> Reward:
     """Return score and accuracy 1 if the boxed answer after ``</think>`` (or ``###Response``) equals the label, else 0.
 
-    A response that contains neither marker has no answer. Raises ``ValueError`` if the prompt has no label.
+    The text after the last ``</think>`` counts. Without that marker, the text after the first ``###Response`` counts, up to
+    the second if there is one. A response that contains neither marker has no answer. Raises ``ValueError`` if the prompt
+    has no label.
     """
     label, text = label_of(prompt), sample.text
     if THOUGHT in text:

@@ -21,7 +21,7 @@ EXACT_ONLY = {"yes", "no", "noanswer"}  # answers that must match completely
 
 
 def words(text: str) -> list[str]:
-    """Return the words in lower case. Punctuation and articles are removed."""
+    """Return the words in lower case, without ASCII punctuation and English articles."""
     return ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
 
 
@@ -37,8 +37,8 @@ def _scorable(label: str | None, metadata: Mapping[str, Any]) -> str:
 def f1(prompt: Prompt, sample: Sample) -> Reward:
     """Return the harmonic mean of precision and recall over the words of response and label (0 to 1), and no accuracy.
 
-    If either text is one of ``EXACT_ONLY``, the score is 0 unless both have the same words. Raises ``ValueError`` if
-    the prompt has no label.
+    If the only word of either text is in ``EXACT_ONLY``, the score is 0 unless it is the only word of both. Raises
+    ``ValueError`` if the prompt has no label.
     """
     expected, actual = words(label_of(prompt)), words(sample.text)
     for text in (" ".join(expected), " ".join(actual)):

@@ -21,7 +21,8 @@ def needs_label[F: Callable[..., Any]](function: F) -> F:
 def scores_groups[F: Callable[..., Any]](function: F) -> F:
     """Mark a reward that scores a prompt's samples together.
 
-    It takes ``(prompt, samples)`` and returns a ``Reward`` or float per sample, in order.
+    It takes ``(prompt, samples)`` and returns a ``Reward`` or float per sample, in order. It does not get samples that failed,
+    were aborted or have a reward already.
     """
     return _mark(function, GROUP, True)
 
@@ -49,7 +50,8 @@ def row_check(function: object) -> RowCheck | None:
 def label_of(prompt: Prompt) -> str:
     """Return the prompt's label.
 
-    Raises ``ValueError`` if it has none. This is a safeguard: a reward marked by ``needs_label`` gets no such prompt.
+    Raises ``ValueError`` if it has none. The data sources of this project yield no such prompt for a reward marked by
+    ``needs_label``; a user's data source may.
     """
     if prompt.label is None:
         raise ValueError(f"prompt {prompt.prompt_id} of {prompt.dataset} has no label")

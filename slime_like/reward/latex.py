@@ -113,7 +113,8 @@ def is_safe(latex: str) -> bool:
 def plain(latex: str) -> str:
     """Return a normalised form of ``latex``, to be compared as text.
 
-    It is in lower case, without most spaces, and without the commands that only change the appearance.
+    It is in lower case, without most spaces, and without dollar signs, degree signs, a full stop at the end and commands that
+    change only the appearance.
     """
     text = latex.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",")
     return SPACE.sub("", " ".join(APPEARANCE.sub("", WRAPPED.sub(r"\1", text)).split())).lower()

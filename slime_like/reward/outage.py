@@ -39,7 +39,7 @@ class Outage:
             self._noticed_at, self._cause = time.time(), f"down: {error}"
 
     def record_answer(self) -> None:
-        """Record a response of the server; only the first one after the outage counts."""
+        """Record a successful response of the server; only the first one after the outage counts."""
         if not self.is_active and not self._answered_at:
             self._answered_at = time.time()
 
@@ -49,7 +49,10 @@ class Outage:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the record is complete: the outage is over and, if a request failed, the server has responded since."""
+        """Return whether the record is complete.
+
+        It is complete if the outage is over and, if a request failed, the server has sent a successful response since.
+        """
         return not self.is_active and bool(self._answered_at or not self._noticed_at)
 
     def recoveries(self) -> tuple[Recovery, ...]:

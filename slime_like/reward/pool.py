@@ -53,8 +53,8 @@ class RewardPool:
 
         If ``unshaped`` (evaluation) and ``reward.weights`` has the key ``rm_type``, only each row's own reward counts, without
         the other weighted rewards. Samples scored by a generate function keep their reward. Other samples that failed or were
-        aborted get 0; no reward function is called for them. Raises ``RewardError`` if a reward function fails or a sample's
-        reward is invalid.
+        aborted get 0; no reward function is called for them. Raises ``RewardError`` if a reward function cannot be imported,
+        raises or ends its process, if the address of the reward server is wrong, or if a sample's reward is invalid.
         """
         return await gather_or_cancel([self._group(group, unshaped) for group in groups])
 
@@ -80,7 +80,7 @@ class RewardPool:
         return self._remote.take_recoveries()
 
     def close(self) -> None:
-        """End all idle processes and wait until they have ended. Nothing can be scored afterwards."""
+        """End all idle processes and wait until they have ended. No process can be used or started afterwards."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
@@ -109,9 +109,9 @@ class RewardPool:
         )
 
     def _with_reward(self, sample: Sample, reward: Reward | None) -> Sample:
-        """Return the sample with ``reward`` or, if this is None, with ``reward.fallback``.
+        """Return the sample with ``reward`` or, if this is None, with the score from the config key ``reward.fallback``.
 
-        If both are None, the sample gets a reward of 0 and is marked as failed. The metric ``reward/fallbacks``
+        If the key is null, the sample gets a reward of 0 and is marked as failed. The metric ``reward/fallbacks``
         counts the samples for which ``reward`` is None.
         """
         if reward is not None:
@@ -122,7 +122,7 @@ class RewardPool:
         return replace(sample, reward=Reward(self._config.fallback))
 
     async def _part(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward | None]:
-        """Return the reward ``name`` of each sample; None if its call was late or killed, or if the reward server failed."""
+        """Return the reward ``name`` of each sample; None if its call was late or killed, or the server did not score it."""
         if split_prefix(name)[1] == REMOTE:
             return await gather_or_cancel([self._query_server(name, prompt, sample) for sample in samples])
         if await self._is_for_groups(name):
@@ -228,7 +228,7 @@ class RewardPool:
         return "are excluded from training" if value is None else f"count as {value:g}"
 
     def _warn_server_down(self, error: Exception) -> None:
-        """Warn once per outage, not once per sample."""
+        """Warn that the reward server did not score a sample. Later calls do nothing until it scores a sample again."""
         if self._server_down:
             return
         self._server_down = True

@@ -23,9 +23,9 @@ PIPE_S = 5.0  # limit of a write or read without progress: a suspended process d
 
 
 class WorkerDied(Exception):
-    """Error of a process that ended during a call. Internal to this package.
+    """Error of a process that ended, or closed its pipe, during a call. Internal to this package.
 
-    ``killed`` is True if a signal or the memory limit ended the process.
+    ``killed`` is True if a signal or the memory limit ended the process, or if it did not end within ``EXIT_S`` of SIGKILL.
     """
 
     def __init__(self, message: str, *, killed: bool) -> None:
@@ -37,8 +37,8 @@ class WorkerProcess:
     """Child process that runs ``slime_like.reward.worker``.
 
     It is a plain child with one pipe, because multiprocessing's spawn would import the parent's main module (a Ray worker, a
-    test runner) again. It leads its own process group, so that a kill includes processes started by a reward, and Ctrl-C
-    reaches only the driver.
+    test runner) again. It leads its own process group, so that a kill includes processes started by a reward, and Ctrl-C in
+    the terminal does not reach it.
     """
 
     def __init__(self, call_seconds: float, memory_bytes: int) -> None:
@@ -92,7 +92,8 @@ class WorkerProcess:
     async def call(self, request: Load | ScoreRequest, deadline: Deadline) -> ScoreReply:
         """Send a request and return the reply.
 
-        Raises ``DeadlineExceeded`` if there is no reply in time, and ``WorkerDied`` with the cause if the process ended.
+        Raises ``DeadlineExceeded`` if there is no reply in time or a write or read makes no progress for ``PIPE_S``, and
+        ``WorkerDied`` with the cause if the process ended or closed its pipe.
         After an error or a cancellation the process cannot be used again: call ``kill``. The pipe is written and read in
         threads, so that the event loop never waits: if the process is suspended (SIGSTOP), a write or read can block for
         ``PIPE_S``.
