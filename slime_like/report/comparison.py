@@ -57,7 +57,10 @@ MISSING = _Missing()
 
 
 def is_time(metric: str) -> bool:
-    """Return whether a metric is a time or a rate, which differs between any two runs."""
+    """Return whether a metric is a time or a throughput, which differs between any two runs.
+
+    A metric without an entry in ``dictionary.ENTRIES`` counts as one if its name begins with ``perf/``.
+    """
     entry = next((entry for entry in dictionary.ENTRIES if entry.matches(metric)), None)
     return entry.unit in TIME_UNITS if entry is not None else metric.startswith("perf/")
 
@@ -65,8 +68,8 @@ def is_time(metric: str) -> bool:
 def compare(a: RunRecord, b: RunRecord, *, relative: float, absolute: float, times: bool = False) -> Comparison:
     """Compare the configurations of both runs, and the metrics of both at their common steps.
 
-    Two values differ if ``|a - b| > absolute + relative * max(|a|, |b|)``; nan and infinities equal themselves only. Times
-    and rates are compared only with ``times``.
+    Two values differ if ``|a - b| > absolute + relative * max(|a|, |b|)``; nan and infinities equal themselves only. Metrics
+    that are times or throughputs (``is_time``) are compared only with ``times``.
     """
     names_a, names_b = ([name for name in run.metrics if times or not is_time(name)] for run in (a, b))
     set_a, set_b = set(names_a), set(names_b)

@@ -34,7 +34,10 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.rows for name in row.values))
 
     def setting(self, key: str) -> Any:
-        """Return the value of a dotted key of the configuration; None if it has no such key."""
+        """Return the value of a dotted key of the configuration.
+
+        The result is None if there is no such key, or if its value is a non-empty mapping.
+        """
         return flat(self.config).get(key)
 
     def curve(self, metric: str) -> list[tuple[int, float]]:

@@ -67,7 +67,10 @@ GIB = 2**30
 
 
 def run_page(record: RunRecord, sampled: Sequence[SampledRollout], decode: Decode) -> str:
-    """Return the page of a run; ``sampled`` are the rollouts whose tokens are shown."""
+    """Return the page of a run; ``sampled`` are the rollouts whose tokens are shown.
+
+    Raises ``DataError`` if the faults.jsonl in the run's folder cannot be read.
+    """
     return page(record.name, _body(record, sampled, decode))
 
 
@@ -123,7 +126,7 @@ def _head(record: RunRecord) -> Iterator[str]:
 
 
 def _warnings(record: RunRecord) -> Iterator[str]:
-    """Yield the table of the run's last ``MAX_WARNINGS`` warnings with their steps, those of the last step first."""
+    """Yield a table of at most ``MAX_WARNINGS`` warnings, those of the last step first; nothing if there are none."""
     warnings = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
     if warnings:
         yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run</summary>"

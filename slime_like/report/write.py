@@ -17,7 +17,8 @@ REPORT = "report.html"
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the report of a run's folder atomically to ``out``, by default report.html in the folder. Return its path.
 
-    Raises ``DataError`` as ``read_record`` and ``sampled_rollouts`` do, and ``OSError`` if the report cannot be written.
+    Raises ``DataError`` as ``read_record``, ``sampled_rollouts`` and ``run_page`` do, and ``OSError`` if the report cannot be
+    written.
     """
     record = read_record(run_dir)
     sampled = sampled_rollouts(run_dir / "rollouts")
