@@ -71,8 +71,8 @@ class EngineCall:
     def append(self, indices: Sequence[int], parts: Sequence[Completion]) -> None:
         """Append ``parts[i]`` to completion ``indices[i]``, with the log-probability and version of each token.
 
-        With ``algo.routing_replay=rollout``, a part has the routed experts of the prompt and of all sampled tokens but the
-        last. They replace the row's experts, because the engine reports the experts of cached tokens too.
+        ``parts[i].routed_experts`` are those of the prompt and of all sampled tokens but the last. They replace the row's
+        experts, because the engine reports the experts of cached tokens too; None keeps the row's experts.
         """
         self._store.append_batch(
             Batch(
@@ -114,7 +114,7 @@ class EngineCall:
         self._store.release(self._rows)
 
     def repeats(self, token_ids: I32, seeds: Sequence[int]) -> bool:
-        """Return whether these are the arguments of this call."""
+        """Return whether these are the arguments of this call; without seeds, only the length of the prompt is compared."""
         return (
             self.seeds == tuple(seeds)
             and self.num_prompt_tokens == len(token_ids)
@@ -201,7 +201,8 @@ def drop_last_token(part: Completion) -> Completion:
 def _fork_prompt(store: SampleStore, token_ids: I32, num_rows: int) -> range:
     """Add ``num_rows`` rows with these tokens and return their indices.
 
-    If the tokens continue a stored row, such as that of an earlier turn, the new rows share the memory of the longest such row.
+    If the tokens continue a stored row, such as that of an earlier turn, the new rows are forks of the longest such row, with
+    its log-probabilities and versions.
     """
     columns = context_columns(token_ids)
     prefix = store.longest_prefix(columns)

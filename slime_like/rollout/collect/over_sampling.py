@@ -46,7 +46,7 @@ class GroupTask:
 
     group_id: int
     prompt: Prompt
-    num_aborts: int = 0  # rollouts that started a group for this prompt and aborted it
+    num_aborts: int = 0  # earlier groups of this prompt that were aborted
     journal: CallJournal = field(default_factory=CallJournal)
     is_generated: bool = False  # True once only the reward is missing
     task: asyncio.Task[SampleGroup] | None = None

@@ -96,8 +96,8 @@ class GroupSampler:
     ) -> SampleGroup:
         """Sample and score a group, and return it.
 
-        ``journal`` contains the group's earlier calls, and records new ones. Requests wait while ``gate`` is closed.
-        ``on_generated`` is called before the samples are scored.
+        ``journal`` contains the group's earlier calls, and records new ones. While ``gate`` is closed, calls of
+        ``ResumableEngine.generate`` wait. ``on_generated`` is called before the samples are scored.
         """
         n, first = request.num_samples, request.group_id * request.num_samples
         seeds = sample_seeds(self.seed, request.stream, first, n)

@@ -47,7 +47,7 @@ class GeneratedRollout:
 
 @dataclass(frozen=True, slots=True)
 class QueuedPrompt:
-    """A prompt to be sampled, and the number of rollouts that started a group for it and aborted that group."""
+    """A prompt to be sampled, and the number of its groups that were aborted."""
 
     prompt: Prompt
     num_aborts: int = 0
@@ -64,14 +64,14 @@ class PartialGroup:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """Data cursor, and all prompts that were taken but are in no rollout: given back, or with an unfinished group."""
+    """Data cursor, and all prompts that were taken but are in no rollout: given back, or with a group in flight."""
 
     cursor: Mapping[str, Any]  # cursor of the data source
     queued: tuple[QueuedPrompt, ...]
     partial_groups: tuple[PartialGroup, ...]
 
     def in_flight(self) -> list[SampleGroup]:
-        """Return the prompts given back and the unfinished groups, as groups that can be saved.
+        """Return the prompts given back and the groups in flight, as groups that can be saved.
 
         A prompt given back becomes a group without samples, whose negative id encodes how often its groups were aborted.
         """

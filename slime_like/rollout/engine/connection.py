@@ -24,8 +24,9 @@ LOGPROBS = "slime_like_logprobs"  # field that the plugin ``rollout_sampling`` a
 
 
 def completions(reply: Any, num_samples: int, routing: RoutingShape | None = None) -> list[Completion]:
-    """Return one completion per sample of the reply to a batched ``/generate``, with routed experts if ``routing`` is given.
+    """Return one completion per sample of the reply to a batched ``/generate``.
 
+    If ``routing`` is given, the completions have routed experts; an aborted one may have none.
     Raises ``EngineError`` if the number of samples differs from ``num_samples`` or the reply is malformed.
     """
     return [_completion(item, routing) for item in _items(reply, num_samples, f"{num_samples} samples")]
@@ -108,7 +109,7 @@ def any_aborted(reply: Any) -> bool:
 
 
 def weight_version(reply: Any) -> int:
-    """Return the version of the last committed update from a reply to ``/model_info``.
+    """Parse a reply to ``/model_info``, and return the version of the last committed update.
 
     Raises ``EngineError`` if the reply has no version, or if it is not a number.
     """
@@ -245,11 +246,11 @@ KEEP_ALIVE_S = 60.0  # shorter than the server's, so that no request goes out on
 
 
 class EngineConnection:
-    """HTTP connections to one engine. Each request has a deadline; errors name engine, address, endpoint and reply.
+    """HTTP connections to one engine. Each request has a deadline; errors name engine, address, endpoint and any reply.
 
     A node that loses power or its network link sends nothing that would end a request. The kernel therefore ends a
-    connection whose peer has acknowledged nothing for ``peer_timeout_s``. The kernel of a node still acknowledges data
-    for a suspended (SIGSTOP) or busy process.
+    connection whose peer has acknowledged nothing for ``peer_timeout_s``. For a suspended (SIGSTOP) or busy process, the
+    kernel of its node still acknowledges data until the receive buffer is full.
     """
 
     def __init__(self, address: EngineAddress, deadline_s: float, peer_timeout_s: float) -> None:

@@ -31,7 +31,8 @@ def toolkit_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
     It names a cached folder of links to the files of NVIDIA's wheels, which is created if missing. It is the same
     folder in every run, since SGLang recompiles if a path in the compiler's command changes. The returned dict is empty
-    if a toolkit is installed, or if the wheels are not installed.
+    if a toolkit is installed, or if the wheels are not installed. Raises ``SlimeLikeError`` and ``OSError`` as
+    ``cache_folder`` does.
     """
     installed = any(environment.get(name) for name in ("CUDA_HOME", "CUDA_PATH")) or SYSTEM.exists()
     if installed or shutil.which("nvcc", path=environment.get("PATH")) or (wheel := _wheel()) is None:
