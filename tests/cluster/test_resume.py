@@ -18,7 +18,7 @@ from slime_like.cluster.start.resume import first_rollout
 from slime_like.config.load.loader import to_yaml
 from slime_like.config.schema.root import TrainConfig
 from slime_like.errors import CheckpointError, ConfigError, RunComplete
-from tests.cluster.run_folder import config, used_folder
+from tests.cluster.run_folder import config, record_run, used_folder
 from tests.unchanged import unchanged
 
 
@@ -121,6 +121,16 @@ def test_changed_data_is_refused_and_its_weights_may_start_a_new_run(tmp_path: P
     cfg = replace(cfg, model=replace(cfg.model, megatron_checkpoint=str(checkpoints)))
     assert first_rollout(replace(cfg, run=replace(cfg.run, dir=str(other_dir))), other_dir) == 0
     verify_initial_checkpoints(cfg)
+
+
+@pytest.mark.parametrize("replays_first", [False, True])
+def test_auto_resumes_between_training_and_replays(replays_first: bool, tmp_path: Path) -> None:
+    """A replay does not read data.train, so there is nothing to compare."""
+    run_dir = used_folder(tmp_path)
+    base = config(run_dir)
+    replay = replace(base, run=replace(base.run, mode="train_only", replay_from=str(run_dir / "rollouts")))
+    record_run(run_dir, replay if replays_first else base)
+    assert first_rollout(base if replays_first else replay, run_dir) == 4
 
 
 def test_auto_resumes_with_other_guard_settings(tmp_path: Path) -> None:

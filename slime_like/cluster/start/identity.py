@@ -57,16 +57,23 @@ def changed_inputs(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> l
     """Return a description of each changed input.
 
     Tokenizer files are described by key and name, the file of ``data.train`` by its key, and fields of config.json by name and
-    both values. The fields ``VOLATILE`` of config.json are not compared.
+    both values. The fields ``VOLATILE`` of config.json are not compared, nor is the file of ``data.train`` if one of the runs
+    replays dumped rollouts.
     """
     old, new = recorded["inputs"], current["inputs"]
-    files = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
+    ignored = {DATA} if any(_replays(run) for run in (recorded, current)) else set[str]()
+    files = [name for name in sorted({*old, *new} - ignored) if old.get(name) != new.get(name)]
     old_model, new_model = _model(recorded["model"]), _model(current["model"])
     fields = [key for key in sorted(old_model | new_model) if old_model.get(key) != new_model.get(key)]
     return [
         *files,
         *(f"{MODEL}/config.json ({key} {old_model.get(key)!r} -> {new_model.get(key)!r})" for key in fields),
     ]
+
+
+def _replays(run: Mapping[str, Any]) -> bool:
+    """Return whether the run of a ``run_record`` replays dumped rollouts."""
+    return run["config"]["run"].get("replay_from") is not None
 
 
 def _model(values: Mapping[str, Any]) -> dict[str, Any]:
