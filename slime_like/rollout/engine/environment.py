@@ -35,7 +35,7 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of an engine's server; ``scratch`` is a private folder for its temporary files and sockets.
 
-    Raises ``ConfigError`` if ``RANK_MEMORY`` is not a number of bytes above 0, or is set for an engine on GPUs; ``EngineError`` if
+    Raises ``ConfigError`` if ``RANK_MEMORY`` is not a number of bytes above 0 or is set for an engine on GPUs; ``EngineError`` if
     ``SPIN`` is not a number for an engine on a CPU; and the errors of ``interface_environment`` and ``toolkit_environment``.
     """
     environment = {**interface_environment(host), **os.environ}
