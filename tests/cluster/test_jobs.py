@@ -59,6 +59,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
         "http://h:1/jobs",
         "http://h:99999",
         "http://h?a=b",
+        "http://[::1:8265",
         "module.name://h",
     ],
 )
@@ -71,9 +72,10 @@ def test_an_address_that_is_not_a_job_server_names_its_source(text: str) -> None
         server_address(None, {"RAY_API_SERVER_ADDRESS": text})
 
 
-def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+@pytest.mark.parametrize("text", ["http://me:hunter2@h:1", "http://me:hunter2@[::1:8265", "ray://me:hunter2@h:10001"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(text: str) -> None:
     with pytest.raises(ConfigError, match="user or password") as error:
-        server_address("http://me:hunter2@h:1", {})
+        server_address(text, {})
     assert "hunter2" not in str(error.value)
 
 

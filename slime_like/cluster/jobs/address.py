@@ -45,23 +45,25 @@ def server_address(address: str | None, environment: Mapping[str, str]) -> Serve
     """
     source = "--address" if address is not None else ADDRESS_VARIABLE
     text = address if address is not None else environment.get(ADDRESS_VARIABLE, DEFAULT_ADDRESS)
-    parts = urlsplit(text)
-    is_complete = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
-    if not is_complete or parts.path.strip("/") or not _has_valid_port(text):
+    if "@" in text:  # checked first, because the other message repeats the address
+        raise ConfigError(f"{source} contains a user or password: remove both, and set {TOKEN_VARIABLE}")
+    if (url := _base_url(text)) is None:
         raise ConfigError(
             f"{source}={text!r} is not the address of a job server: write http://HOST:PORT of the head's dashboard, such as "
             f"{DEFAULT_ADDRESS}"
         )
-    if parts.username or parts.password:
-        raise ConfigError(f"{source} contains a user or password: remove both, and set {TOKEN_VARIABLE}")
-    return ServerAddress(f"{parts.scheme}://{parts.netloc}", read_token(environment))
+    return ServerAddress(url, read_token(environment))
 
 
-def _has_valid_port(text: str) -> bool:
+def _base_url(text: str) -> str | None:
+    """Return scheme, host and port of a URL that has nothing else; None if ``text`` is not such a URL."""
     try:
-        return urlsplit(text).port != 0
-    except ValueError:
-        return False
+        parts = urlsplit(text)
+        is_complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # an invalid port or IPv6 address
+        return None
+    has_more = parts.path.strip("/") or parts.query or parts.fragment
+    return f"{parts.scheme}://{parts.netloc}" if is_complete and not has_more else None
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
