@@ -19,6 +19,7 @@ from slime_like.cluster.jobs.job import ClusterJob, read_job
 from slime_like.cluster.plan.ray_cluster import ClusterNode, cluster_nodes
 from slime_like.errors import ConfigError, DataError, ProcessLost, WorkerError
 from slime_like.util.deadline import Deadline
+from slime_like.util.reading import typed
 
 REQUEST_S = 60.0
 HEARTBEAT_S = 20.0  # between pings on the connection that streams a log
@@ -42,7 +43,7 @@ class JobServer:
 
     Its methods except ``check`` and ``log`` raise ``ConfigError`` if the server rejects the token, ``DataError`` if the job is
     unknown, ``ProcessLost`` if the connection fails or the reply is not valid JSON, ``WorkerError`` if the server returns
-    another error status or a malformed list or job, and ``DeadlineExceeded`` after ``REQUEST_S``.
+    another error status or JSON of another form, and ``DeadlineExceeded`` after ``REQUEST_S``.
     """
 
     def __init__(self, address: ServerAddress) -> None:
@@ -78,7 +79,8 @@ class JobServer:
 
     async def requires_token(self) -> bool:
         """Return whether the cluster requires a token."""
-        return (await self._request("GET", "/api/authentication_mode")).get("authentication_mode") == TOKEN_MODE
+        reply = await self._read("/api/authentication_mode", dict[str, Any])
+        return reply.get("authentication_mode") == TOKEN_MODE
 
     async def nodes(self) -> tuple[ClusterNode, ...]:
         """Return the live nodes with the resources that they report.
@@ -99,7 +101,7 @@ class JobServer:
                     for entry in entries
                 ]
             )
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WorkerError(f"{self.address.url} sent a list of nodes that cannot be read ({error!r})") from error
 
     async def upload(self, name: str, content: bytes) -> str:
@@ -115,7 +117,7 @@ class JobServer:
 
     async def jobs(self) -> tuple[ClusterJob, ...]:
         """Return the cluster's jobs, oldest first."""
-        reply: Any = await self._request("GET", "/api/jobs/")
+        reply = await self._read("/api/jobs/", list[Any])
         jobs = [job for entry in reply if (job := read_job(entry)) is not None]
         return tuple(sorted(jobs, key=lambda job: job.started_at or float("inf")))
 
@@ -139,7 +141,8 @@ class JobServer:
 
     async def output(self, job_id: str) -> str:
         """Return the output that a job has written so far."""
-        return str((await self._request("GET", f"/api/jobs/{_valid_id(job_id)}/logs")).get("logs", ""))
+        reply = await self._read(f"/api/jobs/{_valid_id(job_id)}/logs", dict[str, Any])
+        return str(reply.get("logs", ""))
 
     async def log(self, job_id: str) -> AsyncGenerator[str]:
         """Yield the job's output from its beginning, as it appears.
@@ -163,6 +166,17 @@ class JobServer:
         return ConfigError(
             f"{self.address.url} is not a Ray cluster's job server{answer}: correct --address or {ADDRESS_VARIABLE}"
         )
+
+    async def _read[T](self, path: str, kind: type[T]) -> T:
+        """Return the JSON reply of ``path``, a ``dict[str, Any]`` or ``list[Any]``.
+
+        Raises ``WorkerError`` if it is another JSON value.
+        """
+        reply = await self._request("GET", path)
+        try:
+            return typed(reply, kind)
+        except ValueError as error:
+            raise WorkerError(f"{self.address.url}{path}: the reply cannot be read ({error})") from error
 
     async def _request(self, method: str, path: str, **body: Any) -> Any:
         status, text, reply = await self._exchange(method, path, **body)
