@@ -1,6 +1,6 @@
 """Device memory that was free at an engine's first start.
 
-A restarted engine sizes its KV cache from this value (plugin ``kv_size``).
+A restarted engine on a single node sizes its KV cache from this value (plugin ``kv_size``).
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def override_args(model_path: str, *, keeps_float8: bool = False) -> dict[str, A
     - Some families need ``FamilyEntry.engine_fields``. Families with ``FamilyEntry.engine_rotary_dim`` also need
       ``rotary_dim``.
 
-    Raises ``CheckpointError`` if the full-attention layers are not evenly spaced.
+    Raises ``CheckpointError`` if a hybrid model's config.json lacks the interval and its full-attention layers are not evenly
+    spaced.
     """
     config = _config(model_path)
     quantisation = {CONFIG_KEY: None} if config.get(CONFIG_KEY) is not None and not keeps_float8 else {}
@@ -60,7 +61,7 @@ def _config(model_path: str) -> dict[str, Any]:
 
 
 def _family_fields(text: dict[str, Any]) -> dict[str, Any]:
-    """Return fields that the model's family needs."""
+    """Return fields that the model's family needs and ``text`` lacks, and a single group if ``topk_method`` is greedy."""
     family = FAMILIES.get(str(text.get("model_type")))
     fields = {} if family is None else {name: value for name, value in family.engine_fields.items() if name not in text}
     if family is not None and family.engine_rotary_dim and "rotary_dim" not in text:

@@ -32,7 +32,11 @@ def members(group: int) -> Iterator[Path]:
 
 
 def pids_of_part(group: int, part: str) -> tuple[int, ...]:
-    """Return the pids of processes of one kind: ``http server`` (the group leader), ``detokenizer`` or ``scheduler``."""
+    """Return the pids of an engine's processes of one kind.
+
+    ``part`` is ``http server`` (the group leader), or the beginning of a name that SGLang gives its processes, such as
+    ``detokenizer`` or ``scheduler``.
+    """
     if part == "http server":
         return (group,)
     pids: list[int] = []

@@ -63,9 +63,9 @@ class EngineServer:
         node: EngineNode = SINGLE_NODE,
         first_free_gib: float | None = None,
     ) -> None:
-        """``first_free_gib`` is the result of ``free_before_load`` of the engine's first server.
+        """``first_free_gib`` is the result of ``free_before_load`` of the engine's first server whose log contains it.
 
-        It is None if that is unknown, or if this is the first server.
+        It is None if no earlier server's log does, and for an engine on several nodes.
         """
         self._first_free_gib = first_free_gib
         self._spec = spec
@@ -93,8 +93,9 @@ class EngineServer:
     def start(self) -> None:
         """Spawn the server and return without waiting for it.
 
-        Raises ``EngineError`` if it has been started before, ``SlimeLikeError`` if no port is free, ``OSError`` if a folder or
-        the log cannot be created, and the errors of ``child_environment``. After an error, ``stop`` releases the ports.
+        Raises ``EngineError`` if it has been started before, ``SlimeLikeError`` if no port is free, ``OSError`` if a folder, the
+        log or the process cannot be created, and the errors of ``child_environment``. After an error, ``stop`` releases the
+        ports.
         """
         if self._process is not None:
             raise EngineError(f"engine at {self.url} has already been started; create a new EngineServer")
@@ -225,7 +226,7 @@ class EngineServer:
     def kill(self) -> None:
         """Kill the engine's process group without waiting for its end. Unlike ``stop``, keep temporary folder and shared memory.
 
-        Once ``stop`` has seen the server end, do nothing.
+        Once ``stop`` has seen the server end, do nothing. Raises ``EngineError`` if the engine was not started.
         """
         if self._is_stopped:
             return

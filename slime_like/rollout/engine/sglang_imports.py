@@ -53,7 +53,7 @@ def import_gguf() -> None:
 
 @contextmanager
 def deferred_losses() -> Generator[None]:
-    """Let the block import transformers' model classes without its losses, two of which import scipy.
+    """Let the block import the model classes of transformers without the library's losses, two of which import scipy.
 
     The losses are imported when one is first used.
 

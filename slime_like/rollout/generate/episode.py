@@ -113,9 +113,9 @@ class Episode:
         )
 
     def _is_continued_by(self, row: StoreRow, num_sampled: int) -> bool:
-        """Return whether ``row`` contains the tokens so far, with equal log-probabilities and versions, and new tokens.
+        """Return whether ``row`` consists of the tokens so far and ``num_sampled`` new ones.
 
-        ``num_sampled`` is the number of new tokens.
+        Log-probabilities and versions of the tokens so far must be equal too.
         """
         columns = row.columns
         return len(columns) == len(self) + num_sampled and columns.begins_with(self._row.columns)

@@ -71,8 +71,8 @@ class EnginePool:
     async def call[T](self, slot: EngineSlot, engine: EngineClient, request: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of ``request`` to ``engine``; None if the engine was lost and is restarted, or was removed.
 
-        Raises the error of the request if the engine is alive or must not be restarted, or the fatal error if the run
-        is ending.
+        Raises the error of the request if the engine is not lost (``_handle_failure``) or must not be restarted, or the
+        fatal error if the run is ending.
         """
         try:
             return await _unless_lost(slot.lost_event, engine, request)
@@ -113,7 +113,9 @@ class EnginePool:
     async def _handle_failure(self, slot: EngineSlot, engine: EngineClient, error: Exception) -> None:
         """If the engine of a failed call is lost, restart it in the background.
 
-        Raises ``error`` if the engine is alive or must not be restarted, or the fatal error if the run is ending.
+        An engine is lost if its connection fails, if the call exceeds its deadline, or if it fails a health check
+        after another error. Do nothing if the engine is already being restarted, or has been replaced or removed. Raises
+        ``error`` if the engine is not lost or must not be restarted, or the fatal error if the run is ending.
         """
         if self._failure is not None:
             raise copy_error(self._failure)
@@ -314,7 +316,7 @@ class EnginePool:
         self.wake()
 
     def _count_moved_group(self, slot: EngineSlot) -> None:
-        """Count a group whose engine was lost."""
+        """Count a group that moves to another engine because the engine of ``slot`` was lost or removed."""
         self._num_moved_groups += 1
         if slot.recovery_index >= 0:
             last = self.recoveries[slot.recovery_index]
