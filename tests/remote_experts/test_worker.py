@@ -19,7 +19,7 @@ from slime_like_plugins.remote_experts import key, process, worker
 from slime_like_plugins.remote_experts.client import IN_FLIGHT, ClientSettings, WorkerClient, WorkerRefusal
 from slime_like_plugins.remote_experts.compute import expert_sums
 from slime_like_plugins.remote_experts.connection import Connection, PeerLost
-from slime_like_plugins.remote_experts.frames import HEADER_BYTES, FrameError, FrameKind, Header, RowType
+from slime_like_plugins.remote_experts.frames import HEADER_BYTES, FrameError, FrameKind, Header, RowType, dump_json
 from slime_like_plugins.remote_experts.region import Region
 from slime_like_plugins.remote_experts.serving import WorkerSettings
 from slime_like_plugins.remote_experts.shapes import ExpertShapes
@@ -133,6 +133,13 @@ def test_weights_are_served_only_when_complete() -> None:
         client.version = 5
         with pytest.raises(WorkerRefusal, match="the worker has 0"):
             client.result(client.submit(0, *request))
+
+
+def test_a_write_of_no_rows_is_acknowledged() -> None:
+    with running(ClientSettings(transport="socket")) as client:
+        json = dump_json({"name": "w13", "expert": 0, "start": 0})
+        client._wait(client._submit(Header(FrameKind.WRITE, layer=0), json, [], 20.0))
+        commit(client)
 
 
 def test_a_report_of_all_matrices_of_a_large_model_fits_a_frame() -> None:

@@ -119,8 +119,9 @@ class Service:
                 f"a WRITE frame has {h.payload_bytes} bytes of payload instead of {h.num_rows * row_bytes[fields['name']]} for "
                 f"{h.num_rows} rows of {fields['name']}"
             )
-        data = torch.frombuffer(self._payload(frame), dtype=rows.dtype)
-        rows.copy_(data.view(rows.shape))
+        if h.num_rows:  # frombuffer refuses an empty buffer
+            data = torch.frombuffer(self._payload(frame), dtype=rows.dtype)
+            rows.copy_(data.view(rows.shape))
         self._acknowledge(frame)
 
     def _check(self, frame: Frame) -> None:
