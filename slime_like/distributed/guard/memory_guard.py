@@ -71,11 +71,11 @@ class Guard:
         If no query is due, set ``counter.check_at``.
         """
         if schedule.next_reading_at <= now < schedule.next_query_at:
-            start_ns = time.perf_counter_ns()
+            now = time.perf_counter_ns()
             process_bytes = self.source.process_bytes()
-            schedule.record_cheap_check(start_ns, time.perf_counter_ns() - start_ns, process_bytes)
+            schedule.record_cheap_check(now, time.perf_counter_ns() - now, process_bytes)
             self._set_check_times(counter.policy, schedule)
-            counter.check_ns += time.perf_counter_ns() - start_ns
+            counter.check_ns += time.perf_counter_ns() - now
         if now < schedule.next_query_at:
             counter.check_at = 0 if self._polls_requests else schedule.next_reading_at
             return False
