@@ -47,12 +47,13 @@ def test_the_tightest_control_group_decides(tmp_path: Path) -> None:
 
 
 def test_control_groups_of_version_one(tmp_path: Path) -> None:
+    """The usage of a group includes its children, as does only the total of the page cache."""
     memory = machine(
         tmp_path,
         v1={
             "a/b/memory.limit_in_bytes": f"{2 * GIB}\n",
             "a/b/memory.usage_in_bytes": f"{GIB}\n",
-            "a/b/memory.stat": "inactive_file 7\ntotal_inactive_file 0\n",
+            "a/b/memory.stat": "inactive_file 2\nhierarchical_memory_limit 9\ntotal_inactive_file 7\n",
             "memory.limit_in_bytes": "9223372036854771712\n",
         },
     )

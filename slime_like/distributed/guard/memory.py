@@ -101,8 +101,7 @@ class HostMemory:
         """
         available = _kilobytes(_read(self._meminfo), "MemAvailable:")
         for limit, usage, stat in self._limits:
-            reclaimable = next((int(n) for name, n in _pairs(_read(stat)) if name in _INACTIVE_FILE), 0)
-            available = min(available, limit - int(_read(usage)) + reclaimable)
+            available = min(available, limit - int(_read(usage)) + _inactive_file(_read(stat)))
         return max(0, available)
 
     def process_bytes(self) -> int:
@@ -124,9 +123,6 @@ class HostMemory:
 def _close(files: list[int]) -> None:
     for file in files:
         os.close(file)
-
-
-_INACTIVE_FILE = ("inactive_file", "total_inactive_file")
 
 
 _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
@@ -155,10 +151,16 @@ def _read(file: int) -> str:
     return os.pread(file, 8192, 0).decode()
 
 
-def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        yield name, value
+def _inactive_file(statistics: str) -> int:
+    """Return the inactive page cache of a control group and its children, which its usage includes.
+
+    ``inactive_file`` includes the children in version 2; in version 1 only ``total_inactive_file`` does.
+    """
+    for name in ("\ntotal_inactive_file ", "\ninactive_file "):
+        _, found, rest = f"\n{statistics}".partition(name)
+        if found:
+            return int(rest.partition("\n")[0])
+    return 0
 
 
 def _kilobytes(text: str, name: str) -> int:
