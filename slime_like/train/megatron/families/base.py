@@ -81,7 +81,10 @@ class RowParallel(Weight):
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Weight):
-    """One or more tensors, such as gate and up, stacked along the output dimension; each is split over the ranks."""
+    """One or more tensors, such as gate and up, stacked along the output dimension; each is split over the ranks.
+
+    All tensors have the same size.
+    """
 
     def split(self, tensors: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         return torch.cat([t.chunk(tp, 0)[rank] for t in tensors], 0)

@@ -13,8 +13,8 @@ class GroupedExperts(Experts):
     """Mix-in for a decoder family with routed and shared experts after the first layers.
 
     The routing weights of a token's experts come from ``score_function``: by default a softmax over all routed experts,
-    not normalised over the chosen ones. A token's experts are chosen from the topk_group groups with the highest scores,
-    or from all groups if topk_method is greedy or there is only one group.
+    not normalised over the chosen ones. They are multiplied by routed_scaling_factor. A token's experts are chosen from
+    the topk_group groups with the highest scores, or from all groups if topk_method is greedy or there is only one group.
     """
 
     shared_name = "shared_experts"
@@ -62,7 +62,10 @@ class GroupedExperts(Experts):
 
     @property
     def groups(self) -> tuple[int, int] | None:
-        """(Number of groups, number of groups to which a token's experts are limited); None if groups do not limit the choice."""
+        """(Number of groups, number of groups to which a token's experts are limited).
+
+        None if topk_method is greedy or there is only one group.
+        """
         if getattr(self.hf, "topk_method", None) == "greedy" or int(self.hf.n_group or 1) == 1:
             return None
         return int(self.hf.n_group), int(self.hf.topk_group or 0)
@@ -86,7 +89,7 @@ class BiasedExperts(GroupedExperts):
     """``GroupedExperts`` with a bias per expert (https://arxiv.org/abs/2408.15664).
 
     Experts are chosen by sigmoid scores plus biases. Their outputs are weighted by the scores alone, normalised over
-    the chosen experts. Groups are ranked by the sum of their two best biased scores.
+    the chosen experts and then scaled. Groups are ranked by the sum of their two best biased scores.
     """
 
     score_function = "sigmoid"

@@ -22,8 +22,8 @@ from slime_like.util.reading import reason
 class HFFolder:
     """A local HF checkpoint. Float8 weights are multiplied by their scales, which are not in ``names()``.
 
-    Raises ``CheckpointError`` if a file is missing, damaged or belongs to another model, or if config.json requires Python
-    code from the folder or names an unsupported quantisation.
+    Raises ``CheckpointError`` if the folder or a file is missing, if a file is damaged or belongs to another model, if
+    config.json requires Python code from the folder, or if the quantisation is not supported.
     """
 
     def __init__(self, path: str | Path, key: str = "model.hf_checkpoint") -> None:
@@ -72,7 +72,7 @@ class HFFolder:
         return self.apply_scales(name, self._open(locations[name]).get_tensor(name))
 
     def names(self) -> list[str]:
-        """Return the names of all tensors that are not scales of float8 weights, sorted."""
+        """Return the names of all tensors for which ``is_scale`` is false, sorted."""
         return sorted(name for name in self._locations() if not self.is_scale(name))
 
     def read_as_stored(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -97,7 +97,7 @@ class HFFolder:
         return self.apply_scales(name, self._open(self._locations()[name]).get_slice(name)[index], index)
 
     def is_scale(self, name: str) -> bool:
-        """Return whether tensor ``name`` holds scales of a float8 weight."""
+        """Return whether tensor ``name`` holds scales of another tensor in the folder, such as a float8 weight."""
         return name in self._all_scales().names
 
     def apply_scales(self, name: str, tensor: Tensor, index: int | None = None) -> Tensor:
@@ -135,8 +135,8 @@ class HFFolder:
     def _locations(self) -> dict[str, str]:
         """Return the file name of each tensor.
 
-        Raises ``CheckpointError`` if the folder has neither an index nor model.safetensors, or as ``read_index`` or
-        ``read_header`` does.
+        Raises ``CheckpointError`` if the folder has neither an index nor model.safetensors, as ``read_index`` or
+        ``read_header`` does, or if safetensors cannot open the file.
         """
         if self._file_of is None:
             if (self.path / INDEX).is_file():

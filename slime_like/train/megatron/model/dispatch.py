@@ -42,7 +42,8 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
         """Return a row [H] of ``hidden_states`` [L, 1, H] per token and chosen expert, and the expert's probability.
 
-        The results are [R, H] and [R], ordered by expert. Collective, as ``preprocess`` is.
+        The results are [R, H] and [R], ordered by expert. Collective, as ``preprocess`` is. With ``moe_shared_expert_overlap``,
+        also start the communication of the shared experts over the tensor parallel ranks.
         """
         self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
         self.tokens_per_expert = self.preprocess(routing_map)
@@ -90,7 +91,7 @@ class RowDispatcher(MoEAlltoAllTokenDispatcher):
     def _reduce_scatter(self, rows: Tensor) -> Tensor:
         """Return the results for the rows that this rank has received, summed over the expert tensor parallel ranks.
 
-        ``rows`` are this rank's results for the rows of all these ranks. Collective over these ranks.
+        ``rows`` are this rank's results for the rows that all these ranks have received. Collective over these ranks.
         """
         sizes, num_ranks = self._sizes(), self.tp_size
         num_rows = sizes[self.tp_rank]

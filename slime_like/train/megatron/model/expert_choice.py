@@ -116,7 +116,7 @@ class GroupLimitedChoice(ExpertChoice):
     def gap(
         self, scores: Tensor, own_LK: Tensor, chosen_LK: Tensor, num_groups: int | None, group_topk: int | None
     ) -> Tensor:
-        """Return [L], as ``ExpertChoice.gap`` does, except for tokens with a chosen expert outside the router's own groups.
+        """Return [L], as ``ExpertChoice.gap`` does, except for tokens with a chosen expert in a worse group than the router's.
 
         For such a token, return the lowest score of the router's own groups minus that of the groups of its chosen experts.
         """
