@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorUnschedulableError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from slime_like.cluster.workers import engine_starter
 from slime_like.cluster.workers.engine_starter import EngineStarter, EngineTemplate
@@ -93,15 +93,15 @@ def test_managers_that_add_engines_at_the_same_time_use_different_nodes(
 
 
 class LostActor:
-    """Fake handle of an actor on a lost node, or of its replacement."""
+    """Fake handle of an actor that was lost, whose calls raise ``error``, or of its replacement."""
 
-    def __init__(self, *, is_lost: bool) -> None:
-        self._is_lost = is_lost
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
         self.restart = self.ready = self
 
     async def _answer(self) -> EngineAddress:
-        if self._is_lost:
-            raise ActorUnschedulableError("the node is dead")
+        if self._error is not None:
+            raise self._error
         return EngineAddress("engine 0", "http://10.0.0.3:1", "key", 1)
 
     def remote(self) -> Any:
@@ -113,12 +113,23 @@ def connect(address: EngineAddress) -> EngineClient:
     return EngineClient(address.url, admin_key=address.admin_key, name=address.name)
 
 
-def test_an_engine_of_a_lost_node_gets_another_actor() -> None:
+@pytest.mark.parametrize(
+    ("error", "exit_summary"),
+    [
+        (ActorUnschedulableError("the node is dead"), "was lost with its node"),
+        (RayActorError(error_msg="The actor died because its node has died. Node Id: 0"), "was lost with its node"),
+        (
+            RayActorError(error_msg="The actor died because of an error raised in its creation task, x\ny"),
+            "was lost: the actor of engine 0 died: RayActorError: The actor died because of an error raised in its creation task, x",
+        ),
+    ],
+)
+def test_an_engine_whose_actor_is_lost_gets_another_actor(error: Exception, exit_summary: str) -> None:
     address = EngineAddress("engine 0", "http://10.0.0.2:1", "key", 1)
-    lost_actor: Any = LostActor(is_lost=True)
+    lost_actor: Any = LostActor(error)
 
     async def start() -> Any:
-        return LostActor(is_lost=False)
+        return LostActor()
 
     async def restart(supervisor: RayEngineSupervisor) -> str:
         client, reason = await supervisor.restart()
@@ -126,6 +137,6 @@ def test_an_engine_of_a_lost_node_gets_another_actor() -> None:
         return f"{client.url}: {reason}"
 
     supervisor = RayEngineSupervisor(lost_actor, address, RolloutConfig(), connect, start)
-    assert asyncio.run(restart(supervisor)) == "http://10.0.0.3:1: was lost with its node"
-    with pytest.raises(EngineError, match=r"the actor of engine 0 died: .*the node is dead"):
+    assert asyncio.run(restart(supervisor)) == f"http://10.0.0.3:1: {exit_summary}"
+    with pytest.raises(EngineError, match=f"the actor of engine 0 died: {type(error).__name__}: The actor "):
         asyncio.run(restart(RayEngineSupervisor(lost_actor, address, RolloutConfig(), connect)))

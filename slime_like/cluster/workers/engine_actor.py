@@ -38,7 +38,7 @@ class EngineActor:
         other_nodes: Sequence[NodeSlot] = (),
         gpus: tuple[int, ...] = (),
     ) -> None:
-        """Start the server on the address that Ray uses: loopback in a single-machine cluster, else the node's address.
+        """Start the server on the address that Ray uses: loopback if the run started Ray itself, the node's in a joined cluster.
 
         Also start the parts of the engine on ``other_nodes``. ``gpus``: see ``EngineAddress``.
         """

@@ -105,9 +105,7 @@ class RayEngineSupervisor:
             self._actor = await self._start()  # waits for GPUs until its own deadline
             deadline = Deadline("rollout manager", "engine start", self._config.start_deadline_s + STOP_S)
             self.address = await self._ask(EngineActor.ready, deadline)
-            exit_summary = (
-                "was lost with its node" if isinstance(error, _ActorLost) else f"ended; {str(error).splitlines()[0]}"
-            )
+            exit_summary = _describe_loss(error)
         self.client = self._connect(self.address)
         return self.client, exit_summary
 
@@ -121,6 +119,15 @@ class RayEngineSupervisor:
 
     async def _ask[R](self, method: Callable[[EngineActor], R], deadline: Deadline) -> R:
         return await ask(self._actor, f"the actor of {self.address.name}", method, deadline)
+
+
+def _describe_loss(error: EngineError) -> str:
+    """Return on one line how an engine ended whose actor or another node was lost."""
+    text, cause = str(error).splitlines()[0], error.__cause__
+    if not isinstance(error, _ActorLost):
+        return f"ended; {text}"
+    is_lost_node = isinstance(cause, ActorUnschedulableError) or "its node has died" in str(cause)
+    return "was lost with its node" if is_lost_node else f"was lost: {text}"
 
 
 async def ask[R](
