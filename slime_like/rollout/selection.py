@@ -153,10 +153,10 @@ class GroupSelection:
 
 @dataclass(slots=True)
 class LearningSignal:
-    """Counter of consecutive rollouts that have no groups, or in which rewards do not differ. It warns about both.
+    """Counter of consecutive rollouts without groups to train on, or in which rewards do not differ. It warns about both.
 
-    If a rollout without groups increases the number of groups carried to a later rollout, it is not counted, and ends the
-    streak of rollouts without groups. A streak of rollouts in which rewards do not differ continues over rollouts without groups.
+    If a rollout without groups to train on carries new groups to a later rollout, it is not counted, and ends the streak of
+    rollouts without groups. A streak of rollouts in which rewards do not differ continues over rollouts without groups.
 
     ``baseline`` is the set of samples in which equal rewards make every advantage 0: the samples of a prompt ("group"), all
     samples ("batch"), or none ("none"). ``overlong`` is the penalty subtracted from rewards before advantages are computed.
@@ -177,8 +177,9 @@ class LearningSignal:
     ) -> list[RunWarning]:
         """Count one rollout and return the warnings for the user.
 
-        ``groups`` go to the trainer. ``num_waiting`` is the increase in the number of groups carried to a later rollout.
-        ``drop_summary`` is a clause about generated and dropped groups. ``example`` is a group to quote if ``groups`` is empty.
+        ``groups`` go to the trainer. ``num_waiting`` is the number of groups carried to a later rollout, minus the number of
+        groups carried to this one that were not dropped as stale. ``drop_summary`` is a clause about generated and dropped
+        groups. ``example`` is a group to quote if ``groups`` is empty.
         """
         shaped = groups if self.overlong is None else self.overlong.penalise(groups)
         self.num_empty = 0 if groups or num_waiting > 0 else self.num_empty + 1

@@ -29,7 +29,7 @@ class EngineSupervisor(Protocol):
     async def stop_server(self) -> None:
         """Kill the processes, whatever their state; ``restart`` starts new ones.
 
-        Raises ``EngineError`` if the engine's actor is lost, ``DeadlineExceeded`` if it does not respond.
+        Raises ``EngineError`` if the engine's actor is lost or fails, ``DeadlineExceeded`` if it does not respond.
         """
         ...
 

@@ -28,8 +28,8 @@ class PoolMemory:
         A push restores the parts that it needs; an engine whose weights were released stays paused until then, even in phase
         collect. An engine that was lost earlier restarts before the release, because its start needs memory. An engine that
         is lost during the release is stopped, because a hung engine would keep its memory; it restarts in the next push or in
-        phase collect, as does an engine that is lost afterwards. If an error has ended the run, all engines are stopped, so
-        that they hold no device memory while the last checkpoint may still be written.
+        phase collect, as does an engine that is lost afterwards. If an error has ended the run, a phase other than collect stops
+        all engines, so that they hold no device memory while the last checkpoint may still be written.
         """
         if phase == COLLECT:
             self._pool.allow_restarts()

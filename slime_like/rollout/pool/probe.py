@@ -88,9 +88,9 @@ class EngineProbe:
         self._sequences: tuple[I32, ...] = ()
 
     async def scores(self, version: int) -> tuple[ProbeScores, ...]:
-        """Return the scores and continuations of every engine with weights of ``version``; empty if no sequence can be scored.
+        """Return the scores and continuations of every engine that serves the weights of ``version`` or waits for their probe.
 
-        Raises ``EngineLost`` if no engine with these weights remains.
+        The result is empty if no sequence can be scored. Raises ``EngineLost`` if no such engine remains.
         """
         if not self._sequences:
             self.remember([])
@@ -119,7 +119,10 @@ class EngineProbe:
             self._sequences = tuple(np.asarray(ids, dtype=np.int32) for ids in sequences)
 
     async def _score(self, slot: EngineSlot, version: int) -> ProbeScores | None:
-        """Return one engine's scores; None if it has other weights or is lost during the call."""
+        """Return one engine's scores.
+
+        Return None if it neither serves nor waits for the probe of ``version``, or is lost or removed during the call.
+        """
         engine = slot.client
         if engine not in self._pool.router.engines and slot.loaded_version != version:
             return None
@@ -167,7 +170,7 @@ class TrainerScores:
     """The trainer's log-probabilities of every sequence that engines scored or sampled."""
 
     def __init__(self, engines: Sequence[ProbeScores], max_tokens: int) -> None:
-        """``max_tokens`` limits the tokens of a packed row; a row has at least one sequence."""
+        """``max_tokens`` limits the tokens of a packed row, unless a single sequence exceeds it."""
         sequences = [s for scores in engines for s in (*scores.sequences, *(c.sequence for c in scores.continuations))]
         self._sequences = {sequence.identity: sequence for sequence in sequences}
         self._columns: Mapping[bytes, F32] = {}
@@ -218,7 +221,7 @@ def to_rows(sequences: Sequence[ScoredSequence]) -> PackedBatch:
 def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: float) -> tuple[Metric, ...]:
     """Return metrics ``probe/*`` of one engine after the push of ``version``.
 
-    Raises ``ConsistencyError`` if the engine serves another version, or if any log-probability of engine and trainer
+    Raises ``ConsistencyError`` if ``scores`` are those of another version, or if any log-probability of engine and trainer
     differs by more than ``tolerance`` or is not finite.
     """
     if scores.version != version:
@@ -263,7 +266,8 @@ def check(scores: ProbeScores, trainer: TrainerScores, version: int, tolerance: 
 def layer_metrics(scores: ProbeScores, trainer: TrainerScores, kind: str) -> tuple[Metric, ...]:
     """Return ``probe/logprob_abs_diff_*/<kind>``, which compare the engine with a variant of the trainer's computation.
 
-    ``kind`` names the variant: layers of that kind in float64, or the trainer's own experts instead of the engine's.
+    ``kind`` names the variant: the kind of layers that it computes in float64 ("all" for every kind), or ``OWN_EXPERTS`` if it
+    chooses experts itself instead of replaying those of the engine.
     """
     difference = prefill_differences(scores, trainer)
     return (

@@ -4,7 +4,7 @@ consumes  a requested number of engines
 produces  engines that join the pool, or leave it
 waits for the start of an added engine, bounded by its ``EngineFactory``, and for the stop of a removed one
 
-An added engine serves after the next push, and only if the probe of that push finds no disagreement with the trainer. In a run
+An added engine serves after the next push, unless the probe of that push finds a disagreement with the trainer. In a run
 without pushes, it serves at once. If an engine does not start, the run reports it and continues without it. A removed engine
 gets no further requests, and its unfinished groups continue on other engines as after a loss.
 """

@@ -26,7 +26,7 @@ class EngineAssignment:
         self.dp_rank: int | None = None  # rank of an engine with data-parallel attention
 
     def spend(self, tokens: int) -> None:
-        """Subtract ``tokens`` sampled tokens from the outstanding ones."""
+        """Subtract the number of sampled tokens from ``outstanding``, which never falls below 0."""
         self.outstanding = max(0, self.outstanding - tokens)
 
 

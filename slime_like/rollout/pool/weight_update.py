@@ -88,7 +88,7 @@ class EngineWeightUpdate:
     async def resume(self, version: int) -> None:
         """Resume decoding under ``version``, and let groups be assigned to the updated engines.
 
-        An engine that was added during the run gets no groups until a probe has compared it with the trainer. Engines with
+        An engine that was added during the run gets no groups until ``PoolResizer.admit_proven`` is called. Engines with
         older weights are withdrawn. Raises ``EngineLost`` if no updated engine remains, or the errors of ``begin``.
         """
         resume_results = await self._on_each(self._targets, EngineClient.resume)
