@@ -127,7 +127,8 @@ def answer(request: Load | ScoreRequest) -> ScoreReply:
 
 
 def _answer(request: Load | ScoreRequest) -> ScoreReply:
-    # Fault boundary around user code: its error ends the run.
+    # Fault boundary around user code: its error ends the run. While sys.exit ended this process, the parent would see the
+    # closed pipe, kill the process, and count the call as killed.
     try:
         function: Any = _load("reward", request.name)
         groups = takes_groups(function)
@@ -137,7 +138,7 @@ def _answer(request: Load | ScoreRequest) -> ScoreReply:
         value = function(request.prompt, samples if groups else samples[0])
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    except Exception as error:  # noqa: BLE001
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return ScoreReply(fault=f"raised {describe(error)}")
     try:
         return ScoreReply(rewards=to_rewards(value, len(samples)) if groups else (to_reward(value),))

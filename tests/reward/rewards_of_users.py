@@ -74,6 +74,10 @@ def exits(prompt: Prompt, sample: Sample) -> float:
     os._exit(3)
 
 
+def calls_sys_exit(prompt: Prompt, sample: Sample) -> float:
+    sys.exit(3)
+
+
 def ends_on_x(prompt: Prompt, sample: Sample) -> float:
     """End the process for the text ``x``, by the metadata's signal or by running out of memory. Its child survives."""
     if sample.text != "x":

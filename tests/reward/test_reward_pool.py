@@ -96,6 +96,7 @@ def test_given_scores_only_truncated_samples(score: Score) -> None:
             "raises",
             r"raised ZeroDivisionError: .+rewards_of_users.py:\d+\); it printed 'about to divide', for sample 0 of prompt 7",
         ),
+        ("calls_sys_exit", r"raised SystemExit: 3 \(.+rewards_of_users.py:\d+\), for sample 0 of prompt 7"),
         ("exits", r"its process ended with exit code 3, for sample 0 of prompt 7"),
         ("three_arguments", r"could not be imported in a worker: raised ConfigError"),
     ],
