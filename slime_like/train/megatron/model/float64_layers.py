@@ -24,7 +24,7 @@ MakeFloat64 = Callable[[nn.Module, ExitStack], int]
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of layers that ``model`` has, in the order of ``FLOAT64_LAYERS``."""
+    """Return the kinds of layers in ``model`` that can be computed in float64, in the order of ``FLOAT64_LAYERS``."""
     names: list[str] = []
     for name in FLOAT64_LAYERS:
         with ExitStack() as stack:
@@ -50,7 +50,8 @@ def _maker(name: str) -> MakeFloat64:
 def attention(model: nn.Module, stack: ExitStack) -> int:
     """Make core attention compute in float64 until ``stack`` closes; return the number of layers.
 
-    Scores, softmax and the weighted sum of values are in float64; the projections are not.
+    Scores, softmax and the weighted sum of values are in float64; the projections are not. TransformerEngine's attention is not
+    changed and not counted.
     """
     layers = [module for module in model.modules() if isinstance(module, PackedAttention)]
     for layer in layers:

@@ -138,8 +138,8 @@ def run_schedule(
 def _padding_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return empty micro-batches that make the number of micro-batches a multiple of the interleaved schedule's group size.
 
-    The list is empty without virtual stages. Empty micro-batches must run first, because gradients are reduced in the
-    backward pass of the last micro-batch.
+    The list is empty without virtual stages. Empty micro-batches must run first: with overlap_grad_reduce, gradients are reduced
+    in the backward pass of the last micro-batch, and an empty one does not use the output layer.
     """
     if len(wrapped) == 1 or not micros:
         return []
@@ -151,7 +151,7 @@ def _padding_micros(wrapped: ModelSegments, micros: Sequence[MicroBatch]) -> lis
 
 
 def _no_sequences(batch: PackedBatch) -> PackedBatch:
-    """Return an empty batch with the columns of ``batch``."""
+    """Return an empty batch with the columns of ``batch`` except ``extras``."""
     columns = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     empty: dict[str, Any] = {
         name: value[:0] for name, value in columns.items() if isinstance(value, np.ndarray) and name != "cu_seqlens"
@@ -173,9 +173,10 @@ def score_micros(
     masks: Sequence[npt.NDArray[np.bool_]],
     logprob_settings: LogprobSettings,
 ) -> list[Tensor]:
-    """Return log-probabilities F32 [T] per micro-batch at the tokens that its mask selects, 0 at other tokens. Collective.
+    """Return F32 [T] per micro-batch: log-probabilities of the tokens that its mask selects, 0 at other tokens. Collective.
 
-    The list is empty except on the last stage. Columns are complete on every context parallel rank.
+    The value at the first token of a sequence is always 0. The list is empty except on the last stage. Columns are complete on
+    every context parallel rank.
     """
     mask_of = {id(micro): mask for micro, mask in zip(micros, masks, strict=True)}
     model = wrapped.last

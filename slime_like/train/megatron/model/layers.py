@@ -301,7 +301,7 @@ def stack_spec(
 
 
 def _attention(config: TransformerConfig, parts: LayerParts, output: Any, *, projection_norms: bool) -> ModuleSpec:
-    """Return the spec of grouped-query attention, whose output projection has the class ``output``."""
+    """Return the spec of grouped-query attention. ``output`` is the class or the builder of its output projection."""
     return ModuleSpec(
         parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},

@@ -121,7 +121,7 @@ class PolicyModel(HybridModel):
         """Map input_ids [1, L] to hidden states [L, 1, H], with sequence parallelism [L / tp, 1, H].
 
         Stages after the first take their input from ``set_input_tensor``. Collective over the tensor, context and expert
-        parallel ranks.
+        parallel ranks and, with overlap_param_gather, over the data parallel ranks.
         """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         return self.decoder(
@@ -137,7 +137,8 @@ class PolicyModel(HybridModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probabilities F32 [N] of tokens ``target_N`` and, if ``entropy``, the entropies F32 [N], otherwise None.
 
-        ``source_N`` indexes the hidden states [L] that predict the tokens. Collective over the tensor parallel ranks.
+        ``source_N`` indexes the hidden states [L] that predict the tokens. Collective over the tensor parallel ranks and, with
+        overlap_param_gather, over the data parallel ranks.
         """
         wait_for_weights(self.output_layer)
         if self.config.sequence_parallel:
@@ -196,9 +197,8 @@ def build_segments(
 ) -> ModelSegments:
     """Build this rank's part of a model on its device, with the kernels that ``model`` selects.
 
-    The weights must then be loaded, except a critic's value head, which is 0. Raises ``ConfigError`` if the attention cannot be
-    imported or has dropout, if the kernels cannot be imported or compiled, if the rotary scaling is not supported, or if the
-    pipeline segments do not fit the model.
+    The weights must then be loaded, except a critic's value head, which is 0. Raises ``ConfigError`` as ``layer_parts`` does, if
+    the attention has dropout, if the rotary scaling is not supported, or if the pipeline segments do not fit the model.
     """
     parts = layer_parts(config, family, rank_info, model)
     segments = (kind(config, family, rank_info, segment, parts) for segment in range(rank_info.layout.vpp))
@@ -208,8 +208,9 @@ def build_segments(
 def layer_parts(config: TransformerConfig, family: Family, rank_info: RankInfo, model: ModelConfig) -> LayerParts:
     """Return the modules that the config section ``model`` selects for the kinds of layers in the family.
 
-    Deterministic mode on a CPU always uses ``ExactAttention`` and torch's kernels. Raises ``ConfigError`` if the attention or
-    the kernels cannot be imported, or the kernels cannot be compiled.
+    Deterministic mode on a CPU always uses ``ExactAttention`` and torch's kernels. Raises ``ConfigError`` if the attention or the
+    kernels cannot be imported, if the kernels cannot be compiled, or if those of Gated DeltaNet layers do not support the device,
+    the model or the parallel layout.
     """
     is_batch_invariant = config.deterministic_mode and rank_info.device.type == "cpu"
     core = _core_attention(model.attention, is_batch_invariant=is_batch_invariant)
@@ -279,7 +280,8 @@ def _order(key: str) -> tuple[int, int]:
 def load_hf(model: ModelSegments, table: Mapping[str, Weight], folder: HFFolder, rank_info: RankInfo) -> None:
     """Load this rank's weights from an HF folder; a critic's value head is not changed.
 
-    Raises ``CheckpointError`` on a missing tensor, a wrong shape, a damaged file or unusable scales of float8 weights.
+    Raises ``CheckpointError`` on a missing tensor or file, a wrong shape, an unsupported dtype, a damaged file or unusable scales
+    of float8 weights.
     """
     for key, target in named_weights(model):
         if key.startswith(VALUE_HEAD):

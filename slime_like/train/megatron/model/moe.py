@@ -39,12 +39,12 @@ def moe_builder(
 
 
 class ExpertRouter(TopKRouter):
-    """megatron's router, with an auxiliary loss and a load whose sums over the ranks depend on neither padding nor layout.
+    """megatron's router, with an auxiliary loss and a load. Their sums over the ranks do not depend on padding.
 
-    The auxiliary loss of an optimizer step (Switch Transformer, arXiv:2101.03961, eq. 4, with its coefficient) is the mean
-    over the step's tokens. A micro-batch is therefore weighted by T, its number of tokens on all tensor and context
-    parallel ranks. The load is the number of this rank's tokens per expert in training passes since the last call of
-    ``pop_load_and_balance``.
+    With the same micro-batches, these sums do not depend on the parallel layout either. The auxiliary loss of an optimizer step
+    (Switch Transformer, arXiv:2101.03961, eq. 4, with its coefficient) is the mean over the step's tokens. A micro-batch is
+    therefore weighted by T, its number of tokens on all tensor and context parallel ranks. The load is the number of this rank's
+    tokens per expert in training passes since the last call of ``pop_load_and_balance``.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
@@ -93,8 +93,9 @@ class ExpertRouter(TopKRouter):
         """Return ``probs`` with a backward pass that adds this rank's part of the gradient of (T * auxiliary loss).
 
         T is the micro-batch's number of tokens (see the class), so the product is a sum over these tokens, and a rank's part is
-        that of its own tokens. The gradient includes the loss's coefficient. The part is also added, without the coefficient,
-        to the sum that ``pop_load_and_balance`` returns. Collective over the tensor and context parallel ranks.
+        that of its own tokens. The gradient includes the loss's coefficient. This rank's part of the product, without the
+        coefficient, is added to the sum that ``pop_load_and_balance`` returns. Collective over the tensor and context parallel
+        ranks.
         """
         coefficient = float(self.get_aux_loss_coeff("aux_loss"))
         count_E = routing_map.sum(0).to(scores_for_aux_loss.dtype)  # the caller has masked padding

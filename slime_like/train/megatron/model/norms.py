@@ -136,7 +136,7 @@ class GatedHeadNorm(torch.nn.Module):
     """``rms_norm(x) * weight * silu(gate)`` over the channels of a head, never zero-centred.
 
     All heads share the weight, and tensor parallel ranks have different heads, so the gradient of the weight is summed over
-    these ranks: with sequence parallelism by megatron at the end of an optimizer step, otherwise by this module.
+    these ranks: with sequence parallelism by megatron after the last micro-batch of an optimizer step, otherwise by this module.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:

@@ -42,9 +42,9 @@ class AttentionBatches:
 def attention_batches(cu_seqlens: I32, device: torch.device) -> AttentionBatches:
     """Group sequences into batches of one attention call each.
 
-    Neighbours of equal length form a batch in place. If there are too few such neighbours, sequences are sorted by length, and
-    those in a batch have at least 7/8 of the length of the longest. Example: lengths 8, 8, 7 and 2 become a batch of 3
-    sequences padded to 8 tokens, with one padding slot, and a batch of 1 sequence of 2 tokens.
+    Each run of neighbours of equal length is a batch, without reordering. If there are too many runs, sequences are sorted by
+    length, and those in a batch have at least 7/8 of the length of the longest. Example: lengths 8, 8, 7 and 2 become a batch of
+    3 sequences padded to 8 tokens, with one padding slot, and a batch of 1 sequence of 2 tokens.
     """
     lengths = np.diff(cu_seqlens).astype(np.int64)
     runs = _runs(lengths)
