@@ -222,7 +222,7 @@ def _checkpoint_config(module: ModuleType) -> None:
 def _checkpoint_reader(module: ModuleType) -> None:
     """Read metadata and objects of a checkpoint with an allow list (``pickles``): upstream unpickles them without restriction.
 
-    Remove when torch reads ``.metadata`` and the objects next to it with an allow list.
+    Remove when torch reads ``.metadata`` and the objects in ``.distcp`` files with an allow list.
     """
     from slime_like.train.megatron.platform import pickles  # imports torch.distributed.checkpoint, as ``module`` does
 

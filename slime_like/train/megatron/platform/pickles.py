@@ -201,7 +201,8 @@ def load_metadata(path: Path) -> Metadata:
     """Return the metadata in ``path``, the ``.metadata`` of a folder.
 
     Raises ``CheckpointError`` if the file needs a class or function that is not in ``ALLOWED``, holds no ``Metadata``, or
-    refers to data outside its folder or of negative size. A missing or damaged file raises the errors of ``open`` and ``pickle``.
+    refers to data outside its folder or with a negative offset or size. A missing or damaged file raises the errors of ``open``
+    and ``pickle``.
     """
     metadata = _MetadataUnpickler(path).load()
     if not isinstance(metadata, Metadata):

@@ -75,7 +75,8 @@ class RankCritic(RankModel):
     def score(self, steps: Sequence[Sequence[PackedBatch]]) -> tuple[Columns | None, tuple[Metric, ...]]:
         """Return a rollout's values, and this rank's ``comm/...`` and ``guard/...`` metrics.
 
-        The values are None except on the reporter of each shard. The rollout stays open for ``update``.
+        The values are None except on the reporter of each shard. The rollout stays open for ``update``. Raises ``DataError`` as
+        ``lay_out`` does.
         """
         with install.phase("score"):
             columns = self._values(steps)

@@ -36,11 +36,11 @@ class DeviceState:
 
     A storage that two parts share, such as float32 weights that are also the optimizer's, belongs to the first. Gradients are
     not copied, because every optimizer step begins by setting them to 0. A CPU storage whose memory NumPy shares cannot be
-    resized and is not moved. If a call raises, the next call continues with the storages that have not been moved.
+    resized and is not moved. If ``keep`` raises, a repeated call continues with the storages that have not been moved.
     """
 
     def __init__(self, tensors: Mapping[str, Tensors], device: torch.device) -> None:
-        """Track the tensors on ``device`` that ``tensors`` returns for each part; tensors on other devices are ignored."""
+        """Track the tensors on ``device``. ``tensors`` has a function for each part, which returns the part's tensors."""
         self._tensors = tensors
         self._device = device
         self._offloaded: dict[str, list[OffloadedStorage]] = {part: [] for part in TRAINER_PARTS}

@@ -107,8 +107,8 @@ class RankTrainer(RankModel):
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
         """Run the second part of ``train_rollout``: compute advantages from scores and the ``columns`` of other roles.
 
-        Return the critic's targets on the reporter of each shard; None on other ranks, or if there is no critic. Raises
-        ``UserCodeError`` if a user's token advantage fails.
+        Return the critic's targets on the reporter of each shard. Return None on other ranks, or if the token advantage is no
+        ``ReturnEstimator``. Raises ``UserCodeError`` if a user's token advantage fails.
         """
         rollout = self.rollout
         for name, column in columns.items() if self.rank_info.is_last else ():
@@ -304,7 +304,7 @@ class RankTrainer(RankModel):
     def score(self, batch: PackedBatch, float64_kind: str | None = None) -> F32 | None:
         """Return log-probabilities [T] at the sampling temperature, 0 at first tokens of sequences; None except on the reporter.
 
-        Layers of kind ``float64_kind`` run in float64.
+        Layers of kind ``float64_kind`` run in float64. Raises ``DataError`` as ``lay_out`` does.
         """
         micro = self.lay_out(batch)
         mask = np.ones(len(batch.token_ids), dtype=np.bool_)

@@ -1,6 +1,6 @@
 """Balance of expert load: the scale of the auxiliary loss, and metrics per optimizer step.
 
-Axis suffixes: E routed experts of a layer; a digit is a size.
+Axis suffixes: E routed experts of a layer; a digit is the size of its axis.
 """
 
 from __future__ import annotations

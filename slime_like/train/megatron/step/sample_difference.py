@@ -101,9 +101,10 @@ class SampleLogprobDifference:
         return [Mean(f"{NAME}{suffix}", float(magnitudes.mean())), Max(f"{NAME}_max{suffix}", float(magnitudes.max()))]
 
     def _compare(self) -> tuple[list[Metric], str | None]:
-        """Return global metrics, and the error message if an ``on_policy`` difference is NaN or exceeds the tolerance, else None.
+        """Return global metrics and an error message, which is None if the check passes.
 
-        Collective over the dp and cp ranks.
+        The check fails if ``tolerance`` is not None and an ``on_policy`` difference is NaN or exceeds it. Collective over the dp
+        and cp ranks.
         """
         on_policy, mixed, stale = self._gather()
         num_sampled = len(on_policy) + len(mixed) + len(stale)

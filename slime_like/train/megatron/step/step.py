@@ -52,9 +52,10 @@ class OptimizerStep(ABC):
     ) -> list[Metric]:
         """Update the weights. Return global metrics on the last pipeline stage, [] on other stages. Collective.
 
-        In the first optimizer step of a rollout, ``sample_difference`` compares the samples with the engine. If they differ by
-        more than its tolerance, it raises ``ConsistencyError`` before the weights change. Later steps pass None, because no
-        engine has their weights. Raises ``UserCodeError`` as the loss and ``StepReport`` do.
+        In a policy's first optimizer step of a rollout, ``sample_difference`` compares the samples with the engine. If they
+        differ by more than its tolerance, it raises ``ConsistencyError`` before the weights change. It is None in later steps,
+        because no engine has their weights, and in all steps of a critic. Raises ``UserCodeError`` as the loss and ``StepReport``
+        do.
         """
         report = self.backward(micros, num_tokens, sample_difference)
         balance = self._balance.close_step()
@@ -105,7 +106,7 @@ class OptimizerStep(ABC):
     ) -> tuple[Tensor, int]:
         """Return the sum of weight * loss over the micro-batch's trained tokens on this rank, and the number of these tokens.
 
-        Also add the micro-batch to ``report``.
+        Also add the micro-batch to ``report`` and, in a policy, to ``sample_difference`` unless that is None.
         """
 
 
