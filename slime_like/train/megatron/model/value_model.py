@@ -69,7 +69,7 @@ class ValueModel(PolicyModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return the sharded state of an ordinary module, without the output layer of megatron's language models."""
+        """Return the sharded state as ``MegatronModule`` does: the method of megatron's LanguageModule needs an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
 

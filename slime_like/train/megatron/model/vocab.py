@@ -1,7 +1,7 @@
 """Log-probability and entropy from hidden states, with logits computed in chunks and never stored.
 
-Forward saves the hidden states and, per token, a log-sum-exp and the entropy; backward recomputes the logits of each chunk,
-which costs one more matrix multiplication per chunk. The memory for logits is a few float32 buffers
+Forward saves the hidden states and, per token, a log-sum-exp and, if requested, the entropy. Backward recomputes the logits of
+each chunk, which costs one more matrix multiplication per chunk. The memory for logits is a few float32 buffers
 [chunk, this rank's tokens of the vocabulary].
 """
 

@@ -36,8 +36,8 @@ READ_ERRORS = (
 def convert_damage(message: Callable[[str], str]) -> Generator[None]:
     """Convert errors on damaged files to ``CheckpointError(message(summary))``; ``summary`` describes the original error.
 
-    Errors of this project, ``OutOfMemoryError`` and errors of collectives pass unchanged. If torch has wrapped a
-    ``CheckpointError``, that error is raised.
+    Errors of this project, ``OutOfMemoryError`` and ``DistError`` pass unchanged. A plain ``RuntimeError``, which gloo raises
+    when a collective fails, is converted too. If torch has wrapped a ``CheckpointError``, that error is raised.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def convert_damage(message: Callable[[str], str]) -> Generator[None]:
 
 
 def _project_error(error: BaseException) -> CheckpointError | None:
-    """Return the first ``CheckpointError`` in ``error``, which torch may have wrapped at any depth; None if there is none."""
+    """Return the first ``CheckpointError`` among ``error`` and the errors that torch wrapped in it, at any depth; else None."""
     if isinstance(error, CheckpointError):
         return error
     failures = cast("dict[int, tuple[Any, Any]]", error.failures) if isinstance(error, CheckpointException) else {}
@@ -62,10 +62,10 @@ def summarize_error(error: BaseException) -> str:
 
 
 def read_verified_manifest(source: Path, *, verify: bool) -> Manifest:
-    """Return the ``Manifest`` of an iteration's folder, after comparing its files with their sizes and, if ``verify``, hashes.
+    """Return an iteration's ``Manifest``, after comparing its files with the recorded sizes and, if ``verify``, hashes.
 
-    Collective: each file is hashed by one rank. Raises ``CheckpointError`` on all ranks if any rank finds a file
-    missing, changed or unreadable.
+    Old checkpoints have no hashes. Collective: each file is hashed by one rank. Raises ``CheckpointError`` on all ranks if on
+    any rank a file is missing, changed or unreadable, or if ``read_record`` rejects checkpoint.json.
     """
     record: CheckpointRecord | None = None
     error: str | None = None

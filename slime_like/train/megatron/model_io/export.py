@@ -79,8 +79,8 @@ class HFExport:
     def replicated_buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Yield the tensors of all stages on every rank, stage by stage, in buckets as in ``buckets``.
 
-        Collective: all ranks iterate together. Every tensor or expert parallel group gathers its stage's parameters,
-        and every pipeline group broadcasts them.
+        Collective: all ranks iterate together. The tensor parallel and expert parallel groups gather the parameters of
+        their stage, and the pipeline groups broadcast them.
         """
         rank_info = self._rank_info
         manifests: list[Any] = [self.manifest()]
@@ -175,9 +175,9 @@ def write_hf(
     Untrained tensors of the source (a vision tower, multi-token prediction) are copied unchanged, except that float8
     weights are converted to the dtype of the export, which is not quantised. Every pipeline stage writes its own files,
     of at most ``max_bytes`` (or one larger tensor), into a temporary folder, which then replaces ``folder``.
-    Collective. Raises ``CheckpointError`` on every rank if one fails to write its files (the temporary folder is then
-    removed), or if ``folder`` exists and either is the source's folder or contains no config.json. After an error, ``folder``
-    is unchanged.
+    Collective. Raises ``CheckpointError`` on every rank if a file cannot be written, copied from the source or sent between
+    nodes (the temporary folder is then removed), or if ``folder`` exists and either is the source's folder or contains no
+    config.json. After an error, ``folder`` is unchanged.
     """
     scratch = folder.with_name(folder.name + SCRATCH)
 

@@ -47,8 +47,8 @@ def load_initial_weights(
 ) -> None:
     """Load this rank's parameters from ``folder``, in HF or Megatron format. Collective.
 
-    ``key`` is the config key of the folder, for messages. Raises ``CheckpointError`` if the folder is missing or damaged, or
-    belongs to another model.
+    ``key`` is the config key of the folder, for messages. Raises ``CheckpointError`` if the folder is missing, damaged or not
+    supported, or belongs to another model.
     """
     source = megatron_folder(Path(folder))
     if source is None:
@@ -60,8 +60,8 @@ def load_initial_weights(
 def load_megatron(model: ModelSegments, source: Path, key: str, family: Family, *, verify: bool = True) -> None:
     """Load this rank's parameters from the iteration folder ``source``, whose optimizer state is not read. Collective.
 
-    With ``verify``, a checkpoint of this trainer is first compared with its hashes. Raises ``CheckpointError`` if the
-    folder is damaged or belongs to another model.
+    The files of a checkpoint of this trainer are first compared with the recorded sizes and, if ``verify``, hashes. Raises
+    ``CheckpointError`` if the folder is damaged or belongs to another model.
     """
     if (source / MANIFEST).is_file():
         read_verified_manifest(source, verify=verify)
@@ -114,7 +114,7 @@ def _check_stored(entries: list[Any], stored: dict[str, Any], source: Path, key:
 
 
 def _check_unread(entries: list[Any], stored: dict[str, Any], source: Path, key: str) -> None:
-    """Raise ``CheckpointError`` if the folder has weights that no rank loads: such a folder belongs to another model.
+    """Raise ``CheckpointError`` if the folder has weights under ``MODEL`` that no rank loads: it belongs to another model.
 
     Collective: each pipeline stage loads only its own layers.
     """

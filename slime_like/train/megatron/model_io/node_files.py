@@ -53,9 +53,10 @@ def on_other_nodes(action: Callable[[], None], info: RankInfo) -> None:
 
 
 def gather_files(folder: Path, names: Sequence[Sequence[str]], info: RankInfo) -> None:
-    """Move the files that ranks on other nodes wrote to their ``folder`` into rank 0's ``folder``. Collective.
+    """Copy the files of ranks on other nodes into rank 0's ``folder``, then remove ``folder`` on those nodes. Collective.
 
-    ``names`` are the files of each rank. Raises ``CheckpointError`` on every rank if a file cannot be read or written.
+    ``names`` are the files of each rank. Raises ``CheckpointError`` on every rank if a file cannot be read or written; no
+    folder is then removed.
     """
     if not node_leaders(info):
         return

@@ -120,7 +120,8 @@ class PendingSave:
         Raises ``CheckpointError`` on every rank if a rank failed or has not written its files after ``LIMIT_SHARE`` of
         ``deadline_s`` (the message names the rank and the reason), or if the folder cannot be completed. The written files
         are then removed. If a thread is still writing, they are kept, because removing them could block too. Later saves
-        of this process wait until the thread has ended, and the next save of the same iteration removes the files.
+        of this process wait until the thread has ended. The next save of the same iteration removes the files; on a node
+        that does not share rank 0's folder, the next save of any iteration does.
         """
         try:
             self._gather(self._join(deadline_s))
@@ -220,9 +221,9 @@ def begin_save(state: RankState, folder: Path, iteration: int, version: int) -> 
 
 
 def _clone_live(buckets: list[Any], on_host: list[Any]) -> list[Any]:
-    """Return ``on_host`` with a clone in place of each tensor that shares memory with the model.
+    """Return ``on_host`` with a clone in place of each tensor that shares memory with the model or the optimizer.
 
-    The next optimizer step overwrites the model's memory, and megatron makes host copies only of tensors on a device.
+    The next optimizer step overwrites this memory, and megatron makes host copies only of tensors on a device.
     """
     out: list[Any] = []
     for (_, _, (_, live)), (file, key, (data, tensors)) in zip(buckets, on_host, strict=True):

@@ -62,7 +62,7 @@ class RankInfo:
 
     @property
     def is_shard_reporter(self) -> bool:
-        """True on the rank whose columns represent its data parallel shard: tp and cp rank 0 of the last pipeline stage."""
+        """True on the rank that returns the per-token results of its data parallel shard: tp and cp rank 0 of the last stage."""
         return self.is_last and self.tp_rank == self.cp_rank == 0
 
     @property

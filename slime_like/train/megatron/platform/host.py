@@ -36,7 +36,7 @@ class _Finder:
         self.patched: set[str] = set()  # names of modules
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        """Return a spec whose loader adapts the module; None for a module outside megatron.core (see ``sys.meta_path``)."""
+        """Return a spec whose loader adapts the module, None if missing or outside megatron.core (see ``sys.meta_path``)."""
         if not _is_core(name):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
