@@ -155,7 +155,7 @@ def assemble(groups: Sequence[SampleGroup], spec: AssembleSpec, rollout_id: int)
     ``groups`` may be empty, if filters dropped all groups or all are carried over to the next rollout; there are then no
     steps. Raises ``ConfigError`` if the aggregation is unknown, or if there are fewer than ``steps * dp`` samples;
     ``DataError`` if a step has no token to train on; ``EngineError`` if log-probabilities or routed experts of trained
-    tokens are missing, if routed experts do not fit ``spec.routing``, or if the extras of samples have different names or
+    tokens are missing, if routed experts do not fit the routing of ``spec``, or if the extras of samples have different names or
     wrong sizes; ``UserCodeError`` if a user's group advantage fails.
     """
     if not groups:
