@@ -175,11 +175,15 @@ class _FormulaReader:
         return self._atom() if self._peek() and self._peek() not in CLOSING else ONE
 
     def _function(self) -> Size:
+        exponents: list[Size] = []
         while self._peek() == "^":  # power of the function value
             self._next()
-            self._argument()
-        size = self._argument()
-        return HUGE if size.digits > ARGUMENT_DIGITS else Size(size.digits, size.terms)
+            exponents.append(self._argument())
+        argument = self._argument()
+        size = HUGE if argument.digits > ARGUMENT_DIGITS else Size(argument.digits, argument.terms)
+        for exponent in exponents:
+            size = size.power(exponent)
+        return size
 
     def _root(self) -> Size:
         index = self._atom() if self._peek() == "[" else ONE

@@ -55,6 +55,7 @@ def test_a_formula_takes_a_bounded_number_of_calls(calls: Callable[[str], int], 
         r"\theta^{\binom{100}{i}}",
         r"\sinh((2)^{99})",
         r"e^{\binom{99}{50}}",
+        r"\sin^{{9}^{{9}^{9}}}(1)",
     ],
 )
 def test_unexpectedly_expensive_formulas_are_compared_as_text(calls: Callable[[str], int], formula: str) -> None:
