@@ -71,7 +71,7 @@ class Prompt:
 class Reward:
     """Reward of a sample.
 
-    Advantages use ``score``; ``accuracy`` (0 or 1, if the task has a correct answer) is only reported. ``parts``
+    Advantages use ``score``; ``accuracy`` (0 to 1, or None if the reward has none) is only reported. ``parts``
     contains the unweighted score of each component of a composed reward.
     """
 
@@ -123,7 +123,7 @@ class Sample:
 
     @property
     def num_response_tokens(self) -> int:
-        """Return the number of tokens sampled by the model."""
+        """Return the number of tokens that the model sampled or, in a demonstration, of its trained tokens."""
         return sum(s.stop - s.start for s in self.spans if s.source is Source.MODEL)
 
     @property

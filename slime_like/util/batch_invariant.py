@@ -89,7 +89,10 @@ def log_softmax(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
 
 
 def check_machine(shapes: Iterable[tuple[int, int]]) -> str | None:
-    """Return a message if, on this machine, a row of a GEMM of these (output, input) sizes depends on other rows, else None."""
+    """Test GEMMs of these (output, input) sizes on this machine. Return a message if a row depends on other rows, else None.
+
+    Output sizes above ``MAX_CHECKED_COLUMNS`` are tested as ``MAX_CHECKED_COLUMNS``.
+    """
     generator = torch.Generator().manual_seed(0)
     for outputs, inputs in sorted({(min(outputs, MAX_CHECKED_COLUMNS), inputs) for outputs, inputs in shapes}):
         weight = torch.randn(outputs, inputs, generator=generator)

@@ -29,7 +29,7 @@ ARM_FIELDS = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", 
 
 
 class BuildError(Exception):
-    """Failed build. The message names the cause and the fix."""
+    """Failed build. The message names the cause and, if it is known, the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class SharedObject:
 
 
 def find_compiler() -> str:
-    """Return the path of the C compiler: ``$CC`` without launchers and options, or else the first of ``COMPILERS`` on PATH.
+    """Return the path of the C compiler that ``$CC`` names or, if it names none, of the first of ``COMPILERS`` on PATH.
 
-    Raises ``BuildError`` if it is not found.
+    Launchers and options in ``$CC`` are ignored. Raises ``BuildError`` if the compiler is not found.
     """
     words = [word for word in os.environ.get("CC", "").split() if Path(word).name not in LAUNCHERS]
     candidates = words[:1] or COMPILERS

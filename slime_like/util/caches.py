@@ -15,10 +15,11 @@ FALLBACK = "/tmp"  # not TMPDIR, because an engine removes its TMPDIR when it ex
 
 
 def cache_folder(name: str) -> Path:
-    """Create or reuse the cache folder ``name`` in ``$XDG_CACHE_HOME`` (by default ``~/.cache``), else in ``/tmp``.
+    """Create or reuse ``slime_like/<name>`` in ``$XDG_CACHE_HOME`` (by default ``~/.cache``), else a folder in ``/tmp``.
 
-    ``/tmp`` is used if the folder cannot be created in the first location, or if another user could replace that location or
-    one of its parents. Raises ``SlimeLikeError`` if an existing folder is not private, ``OSError`` if no location is usable.
+    ``/tmp`` is used if the first location is unknown (no home), if the folder cannot be created there, or if another user could
+    replace that location or one of its parents. Raises ``SlimeLikeError`` if an existing folder is not private, ``OSError`` if
+    no location is usable.
     """
     base = _base()
     if base is not None and not is_replaceable(base):
@@ -70,7 +71,7 @@ def keep_caches_private() -> None:
     """Set private cache folders for libraries that compile code, in this process and its children.
 
     torch's default is ``/tmp/torchinductor_<user>``, which another user can create first. Triton, FlashInfer, SGLang and CUDA
-    cache in the home folder: if that is read-only, HOME is replaced. Models that were downloaded to the old home folder stay
+    cache in the home folder: if that is missing or not writable, HOME is replaced. Models in the old home folder stay
     available. Raises ``SlimeLikeError`` and ``OSError`` as ``cache_folder`` does.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))

@@ -51,7 +51,10 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def parse(line: str) -> Gpu:
-    """Parse a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 81559 MiB, 9.0``; other values, such as [N/A], become None."""
+    """Parse a line of nvidia-smi, such as ``NVIDIA H100 80GB HBM3, 81559 MiB, 9.0``.
+
+    A memory size or capability in another form, such as [N/A], becomes None. A line of fewer fields is taken as the name.
+    """
     fields = [field.strip() for field in line.rsplit(",", 2)]
     if len(fields) < 3:
         return Gpu(line.strip())

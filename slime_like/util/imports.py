@@ -23,9 +23,9 @@ def heavy_imports() -> Generator[None]:
     First, the garbage collector repeatedly scans a growing heap. It is disabled during the import, and the imported objects
     are then frozen, which also shortens later collections. Second, transformers reads the file list of every installed
     package to map modules to distributions. Here the few modules that it needs are looked up one by one. Third, torch and
-    SGLang read the entry points of every installed package once for each group. Here they are read once. Modules imported
-    inside the block with ``from importlib.metadata import entry_points`` keep the cached version afterwards. Last, transformers
-    scans its model files twice. ``scan_models_once`` lets both uses share one scan.
+    SGLang read the entry points of every installed package once for each group. Here they are read once. A module that is
+    imported inside the block and contains ``from importlib.metadata import entry_points`` keeps the cached version. Last,
+    transformers scans its model files twice. ``scan_models_once`` lets both uses share one scan.
     """
     collecting, original = gc.isenabled(), importlib.metadata.packages_distributions
     entry_points = importlib.metadata.entry_points

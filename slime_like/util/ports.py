@@ -72,7 +72,7 @@ def interface_towards(host: str) -> str:
 def interface_environment(host: str) -> Mapping[str, str]:
     """Return the environment variables that bind gloo and NCCL to the interface towards ``host``; empty if both are set already.
 
-    If they are not set, gloo listens on the address that the host name resolves to, and NCCL on the first non-loopback interface.
+    Without them, gloo would listen on the address that the host name resolves to, and NCCL on the first non-loopback interface.
     Raises ``SlimeLikeError`` if no interface is known to lead to ``host``.
     """
     if os.environ.keys() >= INTERFACES:

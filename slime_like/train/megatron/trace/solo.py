@@ -53,7 +53,7 @@ def join(spec: RankSpec, rank: int = 0) -> RankInfo:
 
 @functools.cache
 def import_trainer() -> None:
-    """Import the trainer of a single rank, and torch's compiler, which a step on CUDA imports."""
+    """Patch torch and megatron, then import the trainer of a rank, and torch's compiler, which a step on CUDA imports."""
     keep_objects()  # before the collectives are wrapped
     with heavy_imports():
         host.install("cuda")
@@ -73,9 +73,10 @@ def leave() -> None:
 
 
 def keep_objects() -> None:
-    """Replace torch's exchanges of Python objects: this rank then gets only its own, and nothing is read from the device.
+    """Replace torch's ``all_gather_object`` and ``broadcast_object_list``.
 
-    Must run before the wrapper around collectives (``slime_like.distributed.wrapper``) is installed. Idempotent.
+    This rank then gets only its own objects, and nothing is read from the device. Must run before the wrapper around
+    collectives (``slime_like.distributed.wrapper``) is installed. Idempotent.
     """
     global _keeps_objects
     if _keeps_objects:
@@ -165,14 +166,14 @@ class _EmptyHostCopies(TorchDispatchMode):
 
 
 def _without_host_copies(stock: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
-    """Allocate the offloaded parameters without copying them, which takes seconds for a model of 30B parameters."""
+    """Allocate the offloaded parameters, but do not copy them: the copies take seconds for a model of 30B parameters."""
     del optimizer
     with _EmptyHostCopies():
         return stock(*args)
 
 
 def _even_rows(stock: Callable[..., Any], dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Split rows equally, in place of the row counts that the host would read from the routers' choices."""
+    """Replace the row counts that the host would read from the routers' choices with an equal split among ranks and experts."""
     out = stock(point, tokens_per_expert)
     rows = int(dispatcher.routing_map.shape[0]) * int(dispatcher.config.moe_router_topk)
     num_received = rows * dispatcher.tp_size
@@ -211,7 +212,7 @@ def _own_shape(
 
 
 def _without_values(stock: Callable[..., Any], owner: Any, *args: Any) -> Any:
-    """Return the metrics that ``stock`` returns, or [] if a check of their values fails.
+    """Return the metrics that ``stock`` returns, or [] if a check of their values fails or a value is divided by 0.
 
     Values are meaningless on a phantom GPU.
     """
