@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -18,12 +19,21 @@ from tests.e2e.runs import REPOSITORY
 from tests.process_states import is_alive
 
 OWNER = """
-import subprocess, sys
+import os, signal, subprocess, sys
 from slime_like.cluster.supervise.reaper import reaper
 unrelated = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session=True)
 process_reaper = reaper()
 child = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE, text=True)  # orphaned immediately
-print(unrelated.pid, int(child.stdout.readline()), process_reaper is not None, flush=True)
+pids, pids_in = os.pipe()
+for generation in range(2):  # the second one is orphaned immediately, while the first one lives
+    if (fork := os.fork()) == 0:
+        if generation == 1 and os.fork():
+            os._exit(0)
+        os.write(pids_in, b"%7d" % os.getpid())
+        signal.pause()
+    if generation == 1:
+        os.waitpid(fork, 0)
+print(unrelated.pid, int(child.stdout.readline()), int(os.read(pids, 7)), int(os.read(pids, 7)), process_reaper is not None, flush=True)
 if sys.argv[1] == "closes":
     sys.stdin.readline()
     process_reaper.close()
@@ -44,25 +54,27 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
         text=True,
     )
     assert owner.stdout is not None
-    unrelated, orphan, reaped = owner.stdout.readline().split()
+    unrelated, *started, reaped = owner.stdout.readline().split()
     try:
-        assert reaped == "True" and is_alive(int(orphan))
+        assert reaped == "True" and all(is_alive(int(pid)) for pid in started) and len(started) == 3
         if end == "killed":
             owner.kill()
             deadline = Deadline("test", "end", 30)
-            while is_alive(int(orphan)):
+            while any(is_alive(int(pid)) for pid in started):
                 deadline.remaining("a process of user code")
                 time.sleep(0.02)
         else:
             assert owner.stdin is not None
             owner.stdin.write("close\n")
             owner.stdin.flush()
-            assert owner.stdout.readline() == "closed\n" and not is_alive(int(orphan))
+            assert owner.stdout.readline() == "closed\n" and not any(is_alive(int(pid)) for pid in started)
         assert is_alive(int(unrelated)), "processes started before the reaper are not touched"
     finally:
         owner.kill()
         owner.wait()
-        psutil.Process(int(unrelated)).kill()
+        for pid in (unrelated, *started):
+            with suppress(psutil.Error):
+                psutil.Process(int(pid)).kill()
 
 
 def test_a_supervised_process_has_no_reaper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,15 @@
 """Kill processes started by user code if no supervisor adopts them: in a joined Ray cluster, or if the driver has none.
 
-``python -m slime_like.cluster.supervise.reaper MARK`` detaches from its parent, because Ray kills the parent's direct children
-along with it. It reads the parent's pipe until EOF, then kills every process with ``MARK`` in its environment.
+``python -m slime_like.cluster.supervise.reaper MARK OWNER`` detaches from its parent, because Ray kills the parent's direct
+children along with it. Once process ``OWNER`` has ended or closed its pipe, it kills every program with ``MARK`` in its
+environment, and every forked process: the kernel shows no mark for a fork, which therefore sends its pid through the pipe.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,26 +24,40 @@ from slime_like.util.deadline import scale
 
 START_S = 60.0
 EXIT_S = 5.0
+CLOSE = 0  # in the pipe, in place of the pid of a forked process; EOF has to wait for forked processes to end
+NUMBER = struct.Struct("i")
+READ_BYTES = 1024 * NUMBER.size
 
 
 class Reaper:
     """Handle of a reaper process, which the constructor starts.
 
-    Once the process that called the constructor has ended, the reaper kills all programs that this process and its descendants
-    have started since that call (``find_marked``). ``close`` kills them earlier. The constructor raises ``SlimeLikeError`` if
-    the reaper does not start.
+    Once the process that called the constructor has ended, the reaper kills all processes that this process and its descendants
+    have started since that call: programs (``find_marked``), and forks by ``os.fork``, which multiprocessing uses too.
+    ``close`` kills them earlier. The constructor raises ``SlimeLikeError`` if the reaper does not start.
     """
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(8)
-        command = [sys.executable, "-m", __name__, self._mark]
+        command = [sys.executable, "-m", __name__, self._mark, str(os.getpid())]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}  # Ray changed it
         # The child detaches, then prints its pid; a separate session protects it from signals to the process group.
         self._starter = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         self._reaper = psutil.Process(self._started_pid())
+        assert self._starter.stdin is not None
+        self._pipe = self._starter.stdin.fileno()
+        self._pipe_id = _file_id(self._pipe)
+        os.register_at_fork(after_in_child=self._report_fork)
         os.environ[process_tree.MARK] = self._mark
+
+    def _report_fork(self) -> None:
+        """Send the pid of this process to the reaper, unless the pipe was closed or its descriptor used for another file."""
+        with suppress(OSError):
+            if _file_id(self._pipe) == self._pipe_id:
+                # In a new pid namespace, getpid returns another number than the one by which the reaper knows this process.
+                os.write(self._pipe, NUMBER.pack(int(os.readlink("/proc/self"))))
 
     def _started_pid(self) -> int:
         """Return the pid of the detached process. Raises ``SlimeLikeError`` if it does not start."""
@@ -62,9 +78,11 @@ class Reaper:
         return int(pid)
 
     def close(self) -> None:
-        """Kill all marked descendants and end the reaper process."""
+        """Kill all processes that the reaper would kill, and end the reaper process."""
         process_tree.kill(process_tree.find_marked(self._mark))
         assert self._starter.stdin is not None
+        with suppress(OSError):  # the reaper was killed
+            os.write(self._pipe, NUMBER.pack(CLOSE))
         self._starter.stdin.close()
         with suppress(psutil.Error):
             self._reaper.wait(EXIT_S * scale())
@@ -75,18 +93,57 @@ def reaper() -> Reaper | None:
     return None if process_tree.MARK in os.environ else Reaper()
 
 
-def main(mark: str) -> None:
-    """Detach, print the pid, wait for EOF on stdin, then kill every process with ``mark``."""
+def main(mark: str, owner: int) -> None:
+    """Detach, print the pid, wait until the process ``owner`` ends or closes its pipe, then kill what it has started."""
+    end = os.pidfd_open(owner)
     if pid := os.fork():
         os.write(1, f"{pid}\n".encode())
         os._exit(0)
     os.dup2(2, 1)
-    while os.read(0, 1):
+    forks: set[psutil.Process] = set()
+    while _read_forks(forks, end):
         pass
-    while processes := process_tree.find_marked(mark):  # starting processes may appear later
+    while processes := _living(mark, forks):  # starting processes may appear later
         process_tree.kill(processes)
         psutil.wait_procs(processes, timeout=process_tree.WAIT_S)
 
 
+def _read_forks(forks: set[psutil.Process], end: int) -> bool:
+    """Add forked processes that the pipe on stdin reports to ``forks``. Return False after ``CLOSE``, EOF or ``end`` (a pidfd)."""
+    if 0 not in wait([0, end]):
+        return False
+    data = os.read(0, READ_BYTES)
+    numbers = {number for (number,) in NUMBER.iter_unpack(data)}
+    forks -= {process for process in forks if not process.is_running()}
+    for pid in numbers - {CLOSE}:
+        with suppress(psutil.Error):  # it has ended
+            process = psutil.Process(pid)
+            if process.create_time() >= psutil.Process().create_time():  # otherwise the pid is of another namespace
+                forks.add(process)
+    return bool(data) and CLOSE not in numbers
+
+
+def _living(mark: str, forks: set[psutil.Process]) -> list[psutil.Process]:
+    """Return the living processes among programs with ``mark``, ``forks`` and the descendants of both."""
+    processes = {*process_tree.find_marked(mark), *forks}
+    for process in [*processes]:
+        with suppress(psutil.Error):
+            processes.update(process.children(recursive=True))
+    return [process for process in processes if _is_living(process)]
+
+
+def _is_living(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _file_id(descriptor: int) -> tuple[int, int]:
+    """Return device and inode of an open file. Raises ``OSError`` if there is none."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
