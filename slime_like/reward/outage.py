@@ -20,7 +20,7 @@ class Outage:
     num_unscored: int = 0  # samples that got no score during the outage
     _noticed_at: float = 0.0  # unix seconds of the first failed request; 0 if none has failed
     _cause: str = ""
-    _answered_at: float = 0.0  # unix seconds of the first response after the outage; 0 if there is none
+    _answered_at: float = 0.0  # unix seconds of the first score or refusal after the outage; 0 if there is none
     _start_time: float = field(default_factory=time.monotonic)
     _dead_port: PortLease = field(default_factory=lambda: PortLease(HOST))
 
@@ -39,7 +39,7 @@ class Outage:
             self._noticed_at, self._cause = time.time(), f"down: {error}"
 
     def record_answer(self) -> None:
-        """Record a successful response of the server; only the first one after the outage counts."""
+        """Record that the server scored or refused a sample; only the first response after the outage counts."""
         if not self.is_active and not self._answered_at:
             self._answered_at = time.time()
 
@@ -51,7 +51,7 @@ class Outage:
     def is_over(self) -> bool:
         """Return whether the record is complete.
 
-        It is complete if the outage is over and, if a request failed, the server has sent a successful response since.
+        It is complete if the outage is over and, if a request failed, the server has scored or refused a sample since.
         """
         return not self.is_active and bool(self._answered_at or not self._noticed_at)
 

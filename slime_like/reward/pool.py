@@ -15,7 +15,7 @@ from slime_like.errors import DeadlineExceeded, RewardError
 from slime_like.metrics.types import Metric, Sum
 from slime_like.reward.latex import only_boxed
 from slime_like.reward.process import WorkerDied, WorkerProcess
-from slime_like.reward.remote import RemoteReward, ServerFailed
+from slime_like.reward.remote import RemoteReward, SampleRefused, ServerFailed
 from slime_like.reward.worker import LOAD_S, Load, ScoreRequest, validated_reward
 from slime_like.types import UNTRAINED, Prompt, Reward, Sample, SampleGroup, Status
 from slime_like.util.concurrency import gather_or_cancel
@@ -189,14 +189,32 @@ class RewardPool:
         self._counts["calls"] += 1
         try:
             reward = await self._remote(prompt, only_boxed(sample) if split_prefix(name)[0] else sample)
+        except SampleRefused as error:
+            self._counts["remote_failures"] += 1
+            self._note_response()
+            self._warn_refused(error, name, prompt, sample)
+            return None
         except (TimeoutError, ServerFailed) as error:
             self._counts["remote_failures"] += 1
             self._warn_server_down(error)
             return None
+        self._note_response()
+        return reward
+
+    def _note_response(self) -> None:
         if self._server_down:
             self._warnings.append(f"the reward server {self._config.remote_url} responds again")
             self._server_down = False
-        return reward
+
+    def _warn_refused(self, error: SampleRefused, name: str, prompt: Prompt, sample: Sample) -> None:
+        """Warn once per reward, naming the first refused sample; ``reward/remote_failures`` counts all of them."""
+        if (name, "refused") not in self._warned_causes:
+            self._warned_causes.add((name, "refused"))
+            self._warnings.append(
+                f"the reward server {self._config.remote_url} refused {_describe_samples([sample])} of prompt "
+                f"{prompt.prompt_id} ({prompt.dataset}) with {error}: refused samples {self._fallback()} (reward.fallback); "
+                "reward/remote_failures counts them"
+            )
 
     def _warn_late(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Warn once per reward, naming the samples of its first late call; ``reward/timeouts`` counts all late calls."""
@@ -228,7 +246,7 @@ class RewardPool:
         return "are excluded from training" if value is None else f"count as {value:g}"
 
     def _warn_server_down(self, error: Exception) -> None:
-        """Warn that the reward server did not score a sample. Later calls do nothing until it scores a sample again."""
+        """Warn that the reward server did not respond. Later calls do nothing until it scores or refuses a sample again."""
         if self._server_down:
             return
         self._server_down = True

@@ -34,6 +34,10 @@ class ServerFailed(Exception):
     """Error of a sample that the server did not score. Internal to this package."""
 
 
+class SampleRefused(ServerFailed):
+    """Error of a sample that the server refused by an HTTP status such as 422. The server is up, and may score other samples."""
+
+
 class _Transient(ServerFailed):
     """Failure after which the request may be sent again."""
 
@@ -55,9 +59,9 @@ class RemoteReward:
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
         """Return the server's score.
 
-        Raises ``ServerFailed`` if the server refuses the sample or all attempts fail, ``DeadlineExceeded`` if they take longer
-        than ``reward.timeout_s``, and ``RewardError`` if the address is wrong or the response is not a score. The time limit
-        does not include the wait for one of the ``reward.remote_concurrency`` slots.
+        Raises ``SampleRefused`` if the server refuses the sample, ``ServerFailed`` if all attempts fail, ``DeadlineExceeded``
+        if they take longer than ``reward.timeout_s``, and ``RewardError`` if the address is wrong or the response is not a
+        score. The time limit does not include the wait for one of the ``reward.remote_concurrency`` slots.
         """
         body = {"prompt": prompt.text, "response": sample.text, "label": prompt.label}
         async with self._semaphore:
@@ -78,9 +82,10 @@ class RemoteReward:
             except _Transient:
                 self._count_unscored()
                 raise
-        self._down = False
-        for outage in self._outages:
-            outage.record_answer()
+            except SampleRefused:
+                self._record_response()
+                raise
+        self._record_response()
         return self._reward(answer)
 
     def inject_outage(self, seconds: float) -> None:
@@ -113,6 +118,11 @@ class RemoteReward:
         for outage in self._outages[-1:]:
             outage.num_unscored += outage.is_active
 
+    def _record_response(self) -> None:
+        self._down = False
+        for outage in self._outages:
+            outage.record_answer()
+
     def _count(self, state: RetryCallState) -> None:
         del state
         self.num_retries += 1
@@ -140,7 +150,7 @@ class RemoteReward:
             raise RewardError(
                 f"reward.remote_url={url} returned {reply}; set it to the address that accepts POST requests"
             )
-        raise (_Transient if response.status >= 500 or response.status in BUSY else ServerFailed)(reply)
+        raise (_Transient if response.status >= 500 or response.status in BUSY else SampleRefused)(reply)
 
     def _reward(self, content: bytes) -> Reward:
         try:

@@ -181,6 +181,41 @@ def test_a_failure_after_an_outage_is_not_attributed_to_it(monkeypatch: pytest.M
         asyncio.run(run(port))
 
 
+def test_a_server_that_refuses_samples_is_not_down() -> None:
+    """The first refusal is reported once, and a refusal ends an outage."""
+
+    def script(body: dict[str, object], num_requests: int) -> tuple[int, str]:
+        return (503, "busy") if num_requests == 0 else (422, "too odd") if body["response"] == "bad" else (200, "1")
+
+    async def test(url: str, requests: list[dict[str, object]]) -> None:
+        pool = RewardPool(config(url, fallback=-1.0, remote_concurrency=1, remote_retries=0))
+        assert await score(pool, "good", "bad", "good", "bad") == [Reward(value) for value in (-1.0, -1.0, 1.0, -1.0)]
+        down, up, refused = pool.warnings()
+        assert "does not score (HTTP 503: busy)" in down and up.endswith("responds again")
+        assert refused == (
+            f"the reward server {url} refused sample 1 of prompt 7 (train) with HTTP 422: too odd: refused samples count as -1 "
+            "(reward.fallback); reward/remote_failures counts them"
+        )
+        assert reduce_metrics(pool.metrics()) == counts(calls=4, remote_failures=3, fallbacks=3)
+        await pool.stop()
+
+    with_server(script, test)
+
+
+@pytest.mark.parametrize("status", [200, 422])
+def test_a_response_after_an_outage_restores_the_retries(status: int) -> None:
+    responses = [(503, "busy"), (status, "1"), (503, "busy"), (200, "1")]
+
+    async def test(url: str, requests: list[dict[str, object]]) -> None:
+        pool = RewardPool(config(url, fallback=-1.0, remote_concurrency=1, remote_retries=1))
+        pool._remote._down = True  # pyright: ignore[reportPrivateUsage]
+        assert await score(pool, "a", "b", "c") == [Reward(-1.0), Reward(1.0 if status == 200 else -1.0), Reward(1.0)]
+        assert len(requests) == 4, "the third sample was sent twice"
+        await pool.stop()
+
+    with_server(lambda _, num_requests: responses[num_requests], test)
+
+
 def test_a_refused_sample_is_not_sent_twice() -> None:
     async def test(url: str, requests: list[dict[str, object]]) -> None:
         pool = RewardPool(config(url, fallback=-1.0, remote_concurrency=1))
