@@ -23,8 +23,8 @@ OTHER_USERS = 0o077  # permission bits of all users but the owner
 def private_folder(path: Path) -> Path:
     """Create ``path`` with its parents, or reuse it if it is a folder that only this user can enter.
 
-    Raises ``SlimeLikeError`` if ``path`` is a file or a link, is owned by another user, or is open to others, who may have
-    written to it.
+    Raises ``OSError`` if ``path`` cannot be created, ``SlimeLikeError`` if it is a file or a link, is owned by another user, or
+    is open to others, who may have written to it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -57,10 +57,11 @@ def create_private(path: Path) -> IO[bytes]:
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """Open a lock file, creating it for this user only. Nothing is written to it.
+    """Open a lock file, creating it if necessary. Nothing is written to it.
 
-    Raises ``OSError`` if ``path`` is not a regular file, or is a symbolic or hard link: with a link, another user could make
-    this process lock a different file.
+    If the file belongs to this user, other users lose access to it. Raises ``OSError`` if it cannot be opened or is not a
+    regular file, or if ``path`` is a symbolic or hard link: with a link, another user could make this process lock a different
+    file.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     state = os.fstat(fd)

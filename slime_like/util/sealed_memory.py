@@ -26,7 +26,7 @@ def create_sealed(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
 def map_sealed(pid: int, fd: int, access: int) -> mmap.mmap:
     """Map the sealed memory that process ``pid`` has open as ``fd``.
 
-    Raises ``OSError`` if it cannot be opened, ``ValueError`` if it is not sealed memory of this user.
+    Raises ``OSError`` if it cannot be opened or mapped, ``ValueError`` if it is not sealed memory of this user.
     """
     path = f"/proc/{pid}/fd/{fd}"
     mode = os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY

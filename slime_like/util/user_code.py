@@ -34,9 +34,10 @@ def check_signature(key: str, name: str, function: Callable[..., Any], form: str
 
 @contextmanager
 def name_user_errors(key: str, name: str, subject: str) -> Generator[None]:
-    """Raise exceptions of user code as a ``UserCodeError`` that names ``key``, the line and the ``subject``.
+    """Raise an exception of user code as a ``UserCodeError`` with ``key``, ``name``, the line, ``subject`` and recorded output.
 
-    Errors of this project are raised unchanged: a lost engine is not the fault of the code that waited for it.
+    ``subject`` is the input or the purpose of the call, such as ``step 3``. Errors of this project are raised unchanged: a lost
+    engine is not the fault of the code that waited for it. ``SystemExit`` is raised unchanged too.
     """
     with record_output() as output:
         try:
@@ -48,7 +49,10 @@ def name_user_errors(key: str, name: str, subject: str) -> Generator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type, text and origin on one line, such as ``ValueError: no digits (my_reward.py:12)``."""
+    """Return an error's type, text and origin on one line, such as ``ValueError: no digits (my_reward.py:12)``.
+
+    The text is truncated to ``MAX_TEXT`` characters.
+    """
     text = " ".join(str(error).split())[:MAX_TEXT]
     return f"{type(error).__name__}: {text} ({origin(error)})"
 

@@ -18,7 +18,7 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
     """Import ``module``, a module name or a file that ends in ``.py``; the current directory is appended to ``sys.path``.
 
     Raises ``ConfigError`` naming ``key`` and ``value`` if the module is missing or its code raises; in the second case,
-    the message names the line.
+    the message names the line. A ``ConfigError`` or ``SystemExit`` of the code is raised unchanged.
     """
     _append(Path.cwd())
     try:
@@ -72,7 +72,7 @@ def _file(name: str) -> Path | None:
 
 
 def _existing_file(key: str, value: str, name: str) -> Path:
-    """Return the file ``name``. Raises ``ConfigError`` if it does not exist."""
+    """Return the absolute path that ``_file`` finds for ``name``. Raises ``ConfigError`` if it finds none."""
     if (file := _file(name)) is None:
         path = Path(os.path.expanduser(name))
         place = "" if path.is_absolute() else f" in {Path.cwd()}"

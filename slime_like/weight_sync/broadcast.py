@@ -154,7 +154,7 @@ class BroadcastSender:
         return 2 + sum(live_tps)
 
     def _make_group(self, address: RendezvousAddress, world: int) -> dist.ProcessGroup:
-        """Create a group outside the trainer's world. torch has no public function for it; SGLang uses the same helper.
+        """Create a group outside the trainer's world. torch has only a private helper for it, which SGLang calls too.
 
         Remove this function once torch can create a process group with a store other than the default group's.
         """

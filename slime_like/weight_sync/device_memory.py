@@ -42,7 +42,7 @@ class DeviceHandles(Protocol):
         ...
 
     def forget(self, address: Mapping[str, Any]) -> None:
-        """Count an address as closed, because its receiver has exited."""
+        """Count an address as closed, because its receiver has exited or failed, or did not get the address."""
         ...
 
     def wait(self) -> None:

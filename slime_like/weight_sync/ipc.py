@@ -150,8 +150,8 @@ class IpcSender:
     ) -> None:
         """Find this rank's engine.
 
-        Raises ``WeightSyncError`` if an engine has no GPUs or a GPU that no trainer rank uses, or if the ranks
-        cannot share memory.
+        Raises ``WeightSyncError`` if an engine has no GPUs or a GPU that no trainer rank uses, or if torch's allocator is set to
+        a kind of memory that CUDA IPC cannot share.
         """
         del group_name, host
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Tensors shared by two processes on one machine: memory with no path in the file system, and a small message about it.
+"""Tensors shared by processes on one machine: memory with no path in the file system, and a small message about it.
 
 The sender writes into a memfd. The kernel frees it when no process has it open or mapped. Only processes of the same user,
 or of root, can open it (through ``/proc/<pid>/fd``). A receiver accepts only a memfd of its own user that is sealed against
@@ -63,8 +63,8 @@ def lay_out(bucket: Bucket) -> tuple[list[TensorEntry], int]:
 def view(memory: Tensor, dtype: str, shape: Sequence[int], offset: int) -> Tensor:
     """Return a view of ``memory`` (uint8) from byte ``offset`` as a tensor.
 
-    Raises ``KeyError`` on a dtype that is not in ``DTYPES``, ``ValueError`` if the tensor exceeds the memory or ``offset`` is
-    not a multiple of the dtype's size.
+    Raises ``KeyError`` on a dtype that is not in ``DTYPES``, ``ValueError`` if the tensor exceeds the memory, if a dimension
+    or ``offset`` is negative, or if ``offset`` is not a multiple of the dtype's size.
     """
     itemsize = DTYPES[dtype].itemsize
     size = math.prod(shape) * itemsize
@@ -205,7 +205,7 @@ def map_tensors(payload: bytes) -> Generator[list[tuple[str, Tensor]]]:
 
 
 def _open(pid: int, fd: int) -> mmap.mmap:
-    """Map the sender's memory. Raises ``WeightSyncError`` if it cannot be opened or is not sealed."""
+    """Map the sender's memory. Raises ``WeightSyncError`` if it cannot be mapped or is not sealed memory of this user."""
     try:
         return map_sealed(pid, fd, mmap.ACCESS_COPY)  # writes are private to this process
     except OSError as error:
