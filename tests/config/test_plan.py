@@ -173,6 +173,9 @@ def test_scores_follow_the_algorithm(plan) -> None:
     assert plan("algo.kl_loss_coef=0.1").actor.needs_reference
     assert plan("algo=reinforce_pp", "algo.kl_coef=0.1").actor.needs_reference
     assert plan("loop.steps_per_rollout=2").actor.needs_old_logprobs
+    sft = ("algo=sft", "rollout.n_samples_per_prompt=1", "loop.steps_per_rollout=2")
+    assert not plan(*sft).actor.needs_old_logprobs
+    assert plan(*sft, "algo.loss=tests.config.own_algorithm:Reinforce").actor.needs_old_logprobs
 
 
 def test_threads_are_shared_by_concurrent_processes(plan) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime_like.config.schema.algo import SftConfig
 from slime_like.config.schema.guard_policy import NO_GUARD, GuardSpec
 from slime_like.config.schema.model import ModelConfig, OptimConfig
 from slime_like.config.schema.policy import AlgoConfig
@@ -86,8 +87,10 @@ class RankSpec:
 
         They do if a KL to the reference is in the reward or the advantage. Otherwise, they do only if a rollout has several
         steps and ``algo.use_rollout_logprobs`` is off: with one step, the update's forward pass computes them, and with that
-        key, the engine's log-probabilities take their place.
+        key, the engine's log-probabilities take their place. In algo=sft, only a loss or an advantage of the user reads them.
         """
+        if isinstance(self.algo, SftConfig) and self.algo.loss == "sft" and self.algo.token_advantage is None:
+            return False
         if getattr(self.algo, "kl_coef", 0.0) > 0:  # KL to the reference in the reward or the advantage
             return True
         return self.steps_per_rollout > 1 and not getattr(self.algo, "use_rollout_logprobs", False)
