@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ from slime_like.config.load.paths import config_folder
 from slime_like.config.schema import algo, policy, role_algo
 from slime_like.config.schema.known import ALGORITHMS, known_keys
 from slime_like.config.schema.root import TrainConfig
+from slime_like.errors import ConfigError
 from slime_like.util.deadline import scale
 from slime_like_compat.flags.translate import render
 from tests.config.bad_input import refusal
@@ -140,6 +143,25 @@ def test_rendered_text_survives_hydras_grammar(text: str) -> None:
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False), st.lists, max_leaves=8))
 def test_rendered_values_survive_hydras_grammar(value: object) -> None:
     assert PARSER.parse_override(f"k={render(value)}").value() == value
+
+
+@given(
+    st.dictionaries(st.text("aB1_-. :=,()[]{}\\$/+*\t'é", min_size=1), st.integers() | st.text(max_size=3), max_size=3)
+)
+def test_rendered_mappings_survive_hydras_grammar(value: dict[str, object]) -> None:
+    with contextlib.suppress(ConfigError):
+        assert PARSER.parse_override(f"k={render({'nested': value})}").value() == {"nested": value}
+
+
+@pytest.mark.parametrize("key", ["1", "1.5", "-1e3", "True", "null", "nan", "", "it's", "größe", "a\nb"])
+def test_keys_without_a_form_in_hydras_grammar_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"has the key {key!r}, which cannot be written")):
+        render({"a": {key: 1}})
+
+
+@pytest.mark.parametrize("key", ["a:b", "two words", "a.b", "{x}", "1a", "e5", "a_1-b"])
+def test_keys_with_special_characters_are_rendered(key: str) -> None:
+    assert PARSER.parse_override(f"k={render({key: 1})}").value() == {key: 1}
 
 
 def test_free_mappings_are_replaced_whole_or_set_key_by_key(argv: list[str]) -> None:
