@@ -1,7 +1,7 @@
-"""Values of bash expansions, found without running a command: variables, arrays, arithmetic and simple commands (``output``).
+"""Values of bash expansions, found without running a command: variables, arrays, arithmetic and the output of some commands.
 
-A value that cannot be found has a ``problem``: the output of another command (``$(nvidia-smi ...)``), for example, or a
-variable that is set under an unknown condition.
+A value that cannot be found has a ``problem``: the output of a command that ``output`` does not know (``$(nvidia-smi ...)``),
+for example, or a variable that is set under an unknown condition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BRACES = re.compile(r"\{[^{}]*(,|\.\.)[^{}]*\}")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Expanded word: its text, or the problem that makes it unknown."""
+    """Expanded word. If a part of it is unknown, ``problem`` gives the reason and ``text`` has the other parts."""
 
     text: str
     file_line: str  # file:line of its word
@@ -100,7 +100,8 @@ class Scope:
         """Return the words that ``word`` expands to.
 
         Unquoted values are split at blanks; ``${NAME[@]}`` gives a word per element. Raises ``ConfigError`` if ``word`` contains
-        braces that bash expands or an expansion that is not closed, or if there are more than ``MAX_WORDS`` words.
+        braces that bash expands, or if there are more than ``MAX_WORDS`` words. Also raises the errors of ``text_parts`` for a
+        nested word, as in ``${X:-word}``.
         """
         if any(part.kind == "text" and not part.quoted and _BRACES.search(part.text) for part in word.parts):
             raise ConfigError(f"{word.file_line}: braces that bash expands are not read: write the words out")
@@ -127,7 +128,7 @@ class Scope:
     def text(self, word: Word, script: Path) -> Value:
         """Return ``word`` as one value without splitting, as on the right of ``=``.
 
-        Raises ``ConfigError`` if an expansion in it is not closed.
+        Raises the errors of ``text_parts`` for a nested word, as in ``${X:-word}``.
         """
         return self._joined_parts(word.parts, word.file_line, script)
 
@@ -151,7 +152,7 @@ class Scope:
                 return (self._command(part.text, file_line, script),)
 
     def _command(self, text: str, file_line: str, script: Path) -> Value:
-        """Return the output of ``text`` if it is ``seq`` or a path command that ``named_file`` evaluates, such as ``dirname``.
+        """Return the output of ``text`` if it is ``seq`` with literal numbers, or a path command of ``named_file`` such as ``dirname``.
 
         The value of any other command, or of one with an unknown argument, is unknown.
         """
@@ -236,7 +237,8 @@ class Scope:
     ) -> tuple[Value, ...] | None:
         """Return the value of ``${X:-word}`` and the like.
 
-        Return None for an unsupported form, and if X is unset in a form that removes a prefix or suffix, as ``${X%word}``.
+        The result is None for an unsupported form, and None or empty if X is unset in a form that removes a prefix or suffix,
+        as ``${X%word}``.
         """
         sign = next(
             (s for s in (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#") if operation.startswith(s)),

@@ -48,7 +48,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Operator: ``;``, ``&&``, ``|``, an end of line, a parenthesis, or a complete ``((...))``."""
+    """Operator such as ``&&``, an end of line, a parenthesis, a complete ``((...))``, or ``<`` or ``>`` in ``[[ ... ]]``."""
 
     text: str
     file_line: str

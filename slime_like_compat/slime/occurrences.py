@@ -44,7 +44,7 @@ class Flags:
 
     @classmethod
     def of(cls, items: Sequence[FlagOccurrence]) -> Flags:
-        """Return the flags of ``items``, which are in the order of the script."""
+        """Return ``items`` by flag. They must be in the order of the script, as the last occurrence of a flag counts."""
         return cls({item.flag: item for item in items})
 
     def __contains__(self, flag: str) -> bool:

@@ -100,9 +100,10 @@ def _verdict_on_error(flag: str, error: str) -> str:
 
 
 def _shortened(message: str, flag: str) -> str:
-    """Return ``message`` as the note of a row for ``flag``: without the flag's name and without the advice to remove it.
+    """Return the note of a row for ``flag``: ``message`` without the flag's name and without the advice to remove the flag.
 
-    ``message`` is an error of our ``train.py`` or a text of ``REFUSED``.
+    ``message`` is an error of our ``train.py`` or a text of ``REFUSED``. Another note replaces a message that begins with
+    "belongs to config.json", and an empty one.
     """
     message = message.removeprefix(f"{flag} ").removeprefix("is unknown: ")
     if message.startswith("belongs to config.json"):

@@ -29,7 +29,7 @@ _MODE, _ESTIMATOR = f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator"
 
 
 def map_algorithm(job: Job, max_response_len: int) -> None:
-    """Set ``job.algo``, which later translations read, and the keys of the loss.
+    """Set ``job.algo``, which later translations read, and the keys of advantage, loss, KL and off-policy correction.
 
     Raises ``ConfigError`` if a value is wrong or settings conflict.
     """
@@ -243,7 +243,7 @@ def _reject(job: Job, reject: str, bounds: str) -> None:
 
 
 def _bounds(job: Job, key: str, value: Any) -> tuple[float | None, float]:
-    """Parse an upper bound, ``2.0``, or both bounds, ``0.5_2.0``. Raises ``ConfigError`` on anything else."""
+    """Parse an upper bound, ``2.0``, or both, ``0.5_2.0``. Raises ``ConfigError`` unless they are finite numbers above 0."""
     low, _, high = str(value).rpartition("_")
     try:
         bounds = (float(low) if low else None, float(high))

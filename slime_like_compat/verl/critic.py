@@ -50,6 +50,7 @@ def _same_as_actor(job: Job) -> None:
     """Refuse each setting of the critic's optimizer or schedule that differs from the actor's.
 
     Here the critic has the actor's optimizer and schedule. A setting that the job leaves out counts with verl's default.
+    A warm-up that is given only as a ratio is refused as well.
     """
     for name in ("weight_decay", "clip_grad", "betas"):
         key, read_value = f"{CRITIC}.{name}", job.pair if name == "betas" else job.number

@@ -38,7 +38,7 @@ class Setting:
 
 @functools.cache
 def _algorithm(name: str) -> AlgoConfig:
-    """Return the default settings of an algorithm, which callers do not modify."""
+    """Return an algorithm's default settings. They are cached, so callers must not modify them."""
     return ALGORITHMS[name]()
 
 

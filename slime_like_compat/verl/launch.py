@@ -42,7 +42,8 @@ def read_verl(
 
     ``path`` is a launch script or a YAML file; ``extra`` are overrides that are applied last; ``config`` is the file of the
     script's ``--config-name``. ``read_launch`` describes ``variables`` and ``skip``. Raises ``ConfigError`` if the script starts
-    one of ``OTHERS``, if a setting cannot be read, and in the cases of ``read_launch``.
+    one of ``OTHERS``, or if a setting, a flag or the file of settings cannot be read. Also raises the errors of
+    ``read_launch``.
     """
     extra_settings = [setting_of_text(text, "the command line") for text in extra]
     if path.suffix in (".yaml", ".yml"):
