@@ -60,7 +60,7 @@ def check_arguments(original: Callable[..., None], server_args: Any) -> None:
 
 
 def obstacle(view: Any) -> str | None:
-    """Return the reason why an engine with the resolved arguments ``view`` cannot use FlowMLA; None if it can."""
+    """Return the reason why the resolved arguments ``view`` or the environment rule out FlowMLA; None if neither does."""
     if int(view.attn_dp_size or 1) == 1:
         return (
             "attn_dp_size=1: only ranks of data-parallel attention hold the same weights; set rollout.dp_attention "
@@ -102,8 +102,8 @@ def shard_layers(
 ) -> Any:
     """Hook around ``make_layers``: shard each decoder layer once it is built.
 
-    Collective. Raises ``SystemExit`` if the model lacks a weight that ``rollout.flow_mla.weights`` names or has two stacks of
-    decoder layers, if a weight cannot be sharded, or if the ranks cannot share their parts.
+    Collective. Raises ``SystemExit`` if the model has two stacks of decoder layers or lacks a weight that
+    ``rollout.flow_mla.weights`` names, if a weight cannot be sharded, or if the ranks cannot share their parts.
     """
     weights = create_weights()
 
@@ -185,9 +185,10 @@ def absorb(original: Callable[..., Any], model: Any, is_nextn: bool = False, wei
 
 
 def postprocess_float8(original: Callable[..., Any], method: Any, module: Any) -> None:
-    """Hook around ``Fp8LinearMethod.process_weights_after_loading``: run it on the gathered layer.
+    """Hook around ``Fp8LinearMethod.process_weights_after_loading``: run it on the gathered layer of a sharded weight.
 
-    SGLang's method needs whole matrices. Raises ``SystemExit`` if SGLang has replaced the memory of a sharded weight.
+    Other modules are processed as usual. SGLang's method needs whole matrices. Raises ``SystemExit`` if SGLang has replaced the
+    memory of a sharded weight.
     """
     for weights in _models:
         if (layer := weights.layer_of(module)) is not None:

@@ -28,7 +28,7 @@ class Slot:
 class GatherPipeline:
     """Slots of a model and the gathers into them, in the order of its layers.
 
-    Layer ``i`` uses slot ``i % slots``. When a layer ends, the next layer of its slot is gathered; a slot's last layer is
+    Layer ``i`` uses slot ``i % len(slots)``. When a layer ends, the next layer of its slot is gathered; a slot's last layer is
     followed by its first one. A slot therefore gathers only its own layers, for any number of layers. At the end of a forward,
     the slots hold or receive the first layers.
     """
@@ -80,10 +80,11 @@ class GatherPipeline:
         slot.wait()
 
     def advance(self, layer: int) -> None:
-        """Start gathering the next layer into the slot of ``layer``, after the forward has finished ``layer``.
+        """Start gathering the next layer of the slot that holds ``layer``, after the forward has finished ``layer``.
 
-        The last layer of a slot is followed by its first one, for the next forward. On a GPU, the call for the last layer of
-        the model waits for all gathers, because a CUDA graph has to join their streams before its capture ends.
+        The last layer of a slot is followed by its first one, for the next forward; a slot with only one layer keeps it. On a
+        GPU, the call for the last layer of the model waits for all gathers, because a CUDA graph has to join their streams before
+        its capture ends.
         """
         num_layers, following = len(self._layouts), layer + len(self.slots)
         following = following if following < num_layers else layer % len(self.slots)

@@ -89,7 +89,10 @@ class PullGather:
         return self._memory.allocate(num_bytes)
 
     def share(self, parts: Sequence[Tensor]) -> None:
-        """Exchange the addresses of ``parts``. Collective. Raises ``SystemExit`` if a rank cannot open another rank's memory."""
+        """Exchange the addresses of ``parts``, and open the parts of the other ranks. Collective.
+
+        Raises ``SystemExit`` on all ranks if one of them cannot open another's parts, or if the sizes of their parts differ.
+        """
         addresses = [  # indexed by the rank that opens them
             [] if rank == self._rank else [dict(self._memory.address(part)) for part in parts]
             for rank in range(self._num_ranks)

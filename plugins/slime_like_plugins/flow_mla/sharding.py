@@ -1,9 +1,9 @@
-"""Sharded weights of a model's decoder layers, and loaders that write pushed weights to this rank's part.
+"""Sharded weights of a model's decoder layers, and loaders that write loaded and pushed weights to this rank's part.
 
 A layer is sharded as soon as it has been built, so a rank never holds the full weights of all layers. While the model loads, the
-weights of all layers are views of one slot; the slots for forwards are allocated later. SGLang's loaders write through these views:
-before a write, this rank's part of the old values is copied into the slot, and after the write it is copied back. Elements that a
-loader does not write, such as other parts of a fused projection, therefore keep their values.
+weights of all layers are views of one slot; the slots for forwards are allocated later. SGLang's loaders write through these
+views: before a write, this rank's part of the old values is copied into the slot, and after the write it is copied back. Elements
+that a loader does not write, such as other parts of a fused projection, therefore keep their values.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ class ShardedWeights:
         layer.register_forward_hook(lambda module, arguments, output: self.pipeline.advance(index))
 
     def bind(self) -> None:
-        """Allocate one slot for all layers. Every weight is a view of it until ``finish_loading``. Collective."""
+        """Let the other ranks read this rank's parts, and allocate one slot for all layers. Collective.
+
+        Every weight is a view of the slot until ``finish_loading``. Raises ``SystemExit`` if the ranks cannot share their parts.
+        """
         layouts, parts = [layer.layout for layer in self.layers], [layer.part for layer in self.layers]
         self._gather.share(parts)
         self._pipeline = GatherPipeline(layouts, 1, self._gather, parts[0].device)
@@ -215,7 +218,10 @@ class ShardedWeights:
                 weight.set(layer.layout.view(buffer, position), layer.layout.part_of(layer.part, self._rank, position))
 
     def _record_peak(self, selected: Sequence[tuple[ModuleWeight, Matrix]]) -> None:
-        """Update ``peak_bytes`` with the memory held at present: the earlier layers' parts and this layer's full ``selected`` weights."""
+        """Update ``peak_bytes`` with the memory held at present.
+
+        This is the memory of the earlier layers' parts and of this layer's full ``selected`` weights.
+        """
         weights = (getattr(weight.module, weight.attribute) for weight, _ in selected)
         tensors = [*(layer.part for layer in self.layers), *(weight for weight in weights if weight is not None)]
         self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in tensors))

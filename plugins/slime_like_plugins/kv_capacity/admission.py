@@ -1,9 +1,10 @@
 """Admission of requests by the length of responses, which is estimated from finished and running requests.
 
-SGLang keeps ``ratio * min(4096, max_new_tokens - generated)`` tokens free for each running request. The ratio starts at
-0.7 whenever the engine has been idle, and falls to 0.1 within 600 steps, regardless of the length of the responses. If
-responses are long, the cache overflows, and SGLang retracts requests and recomputes their keys and values. Here the engine
-reserves the estimate of ``ResponseLengths``, plus the exact number of tokens for requests whose length is known.
+For each running request, SGLang keeps ``ratio * min(4096, max_new_tokens - generated)`` tokens free. The ratio starts at 0.7
+whenever the engine has been idle, and falls to 0.1 within 600 steps, regardless of the length of the responses (it is 1 for
+requests that ignore the end-of-sequence token). If responses are long, the cache overflows, and SGLang retracts requests and
+recomputes their keys and values. Here the engine reserves the estimate of ``ResponseLengths``, plus the exact number of tokens
+for requests whose length is known.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ counts = Counts()
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``Scheduler.run_batch``: record the use of the cache, which peaks once ``batch`` has its slots."""
+    """Hook around ``Scheduler.run_batch``: record the use of the cache, and count decode steps and graph replays.
+
+    The use of the cache peaks once ``batch`` has its slots.
+    """
     stats = scheduler.pool_stats_observer.get_pool_stats()
     used_tokens, _ = stats.get_kv_token_stats()
     counts.capacity_tokens = stats.full_capacity
