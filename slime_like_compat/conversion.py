@@ -77,8 +77,8 @@ def parse_assignments(flag: str, texts: Iterable[str], *, dotted: bool = False) 
 def print_conversion(convert: Callable[[], Conversion | str]) -> int:
     """Call ``convert``, print the report of one job or the table of many jobs that it returns, and return the exit code.
 
-    The code is that of the ``Conversion``, or ``SAME`` for a table. If ``convert`` raises a ``SlimeLikeError``, the error is
-    printed to stderr and the code is ``NONE``.
+    The code is that of the ``Conversion``, whose ``problem`` is printed to stderr, or ``SAME`` for a table. If ``convert`` raises
+    a ``SlimeLikeError``, the error is printed to stderr and the code is ``NONE``.
     """
     try:
         outcome = convert()

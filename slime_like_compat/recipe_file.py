@@ -75,7 +75,7 @@ def _arguments(path: Path) -> list[str]:
 def recipe_text(mapped: Mapped, launch: Launch, project: str = "slime") -> str:
     """Return the recipe: every key that the job sets, with a comment that names its setting or default in ``project``.
 
-    A key that comes from neither, such as run.name, has no comment. ``mapped.config`` must not be None.
+    The algorithm, and a key that comes from neither, such as run.name, have no comment. ``mapped.config`` must not be None.
     """
     return "\n".join(_lines(mapped, launch, project)) + "\n"
 

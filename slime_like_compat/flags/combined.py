@@ -38,7 +38,8 @@ def combine(flags: FlagValues) -> Iterator[str]:
     """Yield the overrides of the flags in ``COMBINED``, and others that follow from several flags.
 
     ``flags`` maps each given flag of ``COMBINED``, ``VALUES`` and ``SWITCHES`` to its values. Raises ``ConfigError`` if a
-    value or a combination of flags is not supported.
+    value or a combination of flags is wrong or not supported, or if a file or folder cannot be read, and ``CheckpointError``
+    as ``_load`` does.
     """
     yield from _algorithm(flags)
     yield from _loss(flags)
@@ -76,9 +77,10 @@ def _algorithm(flags: FlagValues) -> Iterator[str]:
 
 
 def _loss(flags: FlagValues) -> Iterator[str]:
-    """Yield the overrides of --loss-type, of the user's loss and off-policy correction, and of supervised fine-tuning.
+    """Yield the overrides of --loss-type, and of the user's loss and off-policy correction.
 
-    Raises ``ConfigError`` if a value or a combination of these flags is not supported.
+    Raises ``ConfigError`` if a value or a combination of these flags is not supported, or if --rollout-function-path or
+    --disable-compute-advantages-and-returns does not fit --loss-type.
     """
     kind = _last(flags, "--loss-type") or "policy_loss"
     if kind not in ("policy_loss", "custom_loss", "sft_loss"):
@@ -122,7 +124,11 @@ def _user_functions(flags: FlagValues, loss: str) -> Iterator[str]:
 
 
 def _batches(flags: FlagValues) -> Iterator[str]:
-    """Yield the overrides of the optimizer steps per rollout, which slime derives from batch sizes, and of the epochs."""
+    """Yield the overrides of the optimizer steps per rollout, which slime derives from batch sizes, and of the epochs.
+
+    The steps are left out if --num-steps-per-rollout is given, the epochs if --num-rollout is given. Raises ``ConfigError`` if
+    --num-epoch is used and is not a whole number.
+    """
     sizes = [_last(flags, f) for f in ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")]
     numbers = [int(text) for text in sizes if text is not None and text.isdecimal()]
     if len(numbers) == 3 and "--num-steps-per-rollout" not in flags:
@@ -189,8 +195,8 @@ def _distillation(flags: FlagValues, estimator: str) -> Iterator[str]:
 def _load(path: str, save: str | None) -> str:
     """Return the override of --load: run.resume=FOLDER or, if --save names the same folder, run.resume=auto, as in slime.
 
-    A folder that contains only weights, as written by slime's converters, sets model.megatron_checkpoint instead. Raises
-    ``ConfigError`` if the folder cannot be read.
+    A Megatron checkpoint that this project did not write, such as one of slime's converters, sets model.megatron_checkpoint
+    instead. Raises ``ConfigError`` if the folder cannot be read, and the error of ``megatron_folder``.
     """
     try:
         source = megatron_folder(Path(path))

@@ -89,7 +89,7 @@ def dotted(flag: str, text: str) -> str:
 
 
 def group_filter(flag: str, text: str) -> list[str]:
-    """Return a list of one group filter: our name of a filter that comes with slime, the import path of any other filter.
+    """Return a list of one group filter: our name of a filter in ``SLIME_FILTERS``, or the import path of any other filter.
 
     Raises the error of ``dotted``.
     """

@@ -1,7 +1,7 @@
 """Flags of slime and Megatron without a key here: config.json of the model has the value, or the feature is missing.
 
-``table.REFUSED`` includes them. A conversion drops the flags in ``HARMLESS``, which never change a job, and flags without
-effect in the current job. It refuses the others.
+``table.REFUSED`` includes them. A conversion drops the flags in ``HARMLESS``, which do not change a job, and flags without
+effect in the current job. It refuses the others, and --spec and --position-embedding-type if no supported model has their value.
 """
 
 from __future__ import annotations

@@ -31,7 +31,10 @@ class Assignments:
     condition_text: str
 
     def expand(self, words: Sequence[Token]) -> None:
-        """Apply expansions that set variables: ``${NAME:=word}``, and ``$((NAME++))`` and the like, which make NAME unknown."""
+        """Apply expansions that set variables, such as ``${NAME:=word}``; arithmetic such as ``((NAME++))`` makes NAME unknown.
+
+        Raises the error of ``Scope.text``.
+        """
         for word in words:
             if isinstance(word, Operator):
                 self._compute(word.text, word.file_line)
@@ -42,7 +45,8 @@ class Assignments:
         """Apply ``NAME=word``, ``NAME[0]=word`` or ``NAME=(words)``, or one of them with ``+=``; ignore a name without a value.
 
         An array with an element set at a computed index, ``NAME[$I]=word``, becomes unknown. Raises ``ConfigError`` if the
-        index is ``MAX_WORDS`` or more, and the errors of ``Scope.expand`` for the words of an array.
+        index is ``MAX_WORDS`` or more, the errors of ``Scope.expand`` for the words of an array, and that of ``Scope.text`` for
+        any other value.
         """
         if isinstance(item, Array):
             if self.condition_text:

@@ -1,4 +1,4 @@
-"""Conditions of a bash script: ``[ ... ]``, ``[[ ... ]]``, ``true``, ``false`` and patterns of ``case``.
+"""Conditions of a bash script: ``[ ... ]``, ``[[ ... ]]``, ``test``, ``true``, ``:``, ``false`` and patterns of ``case``.
 
 A result is True or False, or None if it depends on a command or an unknown variable, or if the condition is not supported.
 """
@@ -76,7 +76,10 @@ def matches(value: Value, pattern: Word, scope: Scope, script: Path) -> bool | N
 
 
 def _test(words: Sequence[Word], scope: Scope, script: Path, *, patterns: bool) -> bool | None:
-    """Return the result of a test. ``patterns``: the test is ``[[``, which does not split words."""
+    """Return the result of a test; None if it is not supported or depends on an unknown value.
+
+    ``patterns`` is true for ``[[``, which compares text with patterns and does not split words.
+    """
     values = [
         value for word in words for value in ([scope.text(word, script)] if patterns else scope.expand(word, script))
     ]

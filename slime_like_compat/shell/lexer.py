@@ -1,7 +1,7 @@
 """Lexer of bash scripts. Its tokens are words, arrays and operators; ``$`` expansions in a word are not evaluated.
 
 Comments, redirections and here-documents are skipped. Globs, braces and other syntax that the lexer does not know stay text in
-a word; ``tokens`` names the syntax that raises ``ConfigError`` instead.
+a word, unless ``tokens`` raises ``ConfigError`` for it.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ class _Lexer:
     def _matching(self, opening: str, closing: str) -> int:
         """Return the position after the ``closing`` that matches the ``opening`` here.
 
-        Nested pairs are skipped. If ``opening`` is a brace, quoted text is skipped too. Raises ``ConfigError`` if there is no
-        match or a quote is not closed.
+        Nested pairs and escaped characters are skipped. If ``opening`` is a brace, quoted text is skipped too. Raises
+        ``ConfigError`` if there is no match, or if a quote in braces is not closed.
         """
         file_line, depth, at = self.file_line, 0, self.at
         a, b, min_depth = opening[0], closing[0], len(opening)

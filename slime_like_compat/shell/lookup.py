@@ -19,8 +19,8 @@ def find_file(value: Value, script: Path) -> Path | None:
     """Return the file at the path ``value``; a relative path is relative to the script's folder.
 
     If there is no such file, or the path is partly unknown, search the script's folder and the folders above it. The search is
-    first for the whole path, then for its end, with one part fewer each time, down to the last two parts. Return None if no
-    file is found. A file in a folder without permission, or with a name that is too long, counts as missing.
+    first for the whole path without ``..``, then for its end, with one part fewer each time, down to the last two parts. Return
+    None if no file is found. A file in a folder without permission, or with a name that is too long, counts as missing.
     """
     written_path = Path(value.text)
     path = written_path if written_path.is_absolute() else script.parent / written_path

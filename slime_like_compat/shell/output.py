@@ -14,10 +14,9 @@ _SEQ = re.compile(r"seq (-?\d+)(?: (-?\d+))?(?: (-?\d+))?")
 
 
 def file_command(text: str, file_line: str) -> list[Word]:
-    """Return the words of the command in ``text``; an empty list if ``text`` is neither of two forms.
+    """Return the words of the single command in ``text``; for ``cd FOLDER && pwd`` (or ``pwd -P``), those of ``cd FOLDER``.
 
-    One form is a single command other than ``cd``. The other is ``cd FOLDER && pwd`` or ``cd FOLDER && pwd -P``, for which
-    the words are ``cd FOLDER``.
+    Return an empty list for any other text, and for ``cd`` without ``pwd``.
     """
     try:
         script_tokens = list(tokens(text, file_line))
@@ -36,7 +35,8 @@ def file_command(text: str, file_line: str) -> list[Word]:
 def named_file(command: str, arguments: list[str], script: Path) -> str | None:
     """Return the path or name that ``command`` prints; None if the command or its arguments are not supported.
 
-    For ``cd``, return the path that a ``pwd`` after it prints in a script that is run in its own folder.
+    For ``cd``, return the path that a ``pwd`` after it prints in a script that is run in its own folder. Symbolic links in
+    ``arguments`` are not resolved, not even for ``realpath``.
     """
     match command, arguments:
         case "cd", [folder]:

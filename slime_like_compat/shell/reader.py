@@ -32,7 +32,10 @@ class Start:
 
 @dataclass(slots=True)
 class ScriptReader:
-    """Reader of a script's commands. ``skip`` and ``programs`` are those of ``read_launch``; the other fields collect results."""
+    """Reader of a script's commands.
+
+    ``scope`` holds the variables, ``skip`` and ``programs`` are those of ``read_launch``, and the other fields collect results.
+    """
 
     scope: Scope
     skip: tuple[str, ...]
@@ -69,7 +72,8 @@ class ScriptReader:
         """Apply a command: set its variables, read the file that it sources or record the training that it starts.
 
         Any other command is counted by its name. ``condition_text`` is the condition under which the command runs; empty if it
-        always runs.
+        always runs. Raises ``ConfigError`` for a command whose effect is not known, such as ``eval`` or a training that depends
+        on a condition, for a word or sourced file that cannot be read, and as ``_check_continued`` does.
         """
         variables = Assignments(self.scope, script, condition_text)
         variables.expand(words)
