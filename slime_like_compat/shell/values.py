@@ -152,7 +152,7 @@ class Scope:
                 return (self._command(part.text, file_line, script),)
 
     def _command(self, text: str, file_line: str, script: Path) -> Value:
-        """Return the output of ``text`` if it is ``seq`` with literal numbers, or a command of ``named_file``, such as ``dirname``.
+        """Return the output of ``text`` if it is ``seq`` of literal numbers, or a command of ``named_file`` such as ``dirname``.
 
         The value of any other command, or of one with an unknown argument, is unknown.
         """
