@@ -51,7 +51,7 @@ class Conversations:
 
         Raises ``DataError`` naming ``location`` if the template rejects the messages, if no token is trained on, or, with
         method ``whole``, if a message or tool contains a marker of an answer. Raises ``ConfigError`` if the tokenizer or its
-        chat template is unsuitable, and the errors of ``_frame`` with method ``turns``.
+        chat template is unsuitable, such as a template that enforces alternating roles with method ``turns``.
         """
         require_template(self.tokenizer, "a conversation")
         pieces = (
@@ -75,7 +75,7 @@ class Conversations:
         opening, generation = self._frame()
         pieces: list[tuple[str, Ranges]] = []
         for i, message in enumerate(messages):
-            text = self._render([message], location, tools=tools if i == 0 else None)
+            text = self._turn(message, location, tools if i == 0 else None)
             if i and message["role"] != "system":
                 text = text[opening:]
             if not _is_trained(message):
@@ -92,10 +92,9 @@ class Conversations:
     def _frame(self) -> tuple[int, str]:
         """Return the number of characters that the template writes before the first turn, and its generation prompt.
 
-        Raises ``ConfigError`` if the template omits a message, ``DataError`` if it refuses one.
+        Raises ``ConfigError`` if the template omits or refuses a message.
         """
-        user_turn = {"role": "user", "content": PLACEHOLDER}
-        two_turns = self._render([user_turn, user_turn], "data.conversation=turns")
+        two_turns = self._placeholders("user", "user")
         first, second = two_turns.find(PLACEHOLDER), two_turns.rfind(PLACEHOLDER)
         if not 0 <= first < second:
             raise ConfigError(
@@ -103,9 +102,32 @@ class Conversations:
             )
         suffix_len = len(two_turns) - second - len(PLACEHOLDER)
         header_len = (second - first) - suffix_len - len(PLACEHOLDER)
-        once = self._render([user_turn], "data.conversation=turns")
-        open_turn = self._render([user_turn], "data.conversation=turns", generation=True)
+        once, open_turn = self._placeholders("user"), self._placeholders("user", generation=True)
         return first - header_len, open_turn[len(once) :]
+
+    def _turn(self, message: Message, location: str, tools: object) -> str:
+        """Render a message alone.
+
+        Raises ``ConfigError`` if the template refuses every assistant turn that is alone, ``DataError`` if it refuses only this
+        message.
+        """
+        try:
+            return self._render([message], location, tools=tools)
+        except DataError:
+            if message["role"] == "assistant":
+                self._placeholders("assistant")
+            raise
+
+    def _placeholders(self, *roles: str, generation: bool = False) -> str:
+        """Render messages of these roles. Raises ``ConfigError`` if the template refuses them."""
+        messages = [{"role": role, "content": PLACEHOLDER} for role in roles]
+        try:
+            return self._render(messages, "data.conversation=turns", generation=generation)
+        except DataError as error:
+            raise ConfigError(
+                f"{error}; the messages had the role{'s' * (len(roles) > 1)} {', '.join(roles)}, as turns are rendered separately: "
+                f"set data.conversation=whole if the template writes ChatML ({HEADER!r}), or change the template"
+            ) from error
 
     def _conversation(self, messages: Sequence[Message], tools: object, location: str) -> list[tuple[str, Ranges]]:
         _check_markers(messages, tools, location)

@@ -106,6 +106,30 @@ def test_conversations_that_cannot_be_marked_are_refused(tmp_path: Path) -> None
         rows(tmp_path, CHATML, {"messages": TALK[:3]})
 
 
+@pytest.mark.parametrize(
+    ("condition", "roles"),
+    [
+        ("not loop.first and m.role == messages[loop.index0 - 1].role", "roles user, user"),
+        ("m.role == 'assistant' and loop.first", "role assistant"),
+    ],
+)
+def test_a_template_that_refuses_separate_turns_is_named(condition: str, roles: str, tmp_path: Path) -> None:
+    loop = "{% for m in messages %}"
+    template = CHATML.replace(
+        loop, f"{loop}{{% if {condition} %}}{{{{ raise_exception('wrong order') }}}}{{% endif %}}"
+    )
+    message = rf"data.conversation=turns: .* refused .*wrong order; .* {roles}, .* set data.conversation=whole"
+    with pytest.raises(ConfigError, match=message):
+        rows(tmp_path, template, {"messages": TALK})
+    assert len(rows(tmp_path, template, {"messages": TALK}, "whole")[1]) == 2
+
+
+def test_a_message_that_the_template_refuses_is_a_bad_row(tmp_path: Path) -> None:
+    template = CHATML.replace("{{ m.content }}", "{{ raise_exception('unknown') if m.content == '3' else m.content }}")
+    with pytest.raises(DataError, match="line 1: the chat template refused the conversation: unknown"):
+        rows(tmp_path, template, {"messages": TALK})
+
+
 def test_a_lone_surrogate_in_an_answer_is_a_bad_row(tmp_path: Path) -> None:
     bad_row = {"messages": [*TALK[:3], {"role": "assistant", "content": "\ud800"}]}
     with pytest.raises(
