@@ -1,6 +1,7 @@
 """Keys of verl with a counterpart here, and the differences between values: the table of docs/coming_from_verl.md.
 
-``verl_keys.tsv`` has a line per key; ``verl.mapping`` translates the keys. Source: ``verl/trainer/config`` of verl 0.10.0.dev.
+``verl_keys.tsv`` has a line per key or group of keys; ``verl.mapping`` translates the keys. Source: ``verl/trainer/config`` of
+verl 0.10.0.dev.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def main(request: Path, result: Path) -> int:
 def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
     """Return ``request_pool`` and the other functions whose kernels the engine may use.
 
-    The functions of attention are left out if it is latent or the engine uses a backend other than Triton; those of Gated
+    The functions of attention are left out if it is latent or the settings name a backend other than Triton; those of Gated
     DeltaNet, if the model has none; the activation, if nvcc is not installed.
     """
     out: list[Callable[[Sizes], None]] = [request_pool]
@@ -61,7 +61,10 @@ def functions(sizes: Sizes) -> list[Callable[[Sizes], None]]:
 
 
 def activation(sizes: Sizes) -> None:
-    """Compile the activation of an MLP with nvcc, which takes minutes. SGLang keeps the compiled module in ~/.cache/sglang."""
+    """Load SGLang's module with the activation of an MLP.
+
+    If SGLang's cache (SGLANG_JIT_CACHE_DIR, by default ~/.cache/sglang/jit) lacks it, nvcc compiles it, which takes minutes.
+    """
     ops: Any = importlib.import_module(f"{OPS}.activation.activation")
     ops.activation_module(getattr(torch, sizes["dtype"]))
 

@@ -8,7 +8,7 @@ from slime_like_compat.verl.job import Job
 
 
 def map_layout(job: Job, max_len: int) -> None:
-    """Set the keys for trainer ranks, token budget, recompute and engines. ``max_len``: maximum tokens of prompt and response."""
+    """Set the keys for trainer ranks, token budget, recompute and engines. ``max_len``: maximum tokens of prompt + response."""
     sizes = {
         "tp": "tensor_model",
         "pp": "pipeline_model",

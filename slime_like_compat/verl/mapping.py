@@ -69,7 +69,7 @@ def map_settings(
     """Translate the settings of ``verl.trainer.main_ppo`` and compose their overrides.
 
     ``user_overrides`` set our keys and take precedence; ``drop`` are keys of verl to leave out. The returned ``config`` is
-    None if a row has a verdict of ``BLOCKING``. Raises ``ConfigError`` if the settings do not compose to a configuration, and
+    None if a row has a verdict in ``BLOCKING``. Raises ``ConfigError`` if the settings do not compose to a configuration, and
     the errors of ``translate_settings``.
     """
     job = translate_settings(settings, user_overrides=user_overrides, drop=drop)
@@ -143,7 +143,7 @@ def _map(job: Job) -> None:
 
 
 def _report_other(job: Job, key: str) -> None:
-    """Report a setting that no function called by ``_map`` has reported; translate it if it is a field of Megatron or SGLang."""
+    """Report a setting that no part of ``_map`` has reported; translate it if it is a field of Megatron or SGLang."""
     setting = job.settings[key]
     if key.startswith((_TRANSFORMER, _SGLANG)) and not setting.problem:
         _set_foreign(job, key)
@@ -206,7 +206,7 @@ def settings_of_tree(tree: dict[str, Any], file_line: str, prefix: str = "") -> 
 
 
 def _leaves(setting: Setting) -> list[Setting]:
-    """Return one setting per leaf if the value of ``setting`` is a mapping, else ``setting`` alone."""
+    """Return one setting per leaf if the value of ``setting`` is a non-empty mapping, else ``setting`` alone."""
     if not isinstance(setting.value, dict) or not setting.value:
         return [setting]
     return settings_of_tree(cast("dict[str, Any]", setting.value), setting.file_line, f"{setting.name}.")

@@ -99,7 +99,7 @@ class Schedule:
 def schedule_of(job: Job, optim: str) -> Schedule:
     """Return the schedule that the keys below ``optim`` describe. Keys that its shape does not read are ignored.
 
-    Raises ``ConfigError`` if a value has the wrong type, or the shape is wsd and its decay steps are missing.
+    Raises ``ConfigError`` if a value that it reads is invalid, or the shape is wsd and its decay steps are missing.
     """
     kind, style = f"{optim}.lr_scheduler_type", f"{optim}.lr_decay_style"
     key = kind if job.has(kind) and not job.has(style) else style

@@ -51,7 +51,10 @@ def penalizes_length(job: Job) -> bool:
 
 
 def _is_dapo_recipe(job: Job) -> bool:
-    """Return whether the job has the keys of recipe.dapo, which itself sets the reward manager and maximum response length."""
+    """Return whether the job, which must have the switch of the penalty, names it as recipe.dapo does.
+
+    That recipe itself sets the reward manager and the maximum response length.
+    """
     return job.settings[f"{OVERLONG}.enable"].name.startswith("reward_model.overlong_buffer.")
 
 

@@ -3,7 +3,7 @@
 SGLang has the groups, the wider page table and Triton attention for GPUs. This package adds attention on a CPU
 (``attention``) and FlashInfer attention on GPUs (``flashinfer_attention``), measures the exchanges (``exchange_time``), and
 stops an engine whose resolved arguments do not work with DCP (``hooks``). It is inactive unless ``SLIME_LIKE_SGLANG`` names
-``dcp``, which slime_like adds if ``rollout.dcp`` is above 1.
+``dcp``, which slime_like adds if ``rollout.dcp``, or the size that the plan chooses for ``auto``, is above 1.
 
 Token ``p`` of a sequence belongs to rank ``p % dcp`` of its group. SGLang's page table has ``dcp`` slots for each row of a
 rank's pool: slot ``s`` is row ``s // dcp`` of the pool of rank ``s % dcp``.

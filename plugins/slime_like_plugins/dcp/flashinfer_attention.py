@@ -36,7 +36,7 @@ LN_2 = math.log(2)
 
 
 def runner_obstacles(runner: Any) -> list[str]:
-    """Return the features of ``runner``'s model and arguments that this backend does not support."""
+    """Return the features of ``runner``'s model, arguments and environment that this backend does not support."""
     reads_new_tokens = "which would read new tokens from the cache, where a rank has only its part"
     reasons = {
         "multi-head latent attention": runner.use_mla_backend,

@@ -1,7 +1,7 @@
 """Attention on a CPU over latents (``sglang_cpu.latent_attention``) that are spread over the ranks of a DCP group.
 
-All ranks that compute heads of a token also compute its latents, so a group may include all of them. For attention backends on
-GPUs, SGLang's model itself exchanges queries and latents. Here the model computes as without DCP, and the backend does the
+All ranks that compute heads of a token also compute its latents, so a group may include all these ranks. For attention backends
+on GPUs, SGLang's model itself exchanges queries and latents. Here the model computes as without DCP, and the backend does the
 exchange.
 """
 

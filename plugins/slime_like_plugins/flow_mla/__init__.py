@@ -1,10 +1,10 @@
 """FlowMLA: ranks of data-parallel attention hold parts of the attention weights, and gather each layer before it runs.
 
-With data-parallel attention, ``dp`` ranks hold the same attention weights. Here each of them holds ``1 / dp`` of the weights of
-each layer, and two or more buffers (slots) that the layers share: while a layer runs, the weights of the next ones arrive in
-the other slots. The memory that this frees becomes KV cache. The design follows "FlowMLA" of Ant Group's ASystem (SGLang pull
-request 7005, not merged), which shards the output projection of latent attention. The plugin is inactive unless
-``SLIME_LIKE_SGLANG`` names ``flow_mla`` or the server has ``--enable-flow-mla``.
+With data-parallel attention, ``dp`` ranks hold the same attention weights. Here each of them holds ``1 / dp`` of the weights that
+``rollout.flow_mla.weights`` names in each layer, and two or more buffers (slots) that the layers share: while a layer runs, the
+weights of the next ones arrive in the other slots. The memory that this frees becomes KV cache. The design follows "FlowMLA" of
+Ant Group's ASystem (SGLang pull request 7005, not merged), which shards the output projection of latent attention. The plugin is
+inactive unless ``SLIME_LIKE_SGLANG`` names ``flow_mla`` or the server has ``--enable-flow-mla``.
 """
 
 from __future__ import annotations

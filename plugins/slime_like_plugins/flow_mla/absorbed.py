@@ -30,7 +30,7 @@ def compute_by_layer(
     model: Any,
     names: Iterable[str],
 ) -> None:
-    """Call ``compute``, within ``update``, for each layer of this process whose ``kv_b_proj`` is in the weight ``names``.
+    """Call ``compute``, within ``update``, for each layer of this process whose ``kv_b_proj`` weight is in ``names``.
 
     ``compute`` is SGLang's function that computes the absorbed weights from the source weights with the given names;
     ``update`` is ``ShardedWeights.update``. All ranks call this function with the same layers.

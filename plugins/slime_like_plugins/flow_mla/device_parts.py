@@ -42,7 +42,7 @@ class DeviceParts:
     def open(self, address: Mapping[str, Any]) -> Tensor:
         """Map a part into this rank's GPU, whose streams and CUDA graphs can then copy from it.
 
-        Raises ``ValueError`` if this GPU cannot read the memory of the part's GPU.
+        Raises ``ValueError`` if this GPU cannot read the memory of the part's GPU, and the errors of ``cuda_ipc.open_shared``.
         """
         if int(address["device"]) != self._device.index and not torch.cuda.can_device_access_peer(
             self._device, int(address["device"])
