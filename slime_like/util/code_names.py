@@ -6,20 +6,18 @@ import contextlib
 import functools
 import inspect
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from slime_like.util.user_code import is_user_file
 
 READS_ALL = frozenset({"__dict__", "asdict", "astuple", "fields", "vars"})
 """Names by which code reads every field of an object without naming it."""
 FOLLOWED = "slime_like.algo."  # modules of this project whose code is searched too
 MAX_ITEMS = 1000  # of a container whose items are searched
 MAX_OBJECTS = 20_000  # of a search
-INSTALLED = {"site-packages", "dist-packages"}  # folders of libraries
-STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
-PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 
 def names_in_code(function: Any) -> frozenset[str]:
@@ -113,10 +111,9 @@ class _Search:
         if name.partition(".")[0] == self._package or name.startswith(FOLLOWED):
             return True
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None or INSTALLED & set(Path(file).parts):
+        if file is None or not is_user_file(file):
             return False
-        parents = Path(file).resolve().parents
-        return STDLIB not in parents and PACKAGE_ROOT not in parents and not self._folders.isdisjoint(parents)
+        return not self._folders.isdisjoint(Path(file).resolve().parents)
 
 
 def _captured(function: FunctionType) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from typing import Any
 from slime_like.errors import ConfigError, SlimeLikeError, UserCodeError
 from slime_like.util.printed import record_output
 
-PACKAGE_ROOT = Path(__file__).parents[1]
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+INSTALLED = {"site-packages", "dist-packages"}  # folders of libraries
 MAX_TEXT = 500  # characters of an error's own text in a message
 
 
@@ -58,7 +61,7 @@ def describe(error: BaseException) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Return ``file:line`` of a syntax error, or of the innermost frame outside slime_like and installed packages.
+    """Return ``file:line`` of a syntax error, or of the innermost frame of user code (``is_user_file``).
 
     If there is no such frame, return ``file:line`` of the innermost frame; without a traceback, return "line unknown".
     """
@@ -67,13 +70,15 @@ def origin(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     if not frames:
         return "line unknown"
-    user_frames = [
-        frame
-        for frame in frames
-        if PACKAGE_ROOT not in Path(frame.filename).parents and "site-packages" not in frame.filename
-    ]
+    user_frames = [frame for frame in frames if is_user_file(frame.filename)]
     frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
+
+
+def is_user_file(file: str) -> bool:
+    """Return False for a file of slime_like, of the standard library or of an installed package."""
+    path = Path(file)
+    return INSTALLED.isdisjoint(path.parts) and {PACKAGE_ROOT, STDLIB}.isdisjoint(path.resolve().parents)
 
 
 def location(function: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,6 +76,12 @@ def test_the_end_of_a_long_output_is_kept(record: Callable[[], None]) -> None:
 def test_errors_of_the_framework_pass_unchanged() -> None:
     with pytest.raises(EngineLost), name_user_errors("rollout.generate", "mine", "prompt 3"):
         raise EngineLost("engine 0 is gone")
+
+
+def test_the_line_of_an_error_is_the_users_even_if_a_library_raised_it() -> None:
+    with pytest.raises(UserCodeError) as error, name_user_errors("reward.name", "mine", "prompt 3"):
+        json.loads("x")
+    assert "(" + __file__ in str(error.value), str(error.value)
 
 
 def test_errors_of_user_code_need_no_heavy_import() -> None:
