@@ -88,10 +88,13 @@ def location(function: object) -> str:
 
 
 def source_place(function: object) -> str:
-    """Return ``file:line`` of the definition of a function or class, or of an object's class; empty if it is not in Python."""
+    """Return ``file:line`` of the definition of a function or class, or of an object's class; empty if it is not in Python.
+
+    The place of a function that a decorator wraps (``functools.wraps``) is that of the function itself.
+    """
     while isinstance(function, functools.partial):
         function = function.func
-    code = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
+    code = inspect.unwrap(function if inspect.isclass(function) or inspect.isroutine(function) else type(function))
     try:
         file, (_, line) = inspect.getsourcefile(code), inspect.getsourcelines(code)
     except (OSError, TypeError, AttributeError):

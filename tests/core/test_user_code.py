@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from pathlib import Path
 
 import pytest
 
 from slime_like.errors import EngineLost, UserCodeError
 from slime_like.util.printed import MAX_TAIL, record_output, record_streams
-from slime_like.util.user_code import name_user_errors
+from slime_like.util.user_code import name_user_errors, source_place
 
 
 @pytest.fixture
@@ -82,6 +85,21 @@ def test_the_line_of_an_error_is_the_users_even_if_a_library_raised_it() -> None
     with pytest.raises(UserCodeError) as error, name_user_errors("reward.name", "mine", "prompt 3"):
         json.loads("x")
     assert "(" + __file__ in str(error.value), str(error.value)
+
+
+@contextlib.contextmanager
+def decorated_by_a_library() -> Generator[None]:
+    yield
+
+
+@functools.cache
+def cached() -> None: ...
+
+
+def test_the_place_of_a_decorated_function_is_that_of_the_function() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    for function, decorator in ((decorated_by_a_library, "@contextlib.contextmanager"), (cached, "@functools.cache")):
+        assert source_place(function) == f"{__file__}:{lines.index(decorator) + 1}"
 
 
 def test_errors_of_user_code_need_no_heavy_import() -> None:
