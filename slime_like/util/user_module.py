@@ -18,7 +18,7 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
     """Import ``module``, a module name or a file that ends in ``.py``; the current directory is appended to ``sys.path``.
 
     Raises ``ConfigError`` naming ``key`` and ``value`` if the module is missing or its code raises; in the second case,
-    the message names the line. A ``ConfigError`` or ``SystemExit`` of the code is raised unchanged.
+    the message names the line. A ``ConfigError`` of the code is raised unchanged.
     """
     _append(Path.cwd())
     try:
@@ -33,7 +33,7 @@ def user_module(key: str, value: str, module: str) -> ModuleType:
             f"{key}={value!r}: importing {module!r} raised {describe(error)}: install {missing_module or 'it'}, put it in "
             f"{Path.cwd()} or on PYTHONPATH, or correct that line"
         ) from error
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything, and parse_args() raises SystemExit
         raise ConfigError(
             f"{key}={value!r}: importing {module!r} raised {describe(error)}: correct that line"
         ) from error

@@ -30,6 +30,14 @@ def test_a_missing_module_is_named() -> None:
         resolve("reward.name", "no_such_module:score", TABLE)
 
 
+@pytest.mark.parametrize("line", ["sys.exit(2)", "argparse.ArgumentParser(prog='own').parse_args(['--size'])"])
+def test_a_file_that_ends_the_process_while_it_is_imported_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "own_script.py"
+    file.write_text(f"import argparse, sys\n{line}\n")
+    with pytest.raises(ConfigError, match=rf"algo\.loss='{file}:loss': .* raised SystemExit: 2 \({file}:2\)"):
+        resolve("algo.loss", f"{file}:loss", names.LOSSES)
+
+
 def test_a_missing_attribute_is_named() -> None:
     with pytest.raises(ConfigError, match="has no 'grpq'"):
         resolve("algo.x", "slime_like.algo.advantage:grpq", TABLE)
