@@ -86,6 +86,8 @@ class _Search:
                 self._add_all(value)
             case _ if self._is_followed(type(value)):
                 self._add_all((type(value), *getattr(value, "__dict__", {}).values()))
+            case _ if _is_wrapper(value):
+                self.add(value.__wrapped__)
             case _:
                 pass
 
@@ -123,6 +125,11 @@ def _captured(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
 
 
+def _is_wrapper(value: Any) -> bool:
+    """Return whether ``value`` wraps a function, as the results of ``functools.cache`` and ``functools.wraps`` do."""
+    return "__wrapped__" in getattr(value, "__dict__", ())
+
+
 def _functions(kind: type) -> Iterator[Any]:
     """Yield the functions that a class defines."""
     for value in vars(kind).values():
@@ -133,7 +140,7 @@ def _functions(kind: type) -> Iterator[Any]:
                 yield from (part for part in (value.fget, value.fset) if part is not None)
             case functools.cached_property():
                 yield value.func
-            case _ if inspect.isfunction(value):
+            case _ if inspect.isfunction(value) or _is_wrapper(value):
                 yield value
             case _:
                 pass

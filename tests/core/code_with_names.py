@@ -98,6 +98,25 @@ def annotates(config: Any) -> bool:
     return isinstance(config, PolicyConfig) and bool(json.dumps(""))
 
 
+@functools.cache
+def read_cached(config: Any) -> Any:
+    """Read an attribute once."""
+    return config.iota
+
+
+class CachedReader:
+    """Object with a cached method."""
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  one instance
+    def __call__(self, config: Any) -> Any:
+        return config.lambda_
+
+
+def calls_cached(config: Any) -> Any:
+    """Call cached functions."""
+    return read_cached(config) + CachedReader()(config)
+
+
 captured = of_closure("kappa")
 partly = functools.partial(reads_by_name)
 

@@ -25,6 +25,7 @@ POLICY_KEYS = {"kl_loss_coef", "entropy_coef", "use_rollout_logprobs", "off_poli
         (code.calls_by_module, POLICY_KEYS),
         (code.imports_late, POLICY_KEYS | {"eps_clip_c"}),
         (code.captured, {"kappa"}),
+        (code.calls_cached, {"iota", "lambda_"}),
         (code.instance, {"alpha"}),
     ],
 )
