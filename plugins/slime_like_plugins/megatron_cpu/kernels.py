@@ -106,11 +106,11 @@ class TrainKernels:
     def split_rotate(
         self, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cos_sin_ND: Tensor, heads: QkvHeads, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Split ``qkv`` [N, G (R + 2) D].
+        """Split ``qkv`` [N, G (R + 2) D] into queries [N, G R, D], keys and values [N, G, D], all F32.
 
-        Return queries [N, G R, D], keys and values [N, G, D], and the norms' scales, all F32. If ``norms`` has weights (of
-        queries and keys, [D] each), queries and keys are normalised. They are rotated by halves; ``cos_sin`` has D / 2 cosines,
-        then sines. The scales [N, G, R + 1] are inputs of ``split_rotate_back``.
+        If ``norms`` has weights (of queries and keys, [D] each), queries and keys are normalised. With or without norms, they
+        are then rotated by halves; ``cos_sin`` has D / 2 cosines, then sines. The fourth result F32 [N, G, R + 1] is an input
+        of ``split_rotate_back``: the reciprocals of the heads' root mean squares, or 1 without norms.
         """
         n, g, r, d = len(qkv), heads.groups, heads.queries, heads.dim
         _check_qkv(qkv, norms, cos_sin_ND, heads)

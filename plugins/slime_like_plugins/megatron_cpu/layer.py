@@ -75,7 +75,7 @@ class FusedGroupedMLP(GroupedMLP):
     """Grouped experts with weighted SwiGLU in one pass, and with matrix multiplications in C.
 
     Torch computes dtypes and shapes that the kernels do not support, and multiplies where it is faster: on CPUs without AVX-512,
-    or for bfloat16 without its BF16 instructions.
+    or for bfloat16 without the BF16 instructions of AVX-512.
     """
 
     def product(self, rows_RI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
@@ -152,7 +152,7 @@ class FusedAttention(SelfAttention):
         return self.config.num_query_groups or self.config.num_attention_heads
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return queries [L, 1, heads, dim], keys and values [L, 1, groups, dim].
+        """Return queries [L, 1, heads, dim], keys and values [L, 1, groups, dim], and with ``output_gate`` the gates.
 
         If the fused pass is possible, all are float32, and queries and keys are already rotated.
         """

@@ -85,8 +85,8 @@ def fused_vocab_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the results of ``vocab_scores``.
 
-    ``vocab_scores`` itself computes them if the vocabulary is split, the dtype is not supported, or there are no
-    tokens. Collective over the tensor parallel ranks, as ``vocab_scores`` is.
+    ``vocab_scores`` itself computes them if the vocabulary is split, the dtype is not supported, the weight has another
+    dtype than the hidden states, or there are no tokens. Collective over the tensor parallel ranks, as ``vocab_scores`` is.
     """
     is_unshared = part.group is None or part.group.size() == 1
     fits = hidden_NH.dtype in SUFFIX and weight_VH.dtype is hidden_NH.dtype

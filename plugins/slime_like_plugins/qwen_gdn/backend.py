@@ -49,7 +49,7 @@ class GatedDeltaRule(Protocol):
             S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T,   o_t = S_t^T q_t / sqrt(K)
 
         ``q``, ``k`` [1, T, H, K] are normalised to length 1 here; ``v`` is [1, T, HV, V] with HV a multiple of H, and value
-        head i reads key head i // (HV / H). ``g`` [1, T, HV] is the logarithm of the decay (<= 0, float32), ``beta``
+        head i reads key head i // (HV / H). ``g`` [1, T, HV] is the logarithm of the decay (<= 0, at least float32), ``beta``
         [1, T, HV] the write strength. ``initial_state`` [N, HV, K, V] is zero by default. Return the output [1, T, HV, V] in
         ``v``'s dtype, and the states after each sequence [N, HV, K, V] in float32 (float64 if the inputs are), or None
         without ``output_final_state``; the final state of an empty sequence is its initial state. Both results are

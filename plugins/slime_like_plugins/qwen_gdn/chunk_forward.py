@@ -72,9 +72,10 @@ class Result:
 
 
 def prepare(rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], order: ChunkOrder, scale: float) -> ChunkInputs:
-    """Return q, k [T, H, K], v [T, HV, V], g and beta [T, HV] in chunks.
+    """Split q, k [T, H, K], v [T, HV, V], g and beta [T, HV] into chunks.
 
-    Positions without a row (``ChunkOrder.gaps``) neither decay the state nor write to it.
+    Keys are normalised to length 1, queries to length ``scale``; g is summed up within each chunk. Positions without a row
+    (``ChunkOrder.gaps``) neither decay the state nor write to it.
     """
     q, k, v, g, beta = rows
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -22,9 +22,7 @@ from slime_like_plugins.qwen_gdn.mixing import DeltaInputs, MixingHeads, delta_r
 class HeadExchange:
     """``Mixing`` that splits the heads over the ranks of ``group``, whose size must divide the head counts.
 
-    A group of one rank needs no all-to-all.
-
-    A call is a collective over ``group``.
+    A call is a collective over ``group``, except in a group of one rank.
     """
 
     def __init__(self, backend: GDNBackend, heads: MixingHeads, group: Any, hidden: int = 0) -> None:

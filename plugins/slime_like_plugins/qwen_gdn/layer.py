@@ -2,7 +2,7 @@
 
 Parameters, their tensor parallel sharding and their checkpoint keys are megatron's. The computation between the two projections
 differs: the kernels need no repeated key heads, sequence bounds are already on the host, ``Mixing`` does the context
-parallelism, decay parameters are in float32, and each rank has the complete gradient of the output norm.
+parallelism, decay parameters are in float32, and the gradient of the output norm is summed over the tensor parallel ranks.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class Mixing(Protocol):
     def enter(self, hidden: Tensor, packed: PackedRows) -> Tensor:
         """Return the hidden states [L, 1, hidden] of the tokens for which this rank computes the projections.
 
-        ``hidden`` [L, 1, hidden] has those of the tokens that the rank has in attention (``model.layout.zigzag``).
+        ``hidden`` [L, 1, hidden] has those of the tokens that the rank has in attention (``model.layout.zigzag``). With
+        sequence parallelism, both have only L / tp of these tokens; the projections gather the others.
         """
         ...
 

@@ -21,7 +21,7 @@ from slime_like_plugins.qwen_gdn.backend import GDNBackend, RangeRule
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of N sequences, or of parts of sequences, within a range: I32 [N + 1], on the host and on the data's device."""
+    """Bounds of N sequences, or of parts of sequences, in a call's rows: I32 [N + 1], on the host and on the data's device."""
 
     host: Tensor
     device: Tensor

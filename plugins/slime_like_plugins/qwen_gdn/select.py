@@ -22,7 +22,7 @@ def resolve(config: GDNConfig, device: str, dtype: str = "auto", shape: GDNShape
     """Return the backend of ``model.gdn`` for ``device`` (cpu or cuda), the same object for all layers of a process.
 
     ``dtype`` (auto, float32, bfloat16) and ``shape`` are the model's. Raises ``ConfigError``, with the reason and a remedy, if
-    the name is not registered, if a requirement is not met (before the package is imported), or if the import fails.
+    the name is not registered, a requirement is not met (before the package is imported), or the import or constructor fails.
     """
     name = gdn_backend(config.backend, device)
     check("model.gdn.backend", name, GDN_BACKENDS)

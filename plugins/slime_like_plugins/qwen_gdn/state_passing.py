@@ -5,9 +5,10 @@ range that starts from a zero state, the outputs from any state ``S`` are ``o_t 
 pieces: sequences, and parts of sequences that its borders cut. Each rank runs its pieces from a zero state. If the first piece
 continues an earlier rank's sequence, the rank runs that piece a second time, from the identity and with zero values: the outputs
 are the rows ``q_t A_t ... A_1``, and the final state is the product ``A``. An all-gather of ``A`` and of the last piece's final
-state then gives every rank its initial state. A kernel only has to take an initial state and return the final one. The data that
-each rank sends per layer does not grow with the length of the sequences: Hv * K * (K + V) numbers, and the W - 1 last tokens of
-its range for a convolution of width W.
+state then gives every rank its initial state. A kernel only has to take an initial state and return the final one. A backend may
+have its own rule for the divided stream instead (``GDNBackend.range_rule``). The data that each rank sends per layer does not
+grow with the length of the sequences: Hv * K * (K + V) numbers, and the W - 1 last tokens of its range for a convolution of
+width W. None of these data are sent if no border between ranks cuts a sequence.
 
 In attention, a rank has other tokens than in its range: two chunks of each sequence (``model.layout.zigzag``). Moving tokens
 to the ranges and back causes traffic that does grow with the length. Moving hidden states, before the first projection and after
