@@ -48,7 +48,7 @@ def decode_step(
         collectives=2 * len(shape.layers) * all_reduce_seconds(hardware, s.gpus, requests * shape.hidden * 2),
         exchange=exchange,
         fixed=kernels,
-        prefetch=_prefetch_seconds(shape, s, hardware, weights + attention + exchange + kernels),
+        prefetch=_prefetch_seconds(shape, s, hardware, weights + attention + kernels),
     )
 
 
@@ -146,9 +146,9 @@ def _exchange_seconds(shape: ModelShape, settings: EngineSettings, hardware: Har
 def _prefetch_seconds(shape: ModelShape, settings: EngineSettings, hardware: Hardware, other_seconds: float) -> float:
     """Return the seconds that FlowMLA adds to a step.
 
-    ``other_seconds`` is the time of the step's other work, which hides the all-gathers of weights. It includes the DCP exchange,
-    but not the all-reduces, which share the links with FlowMLA. A gathered layer is written to memory once, and read once for the
-    next rank.
+    ``other_seconds`` is the time of the step's other work, which hides the all-gathers of weights. It includes neither the
+    all-reduces nor the DCP exchange, which share the links with FlowMLA. A gathered layer is written to memory once, and read
+    once for the next rank.
     """
     if not settings.flow_mla:
         return 0.0

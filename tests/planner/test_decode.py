@@ -43,6 +43,7 @@ def test_padding_of_attention_groups_computes_the_projections_of_all_requests() 
 
 
 def test_gathering_of_flow_mla_is_hidden_by_a_long_step_and_exposed_by_a_short_one() -> None:
+    """Neither the all-reduces nor the DCP exchange hides it, as they use the same links."""
     flow = replace(GROUPS, flow_mla=("o_proj",))
     shard = 61 * 128 * 128 * 7_168 * 7 / 8  # bytes that enter a GPU
     long_step = latent_step(flow, 144)
@@ -52,6 +53,10 @@ def test_gathering_of_flow_mla_is_hidden_by_a_long_step_and_exposed_by_a_short_o
     links = 61 * 2 * 128 * 128 * 7_168 * 31 / 32 / (H800.gpu.link * LINK_SHARE.value)
     assert short_step.total == pytest.approx(short_step.collectives + links)
     assert latent_step(replace(large, flow_mla=()), 2_912, on=H800).prefetch == 0
+    step = latent_step(replace(large, dp_attention=16, dcp=2), 320, on=H800)
+    half_links = 61 * 2 * 128 * 128 * 7_168 / 2 * 15 / 16 / (H800.gpu.link * LINK_SHARE.value)
+    assert step.exchange > 0
+    assert step.total == pytest.approx(step.collectives + step.exchange + half_links)
 
 
 def test_experts_are_read_as_far_as_the_batch_selects_them() -> None:
