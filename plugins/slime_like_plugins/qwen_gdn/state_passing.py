@@ -131,7 +131,10 @@ def gated_delta_rule(
 def _products(
     backend: GDNBackend, columns: tuple[Tensor, ...], bounds: Bounds, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows ``q_t A_t ... A_1`` [1, T, Hv, K] and the product of all ``A_t`` [1, Hv, K, K] for one piece."""
+    """Return the rows ``q_t A_t ... A_1`` [1, T, Hv, K] and the product of all ``A_t`` [1, Hv, K, K] for one piece.
+
+    ``A_t`` is the factor of the state in the recurrence ``S_t = A_t S_{t-1} + B_t``.
+    """
     q, k, v, g, beta = columns
     size, heads = k.shape[-1], v.shape[2]
     identity = torch.eye(size, dtype=dtype, device=q.device).expand(1, heads, size, size)

@@ -2,9 +2,9 @@
 
 An engine sends a worker the hidden states of the tokens that are routed to the worker's experts, computes the other
 experts in the meantime, and adds both sums. The design follows the remote expert compute of Luce-Org/lucebox (pull
-request 388): tokens are grouped by their number of remote experts, and a prefill chunk takes a few large requests
-instead of many small ones. The plugin is inactive unless ``SLIME_LIKE_SGLANG`` names ``remote_experts`` or the server
-has a flag ``--remote-experts-...``.
+request 388): the tokens of a large batch are grouped by their number of remote experts, and sent in a few large requests
+unless the option ``mode`` selects small ones. The plugin is inactive unless ``SLIME_LIKE_SGLANG`` names
+``remote_experts`` or the server has a flag ``--remote-experts-...``.
 """
 
 from __future__ import annotations

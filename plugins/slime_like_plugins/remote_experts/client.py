@@ -54,7 +54,7 @@ class ClientSettings:
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters of one client."""
+    """Counters of one client: its requests for sums, and replies for which no request waits."""
 
     calls: int = 0
     rows: int = 0
@@ -63,7 +63,7 @@ class Traffic:
     stale_replies: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
-        """Return the sum of two counters."""
+        """Return the sum of both, counter by counter."""
         return Traffic(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
 
@@ -152,8 +152,8 @@ class WorkerClient:
     def write(self, layer: int, name: str, expert: int, start: int, rows: Tensor) -> None:
         """Send a copy of rows of a remote expert's matrix without waiting for the reply.
 
-        If ``IN_FLIGHT`` requests are without a reply, wait for one of these replies first. An error of the connection is raised
-        by this or a later call; ``unwritten`` reports rows that the worker rejected.
+        If ``IN_FLIGHT`` requests are without a reply, wait for one of these replies first. If the worker fails, this or a later
+        call raises one of ``FAILURES``; ``unwritten`` reports rows that the worker rejected.
         """
         size = self.shapes.row_bytes[name]
         limit = min(WRITE_BYTES, self._region.slot_bytes if self._region else WRITE_BYTES)
@@ -196,8 +196,8 @@ class WorkerClient:
     def submit(self, layer: int, rows: Tensor, ids: Ids, weights: Weights) -> ExpertRequest:
         """Send a request for the weighted sums of remote experts ``ids`` [N, K] for ``rows`` [N, H].
 
-        The arguments must not change until the reply, because the socket sends from their memory. Unless ``has_room``, wait for
-        a reply first. Raises one of ``FAILURES`` if the worker fails meanwhile.
+        If ``has_room`` is False, this call first waits for a reply to an earlier request, and raises one of ``FAILURES`` if the
+        worker fails meanwhile. The arguments must not change until the reply, because the socket may send from their memory.
         """
         start = time.monotonic()
         row_type = self.settings.row_type
@@ -255,7 +255,10 @@ class WorkerClient:
         return request.rows
 
     def close(self) -> None:
-        """Ask the worker to stop serving, wait up to ``CLOSE_S`` for its reply, then close the connection in any case."""
+        """Ask the worker to stop serving this rank, then close the connection, whether or not the worker replies.
+
+        Wait for the reply up to ``CLOSE_S``, or longer while bytes arrive.
+        """
         try:
             self._control(FrameKind.CLOSE, seconds=CLOSE_S)
         except FAILURES:

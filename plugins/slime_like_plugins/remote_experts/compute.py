@@ -1,6 +1,6 @@
 """Weighted sums of SwiGLU experts, accumulated in float32.
 
-Workers compute experts with this code, and so do engines on a CPU, and engines that replace a failed worker.
+Workers compute experts with this code, and so do engines on a CPU, and engines that compute the experts of a failed worker.
 
 Axes: N rows (tokens), K selected experts of a row, H hidden, I intermediate, E experts whose weights are passed.
 """

@@ -26,7 +26,8 @@ class Exchange:
     def feed(self) -> None:
         """Receive replies, and send requests while the client has room for them, without waiting.
 
-        Do nothing once every request has been sent and at most one is unanswered.
+        Do nothing once every request has been sent and ``results`` has at most one left to yield. Raises one of ``FAILURES`` if
+        the worker fails.
         """
         if self._next is None and len(self._in_flight) < 2 and not self._client.is_sending:
             return  # the worker has at most one request, and receiving its reply now would not give it more work

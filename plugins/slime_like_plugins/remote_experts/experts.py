@@ -142,7 +142,7 @@ class RemoteExperts:
         return self._failure
 
     def _try(self, call: Callable[[], None]) -> None:
-        """Call a method of the client, unless the worker has failed earlier in this update or the engine replaces it.
+        """Run ``call``, which uses the worker. Do nothing if the worker has failed earlier in this update or is no longer used.
 
         If the call fails, abandon the worker. Under policy ``fallback``, the engine then computes the worker's experts itself;
         otherwise the failure is kept for ``_restore`` and for the end of the update.
@@ -233,7 +233,7 @@ class RemoteExperts:
         )
 
     def _respawn(self) -> None:
-        """Open a new worker and send it this rank's copy of the weights. Commit their version, unless an update is open.
+        """Open a new worker and send it this rank's copy of the weights. If these are committed, commit them in the worker too.
 
         Raises ``RemoteExpertsLost`` if the settings cannot be used for a new worker, one of ``FAILURES`` if that worker fails.
         """

@@ -78,7 +78,8 @@ def obstacle(view: Any, settings: RemoteOptions) -> str | None:
 def create_weights(original: Callable[..., None], method: Any, layer: Any, num_experts: int, **arguments: Any) -> None:
     """Hook around ``UnquantizedFusedMoEMethod.create_weights``: allocate the local experts of a layer.
 
-    Raises ``SystemExit`` if remote experts do not support the layer, or the settings do not fit it.
+    A layer of a draft model, or with ``is_shared_fused_moe``, keeps all of its experts in the engine. Raises ``SystemExit`` if
+    remote experts do not support the layer, or the settings do not fit it.
     """
     if layer.is_draft or layer.is_shared_fused_moe:
         original(method, layer=layer, num_experts=num_experts, **arguments)
@@ -162,7 +163,9 @@ def begin_weight_update(original: Callable[..., Any], manager: Any, request: Any
 
 
 def end_weight_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Hook around ``end_weight_update``: check the workers of all ranks, then the rest of the model, then commit.
+    """Hook around ``end_weight_update``: check the workers of all ranks, call ``original``, then commit.
+
+    A failure ends the update. Only ``original`` is called if no update is open, or if the update is only for the draft model.
 
     Collective: every rank takes part in every exchange, whatever happened to its worker, so that no other rank waits
     for it forever. Raises ``RemoteExpertsLost`` as ``check`` does.
@@ -206,9 +209,10 @@ def check(manager: Any) -> str:
 
 
 def commit(manager: Any) -> str:
-    """Commit the weights of every rank's worker; with the option ``record_load``, write the number of tokens per expert so far.
+    """Commit the weights of every rank's worker. Return the failures of all ranks, or "" on success. Collective.
 
-    Return the failures of all ranks, or "" on success. Collective. Raises ``RemoteExpertsLost`` as ``check`` does.
+    If the option ``record_load`` names a file, rank 0 writes the token counts to it. Raises ``RemoteExpertsLost`` as ``check``
+    does.
     """
     failure = _models[0].experts.commit()
     _models[0].record_load()

@@ -58,7 +58,7 @@ def prove(connection: Connection, secret: bytes, worker: str) -> None:
     """Answer a worker's challenge, and challenge the worker in turn.
 
     Raises ``FrameError`` if the worker does not know the key or violates the protocol, ``PeerLost`` if it closes the connection,
-    and ``DeadlineExceeded`` if an answer takes longer than ``PROOF_S``.
+    and ``DeadlineExceeded`` if its challenge or its answer takes longer than ``PROOF_S``.
     """
     challenge = bytes(_receive(connection, FrameKind.CHALLENGE, worker).payload)
     nonce = secrets.token_bytes(NONCE_BYTES)

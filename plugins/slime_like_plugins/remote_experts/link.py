@@ -59,7 +59,7 @@ class WorkerLink:
             self._process = ExpertProcess(WorkerOrigin(threads=o.threads, device=o.device))
 
     def open(self, shapes: ExpertShapes, connect_s: float = START_S) -> WorkerClient:
-        """Connect, and make the worker allocate its experts.
+        """Start the worker if necessary, connect, and make it allocate its experts.
 
         Raises one of ``FAILURES`` if the worker fails, ``ConfigError`` if the settings cannot be used. If another
         program starts workers, ``connect_s`` is the time limit in seconds until the worker has accepted the connection.
