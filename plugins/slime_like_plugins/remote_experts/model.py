@@ -43,8 +43,9 @@ class RemoteModel:
     def add(self, layer: Any, create: Callable[[int], None], sizes: tuple[int, int, torch.dtype]) -> None:
         """Allocate the local experts of a layer with ``create``, and make its loaders send the other experts to the worker.
 
-        The first call starts the worker. Raises ``ConfigError`` if the placement does not fit the layer, ``ValueError`` if
-        the layer is not supported or its experts differ in size or dtype from those of earlier layers.
+        The first call starts the worker, unless the option ``workers`` gives its address. Raises ``ConfigError`` if the placement
+        does not fit the layer, ``ValueError`` if the layer is not supported or its experts differ in size or dtype from those of
+        earlier layers.
         """
         if problem := obstacle(layer):
             raise ValueError(f"layer {layer.layer_id}: {problem}")

@@ -78,9 +78,9 @@ class ExpertProcess:
 def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
     """Connect to a listening worker, and authenticate with the key.
 
-    While nothing listens at the address, or the worker serves another engine, retry for ``seconds``, then
-    raise ``PeerLost``. Also raises ``PeerLost`` or ``FrameError`` if the worker has another key, and ``ConfigError`` if
-    the key file cannot be used.
+    While there is no connection, or the worker does not answer (it may be serving another engine), retry for ``seconds``, then
+    raise ``PeerLost``. Also raises ``PeerLost`` if the worker closes the connection, as it does if the keys differ,
+    ``FrameError`` if it does not know the key or violates the protocol, and ``ConfigError`` if the key file cannot be used.
     """
     assert origin.key_file is not None, "rules require a key file with an address"
     secret = key.read_key(origin.key_file)
@@ -108,7 +108,8 @@ def connect(origin: WorkerOrigin, name: str, seconds: float) -> Connection:
 def _admitted(sock: socket.socket, secret: bytes, name: str, key_file: Path) -> Connection:
     """Return a connection over ``sock`` after both ends have proved that they know the key.
 
-    Raises ``PeerLost`` or ``FrameError`` if the worker has another key, ``DeadlineExceeded`` if it does not answer.
+    Raises ``PeerLost`` if the worker closes the connection, as it does if the keys differ, ``FrameError`` if it does not know
+    the key or violates the protocol, and ``DeadlineExceeded`` if it does not answer.
     """
     connection = Connection(sock, name, key.MAX_PAYLOAD)
     try:

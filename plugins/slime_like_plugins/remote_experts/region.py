@@ -1,7 +1,7 @@
 """Memory that an engine and a worker of one machine share: a sealed memfd without a file name, divided into slots.
 
 A request and, after it, its reply use the same slot; a frame in the socket announces each of them. Only processes of the same
-user can open the memory, through ``/proc/<pid>/fd``.
+user, or of root, can open the memory, through ``/proc/<pid>/fd``.
 """
 
 from __future__ import annotations

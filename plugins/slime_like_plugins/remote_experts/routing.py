@@ -56,7 +56,7 @@ class TokenBucket:
 
 
 def split(ids: Ids, weights: Weights, rows: ExpertRows) -> tuple[Ids, list[TokenBucket]]:
-    """Return the index of each pair's expert in the engine, [T, K], and buckets of the tokens with remote experts.
+    """Return the index of each pair's expert among the engine's experts, [T, K], and buckets of the tokens with remote experts.
 
     A pair is a token and one of its K experts. The index is -1 if the expert is not in the engine. The buckets are in
     ascending order of the number of remote experts per token.

@@ -46,7 +46,7 @@ def add_logprobs(
 async def generate(
     original: Callable[..., AsyncGenerator[Any]], manager: Any, obj: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[Any]:
-    """Hook around ``TokenizerManager.generate_request``: encode token ids as base64 in replies with ``LOGPROBS``."""
+    """Hook around ``TokenizerManager.generate_request``: encode token ids as base64 in replies with columns."""
     async for reply in original(manager, obj, *args, **kwargs):
         for item in reply if isinstance(reply, list) else [reply]:
             if LOGPROBS in item.get("meta_info", ()):

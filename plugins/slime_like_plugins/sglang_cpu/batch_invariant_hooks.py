@@ -1,7 +1,7 @@
 """Batch-invariant engine: a token's logits are bitwise equal in prefill, in decode and after a prefix-cache hit, in any batch.
 
 The names ``exact`` and ``cpu`` together in ``SLIME_LIKE_SGLANG`` enable it (``run.deterministic=true``). The arithmetic is
-that of ``slime_like.util.batch_invariant``, which the trainer also uses. While the plugin is enabled, faster code of this package
+that of ``slime_like.util.batch_invariant``, which the trainer also uses. While ``exact`` is enabled, faster code of this package
 must not replace or bypass a function that is hooked here.
 """
 
