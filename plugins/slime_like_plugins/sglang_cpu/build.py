@@ -29,7 +29,7 @@ def object_name(compiler: str, source: Path | None = None) -> str:
 
 
 def run_compiler(compiler: str, target: Path, source: Path | None = None) -> None:
-    """Compile ``kernels.c`` in ``source`` to ``target``. Raises ``BuildError`` on failure."""
+    """Compile ``kernels.c`` in ``source`` (default ``SOURCE``) to ``target``. Raises ``BuildError`` on failure."""
     c_build.run_compiler(compiler, target, _recipe(source))
 
 

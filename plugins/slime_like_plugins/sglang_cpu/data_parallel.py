@@ -1,7 +1,7 @@
 """Data-parallel attention on a CPU (``attn_dp_size``): ranks hold different sequences.
 
-SGLang supports it on its own CPU engine. On an out-of-tree platform it selects Triton kernels, pinned memory and collectives
-that are registered for another device. Remove when SGLang lets a platform select these.
+SGLang supports it on its own CPU engine. For an out-of-tree platform, SGLang selects Triton kernels, pinned memory and
+collectives that are registered for another device. Remove when SGLang lets a platform select these.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def zero_when_idle(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def reduce_scatterv(group: Any, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
     """Reduce-scatter ``input_`` in parts of ``sizes`` rows (default: equal parts). Collective.
 
-    Engines with expert parallelism call it. SGLang's own function needs NCCL unless its deterministic mode is on; here that
-    mode's implementation is always used.
+    Engines in which ``ep_size``, ``attn_dp_size`` and ``tp_size`` are equal call it. SGLang's own function needs NCCL unless its
+    deterministic mode is on; here that mode's implementation is always used.
     """
     return getattr(group, ORDERED_SCATTER)(input_, output, sizes)
 

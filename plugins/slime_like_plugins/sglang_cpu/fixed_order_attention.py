@@ -1,4 +1,4 @@
-"""Batched attention backend with sums in a fixed order. It imports SGLang's attention, so only workers import it."""
+"""Batched attention backend with sums in a fixed order. It imports SGLang's attention, so only ``init_backend`` imports it."""
 
 from __future__ import annotations
 

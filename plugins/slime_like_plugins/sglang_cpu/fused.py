@@ -69,7 +69,10 @@ class FusedForward:
         )
 
     def __call__(self, token_ids: Tensor, positions: Tensor, batch: Any) -> Any:
-        """Return SGLang's output: logits of each request's next token, and log-probabilities of prompt tokens if requested."""
+        """Return SGLang's output: the logits of each request's next token.
+
+        If requested, it also has hidden states and log-probabilities of prompt tokens.
+        """
         model = self._model
         if not batch.forward_mode.is_decode() or batch.capture_hidden_mode.need_capture():
             hidden_BT = self._hidden(token_ids, positions, batch)

@@ -1,9 +1,9 @@
 """Leaf kernels of the fused forward, implemented in C (``csrc``) and in torch behind one interface.
 
-C also has attention over the page table, sampling, matrix multiplications, and a decode step that combines them.
+C also has sampling, attention over the page table, matrix multiplications, and a decode step that combines all but sampling.
 
-Both versions compute in float32 and round when storing. The caller guarantees shapes and indices. The dtypes of model tensors are
-asserted here, because C would read beyond a tensor with smaller elements.
+Both versions compute in float32 and round when storing. The caller guarantees shapes and indices. Most dtypes are asserted here,
+because C would read beyond a tensor with smaller elements.
 
 Axes: B rows (in a decode step, one per request), T hidden, F features of a gate and its value, H query heads, K KV heads, D head
 dimension, S slots of the KV pool, V vocabulary. In matrix multiplications: N rows, K inputs, M outputs.
@@ -141,7 +141,7 @@ class CKernels:
 
     @property
     def threads(self) -> int:
-        """Maximum number of threads over which C divides the rows."""
+        """Maximum number of threads over which C divides its work."""
         return int(self._threads())
 
     def add_rms_norm(self, x_BT: Tensor, delta_BT: Tensor | None, weight_T: Tensor, out_BT: Tensor, eps: float) -> None:

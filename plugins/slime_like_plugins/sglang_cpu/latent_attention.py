@@ -48,7 +48,7 @@ class LatentAttentionBackend(KeysAsValues):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
         """Return attention [T, H * latent] of q [T, H, D] to the keys in the pool.
 
-        If ``save_kv_cache``, first store k [T, 1, D] and v, the keys and values of the new tokens, in the pool.
+        If ``save_kv_cache``, first store k [T, 1, D], the complete keys of the new tokens, in the pool. They contain v.
         """
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
@@ -63,7 +63,7 @@ def absorbed(attention: Any, forward_batch: Any) -> AttnForwardMethod:
 
 
 def require_latent_layers(model: Any) -> None:
-    """Raise ``NotImplementedError`` if a layer of ``model`` is not attention over latents that all heads share.
+    """Raise ``NotImplementedError`` if an attention layer of ``model`` has a sliding window, or no latents that all heads share.
 
     Layers named ``attn_mha`` are not checked, because they do not read the KV pool.
     """

@@ -1,6 +1,6 @@
-"""Free memory that a CPU rank reports to SGLang: a given limit minus the model's weights, like the free memory of a GPU.
+"""Free memory that a CPU rank reports to SGLang if its memory is limited: the limit minus the weights of the loaded model.
 
-SGLang sizes its caches from this value.
+SGLang sizes its caches from this value, as on a GPU.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Set the arguments that a CPU engine needs.
 
-        SGLang calls this method while it resolves its arguments. With several ranks, the method also sets the CPU binding in the
-        environment and the batch scheduling policy of this process, which the workers inherit. Raises ``SystemExit`` if
-        speculative decoding is configured, or if the memory limit of a rank is invalid.
+        SGLang calls this method while it resolves its arguments. With several ranks, the method also sets the CPU binding (if
+        unset) in the environment, and the batch scheduling policy of this process. The workers inherit both. Raises
+        ``SystemExit`` if speculative decoding is configured, or if the memory limit of a rank is invalid.
         """
         if server_args.speculative_algorithm is not None:
             raise SystemExit(
@@ -79,10 +79,10 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
             use_batch_scheduling()  # inherited by the schedulers
 
     def init_backend(self) -> None:
-        """Register attention backends, rotary embeddings and the host memory allocator.
+        """Register attention backends and the host memory allocator, and install the rotary embeddings.
 
-        SGLang calls this method once per worker, when the model runner is imported. Raises the ``SystemExit`` of
-        ``rotary.install``.
+        SGLang calls this method when a process imports the model runner; forked workers inherit the result. Raises the
+        ``SystemExit`` of ``rotary.install``.
         """
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
@@ -100,8 +100,8 @@ class PlainCpu(CpuDeviceMixin, SRTPlatform):
         """Set the number of threads, and replace functions and forwards of SGLang by those of this package.
 
         SGLang calls this method in the worker, after the fork and after it has loaded ``model`` on one thread. Raises
-        ``SystemExit`` if a replaced name does not exist in SGLang, if the configured kernels are unknown or cannot be built, or
-        if the machine rules out ``run.deterministic``.
+        ``SystemExit`` if a replaced name does not exist in SGLang, if the configured kernels are unknown or cannot be built or
+        loaded, or if the machine rules out ``run.deterministic``.
         """
         import torch
 

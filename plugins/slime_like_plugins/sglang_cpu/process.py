@@ -22,7 +22,7 @@ WAIT_MS = 1_000  # maximum wait for a message, after which the controller feeds 
 def start_by_fork(result: None, *_: Any, **__: Any) -> None:
     """Hook after ``_set_envs_and_config``: fork workers if ``OMP_NUM_THREADS`` is 1, so that SGLang is imported only once.
 
-    Forking is safe only because the process has one OpenMP thread and no CUDA, and runs no other code. Remove when
+    Forking is safe only because the process has one OpenMP thread and no CUDA, and runs nothing but an engine. Remove when
     SGLang accepts a start method as an argument.
     """
     if os.environ.get("OMP_NUM_THREADS") == "1":

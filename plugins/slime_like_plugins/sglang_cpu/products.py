@@ -89,7 +89,10 @@ class Products:
         return "" if self._packing is None else self._packing.name
 
     def renew(self) -> None:
-        """Pack the weights at the first call, and again if any of them was written or replaced since they were packed."""
+        """Pack the weights at the first call, and again if they may have changed. Do nothing if no library packs.
+
+        They may have changed after a call of ``load_weights`` or a write that torch counts, or if a weight is another tensor.
+        """
         if self._packing is None:
             return
         weights: list[Tensor] = [linear.weight for linear in self._linears]

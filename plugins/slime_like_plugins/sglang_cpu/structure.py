@@ -1,4 +1,4 @@
-"""Check that the fused forward supports a model; other models keep SGLang's forward."""
+"""Check that the fused forward supports a model and its parallel layout; other models keep SGLang's forward."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def blocks(model: Any) -> list[DecoderBlock]:
 
 
 def obstacle(model: Any) -> str | None:
-    """Return the first property of ``model`` that the fused forward does not support; None if it supports the model."""
+    """Return the first property of ``model`` or of its parallel layout that the fused forward does not support; None if none."""
     from sglang.srt.runtime_context import get_parallel
 
     name = type(model).__name__

@@ -1,8 +1,8 @@
 """Copies of recurrent states during decode steps, for the prefix cache (SGLang's strategy ``extra_buffer``).
 
-A cached prefix ends at a multiple of 64 tokens, where a request's states are copied to slots that the prefix cache
-keeps. The functions replace those of ``sglang.kernels.ops.mamba.mamba_state_scatter_triton``. Axes: B requests, S
-slots, N layers.
+When the length of a request is a common multiple of ``mamba_track_interval`` (256 by default), 64 and the page size, its
+states are copied to slots that the prefix cache keeps. The two functions for this replace those of
+``sglang.kernels.ops.mamba.mamba_state_scatter_triton``. Axes: B requests, S slots, N layers.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def causal_conv1d_update(
     """Return the convolution of one token per request, ``x_BD``, in the same shape; read and write the states.
 
     This function replaces ``sglang.kernels.ops.mamba.causal_conv1d_triton.causal_conv1d_update``. Raises
-    ``NotImplementedError`` for drafts of several tokens, and the errors of ``check_precision`` and ``apply_activation``.
+    ``NotImplementedError`` for several tokens per request or any ``speculative`` argument, and the errors of
+    ``check_precision`` and ``apply_activation``.
     """
     if x_BD.dim() != 2 or any(value is not None for value in speculative.values()):
         raise NotImplementedError(NO_SPECULATION)
@@ -88,7 +89,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def apply_activation(x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Return the SiLU of ``x`` plus ``bias`` (if given); without an ``activation``, return the sum itself.
+    """Return ``silu(x + bias)``; without an ``activation``, ``x + bias``. The ``bias`` may be None.
 
     Raises ``NotImplementedError`` for an activation other than SiLU.
     """

@@ -179,7 +179,7 @@ def recurrent_rule(
 def token_step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Return the output [B, HV, V] of one token per request; update ``state`` [B, HV, V, K] in place.
 
-    The arguments are q, k [B, HV, K] and v [B, HV, V].
+    The arguments are normalised q and k [B, HV, K], v [B, HV, V], and g and beta [B, HV].
     """
     state.mul_(g.exp()[..., None, None])
     delta = (v - (state @ k[..., None])[..., 0]) * beta[..., None]

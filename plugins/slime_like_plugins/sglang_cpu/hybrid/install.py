@@ -46,7 +46,7 @@ OF_MODELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 def bind(model: Any) -> str | None:
     """Replace the Triton kernels of ``model``. Return a description of its linear attention; None if it has none.
 
-    An engine imports the modules of only one model; modules that are not imported are skipped. Raises ``SystemExit`` if
+    Model modules that SGLang has not imported are skipped; an engine usually imports those of one model. Raises ``SystemExit`` if
     a name does not exist.
     """
     for module, name, function in OF_MODELS:

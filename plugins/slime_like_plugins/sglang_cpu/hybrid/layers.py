@@ -1,4 +1,4 @@
-"""Splits of projections, gates, and gated norms in the layers of hybrid models."""
+"""Gates, gated norms, and splits of projections in the layers of hybrid models."""
 
 from __future__ import annotations
 
