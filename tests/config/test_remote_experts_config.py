@@ -165,6 +165,9 @@ def test_flags_of_a_server_that_is_started_by_hand(monkeypatch: pytest.MonkeyPat
         flags.enable(["--remote-experts-count", "2", "--remote-experts-capacity", "0"], "remote_experts")
     with pytest.raises(SystemExit, match="--remote-experts-key-file=None"):
         flags.enable(["--remote-experts-count", "2", "--remote-experts-workers", "a:1"], "remote_experts")
+    for arguments in (["--remote-experts-count", "0"], ["--remote-experts-cou", "2"]):
+        with pytest.raises(SystemExit, match="no expert is remote: set --remote-experts-count to at least 1"):
+            flags.enable(arguments, "remote_experts")
 
 
 def test_updates_that_bypass_the_loaders_are_refused() -> None:

@@ -235,6 +235,13 @@ def test_a_worker_that_always_fails_is_replaced_a_few_times(monkeypatch: pytest.
     assert len(openings) == 4
 
 
+def test_a_worker_that_was_lost_in_a_failed_update_is_reported_by_the_next_forward() -> None:
+    experts = RemoteExperts(replace(OPTIONS, policy="required"), 0)
+    experts._shapes = SHAPES
+    with pytest.raises(RemoteExpertsLost, match=r"lost in a failed weight update; .*policy=fallback or respawn"):
+        assert_sums(experts)
+
+
 def test_a_listening_worker_that_nobody_starts_again_ends_the_engine_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,10 +235,13 @@ class RemoteExperts:
     def _respawn(self) -> None:
         """Open a new worker and send it this rank's copy of the weights. If these are committed, commit them in the worker too.
 
-        Raises ``RemoteExpertsLost`` if the settings cannot be used for a new worker, one of ``FAILURES`` if that worker fails.
+        Raises ``RemoteExpertsLost`` if this rank has no copy of the weights, or if the settings cannot be used for a new worker;
+        one of ``FAILURES`` if that worker fails.
         """
-        assert self._shapes is not None and self._copy is not None
+        assert self._shapes is not None
         self._link.abandon()
+        if self._copy is None:  # policy required, and the worker was lost in an update that SGLang failed too
+            raise RemoteExpertsLost(f"remote experts were lost in a failed weight update; {in_settings_of_user(FIX)}")
         self._restarts += 1
         try:
             self._link.open(self._shapes, RECONNECT_S)

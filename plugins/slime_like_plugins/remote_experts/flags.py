@@ -67,6 +67,9 @@ def enable(argv: Sequence[str], name: str) -> None:
         config.check(PREFIX)
     except ConfigError as error:
         raise SystemExit(f"slime_like plugin {name!r}: {_with_flags(str(error), PREFIX)}") from error
+    if not config.enabled:
+        fix = f"{flag_of('count')} to at least 1, or {flag_of('experts')}"
+        raise SystemExit(f"slime_like plugin {name!r}: no expert is remote: set {fix}, without abbreviating a flag")
     values: dict[str, Any] = {key: value for key in names if (value := getattr(config, key)) is not None}
     lists: dict[str, Any] = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     options = RemoteOptions(**(values | lists))
