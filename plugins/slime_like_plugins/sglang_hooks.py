@@ -119,7 +119,9 @@ def _contains(wrapper: Any, function: Callable[..., Any], original: object = Non
 
 
 def install(owner: str, hooks: Sequence[Hook]) -> None:
-    """Apply ``hooks`` in this process. Raises ``SystemExit`` naming each hook that did not take effect.
+    """Apply ``hooks`` in this process.
+
+    Raises a ``SystemExit`` that names each hook that did not take effect, or the one of ``_search_by_name``.
 
     The error is a ``SystemExit``, because SGLang catches ``Exception`` around plugins and would serve without the hook.
     """
@@ -216,7 +218,7 @@ def resolve_target(owner: str, target: str) -> Any:
 def replace_target(owner: str, target: str, value: Any) -> None:
     """Set the attribute at the dotted path ``target`` in this process.
 
-    Raises ``SystemExit`` if there is no such attribute, because setting a name that upstream renamed would have no effect.
+    Raises the ``SystemExit`` of ``resolve_target``, because setting a name that upstream renamed would have no effect.
     """
     wrap_target(owner, target, lambda original: value)
 
@@ -224,7 +226,7 @@ def replace_target(owner: str, target: str, value: Any) -> None:
 def wrap_target(owner: str, target: str, wrap: Callable[[Any], Any]) -> None:
     """Set the attribute at the dotted path ``target`` in this process to ``wrap`` of the original.
 
-    Raises ``SystemExit`` if it does not exist.
+    Raises the ``SystemExit`` of ``resolve_target``.
     """
     original = resolve_target(owner, target)
     parent, _, name = target.rpartition(".")

@@ -50,7 +50,7 @@ def blocks(model: Any) -> list[DecoderBlock]:
 
 
 def obstacle(model: Any) -> str | None:
-    """Return the first property of ``model`` or of its parallel layout that the fused forward does not support; None if none."""
+    """Return the first property of ``model`` or its parallel layout that rules out the fused forward; None if there is none."""
     from sglang.srt.runtime_context import get_parallel
 
     name = type(model).__name__

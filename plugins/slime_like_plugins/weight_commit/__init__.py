@@ -4,8 +4,8 @@ SGLang's loaders skip unknown names and write parts of fused parameters one by o
 layer would report success. If ``SLIME_LIKE_SGLANG`` names ``weight_commit``, ``begin_weight_update`` fills every
 floating-point parameter with NaN, and ``end_weight_update`` fails if any NaN remains.
 
-``dequantise`` is for checkpoints with float8 weights: the engine, like the trainer, loads them in the dtype of the
-pushes.
+``dequantise`` is for checkpoints with float8 weights: the engine, like the trainer, multiplies them by their scales and
+keeps the results in ``model.dtype``, the dtype of pushed weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime_like_plugins.sglang_hooks import enabled, record_loaded
 
 
 def load() -> None:
-    """Install the hooks of ``weight_commit`` and of ``dequantise``, each if ``SLIME_LIKE_SGLANG`` names it.
+    """Install ``weight_commit`` (hooks and config classes) and ``dequantise``, each if ``SLIME_LIKE_SGLANG`` names it.
 
     SGLang calls this function in every process (entry point ``sglang.srt.plugins``). Raises ``SystemExit`` if a hook
     does not fit SGLang.

@@ -47,7 +47,7 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
 
 
 def exchange_problem(group: Any, problem: str) -> str:
-    """Wait for all ranks. Return the problem of the first rank that has one, or "". Collective."""
+    """Wait for all ranks. Return the problem of the first rank that has one, with the number of the rank, or "". Collective."""
     problems: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     return next((f"rank {rank} of {len(problems)}: {problem}" for rank, problem in enumerate(problems) if problem), "")

@@ -75,8 +75,8 @@ type GenerateStream = Callable[..., AsyncIterator[Any]]
 def parameters(manager: Any, selector: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each parameter that an update writes, and of each tensor that SGLang computes from one.
 
-    ``selector`` selects model runners (target and draft). Tied parameters are yielded once. For a weight that is sharded
-    over ranks, this rank's shard is yielded.
+    ``selector`` selects model runners (target and draft). Parameters that are tied within one model are yielded once. For a
+    weight that is sharded over ranks, this rank's shard is yielded.
     """
     for role, runner in manager._select_runners(selector):
         for name, parameter in itertools.chain(runner.model.named_parameters(), latent.derived_weights(runner.model)):
