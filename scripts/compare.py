@@ -20,8 +20,8 @@ from slime_like.report.record import read_record
 def main(argv: list[str]) -> int:
     """Print the comparison and return the exit code.
 
-    The code is 0 if the selected metrics agree, 1 if one differs, and 2 if a tolerance is invalid, a run cannot be read, no
-    metric is comparable or the page cannot be written.
+    The code is 1 if a selected metric that both runs have differs, 2 if a tolerance is invalid, a run cannot be read, no metric
+    is comparable or the page cannot be written, and 0 otherwise.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run.dir of a run")

@@ -28,10 +28,10 @@ ACTIONS = {
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code: 0, or 1 if a request with ``--wait`` failed or got no answer in time.
+    """Return the exit code: 0, or 1 if a request with ``--wait`` failed, was dropped or got no answer in time.
 
-    The code is 2 if the folder has no run or, for a request, no active one; if the request cannot be written; or if the run
-    ends before it answers.
+    The code is 2 if the folder has no run or, for a request, no active one; if ``status.json`` is invalid; if the request
+    cannot be written; or if the run ends before it answers.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run.dir of the run")
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
 def request(run_dir: Path, action: RequestText, wait: float | None) -> int:
     """Send the request; with ``wait``, block at most ``wait`` seconds for the answer and print it. Return the exit code.
 
-    Raises ``DataError`` if no run is active, the run ends without an answer or the request cannot be written, and
-    ``DeadlineExceeded`` if there is no answer in time.
+    Raises ``DataError`` if no run is active, ``status.json`` is invalid, the request cannot be written or the run ends without
+    an answer, and ``DeadlineExceeded`` if there is no answer in time.
     """
     status = read_live_status(run_dir)
     request_id = send_request(run_dir, action)
@@ -72,7 +72,7 @@ def request(run_dir: Path, action: RequestText, wait: float | None) -> int:
 
 
 def show(run_dir: Path) -> int:
-    """Print ``status.json`` in readable form. Raises ``DataError`` if the folder has none."""
+    """Print ``status.json`` in readable form. Raises ``DataError`` if the file is missing or invalid."""
     status = read_status(run_dir)
     if status is None:
         raise DataError(f"{run_dir} has no {STATUS}: give run.dir of a run that has been started")

@@ -108,9 +108,9 @@ def test_table(file: Path) -> Iterator[str]:
 
 
 def figure_table(folder: Path) -> Iterator[str]:
-    """Yield a table of the metrics that ``figures_of`` selects from each run in ``folder``.
+    """Yield a table of the metrics that ``figures_of`` selects from each run in ``folder`` that has a file of metrics.
 
-    A run that cannot be read has a row with the error. Yield nothing if there is no run.
+    A run of these that cannot be read has a row with the error. Yield nothing if there are no rows.
     """
     rows: list[str] = []
     for file in sorted(folder.glob(f"*/{METRICS}")):

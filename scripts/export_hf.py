@@ -47,9 +47,9 @@ def main(argv: list[str]) -> int:
 
 
 def find(path: Path) -> Path:
-    """Return ``path`` if it is an iteration folder; from a run's folder or its checkpoints folder, the newest iteration folder.
+    """Return the folder of a checkpoint: ``path``, or the one that the tracker file in ``path`` or ``path``/checkpoints names.
 
-    Raises ``CheckpointError`` if no iteration folder can be found.
+    Raises ``CheckpointError`` if none is found, or if the tracker file is unreadable or invalid.
     """
     for folder in (path / "checkpoints", path):
         if (source := megatron_folder(folder)) is not None:
