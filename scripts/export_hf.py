@@ -20,6 +20,7 @@ from slime_like.checkpoint.files import megatron_folder
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.printable import complaint, visible
 from slime_like.util.leave import leave
+from slime_like.util.reading import YAML_ERRORS
 
 
 def main(argv: list[str]) -> int:
@@ -64,7 +65,7 @@ def model_of(source: Path) -> str:
 
     Raises ``CheckpointError`` if that file is missing or unreadable, or names no model.
     """
-    path = source.parents[1] / "config.yaml"
+    path = source.absolute().parents[1] / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, so the model is unknown: give its folder with --hf-checkpoint")
     try:
@@ -72,7 +73,7 @@ def model_of(source: Path) -> str:
         if not hf or not isinstance(hf, str):
             raise ValueError(f"hf_checkpoint is {hf!r}")
         return hf
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, *YAML_ERRORS) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(f"{path}: names no model ({reason}): give its folder with --hf-checkpoint") from error
 
