@@ -50,7 +50,7 @@ class ArmRecord:
         return statistics.median(self.parts_s[name])
 
     def add(self, steps: Sequence[float], parts: dict[str, list[float]], rewards: Sequence[float]) -> None:
-        """Add one run: times of steps and of their parts, both without the warm-up steps, and two mean rewards.
+        """Add the times and two mean rewards of one run; leave out the first ``WARM_UP`` times of ``steps`` and of each part.
 
         The means are those of the first and of the last third of ``rewards``, which has a value for each step.
         """
@@ -155,7 +155,10 @@ def run_train_py(
 
 
 def check_ours(rows: Sequence[dict[str, Any]], steps: int) -> None:
-    """Raise ``SystemExit`` unless every step sampled all tokens, trained on all of them and had a gradient above 0."""
+    """Raise ``SystemExit`` unless there are ``steps`` rows, each of a step that did the expected work.
+
+    In such a step every response has ``NEW_TOKENS`` tokens, ``TOKENS`` tokens are trained on, and the gradient norm is above 0.
+    """
     tokens = {row["train/num_tokens"] for row in rows}
     lengths = {row["rollout/response_len/min"] for row in rows} | {row["rollout/response_len/max"] for row in rows}
     if len(rows) != steps or tokens != {TOKENS} or lengths != {NEW_TOKENS}:

@@ -97,7 +97,10 @@ class DcpArm:
         return time.perf_counter() - start, [completion for (completion,) in replies]
 
     async def measure(self, prompts: Sequence[np.ndarray], tokens: int) -> DcpRound:
-        """Generate one and then ``tokens`` tokens for the first prompt alone, then ``tokens`` for all prompts at once."""
+        """Generate 1 token for the first prompt, ``tokens`` for it, and ``tokens`` for each of all prompts sent together.
+
+        Return the measurements, with the responses of the last part. ``tokens`` must be above 1.
+        """
         first, _ = await self.generate(prompts[:1], 1)
         single, _ = await self.generate(prompts[:1], tokens)
         await self.client.kv_usage()  # resets its counts
@@ -131,7 +134,7 @@ def start(name: str, model: Path, case: DcpCase) -> EngineServer:
 
 
 async def measure(servers: Mapping[str, EngineServer], rounds: int, case: DcpCase) -> dict[str, list[DcpRound]]:
-    """Run rounds in which the engines take turns; the first round warms up and is not returned."""
+    """Run ``rounds`` rounds after a warm-up round, in each of which the engines take turns. Return the results by engine."""
     arms = {
         name: DcpArm(server, EngineClient(server.url, admin_key=KEY, name=name)) for name, server in servers.items()
     }

@@ -96,7 +96,7 @@ def make_model(shape: DecodeShape, folder: Path) -> Qwen3ForCausalLM:
 
 
 def engine_spec(model: Path, dtype: str, batch: int, log: Path, **settings: Any) -> EngineSpec:
-    """Return the settings of an engine on this CPU that runs ``batch`` requests at the same time."""
+    """Return the settings of an engine on this CPU that runs at most ``batch`` requests at the same time."""
     return EngineSpec(
         model_path=str(model),
         device="cpu",
@@ -126,7 +126,7 @@ class EngineArm:
         self.server.start()
 
     def cpu_seconds(self) -> float:
-        """Return the user and system time of the engine's process group so far."""
+        """Return the user and system time so far of the engine's process group, without processes that have ended."""
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # the process has ended

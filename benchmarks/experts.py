@@ -4,9 +4,9 @@
     python benchmarks/experts.py --dtype bfloat16 --hidden 256 --width 128
 
 Each arm is a layer with router, dispatch and combination: transformers' with two of its implementations, megatron's
-experts one by one (moe_grouped_gemm=false), and this project's grouped experts with the passes over memory in torch and
-in C. A round runs every arm once. Times are medians over the rounds. A ratio is the time of the arm "one by one" divided by
-the arm's own time, as a median over the rounds. The script ends with an error if an arm's output or input gradient differs
+experts one by one (moe_grouped_gemm=false), and this project's grouped experts with torch's kernels and with C kernels
+(model.cpu_kernels). A round runs every arm once. Times are medians over the rounds. A ratio is the time of "one by one" divided
+by the arm's own time, as a median over the rounds. The script ends with an error if an arm's output or input gradient differs
 from that of "one by one" by more than a tolerance.
 """
 

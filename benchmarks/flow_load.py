@@ -79,7 +79,7 @@ def resident(pid: int) -> int:
 def run_arm(name: str, model: Path) -> tuple[int, int]:
     """Start an engine and stop it. Return two sizes in bytes, each the largest of the ranks.
 
-    The first is the peak of memory during the start, the second is the memory while serving.
+    The first is the peak of memory during the start, the second is the memory once the engine is ready. No request is sent.
     """
     spec = EngineSpec(
         model_path=str(model),

@@ -45,7 +45,10 @@ PARITY = {"one sequence": (200,), "packed": (130, 1, 0, 61)}
 
 
 def shape_of(text: str) -> GdnShape:
-    """Parse a shape such as ``2048,16,32,128`` or ``64x32,4,4,64``. Raises ``ArgumentTypeError`` on other text."""
+    """Parse a shape T,H,HV,D or NxT,H,HV,D, such as ``2048,16,32,128`` or ``64x32,4,4,64``.
+
+    Raises ``ArgumentTypeError`` on other text, and if HV is not a multiple of H.
+    """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*),([1-9]\d*),([1-9]\d*),([1-9]\d*)", text, re.ASCII)
     if match is None or int(match[4]) % int(match[3]):
         raise argparse.ArgumentTypeError(f"{text!r} is not T,H,HV,D or NxT,H,HV,D, with HV a multiple of H")
@@ -96,7 +99,7 @@ def speed(arms: list[GdnArm], options: argparse.Namespace) -> list[str]:
 
 
 def growth(arms: list[GdnArm], options: argparse.Namespace) -> tuple[list[str], str]:
-    """Return a table and a plot of forward and backward times over the length of one sequence."""
+    """Return a table and a plot of the time of forward and backward together, over the length of one sequence."""
     heads, value_heads, dim = LONG_SHAPE if options.device == "cpu" else (16, 32, 128)
     lines: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in arms}
     rows = [f"Shape: one sequence of T tokens, {heads} key heads and {value_heads} value heads of size {dim}.", ""]

@@ -62,7 +62,7 @@ class Timing:
 
 
 def ratio(base: Sequence[float], arm: Sequence[float]) -> float:
-    """Return the median over rounds of ``base`` / ``arm``. Other work on the machine slows both arms of a round."""
+    """Return the median over rounds of ``base`` / ``arm``. Other work slows both arms of a round and changes the ratio little."""
     return statistics.median(b / a for b, a in zip(base, arm, strict=True))
 
 
@@ -112,7 +112,7 @@ class TransformersFallback:
 
 
 def make_arms(names: list[str], device: str, dtype: str, dim: int) -> tuple[list[GdnArm], dict[str, str]]:
-    """Return the arms that can run on this machine, and the reason for each arm that cannot."""
+    """Return the arms that can run on this machine with heads of size ``dim``, and the reason for each arm that cannot."""
     arms, missing = [], {}
     shape = GDNShape(key_heads=1, value_heads=1, key_dim=dim, value_dim=dim, conv_width=4)
     for name in names:

@@ -76,7 +76,10 @@ def compare(backends: Sequence[str], overrides: Sequence[str], rollouts: int) ->
 
 
 def run(arguments: Sequence[str]) -> tuple[int, list[str], str]:
-    """Run train.py and print its output. Return the exit code, the lines of stdout, and the last line of stderr, or ""."""
+    """Run train.py and print its stdout. Return the exit code, the lines of stdout, and the last line of stderr, or "".
+
+    Raises ``SystemExit`` if the run takes longer than ``read_lines`` allows.
+    """
     output: list[str] = []
     with tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, "train.py", *arguments]

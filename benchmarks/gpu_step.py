@@ -5,9 +5,9 @@
     python benchmarks/gpu_step.py --traced                             # also the peak on a phantom GPU (docs/gpu.md)
     python benchmarks/gpu_step.py --device cpu --tiny --arms dense     # rehearsal on a CPU
 
-Weights are random. A step has four micro-batches, by default of four sequences of 2048 tokens, full recompute,
-bfloat16, and one AdamW update; the last three quarters of each sequence are trained on (in the traced step, all tokens).
-Seconds are the median over the steps after two warm-up steps; peak GiB is torch's peak over the same steps.
+Weights are random; "moe" has only 4 layers. A step has four micro-batches, by default of four sequences of 2048 tokens, full
+recompute, bfloat16, and one AdamW update; the last three quarters of each sequence are trained on (in the traced step, all
+tokens). Seconds are the median over the steps after two warm-up steps; peak GiB is torch's peak over the same steps.
 Synchronisations are listed by line, as torch.cuda.set_sync_debug_mode reports them in one step.
 """
 
@@ -92,7 +92,7 @@ class StepFigures:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table of the arms. Return 1 if one failed, else 0.
+    """Print a table of the arms. Return 1 if an arm failed, else 0; a failed trace does not count.
 
     Each arm runs in a child process: this script with ``--result``. There, this function measures the arm and exits.
     """
@@ -135,7 +135,7 @@ def traced_peak(arm: StepArm, args: argparse.Namespace) -> str:
 def _in_process(name: str, argv: Sequence[str]) -> StepFigures | None:
     """Run an arm in a process of its own and return its figures.
 
-    If the process fails or takes longer than ``LIMIT``, the output names the cause and the result is None.
+    Return None if the process fails, or if it is killed after ``LIMIT`` seconds, which a message says.
     """
     with tempfile.TemporaryDirectory(prefix="slime_like-step-") as folder:
         result = Path(folder) / "figures.json"
