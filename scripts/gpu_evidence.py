@@ -1,7 +1,7 @@
 """Run everything that only a GPU can show, part by part in order of value, and write a page for each part.
 
     .venv/bin/python scripts/gpu_evidence.py                          # all parts without a result at this commit
-    .venv/bin/python scripts/gpu_evidence.py --parts guard gdn        # these parts
+    .venv/bin/python scripts/gpu_evidence.py --parts guard gdn        # only these of them
     .venv/bin/python scripts/gpu_evidence.py --again --minutes 30     # also parts with a result; starts no part after 30 minutes
     .venv/bin/python scripts/gpu_evidence.py --address auto           # also parts for several nodes, in this Ray cluster
     .venv/bin/python scripts/gpu_evidence.py --list --parts ipc       # commands of these parts

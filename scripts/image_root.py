@@ -137,7 +137,7 @@ def prepare(options: Options) -> None:
 
 
 def build(lines: Sequence[Instruction], options: Options) -> Image:
-    """Execute the lines and return the image's settings. Raises ``ImageError`` if one fails."""
+    """Execute the lines and return the image's settings. Raises ``ImageError`` if a line is not supported or fails."""
     image = Image({"DEVICE": options.device})
     for line in lines:
         print(visible(f"== {line.name} {line.arguments}"), flush=True)
@@ -201,9 +201,10 @@ def copy(line: Instruction, image: Image, root: Path) -> None:
 
 
 def run(line: Instruction, image: Image, options: Options) -> None:
-    """Run a RUN line with the image's variables and this machine's values of ``SETTINGS``.
+    """Execute a RUN line with the image's variables and this machine's values of ``SETTINGS``.
 
-    Raises ``ImageError`` if the line fails.
+    First copy to the root the files that the variables in ``CERTIFICATES`` name, and fill the line's cache mount from
+    ``options.uv_cache``. Raises ``ImageError`` if the line fails.
     """
     environment = image.environment | {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
     for name in CERTIFICATES:
@@ -246,7 +247,7 @@ def enter(words: Sequence[str], image: Image, root: Path, environment: dict[str,
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build, then run the entry point with the command; return its exit code, or 1 if a line failed."""
+    """Build, then run the entry point with the command; return its exit code, or 1 if the root is unusable or a line failed."""
     split = argv.index("--") if "--" in argv else len(argv)
     command = argv[split + 1 :] or PLAN
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

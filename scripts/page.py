@@ -35,7 +35,7 @@ class TableFile:
 
 
 def commit() -> str:
-    """Return the short hash of this checkout's commit; "unknown" if git is missing or this is not a checkout."""
+    """Return the short hash of this checkout's commit; "unknown" if git is missing or fails."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=GIT_S)

@@ -37,7 +37,7 @@ class Format:
 
 
 def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row with ``question`` and ``answer``; the text after ``####`` in the answer is the label.
+    """Convert a row with ``question`` and ``answer``; the answer's text after the last ``####``, without commas, is the label.
 
     Raises ``UnusableRow`` if a field or ``####`` is missing.
     """

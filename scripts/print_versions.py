@@ -1,4 +1,4 @@
-"""Print the versions that a report about a problem should contain: code, Python, packages, CUDA and GPUs, on one line."""
+"""Print on one line the versions for a report about a problem: code, Python, packages, CUDA in an image, number of GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ GIT_S = 10
 
 
 def versions() -> dict[str, str]:
-    """Return a dict from names to versions, with the device and the number of GPUs. Packages that are missing are left out."""
+    """Return a dict from names to versions, with the device and the number of GPUs.
+
+    Missing packages are left out, and so is CUDA if CUDA_VERSION is not set.
+    """
     result = {"slime_like": _commit(), "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -32,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of the code by git or, in an image, by SLIME_LIKE_COMMIT; "unknown commit" if neither names one."""
+    """Return the short hash from git or, if git fails, SLIME_LIKE_COMMIT; "unknown commit" if that is not set."""
     command = ["git", "-C", str(REPOSITORY), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, check=True, text=True, timeout=GIT_S).stdout.strip()

@@ -1,7 +1,7 @@
-"""Measure the memory that every collective allocates at first use and in later calls, and write a guard policy from it.
+"""Measure the memory that collectives allocate at first use and in later calls, and write a guard policy from it.
 
 python scripts/profile_comm.py [--steps N] [--out DIR] [--name NAME] ARGUMENTS OF train.py  profile the run, N rollouts
-python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                      profile each op alone
+python scripts/profile_comm.py --sweep RANKS [--out DIR] [--name NAME]                      profile common ops, without a run
 python scripts/profile_comm.py --read RUN_DIR [--out DIR] [--name NAME]                     read a profiled run, even a failed one
 
 It prints a table and writes DIR/guard/NAME.yaml with a reason for each op. Memory is in MiB, the maximum over ranks.
@@ -39,8 +39,8 @@ REPEATS = 5
 def main(argv: Sequence[str]) -> int:
     """Measure, or read measurements, and write the policy.
 
-    Return the exit code: 0 on success; that of train.py if it failed; 1 if there are no measurements. Raises ``ConfigError`` before
-    it measures if the policy cannot be written.
+    Return the exit code: 0 on success; that of train.py if it failed; 1 if there are no measurements. Raises ``ConfigError``
+    before it measures if the policy cannot be written.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="rollouts of the profiled run")
@@ -100,9 +100,9 @@ def check_writable(path: Path) -> None:
 
 
 def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
-    """Profile train.py in this process; return its exit code and the folder with the measurements of its ranks.
+    """Profile train.py; return its exit code and the folder with the measurements of its ranks.
 
-    If the run succeeds, older measurements in the folder are removed.
+    If the run succeeds, older measurements in the folder are removed. If the arguments are invalid, the folder is ``Path()``.
     """
     short = [
         f"loop.num_rollout={steps}",
@@ -124,7 +124,7 @@ def run(overrides: Sequence[str], steps: int) -> tuple[int, Path]:
 
 
 def sweep(ranks: int, folder: Path) -> None:
-    """Run every op in several sizes, on ``ranks`` processes of this machine, which write measurements to ``folder``."""
+    """Run common ops in several sizes, on ``ranks`` processes of this machine, which write measurements to ``folder``."""
     from torch import multiprocessing
 
     spawn = getattr(multiprocessing, "spawn")  # noqa: B009 (untyped)
@@ -150,7 +150,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
 
 
 def measure(device: Any) -> None:
-    """Run every op in every size in the current process group. Collective.
+    """Run common ops in the sizes ``SIZES`` in the current process group. Collective.
 
     Call it after ``install.install`` with a ``GuardSpec`` whose ``profile`` names the folder for the measurements.
     """
@@ -166,7 +166,7 @@ def measure(device: Any) -> None:
 
 
 def _every_op(device: Any, num_floats: int) -> None:
-    """Run every op on ``num_floats`` floats per rank. Collective."""
+    """Run common ops, with ``num_floats`` floats per rank. Collective. A single rank skips the sends."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d

@@ -5,15 +5,15 @@ python scripts/soak_faults.py [--faults 50] [--max-faults-per-call 50] [--seed 0
 
 A part of the run is one call of train.py. First it gets up to four faults that a run survives: an engine or a part of it is
 killed, suspended (SIGSTOP) or slow, or a reward worker is killed. Some come before an engine serves again after the previous
-fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray is killed or suspended;
-SIGINT, SIGTERM or SIGHUP arrives in a phase; or one of these signals arrives once or twice during the start. The least tried
-kinds are drawn first (``soak_draw.py``), so that 14 parts, with 66 faults if the target of each is running, include every
-kind. Parts differ in the number of engines and in the weight transport. A part is clean if its exit code fits its final
-fault, and if it left one crash bundle that names the target, or no bundle if it ended by a signal or by itself. After each
-part, leftover processes, listening ports, named shared memory and scratch folders are counted. At the end every sample (id,
-prompt, seed, tokens, log-probabilities, version, reward) and the final weights are compared with the undisturbed run bit for
-bit, and every loss within 1e-6. The folder keeps the progress: the same command continues an interrupted soak, and rewrites
-the table. ``--write`` puts the counts by kind into docs/measurements/robustness.md.
+fault. Then one fault ends the part: a rank, the rollout manager, the driver or a process of Ray is killed or suspended; SIGINT,
+SIGTERM or SIGHUP arrives in a phase; or one of these signals arrives once or twice during the start. The least tried kinds are
+drawn first (``soak_draw.py``), so that 14 parts, with 66 faults if the target of each is running, include every kind. Parts
+differ in the number of engines and in the weight transport. A part is clean if it did not hang, its exit code fits its final
+fault, and it left one crash bundle that names the target, or no bundle if it ended by a signal or by itself. After each part,
+leftover processes, listening ports, named shared memory and scratch folders are counted. At the end every sample (id, prompt,
+seed, tokens, log-probabilities, versions, reward) and the final weights are compared with the undisturbed run bit for bit, and
+every loss within 1e-6. The folder keeps the progress: the same command continues an interrupted soak, and rewrites the table.
+``--write`` puts the counts by kind into docs/measurements/robustness.md.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class FaultSoak:
         self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
 
     def part(self, max_faults: int) -> None:
-        """Run another part of the disturbed run with up to ``max_faults`` faults; with 0 it runs to its end.
+        """Run another part of the disturbed run with up to ``max_faults`` faults (two signals count as one); with 0 it runs to its end.
 
         Record the part in ``parts`` and in the folder. ``TMPDIR`` of this process becomes the part's scratch folder.
         """
@@ -259,7 +259,7 @@ class FaultSoak:
     def _signals(training: Training, rng: random.Random) -> list[tuple[str, str, str]]:
         """Send one or two signals during the start of a part; return an outcome for each.
 
-        After a single signal the part ends once a rollout is saved; a second signal, 0.5 s later, ends it without a save.
+        A signal ends the part at once early in its start, later with a save; a second one 0.5 s later ends it without a save.
         """
         signals_sent: list[tuple[str, str, str]] = []
         number = rng.choice((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
@@ -317,7 +317,7 @@ class FaultSoak:
         return "\n".join(lines) + "\n"
 
     def section(self) -> str:
-        """Return Markdown: numbers of tried, handled and unhandled faults by kind."""
+        """Return the section ``HEADING`` of ``PAGE``: tried, handled and unhandled faults by kind, then the counts."""
         rows = ["| fault | tried | handled | not handled |", "|---|---|---|---|"]
         injections = [(part, outcome[0]) for part in self.parts for outcome in part.injected]
         for kind in (*SURVIVED, *FATAL, STARTING):

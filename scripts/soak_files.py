@@ -3,7 +3,7 @@
 python scripts/soak_files.py [--count 1200] [--seed 0] [--write] [--show]
 python scripts/soak_files.py --kind recipe [--count 1200] [--seed 0] [--show]
 
-A small model, its reference, data, a recipe and the folder of a stopped run are written to a temporary folder. Then,
+A small model, a reference model, data, a recipe and the folder of a stopped run are written to a temporary folder. Then,
 ``--count`` times, one file is damaged (bytes, one field, a folder or pipe in its place, its permissions), read by the readers
 of ``train.py --plan``, of a resumed run and of its report, and restored. The exit code is 0 if each file was rejected with
 one message, or read with a permitted value. ``--write`` replaces the section "Damaged files" of

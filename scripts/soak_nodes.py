@@ -6,8 +6,8 @@ The nodes are namespaces of this machine (``tests/nodes/machine.py``; needs root
 first node, trainer rank 1 is on the second, engines are on the others and, with ``weights.transport=tensor``, also on
 the first. Kills come in fours. Three hit nodes with engines, one in each of the phases collect, step and push; the run
 continues and moves the engines. The fourth hits the node of rank 1: the run ends, the node starts again, and the same
-command with the other transport resumes the run from its checkpoint. Half of the kills are power failures, about which
-the peers receive no packet.
+command resumes the run from its checkpoint, with the other transport unless this kill is the last. Half of the kills are power
+failures, about which the peers receive no packet.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ KILLS_OF_ENGINES = ("collect", "step", "push")  # of one part, in an order drawn
 
 
 def plan(num_kills: int, seed: int) -> list[PlannedKill]:
-    """Return ``num_kills`` kills in parts: each kills three nodes with engines, then one with a trainer rank.
+    """Return ``num_kills`` kills in parts of four: three of nodes with engines, then one of a node with a trainer rank.
 
     The last part may have fewer. ``seed`` determines the order of phases, and which kills cut the cable first.
     """
@@ -210,9 +210,9 @@ def phase_at(run_dir: Path, moment: float) -> str:
 def soak(num_kills: int, seed: int, folder: Path, table: TableFile | None, limit_s: float) -> Iterator[str]:
     """Kill nodes up to ``num_kills`` times; yield a line for each kill, then the page's text.
 
-    After ``limit_s`` seconds, no further kill is begun, but a kill that waits for its phase takes place. The page is also written
-    to ``table`` after each kill of a trainer rank's node and at the end. Raises ``AssertionError`` if the run does not end as
-    expected or its samples are wrong.
+    After ``limit_s`` seconds, no further kill is begun; a kill that already waits for its phase still takes place. The page is
+    also written to ``table`` after each kill of a trainer rank's node and at the end. Raises ``AssertionError`` if the run does
+    not end as expected or its samples are wrong, and ``DeadlineExceeded`` if a wait for the run exceeds its limit.
     """
     kills = plan(num_kills, seed)
     limit = "" if limit_s == math.inf else f" --limit-s {limit_s}"
@@ -240,7 +240,7 @@ def soak(num_kills: int, seed: int, folder: Path, table: TableFile | None, limit
 
 
 def main() -> int:
-    """Print a line for each kill, then the page. Return 0; a fault of the run raises ``AssertionError`` as in ``soak``."""
+    """Print a line for each kill, then the page. Return 0; raise the errors of ``soak`` if the run is faulty."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

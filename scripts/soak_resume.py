@@ -3,10 +3,11 @@
 python scripts/soak_resume.py [--kills 50] [--seed 0] [--rollouts 20] [--folder FOLDER] [--table FILE]
 
 Each kill is SIGKILL of the driver at a random point: a phase (collect, step, push, save), a rollout, and a time within the
-phase's duration in the undisturbed run. The number of kills of a run is a third to half of its rollouts. After the last kill
-the run continues to its end. Every sample (id, prompt, seed, tokens, log-probabilities, versions, reward) and the final
-weights are compared with the undisturbed run bit for bit, and every loss within 1e-6. Then the next run begins. The folder
-keeps the progress: the same command continues an interrupted soak, and rewrites the table.
+phase's duration in the undisturbed run. A run gets a third to half as many kills as it has rollouts, and fewer if it has trained
+all rollouts or ``--kills`` is reached. After the last kill the run continues to its end. Every sample (id, prompt, seed, tokens,
+log-probabilities, versions, reward) and the final weights are compared with the undisturbed run bit for bit, and every loss
+within 1e-6. Then the next run begins. The folder keeps the progress: the same command continues an interrupted soak, and
+rewrites the table.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class ResumeSoak:
         return 0 if text == NONE_YET else int(text)
 
     def table(self) -> str:
-        """Return Markdown: a table with a row per phase, and one with a row per run."""
+        """Return Markdown: a table of the phases with kills, a table of the runs, and a summary."""
         lines = [
             "| killed in phase | kills | earliest and latest time in the phase (s) | rollouts repeated |",
             "|---|---|---|---|",

@@ -179,7 +179,7 @@ def _print_nodes(nodes: tuple[ClusterNode, ...]) -> int:
 
 
 def _print_jobs(jobs: tuple[ClusterJob, ...]) -> int:
-    """Print those of ``jobs`` that this script submitted, in the given order. Return 0."""
+    """Print the runs that this script submitted among ``jobs``, in the given order. Return 0."""
     for job in jobs:
         if job.is_ours and RUN_NAME in job.metadata:
             start = (
