@@ -191,7 +191,7 @@ class FaultSoak:
         self._job, self.undisturbed_dir = run_reference(self.folder, self.rollouts)
 
     def part(self, max_faults: int) -> None:
-        """Run another part of the disturbed run with up to ``max_faults`` faults (two signals count as one); with 0 it runs to its end.
+        """Run a part of the disturbed run with up to ``max_faults`` faults (two signals count as one); with 0 it runs to its end.
 
         Record the part in ``parts`` and in the folder. ``TMPDIR`` of this process becomes the part's scratch folder.
         """
