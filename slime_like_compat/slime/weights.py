@@ -17,11 +17,13 @@ QUANTISED = re.compile(r"(?<![a-z0-9])(fp8|fp4|nvfp4|mxfp4|int4|int8|awq|gptq|w\
 def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     """Return the verdict on --ref-load, from which slime's policy starts if --load has no checkpoint.
 
-    The verdict is ``mapped`` if the flag is known to name another model than --hf-checkpoint, and else ``dropped`` if the job has
-    no reference model. Return None in any other case: there is no special verdict.
+    The verdict is ``mapped`` if the flag names another model than --hf-checkpoint, and else ``dropped`` if the job has no
+    reference model. Return None, no special verdict, for a reference of the same model and for an unknown value.
     """
+    if item.problem:
+        return None
     is_same_model = _model_name(item.text) == _model_name(flags.text("--hf-checkpoint"))
-    if not is_same_model and not item.problem and "--hf-checkpoint" in flags:
+    if not is_same_model and "--hf-checkpoint" in flags:
         reference = ", and is the reference" if flags.has_kl and not flags.is_supervised else ""
         return "mapped", f"a model of another name than --hf-checkpoint: the policy starts from it{reference}"
     if flags.is_supervised or not flags.has_kl:
@@ -35,8 +37,10 @@ def ref_load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
 def load(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     """Return the verdict ``dropped`` and its note if --load equals --ref-load but not --save, so that a new run starts.
 
-    Return None for any other --load, which has no special verdict.
+    Return None for any other --load, and for an unknown one: they have no special verdict.
     """
+    if item.problem:
+        return None
     if item.text.rstrip("/") == flags.text("--ref-load").rstrip("/") != flags.text("--save").rstrip("/"):
         return "dropped", "the weights of --ref-load, from which a new run starts"
     return None

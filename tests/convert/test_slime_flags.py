@@ -88,6 +88,8 @@ ROWS = {
     "--position-embedding-type none": ("--position-embedding-type", "refused", "rotary"),
     "--post-self-attn-layernorm": ("--post-self-attn-layernorm", "dropped", "config.json"),
     "--opd-teacher-load /m/T_torch_dist": ("--opd-teacher-load", "refused", "HF folder"),
+    "--ref-load $X": ("--ref-load", "needed", "--set X=VALUE"),
+    "--save c --ref-load $X --load $Y": ("--load", "needed", "--set Y=VALUE"),
     "--save c --ref-load m_torch_dist --load m_torch_dist": ("--load", "dropped", "--ref-load"),
     "--num-epoch 2": ("--num-epoch", "dropped", "--num-rollout"),
     '--train-env-vars \'{"NCCL_DEBUG":"INFO"}\'': ("--train-env-vars", "dropped", "in the environment of train.py"),
