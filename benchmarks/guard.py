@@ -146,7 +146,9 @@ def wrapped_calls(call: Callable[[], object]) -> int:
 
 
 def cost(rounds: int) -> Iterator[str]:
-    """Yield the lines of a table: medians over alternating rounds, and minima, which other work affects least.
+    """Yield the lines of a table: the time of each op without the wrapper, and the time that each arm adds to it.
+
+    Both are in microseconds, as medians over alternating rounds and as minima, which other work affects least.
 
     Iterate within a ``world`` block.
     """

@@ -47,7 +47,7 @@ class BenchInputs:
 
 
 def write_inputs(folder: Path, size: str) -> BenchInputs:
-    """Write a random model and random rows, both with seed 0, and a tokenizer. Return the paths and the model's size."""
+    """Write a random model of ``size`` and random rows, both with seed 0, and a tokenizer. Return ``BenchInputs``."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

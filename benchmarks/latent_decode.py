@@ -2,7 +2,8 @@
 
 python benchmarks/latent_decode.py [--batch 1 8 32] [--context 512 4096] [--latent 512] [--rounds 9]
 
-A token has one key for all heads: its latent and its rotated key, 512 + 64 numbers as in DeepSeek-V2, V3 and Kimi K2 by default.
+A token has one key for all heads: its latent and its rotated key. They have 512 + 64 numbers by default, as in
+DeepSeek-V2, V3 and Kimi K2.
 Both arms take turns; figures are medians, in CPU milliseconds of the thread, so that other processes have little influence.
 The requests' slots are scattered over the KV pool.
 """

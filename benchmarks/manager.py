@@ -2,10 +2,10 @@
 
 python benchmarks/manager.py [--sizes 64x512 1024x4096] [--replies columns lists] [--managers 1 2] [--group 8] [--profile 12]
 
-The manager is the real one, in a new process for each line of the table: HTTP client, columnar store, text, reward pool, the
-pickle that Ray would send. Only the engine's replies are random tokens (`recorded_engine.py`). A size is samples x response tokens; all
-requests of a rollout are in flight at the same time. `lists` are SGLang's replies, `columns` those of an engine with this
-project's plugins.
+The manager is the real one, with its HTTP client, columnar store, decoding to text, reward pool, and the pickle that Ray would
+send. It runs in a new process for each line of the table. The engine is simulated: `recorded_engine.py` replies with random
+tokens. Prompts and tokenizer are random too. A size is samples x response tokens; all requests of a rollout are in flight at the
+same time. `lists` are SGLang's replies, `columns` those of an engine with this project's plugins.
 
 With `--managers K`, K managers collect the rollout at the same time, each with a process and an engine for its share.
 The time per token is the CPU time of the busiest manager; tokens/s are K times that manager's rate. Memory and the times
@@ -65,11 +65,11 @@ class RecordedEngine:
         self.client = client
 
     async def restart(self) -> tuple[EngineClient, str]:
-        """Raise ``EngineError``, which ends the run."""
+        """Raise ``EngineError``. After ``health.max_restarts`` attempts the run ends."""
         raise EngineError("a recorded engine ended")
 
     async def stop_server(self) -> None:
-        """Raise ``EngineError``, which ends the run."""
+        """Raise ``EngineError``: ``engine`` ends the process itself."""
         raise EngineError("a recorded engine cannot be stopped")
 
     async def stopped_pids(self) -> tuple[int, ...]:
@@ -183,7 +183,8 @@ def measure_in_children(
 ) -> list[dict[str, Any]]:
     """Measure each of ``num_managers`` managers in a new process, so that the peak of memory belongs to this size.
 
-    Raises ``SystemExit`` if a process fails, and ``TimeoutExpired`` if one takes longer than ``LIMIT_S``.
+    Waits for the processes one after the other. Raises ``SystemExit`` if one fails, and ``TimeoutExpired`` if the wait for one
+    takes longer than ``LIMIT_S``.
     """
     options = {"--sizes": f"{size[0]}x{size[1]}", "--replies": replies, "--managers": num_managers, "--group": group}
     options |= {"--profile": profile}
@@ -206,7 +207,10 @@ def measure_in_children(
 def measure(
     size: tuple[int, int], replies: str, group: int, profile: int, share: ManagerShare = SINGLE
 ) -> dict[str, Any]:
-    """Collect a manager's ``share`` of two rollouts of ``size``; return measurements of the second. The first warms up."""
+    """Collect a manager's ``share`` of two rollouts of ``size``; return measurements of the second. The first warms up.
+
+    The time of the reward processes is the mean over both rollouts and includes the start of these processes.
+    """
     with tempfile.TemporaryDirectory() as folder, engine(replies) as url:
         write_tokenizer(Path(folder))
         return asyncio.run(_measure(_spec(size, folder, group, share), url, profile))

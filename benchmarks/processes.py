@@ -21,7 +21,8 @@ RUN_S, STOP_S = 7_200.0, 60.0  # limits of one run, and of its end after a signa
 def read_lines(process: subprocess.Popen[str], *, limit_s: float = RUN_S, stop_s: float = STOP_S) -> Generator[str]:
     """Yield the lines of standard output until it is closed, then wait for the process.
 
-    Raises ``SystemExit`` if the process does not end within ``limit_s``. The process is stopped if the caller stops reading.
+    Raises ``SystemExit`` if the process does not end within ``limit_s``. In this case, and if the caller stops reading, the
+    process is stopped.
     """
     deadline = time.monotonic() + limit_s
     lines: queue.Queue[str | None] = queue.Queue()

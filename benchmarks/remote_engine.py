@@ -2,9 +2,9 @@
 
     python benchmarks/remote_engine.py [--intermediate 64 --hidden 128] [--batches 16 64] [--rounds 5]
 
-The model is a random Qwen3-MoE with 4 layers of 32 experts, 4 per token, float32. The engines run at the same time and take
-turns, and a worker needs a second core. Times are measured as in ``decode.py``: the time of decoding is that of a call minus
-that of a call for one token.
+The model is a random Qwen3-MoE with 4 layers of 32 experts, 4 per token, float32. All engines stay up and are measured in
+turn; a worker needs a second core. Times are measured as in ``decode.py``: the time of decoding is that of a call minus that of
+a call for one token.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_model(folder: Path, hidden: int, intermediate: int) -> ModelSpec:
 
 
 def main() -> None:
-    """Print a table for each batch size."""
+    """Print a table with four rows for each batch size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hidden", type=at_least(128, multiple=128), default=128)
     parser.add_argument("--intermediate", type=at_least(1), default=64)

@@ -2,8 +2,8 @@
 
     python benchmarks/remote_experts.py --rounds 5 --write
 
-Only the experts run, without attention and router: the differences between modes are those of the experts. Arms take turns within
-a round. All arms compute the same sums, which is checked.
+Only the experts run, without attention and router, so all times are those of experts. Arms take turns within a round. All arms
+compute the same sums, which is checked within a tolerance.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ARMS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
-    """Number of layers and dimensions of their experts."""
+    """Number of MoE layers, and the dimensions of their experts."""
 
     layers: int
     hidden: int
@@ -161,8 +161,8 @@ class LocalSGLang(Local):
 class Remote:
     """Half of the experts in this process, half in a worker.
 
-    The constructor connects to the worker and sends it the weights; it raises ``SystemExit`` if the worker cannot serve
-    them. Close ``experts`` at the end.
+    The constructor connects to the worker and sends it the weights. It raises the errors of ``RemoteExperts.open``, and
+    ``SystemExit`` if the worker fails later. Close ``experts`` at the end.
     """
 
     def __init__(self, layers: Sequence[BenchLayer], options: RemoteOptions) -> None:
@@ -235,8 +235,8 @@ def measure(setting: TableSetting, rounds: int) -> dict[str, ArmResult]:
 
     The others are the arms of ``setting``.
 
-    Raises ``SystemExit`` if a worker cannot serve the experts, or if the hidden states of an arm differ from SGLang's by more
-    than the tolerance.
+    Raises the errors of ``Remote``, and ``SystemExit`` if the hidden states of an arm differ from SGLang's by more than the
+    tolerance.
     """
     torch.set_num_threads(1)
     layers = make_layers(setting.size)

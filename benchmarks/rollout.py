@@ -2,10 +2,11 @@
 
     python benchmarks/rollout.py --rounds 8 --out docs/measurements/rollout.md
 
-Two engines serve a random Qwen3. The length of each sample is drawn from a log-normal distribution, seeded by prompt
-and index in the group, and set as its limit, because a random model has no realistic lengths. A round is a rollout
-of each arm in turn on the same engines, so that a busy machine slows all of them. Each rollout is followed by a push of
-all weights (not timed), as in training. Only ``collect`` is timed: a synchronous loop waits for it.
+Two engines serve a random Qwen3. The maximum length of each sample is drawn from a log-normal distribution, seeded by
+prompt and index in the group, because a random model has no realistic lengths. A sample that draws the end token is
+shorter. A round is a rollout of each arm in turn on the same engines, so that a busy machine slows all of them. Each
+rollout follows a push of all weights (not timed), as in training. Only ``collect`` is timed: a synchronous loop waits for
+it. A second table compares two scheduling policies, each on one engine.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ NUM_ENGINES = 2
 
 
 def response_length(prompt_id: int, index: int) -> int:
-    """Return the length of a sample: log-normal, at most ``MAX_LENGTH``, with most of the variance between prompts."""
+    """Return the maximum length of a sample: log-normal, up to ``MAX_LENGTH``, with most of the variance between prompts."""
     prompt, sample = (np.random.default_rng([7, prompt_id, i]).normal() for i in (0, 1 + index))
     return int(np.clip(MEDIAN * np.exp(0.9 * prompt + 0.6 * sample), 1, MAX_LENGTH))
 
@@ -65,7 +66,7 @@ def response_length(prompt_id: int, index: int) -> int:
 async def long_tailed(
     prompt: Prompt, engine: Engine, seeds: Sequence[int], context: GenerateContext
 ) -> Sequence[Sample]:
-    """Generate samples, each with its own length (for ``rollout.generate``)."""
+    """Generate samples, each with its own maximum length (for ``rollout.generate``)."""
 
     async def generate_one(index: int, seed: int) -> Sample:
         sampling = replace(context.sampling, max_new_tokens=response_length(prompt.prompt_id, index))

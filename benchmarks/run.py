@@ -203,7 +203,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_below(path: Path, title: str, text: str) -> None:
-    """Write a page with this title. In an existing page, replace only the part below ``BELOW``."""
+    """Write a page with this title. In an existing page, replace only the part below ``BELOW``, which is appended if missing."""
     head = path.read_text().partition(BELOW)[0].rstrip() if path.exists() else title
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{head}\n\n{BELOW}\n\n{text}")

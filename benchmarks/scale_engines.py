@@ -68,7 +68,7 @@ class SimulatedSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Wall seconds of the three steps of a push, wall seconds of a health check of all engines, and CPU seconds of the process."""
+    """Wall seconds of the three steps of a push and of a health check of all engines, and CPU seconds of the process."""
 
     num_engines: int
     begin: float
@@ -120,7 +120,10 @@ async def measure(num_engines: int, rounds: int) -> EngineTimes:
 
 
 async def _check_all(pool: EnginePool) -> None:
-    """Check all engines at the same time. Raises ``AssertionError`` unless each of them responds."""
+    """Check all engines at the same time.
+
+    Raises ``EngineLost`` if a connection fails, and ``AssertionError`` if an engine does not respond in time or reports an error.
+    """
     results = await asyncio.gather(*(pool.check_health(slot, slot.client, decodes=True) for slot in pool.slots))
     assert all(results)
 
