@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -49,6 +49,11 @@ class GdnArm:
     kernels: str
     rule: GatedDeltaRule
     packs: bool = True
+    refused_dims: frozenset[int] = frozenset()  # sizes of heads, among those of the shapes, that it cannot compute
+
+    def computes(self, shape: GdnShape) -> bool:
+        """Return True if the arm can compute ``shape``."""
+        return shape.dim not in self.refused_dims and (self.packs or len(shape.lengths) == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +116,36 @@ class TransformersFallback:
         return f"transformers {self._version}: torch_chunk_gated_delta_rule"
 
 
-def make_arms(names: list[str], device: str, dtype: str, dim: int) -> tuple[list[GdnArm], dict[str, str]]:
-    """Return the arms that can run on this machine with heads of size ``dim``, and the reason for each arm that cannot."""
+def make_arms(
+    names: Sequence[str], device: str, dtype: str, shapes: Sequence[GdnShape]
+) -> tuple[list[GdnArm], dict[str, str]]:
+    """Return the arms that can compute one of ``shapes`` on this machine, and the reason for each arm that cannot."""
     arms, missing = [], {}
-    shape = GDNShape(key_heads=1, value_heads=1, key_dim=dim, value_dim=dim, conv_width=4)
     for name in names:
-        try:
-            rule = TransformersFallback() if name == "hf" else resolve(GDNConfig(backend=name), device, dtype, shape)
-        except ConfigError as error:
-            missing[name] = str(error)
+        rules, refused = _rules(name, device, dtype, {shape.dim for shape in shapes})
+        if not rules:
+            missing[name] = next(iter(refused.values()))
             continue
-        arms.append(GdnArm(name, rule.kernels(), rule, packs=name != "hf"))
+        arm = GdnArm(name, rules[0].kernels(), rules[0], packs=name != "hf", refused_dims=frozenset(refused))
+        if any(map(arm.computes, shapes)):
+            arms.append(arm)
+        else:
+            missing[name] = "it computes single sequences only, and all --shapes are packed"
     return arms, missing
+
+
+def _rules(name: str, device: str, dtype: str, dims: Collection[int]) -> tuple[list[GatedDeltaRule], dict[int, str]]:
+    """Return the rule of arm ``name`` for each size of heads that it can compute, and the reason for each other size."""
+    if name == "hf":
+        return [TransformersFallback()], {}
+    rules, refused = [], {}
+    for dim in sorted(dims):
+        try:
+            shape = GDNShape(key_heads=1, value_heads=1, key_dim=dim, value_dim=dim, conv_width=4)
+            rules.append(resolve(GDNConfig(backend=name), device, dtype, shape))
+        except ConfigError as error:
+            refused[dim] = str(error)
+    return rules, refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +229,7 @@ def peak_mib(run: Callable[[], object], device: str) -> float:
 
 def measure(arms: Sequence[GdnArm], shape: GdnShape, device: str, dtype: torch.dtype, rounds: int) -> dict[str, Timing]:
     """Return timings by arm, for the arms that support the shape. Peak memory is measured in a call without timing."""
-    calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.packs or len(shape.lengths) == 1}
+    calls = {arm.name: make_call(arm, shape, device, dtype) for arm in arms if arm.computes(shape)}
     timings = {
         name: Timing(cold_seconds(call.forward_backward, device), peak_mib(call.forward_backward, device))
         for name, call in calls.items()

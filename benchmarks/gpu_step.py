@@ -96,7 +96,10 @@ def main(argv: Sequence[str]) -> int:
 
     Each arm runs in a child process: this script with ``--result``. There, this function measures the arm and exits.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.tokens < args.length:
+        parser.error(f"--tokens {args.tokens} has no room for one sequence of --length {args.length}")
     if args.result is not None:
         return run_arm(next(arm for arm in ARMS if arm.name == args.arms[0]), args)
     columns = ["model", "parameters", "tokens/s", "s per step", "GiB after start", "peak GiB", "peak GiB, traced"]
@@ -182,7 +185,8 @@ def run_arm(arm: StepArm, args: argparse.Namespace) -> int:
     syncs = synchronisations(lambda: trainer.train_rollout([micro_batches], [num_trained])) if device == "cuda" else {}
     parameters = sum(p.numel() for p in trainer.model.parameters())
     median = statistics.median(seconds)
-    figures = StepFigures(parameters, MICRO_BATCHES * args.tokens, median, built_bytes, peak, syncs)
+    num_tokens = sum(len(rows.token_ids) for rows in micro_batches)
+    figures = StepFigures(parameters, num_tokens, median, built_bytes, peak, syncs)
     Path(args.result).write_text(json.dumps(asdict(figures)))
     sys.stdout.flush()
     leave(0)
@@ -285,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     names = [arm.name for arm in ARMS]
     parser.add_argument("--arms", nargs="+", choices=names, default=names)
     parser.add_argument("--steps", type=at_least(1), default=6, help="timed steps")
-    parser.add_argument("--tokens", type=at_least(1), default=8192, help="of a micro-batch")
+    parser.add_argument("--tokens", type=at_least(2), default=8192, help="maximum of a micro-batch")
     parser.add_argument("--length", type=at_least(2), default=2048, help="of a sequence")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--traced", action="store_true", help="also trace the peak memory on a phantom GPU")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from slime_like.data.dump import rollout_path, save_groups
+from slime_like.errors import ConfigError
 from slime_like.metrics.flops import decoder_shape, train_flops
 from slime_like.types import Prompt, Sample, SampleGroup, Source, Span, Status
 from tests.metrics.test_flops import DENSE
@@ -52,7 +53,7 @@ def test_an_arm_is_not_called_before_its_first_timed_call(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arms = importlib.import_module("benchmarks.gdn_arms")
-    (arm,), _ = arms.make_arms(["torch"], "cpu", "float32", 8)
+    (arm,), _ = arms.make_arms(["torch"], "cpu", "float32", [script.shape_of("32,1,1,8")])
     calls: list[str] = []
 
     class Rule:
@@ -78,11 +79,38 @@ def test_an_arm_is_not_called_before_its_first_timed_call(
     capsys.readouterr()
 
 
+def test_each_arm_gets_the_shapes_that_it_computes(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = importlib.import_module("benchmarks.gdn_arms")
+    resolve = arms.resolve
+
+    def refuse_64(config: Any, device: str, dtype: str, shape: Any) -> Any:
+        if shape.key_dim == 64:
+            raise ConfigError("heads of 64")
+        return resolve(config, device, dtype, shape)
+
+    monkeypatch.setattr(arms, "resolve", refuse_64)
+    shapes = [script.shape_of(text) for text in ("32,1,1,64", "2x16,1,1,8")]
+    (torch_arm, hf), missing = arms.make_arms(["torch", "hf"], "cpu", "float32", shapes)
+    assert [[arm.computes(shape) for shape in shapes] for arm in (torch_arm, hf)] == [[False, True], [True, False]]
+    assert not missing
+    assert "packed" in arms.make_arms(["hf"], "cpu", "float32", shapes[1:])[1]["hf"]
+    assert arms.make_arms(["torch"], "cpu", "float32", shapes[:1]) == ([], {"torch": "heads of 64"})
+    options = script.parse(["--shapes", "32,1,1,64", "2x16,1,1,8", "--rounds", "1", "--dtype", "float32"])
+    assert script.speed([hf], options)[-1] == "| 2 x 16, 1/1 x 8 | none | | | | | |"
+    capsys.readouterr()
+
+
 def test_failed_parity_is_reported(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(script.TOLERANCE, "float32", 1e-12)
     argv = ["--arms", "torch", "--shapes", "32,1,1,8", "--long", "32", "--rounds", "1", "--device", "cpu"]
+    assert script.main([*argv, "--dtype", "float32"]) == 1
+    assert "parity FAILED" in capsys.readouterr().err
+    errors = dict.fromkeys(script.PARTS, 0.0) | {"dq": float("nan")}
+    monkeypatch.setattr(script.recurrence, "errors", lambda *_: errors)
     assert script.main([*argv, "--dtype", "float32"]) == 1
     assert "parity FAILED" in capsys.readouterr().err
 

@@ -81,8 +81,8 @@ def test_flashqla_is_faster_than_fla(record_property: Callable[[str, object], No
     for name in ("fla", "flashqla"):
         backend_or_skip(name)
     gdn_arms: Any = importlib.import_module("benchmarks.gdn_arms")
-    arms, _ = gdn_arms.make_arms(["fla", "flashqla"], "cuda", "bfloat16", LONG[-1])
     shape = gdn_arms.GdnShape((LONG[0],), *LONG[1:])
+    arms, _ = gdn_arms.make_arms(["fla", "flashqla"], "cuda", "bfloat16", [shape])
     fla, flashqla = gdn_arms.measure(arms, shape, "cuda", torch.bfloat16, ROUNDS).values()
     forward, forward_backward = (
         gdn_arms.ratio(fla.forward, flashqla.forward),
