@@ -94,7 +94,7 @@ def _rank(ring: Ring) -> int:
 
 
 def _fill(ring: Ring, *, arrives: bool) -> None:
-    """Fill the ring with completed ops, cycling over the groups.
+    """Write completed ops to the ring: as many whole cycles over the groups as fit.
 
     If ``arrives``, add an unfinished op of the world group: the rank waits in it.
     """

@@ -1,4 +1,4 @@
-"""Benchmark of our recipe with several spin counts; runs alternate.
+"""Benchmark of training runs with several spin counts, which take turns; for ``benchmarks/run.py spin``.
 
 A spin count is the number of turns that an engine's idle threads spin before they sleep.
 The results are the time of a rollout, which includes the rollout manager, HTTP and the prefill, and the time of a decode

@@ -4,8 +4,8 @@ python benchmarks/store.py [--samples 64] [--tokens 512] [--prompt 64] [--rounds
 
 `steps`: one token is appended to every sample, `--tokens` times, as when tokens are streamed. `replies`: each sample
 gets all its tokens in one append, as in a reply of an engine. Nanoseconds of CPU per token are those of the fastest
-round, from the first append to contiguous columns of every sample; bytes are the peak of Python's allocations. All
-containers must hold the same bytes at the end.
+round; they cover the prompts, the appends and the conversion to contiguous columns. Bytes are the peak of Python's
+allocations. All containers must hold the same bytes at the end.
 """
 
 from __future__ import annotations

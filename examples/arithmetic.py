@@ -19,7 +19,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<sign>[-+*/()]))"
 
 
 def calculate(text: str) -> str:
-    """Return the value of the expression ``text`` as a string: exact if it is whole, else with 12 significant digits.
+    """Return the value of the expression ``text`` as a string: exact if it is whole, else rounded to 12 significant digits.
 
     Raises ``ValueError`` naming the problem if ``text`` does not follow this module's grammar, divides by zero or exceeds a
     limit (``MAX_CHARACTERS``, ``MAX_DEPTH``, ``MAX_VALUE``). Examples:

@@ -35,7 +35,7 @@ class CallTokens:
     def of(cls, tokenizer: Tokenizer) -> CallTokens:
         """Look up the tokens of ``CALL`` and ``CALL_END`` in ``tokenizer``.
 
-        Raises ``ConfigError`` unless each of them is a single token: an engine stops only at one token.
+        Raises ``ConfigError`` unless each of them is a single token: engines stop at single tokens only.
         """
         ids = tokenize(tokenizer, [CALL, CALL_END])
         for text, token_ids in zip((CALL, CALL_END), ids, strict=True):
@@ -83,7 +83,7 @@ async def generate(prompt: Prompt, engine: Engine, seeds: Sequence[int], context
 
 
 def result(context: GenerateContext, call_ids: I32) -> I32:
-    """Return the token ids of the calculator's reply, which is an error if the call is not arithmetic."""
+    """Return the token ids of the calculator's reply, which is an error if ``calculate`` rejects the call."""
     try:
         value = calculate(context.decode(call_ids.tolist()))
     except ValueError:

@@ -50,7 +50,7 @@ def call_in(tokens: Iterable[str]) -> str | None:
 
 
 def result(expression: str) -> str:
-    """Return the calculator's reply, which is an error if ``expression`` is not arithmetic."""
+    """Return the calculator's reply, which is an error if ``calculate`` rejects ``expression``."""
     try:
         return f"<result>{calculate(expression)}</result>"
     except ValueError:

@@ -1,10 +1,10 @@
-"""FlowMLA in a server that SGLang starts itself: two ranks of data-parallel attention, each with half of every o_proj.
+"""FlowMLA in SGLang's own server, without a trainer: two ranks of data-parallel attention, each with half of every o_proj.
 
     python examples/flow_mla_server.py /models/DeepSeek-V2-Lite                          # two GPUs
     python examples/flow_mla_server.py /models/Qwen3-0.6B --device cpu                    # a CPU
 
-Only slime_like's SGLang plugins are used, which ``pip install`` registers. The script sends one request of token ids,
-prints the response and stops the server.
+The server uses slime_like only through its SGLang plugins, which ``pip install`` registers. The script sends one request of
+token ids, prints the response and stops the server.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CPU_ENVIRONMENT = {
 
 
 def server_arguments(model: str, device: str, port: int) -> list[str]:
-    """Return the arguments of ``sglang.launch_server``. Without ``--host`` it listens on loopback."""
+    """Return the arguments of ``sglang.launch_server``. They have no ``--host``: the server listens on loopback."""
     arguments = ["--model-path", model, "--port", str(port), "--skip-tokenizer-init"]
     arguments += ["--tp-size", "2", "--attention-data-parallel-size", "2"]
     arguments += ["--enable-flow-mla", "--flow-mla-weights", "o_proj", "--flow-mla-transport", "p2p"]
@@ -48,7 +48,7 @@ def server_arguments(model: str, device: str, port: int) -> list[str]:
 def ask(port: int, token_ids: Sequence[int], is_alive: Callable[[], bool]) -> list[int]:
     """Wait until the server is ready, send it ``token_ids`` and return its greedy response.
 
-    Raises ``SystemExit`` if the server ends or is not ready within ``START_S``, and the errors of ``request``.
+    Raises ``SystemExit`` if the server ends while it starts or is not ready within ``START_S``, and the errors of ``request``.
     """
     end = time.monotonic() + START_S
     while True:
@@ -66,7 +66,7 @@ def ask(port: int, token_ids: Sequence[int], is_alive: Callable[[], bool]) -> li
 def request(method: str, port: int, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
     """Return the JSON of the server's response; None if it is empty.
 
-    Raises ``OSError`` if the server cannot be reached, reports an error or takes longer than ``timeout`` seconds.
+    Raises ``OSError`` if the server cannot be reached, reports an error or sends nothing for ``timeout`` seconds.
     """
     data = None if body is None else json.dumps(body).encode()
     message = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, method=method)
