@@ -187,7 +187,8 @@ def cpu_model() -> str:
 
 def machine(load: float) -> str:
     """Return a line with the machine, the load average ``load`` before the run, package versions and the commit."""
-    features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in CPU_INFO.read_text()]
+    cpu_info = CPU_INFO.read_text() if CPU_INFO.exists() else ""
+    features = [name for name in ("avx512f", "avx512_bf16", "amx_bf16") if name in cpu_info]
     names = ("torch", "sglang", "megatron-core", "ray", "transformers")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return (

@@ -38,7 +38,7 @@ def _tokens(text: str) -> Iterator[str]:
     text, at = text.rstrip(), 0
     while at < len(text):
         match = _TOKEN.match(text, at)
-        if match is None or not text.isascii():
+        if match is None or not match[0].isascii():
             raise ValueError(f"no number or sign at {text[at:].lstrip()[:10]!r}")
         yield match["number"] or match["sign"]
         at = match.end()

@@ -1,4 +1,4 @@
-"""Metric sink that writes a few metrics to a CSV file, one row per step.
+"""Metric sink that writes a few metrics to a CSV file, one row per step. A resumed run replaces the rows of repeated steps.
 
 ``python train.py +recipe=quickstart metrics.sinks=[examples/csv_sink.py:CsvSink]`` writes ``runs/quickstart/metrics.csv``.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
+from pathlib import Path
 
 from slime_like.config.schema.run import MetricsConfig
 from slime_like.metrics.types import SinkContext, StepSpans
@@ -15,14 +16,16 @@ COLUMNS = ("rollout/raw_reward", "train/loss", "perf/step_time")
 
 
 class CsvSink:
-    """Sink that writes ``metrics.csv`` in the run's folder. A resumed run appends to it."""
+    """Sink that writes ``metrics.csv`` in the run's folder. A resumed run keeps the rows up to the step from which it continues."""
 
     def __init__(self, config: MetricsConfig, context: SinkContext) -> None:
         del config
-        self._file = (context.run_dir / "metrics.csv").open("a" if context.first_step else "w", newline="")
+        path = context.run_dir / "metrics.csv"
+        rows = _rows_until(path, context.first_step)
+        self._file = path.open("w", newline="")
         self._writer = csv.writer(self._file)
-        if not context.first_step:
-            self._writer.writerow(("step", *COLUMNS))
+        self._writer.writerows([("step", *COLUMNS), *rows])
+        self._file.flush()
 
     def log(self, step: int, values: Mapping[str, float], spans: StepSpans) -> None:
         """Write the step and its metrics of ``COLUMNS`` as a row; a metric that the step lacks is an empty cell."""
@@ -33,3 +36,11 @@ class CsvSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _rows_until(path: Path, step: int) -> list[list[str]]:
+    """Return the rows of an existing file up to ``step``."""
+    if not step or not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.reader(file) if row and row[0].isdecimal() and int(row[0]) <= step]

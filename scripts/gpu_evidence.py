@@ -38,7 +38,7 @@ from scripts.evidence_page import HEADING, NOT_RUN, PartResult, needs_of, not_ru
 from scripts.evidence_parts import ONE_GPU, TRAIN, Command, EvidencePart  # noqa: E402
 from scripts.evidence_parts_large import SEVERAL_GPUS, SEVERAL_NODES  # noqa: E402
 from scripts.page import TableFile, replace_section  # noqa: E402
-from slime_like.errors import SlimeLikeError, exit_code  # noqa: E402
+from slime_like.errors import ConfigError, SlimeLikeError, exit_code  # noqa: E402
 from slime_like.printable import visible  # noqa: E402
 
 PARTS: tuple[EvidencePart, ...] = (*ONE_GPU, *SEVERAL_GPUS, *SEVERAL_NODES)
@@ -75,8 +75,13 @@ def _run_parts(
 ) -> dict[str, PartResult]:
     """Run the parts that can run here, write their pages, and return the new results by name of the part.
 
-    Without ``--again``, skip parts with a result at this commit. Start no part after ``--minutes``.
+    Without ``--again``, skip parts with a result at this commit. Start no part after ``--minutes``. Raises ``ConfigError``
+    before the first part if a page was not written by this script.
     """
+    try:
+        pages = {part.name: TableFile(args.pages / f"gpu_{part.name}.md", Path(__file__).name) for part in parts}
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(str(error)) from error
     end = time.monotonic() + 60 * args.minutes
     results: dict[str, PartResult] = {}
     for part in parts:
@@ -88,9 +93,8 @@ def _run_parts(
         elif not args.again and (earlier := read_result(folder)) and earlier.commit == commit():
             _say(f"{part.name}: has a result at this commit: --again repeats it")
         else:
-            page = TableFile(args.pages / f"gpu_{part.name}.md", Path(__file__).name)
             results[part.name] = result = run_part(part, folder, args.address if part.num_nodes > 1 else "")
-            page.write(page_of(part, result, folder))
+            pages[part.name].write(page_of(part, result, folder))
             _say(f"{part.name}: {result}")
     return results
 

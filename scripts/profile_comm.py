@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="rollouts of the profiled run")
     parser.add_argument(
-        "--sweep", type=int, metavar="RANKS", help="run no training; profile each op on this many ranks"
+        "--sweep", type=int, metavar="RANKS", help="run no training; profile common ops on this many ranks"
     )
     parser.add_argument(
         "--read",

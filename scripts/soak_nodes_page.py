@@ -147,8 +147,8 @@ def page(run_dir: Path, kills: Sequence[EngineKill | TrainerKill], command: str,
         "## Nodes of a trainer rank",
         "",
         "The run ended with exit code 1 after each kill, and its message named the rank and the node's address. The node was started "
-        "again, and the same command with the other transport resumed the run from its newest checkpoint (one every four rollouts). "
-        "The phase is the one at which the kill was planned.",
+        "again, and the same command resumed the run from its newest checkpoint (one every four rollouts), each time with the other "
+        "transport, but after the last kill with the same one. The phase is the one at which the kill was planned.",
         "",
         *_trainer_table(kills),
         "",
