@@ -72,6 +72,18 @@ def number(config: PolicyConfig, old: Tensor, rollout: Tensor, sequences: Sequen
 
 
 @dataclass(slots=True)
+class CriticAdvantage(ConstantAdvantage):
+    """A token advantage that can also compute targets, but only from a critic's values."""
+
+    def returns(self, views: Sequence[TokenView]) -> list[Tensor]:
+        columns: list[Tensor] = []
+        for view in views:
+            assert view.values is not None, "there is no critic"
+            columns.append(view.values)
+        return columns
+
+
+@dataclass(slots=True)
 class BrokenReturns(ConstantAdvantage):
     """A token advantage whose critic targets and diagnostics raise."""
 

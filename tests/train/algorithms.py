@@ -41,9 +41,9 @@ ALGORITHMS: dict[str, PolicyConfig] = {
     "gspo rejection": GspoConfig(**GEOMETRIC),
 }
 OWN = GrpoConfig(
-    loss="tests.config.own_algorithm:Reinforce", token_advantage="tests.config.own_algorithm:ConstantAdvantage"
+    loss="tests.config.own_algorithm:Reinforce", token_advantage="tests.config.own_algorithm:CriticAdvantage"
 )
-"""A user's own loss and advantage, by path."""
+"""A user's own loss and advantage, by path. The advantage could also compute a critic's targets, but there is no critic."""
 Scored = list[tuple[PackedBatch, np.ndarray]]
 """Micro-batches and the trainer's log-probabilities [T] of their tokens."""
 

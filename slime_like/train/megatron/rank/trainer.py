@@ -16,6 +16,7 @@ from slime_like.algo_interfaces import Diagnostics, ReturnEstimator, TokenView
 from slime_like.batch import Columns, PackedBatch
 from slime_like.config.schema.names import FLOAT64_LAYERS
 from slime_like.config.schema.resolved import RankSpec
+from slime_like.config.schema.role_algo import PpoConfig
 from slime_like.data.routing import OWN_EXPERTS, RoutingDifference
 from slime_like.distributed.wrapper import install
 from slime_like.interfaces import MultiKernelLayer
@@ -107,14 +108,15 @@ class RankTrainer(RankModel):
     def compute_advantages(self, columns: Mapping[str, Columns]) -> Columns | None:
         """Run the second part of ``train_rollout``: compute advantages from scores and the ``columns`` of other roles.
 
-        Return the critic's targets on the reporter of each shard. Return None on other ranks, or if the token advantage is no
-        ``ReturnEstimator``. Raises ``UserCodeError`` if a user's token advantage fails.
+        Return the critic's targets on the reporter of each shard; None on other ranks, or if there is no critic. Raises
+        ``UserCodeError`` if a user's token advantage fails.
         """
         rollout = self.rollout
         for name, column in columns.items() if self.rank_info.is_last else ():
             rollout.fill(name, column, self.rank_info.device)
         rollout.metrics.extend(self._assign_advantages(rollout.micros))
-        if not (isinstance(self.token_advantage, ReturnEstimator) and self.rank_info.is_shard_reporter):
+        has_critic = isinstance(self.spec.algo, PpoConfig)
+        if not (has_critic and isinstance(self.token_advantage, ReturnEstimator) and self.rank_info.is_shard_reporter):
             return None
         views = [self._view(micro) for micro in rollout.micros]
         return rollout.group_by_step(critic_targets(self.spec.algo, self.token_advantage, views))
