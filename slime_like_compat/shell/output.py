@@ -35,11 +35,11 @@ def file_command(text: str, file_line: str) -> list[Word]:
 def named_file(command: str, arguments: list[str], script: Path) -> str | None:
     """Return the path or name that ``command`` prints; None if the command or its arguments are not supported.
 
-    For ``cd``, return the path that a ``pwd`` after it prints in a script that is run in its own folder. Symbolic links in
-    ``arguments`` are not resolved, not even for ``realpath``.
+    For ``cd``, return the path that a ``pwd`` after it prints in a script that is run in its own folder; ``cd ~``, ``cd -`` and
+    options are not supported. Symbolic links in ``arguments`` are not resolved, not even for ``realpath``.
     """
     match command, arguments:
-        case "cd", [folder]:
+        case "cd", [folder] if not folder.startswith(("~", "-")):
             path = folder if folder.startswith("/") else f"{script.resolve().parent}/{folder}"
             return posixpath.normpath(path)
         case "dirname", [path]:

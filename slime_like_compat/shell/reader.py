@@ -176,17 +176,12 @@ class ScriptReader:
                 f"{word.file_line}: the sourced file {value.text} is missing or cannot be reached: put it there; {skip_hint}"
             )
         arguments = [value for word in words[2:] if isinstance(word, Word) for value in self.scope.expand(word, script)]
-        saved_values = {name: self.scope.values.get(name) for name in names_of(assignments)}
-        if arguments:
-            saved_values[ARGUMENTS] = self.scope.values.get(ARGUMENTS)
-            self.scope.assign(ARGUMENTS, tuple(arguments))
-        for item in assignments:
-            Assignments(self.scope, script, "").assign(item)
-        self.read(path)
-        for name, values in saved_values.items():
-            self.scope.values.pop(name, None)
-            if values is not None:
-                self.scope.values[name] = values
+        with self.scope.restoring([*names_of(assignments), *([ARGUMENTS] if arguments else [])]):
+            if arguments:
+                self.scope.assign(ARGUMENTS, tuple(arguments))
+            for item in assignments:
+                Assignments(self.scope, script, "").assign(item)
+            self.read(path)
 
 
 def training(words: Sequence[Word], programs: Sequence[str]) -> int | None:

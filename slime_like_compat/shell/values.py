@@ -7,7 +7,7 @@ for example, or a variable that is set under an unknown condition.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -53,6 +53,21 @@ class Scope:
         finally:
             self.values, self.unknown_reasons, self.incomplete = snapshot
 
+    @contextmanager
+    def restoring(self, names: Iterable[str]) -> Generator[None]:
+        """Restore the variables ``names`` at the end of the block."""
+        snapshot = [(name, self.values.get(name), self.unknown_reasons.get(name)) for name in names]
+        try:
+            yield
+        finally:
+            for name, values, reason in snapshot:
+                self.values.pop(name, None)
+                self.unknown_reasons.pop(name, None)
+                if values is not None:
+                    self.values[name] = values
+                if reason is not None:
+                    self.unknown_reasons[name] = reason
+
     def assign(self, name: str, values: tuple[Value, ...], *, append: bool = False) -> None:
         """Set a variable (one value) or an array.
 
@@ -63,13 +78,13 @@ class Scope:
             self.unknown_reasons.pop(name, None)
 
     def assign_text(self, name: str, value: Value, *, append: bool = False) -> None:
-        """Set ``NAME=text``, or append to it; appending to an unknown variable has no effect."""
+        """Set ``NAME=text``, or append to it; of an array, only the first element. Appending to an unknown variable has no effect."""
         if append and name in self.unknown_reasons:
             return
         old = self.values.get(name, ())
         first = old[0] if append and old else Value("", value.file_line)
         joined_value = Value(first.text + value.text, value.file_line, first.problem or value.problem)
-        self.assign(name, (joined_value, *(old[1:] if append else ())))
+        self.assign(name, (joined_value, *old[1:]))
 
     def assign_array(self, array: Array, script: Path) -> None:
         """Set ``NAME=(...)``, or append to it. Raises the errors of ``expand``."""

@@ -24,6 +24,7 @@ SAME_AS_BASH = {
     "an element appended to": (
         'X=1\nX[0]+=2\nA=(--a 1)\nA[1]+="2 $X"\nA[2]+=--b\nB[0]+=c\nA+=3\npython3 train.py $X "${A[@]}" $B'
     ),
+    "an array whose first element is set": 'A=(1 "2 3")\nA=x\nexport A=y\npython3 train.py "${A[@]}" $A',
     "defaults": 'N=${N:-${M:-4}}\nE=""\npython3 train.py $N ${E:-e} ${E-f} "${E:+g}" ${N:+h}',
     "arithmetic": "A=3\nB=$((A * 2 + 1))\npython3 train.py $((B % 4)) $(( ${B} - $A ))",
     "arithmetic of negative numbers": "python3 train.py $((-7 % 3)) $((-7 / 2)) $((7 / -2)) $((7 % -2)) $((-8 / -2))",
@@ -52,6 +53,9 @@ SAME_AS_BASH = {
 REFUSED_ARGUMENTS = {
     "python3 train.py $(hostname)": ["run.sh:1", "hostname", "no command is run"],
     "python3 train.py $HOME": ["run.sh:1", "HOME is not set", "--set HOME=VALUE"],
+    "A=$(cd ~/x && pwd)\npython3 train.py $A/y": ["run.sh:2", "$(cd ~/x && pwd)", "write its value"],
+    "A=$(cd - && pwd)\npython3 train.py $A/y": ["run.sh:2", "$(cd - && pwd)", "write its value"],
+    "A=$(cd -P && pwd)\npython3 train.py $A/y": ["run.sh:2", "$(cd -P && pwd)", "write its value"],
     "python3 train.py\npython3 train.py": ["2 times", "run.sh:1", "run.sh:2"],
     "echo hello": ["starts no train.py"],
     "A=(--lr 1)\npython3 train.py --b\n  ${A[@]} \\\n --c": ["run.sh:3", "begins with --lr", "a backslash"],
@@ -114,6 +118,14 @@ def test_a_sourced_file_may_be_skipped(tmp_path: Path) -> None:
     launch = read_launch(script, variables={}, skip=["m.sh"])
     assert "m.sh" in launch.skipped[0]
     assert "MODEL_ARGS is not set" in launch.arguments[-1].problem, "the skipped file may set it"
+
+
+def test_variables_of_a_source_command_are_restored_after_it(tmp_path: Path) -> None:
+    (tmp_path / "more.sh").write_text("W=$X$Y$1\nread Y")
+    lines = 'read X\nY=1\nset -- $(hostname)\nX=2 Y=3 source more.sh 4\npython3 train.py $W ${X:-b} $Y "${1:-c}"'
+    w, x, y, argument = read_script(tmp_path, lines).arguments
+    assert [(value.text, value.problem) for value in (w, y)] == [("234", ""), ("1", "")]
+    assert "X is read at" in x.problem and "hostname" in argument.problem
 
 
 def test_model_arguments_from_a_command_are_taken_from_config_json(tmp_path: Path) -> None:
