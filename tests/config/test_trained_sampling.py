@@ -87,8 +87,9 @@ def test_variables_that_change_samples_are_refused_in_training(variable: str) ->
         ConfigError, match=rf"^{variable}=1 in the environment.* cannot be trained on: .*; unset {variable} "
     ):
         check_trained_sampling(cfg, {variable: "1"})
-    cfg.run.mode = "rollout_only"
-    check_trained_sampling(cfg, {variable: "1"})
+    for mode in ("rollout_only", "train_only"):
+        cfg.run.mode = mode
+        check_trained_sampling(cfg, {variable: "1"})
 
 
 def test_the_variables_of_a_run_are_checked_at_load(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +126,14 @@ def test_rollouts_of_another_distribution_are_not_replayed(rollout: str, words: 
     check_replayed_sampling(cfg, tmp_path / "rollouts")
     (tmp_path / "config.yaml").unlink()
     check_replayed_sampling(cfg, tmp_path / "rollouts")
+
+
+def test_replayed_rollouts_may_be_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "config.yaml").write_text("rollout: {temperature: 0.7}\n")
+    monkeypatch.chdir(tmp_path / "rollouts")
+    with pytest.raises(ConfigError, match=r"run\.replay_from='\.' contains rollouts that were sampled at .*=0\.7"):
+        check_replayed_sampling(TrainConfig(), Path("."))
 
 
 def refusal(sglang: dict[str, object]) -> str:

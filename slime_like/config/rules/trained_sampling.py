@@ -95,7 +95,8 @@ new SGLang has such variables in neither.
 def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> None:
     """Raise ``ConfigError`` on a key or environment variable that makes the engines' samples unsuitable for training.
 
-    Runs that train on no samples (``run.mode=rollout_only``, algo=sft) are not checked.
+    Runs that train on no samples (``run.mode=rollout_only``, algo=sft) are not checked. With ``run.mode=train_only``, the
+    environment is not checked, as no engine runs.
     """
     if cfg.run.mode == "rollout_only" or isinstance(cfg.algo, SftConfig):
         return
@@ -111,7 +112,7 @@ def check_trained_sampling(cfg: TrainConfig, environment: Mapping[str, str]) -> 
                 f"rollout.sglang.{field}={value!r} cannot be trained on: {CHANGES_SAMPLES[field]}; remove "
                 f"rollout.sglang.{field} (run.mode=rollout_only allows it)"
             )
-    for name in sorted(changing_variables(environment)):
+    for name in () if cfg.run.mode == "train_only" else sorted(changing_variables(environment)):
         raise ConfigError(
             f"{name}={environment[name]} in the environment, which engines inherit, so their samples cannot be trained on: "
             f"{CHANGES_SAMPLES_BY_VARIABLE[name]}; unset {name} (run.mode=rollout_only allows it)"
@@ -144,7 +145,7 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
     A damaged file is an error too. If it is missing, for example because only the rollouts were copied, or with algo=sft, nothing
     is checked.
     """
-    path = folder.parent / "config.yaml"
+    path = folder.resolve().parent / "config.yaml"
     if isinstance(cfg.algo, SftConfig) or not path.is_file():
         return
     file = InputFile(path, ConfigError, "remove this file to replay unchecked", "run.replay_from")
