@@ -42,6 +42,15 @@ def test_a_home_folder_is_expanded(argv: list[str], monkeypatch: pytest.MonkeyPa
     assert cfg.evaluation.datasets == {"held": f"{data}@[0:1]"}
 
 
+def test_two_paths_of_one_reward_are_refused(argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, sample):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"reward\.weights has 'mine\.py:score' and './mine\.py:score', .*: remove one"
+    ):
+        load_config([*argv, r"reward.weights={mine.py\:score: 1, ./mine.py\:score: 2}"], files=False)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -41,7 +41,8 @@ def resolve_paths(cfg: TrainConfig) -> None:
     """Expand ``~`` in the paths of an unsealed config, and make the path in ``file.py:name`` absolute if the file exists.
 
     Paths of user code become absolute because a run's processes may have different working directories. Raises ``ConfigError``
-    naming the key if a path in ``PATHS`` or ``evaluation.datasets`` is empty or names an unknown user.
+    naming the key if a path in ``PATHS`` or ``evaluation.datasets`` is empty or names an unknown user, or if two keys of
+    ``reward.weights`` name the same reward.
     """
     for key in PATHS:
         group, _, name = key.rpartition(".")
@@ -56,11 +57,20 @@ def resolve_paths(cfg: TrainConfig) -> None:
             setattr(getattr(cfg, group), name, absolute(value))
     cfg.rollout.filters = [absolute(name) for name in cfg.rollout.filters]
     cfg.metrics.sinks = [absolute(name) for name in cfg.metrics.sinks]
-    cfg.reward.weights = {absolute(name): weight for name, weight in cfg.reward.weights.items()}
+    cfg.reward.weights = _absolute_weights(cfg.reward.weights)
     datasets = cfg.evaluation.datasets
     cfg.evaluation.datasets = {
         name: _expand_path(f"evaluation.datasets.{name}", path) for name, path in datasets.items()
     }
+
+
+def _absolute_weights(weights: dict[str, float]) -> dict[str, float]:
+    names: dict[str, str] = {}
+    for name in weights:
+        other_name = names.setdefault(absolute(name), name)
+        if other_name != name:
+            raise ConfigError(f"reward.weights has {other_name!r} and {name!r}, which name the same reward: remove one")
+    return {path: weights[name] for path, name in names.items()}
 
 
 def _expand_path(key: str, value: str) -> str:
