@@ -108,6 +108,10 @@ RULES = {
         "rollout.generate=tests.config.wrong_functions:Blocking",
         "is not a coroutine function: it must be async def generate(prompt, engine, seeds, context) of its instances",
     ),
+    "generate class whose instances cannot be called": (
+        "rollout.generate=tests.config.wrong_functions:WithoutCall",
+        "its instances cannot be called: add a method __call__ with the signature async def generate(prompt, engine, seeds, context)",
+    ),
     "generate class without a config": (
         "rollout.generate=tests.config.wrong_functions:WithoutConfig",
         "cannot be called as WithoutConfig(config)",

@@ -27,6 +27,12 @@ class Blocking:
     def __call__(self, prompt: object, engine: object, seeds: object, context: object) -> None: ...
 
 
+class WithoutCall:
+    """Generate class without a method ``__call__``."""
+
+    def __init__(self, config: object) -> None: ...
+
+
 class WithoutConfig:
     """Generate class whose constructor takes no config."""
 

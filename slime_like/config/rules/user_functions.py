@@ -79,6 +79,11 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
         return
     if inspect.isclass(function) and signature.is_async:
         check_signature(key, name, function, f"{function.__name__}(config)", 1)
+        if not any("__call__" in vars(base) for base in function.__mro__):  # getattr would find that of ``type``
+            raise ConfigError(
+                f"{key}={name!r}: its instances cannot be called: add a method __call__ with the signature {signature.call}"
+                f"{location(function)}"
+            )
         function = getattr(function, "__call__", None)  # noqa: B004  get the method of instances
         signature = FunctionSignature(f"{signature.call} of its instances", signature.num_args + 1, is_async=True)
     if inspect.isclass(function):
@@ -155,9 +160,7 @@ def _check_returns(key: str, name: str, function: Any) -> None:
         )
 
 
-def _check(key: str, name: str, function: Callable[..., Any] | None, signature: FunctionSignature) -> None:
-    if function is None:
-        raise ConfigError(f"{key}={name!r}: its instances cannot be called; it must have {signature.call}")
+def _check(key: str, name: str, function: Callable[..., Any], signature: FunctionSignature) -> None:
     instance_call = getattr(function, "__call__", None)  # noqa: B004  of an instance with an async __call__
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(instance_call)
     if is_async != signature.is_async:
