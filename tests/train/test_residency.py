@@ -69,3 +69,20 @@ def test_a_failed_move_continues_with_the_next_call() -> None:
     state._copies[OPTIMIZER] = copies
     state.keep((WEIGHTS, OPTIMIZER))
     assert torch.equal(second, torch.arange(4.0))
+
+
+def test_a_part_that_does_not_fit_uses_no_memory_of_the_device() -> None:
+    """The engines may get the memory next."""
+    weights = [torch.arange(6.0), torch.arange(4.0)]
+    state = residency.DeviceState(
+        {WEIGHTS: lambda: weights, GRADIENTS: lambda: [], OPTIMIZER: lambda: []}, torch.device("cpu")
+    )
+    state.keep(())
+    last = state._copies[WEIGHTS].pop("1.0")
+    with pytest.raises(KeyError):
+        state.keep((WEIGHTS,))
+    state.keep(())
+    assert state.num_bytes(WEIGHTS) == 0
+    state._copies[WEIGHTS]["1.0"] = last
+    state.keep((WEIGHTS,))
+    assert [weight.tolist() for weight in weights] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3]]

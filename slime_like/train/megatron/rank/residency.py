@@ -36,7 +36,8 @@ class DeviceState:
 
     A storage that two parts share, such as float32 weights that are also the optimizer's, belongs to the first. Gradients are
     not copied, because every optimizer step begins by setting them to 0. A CPU storage whose memory NumPy shares cannot be
-    resized and is not moved. If ``keep`` raises, a repeated call continues with the storages that have not been moved.
+    resized and is not moved. If ``keep`` raises while it brings a part back, all of that part stays in host memory, and a
+    repeated call continues with it.
     """
 
     def __init__(self, tensors: Mapping[str, Tensors], device: torch.device) -> None:
@@ -57,11 +58,15 @@ class DeviceState:
         storages = self._storages() if parts_to_offload else {}
         for part in parts_to_offload:
             self._offload(part, storages[part])
-        if parts_to_offload and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # for the engine, which shares the GPU
+        if parts_to_offload:
+            self._return_memory()
         for part in TRAINER_PARTS:
             if part in parts:
                 self._restore(part)
+
+    def _return_memory(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # for the engine, which shares the GPU
 
     def num_bytes(self, part: str) -> int:
         """Return how many bytes of a part are on the device."""
@@ -93,14 +98,19 @@ class DeviceState:
 
     def _restore(self, part: str) -> None:
         entries = self._offloaded[part]
-        while entries:
-            entry = entries[-1]
-            entry.storage.resize_(entry.num_bytes)
-            if part == GRADIENTS:
-                _bytes(entry.storage).zero_()
-            else:
-                copy_from_host(_pieces(entry.key, entry.storage), self._copies[part])
-            entries.pop()
+        try:
+            for entry in entries:
+                entry.storage.resize_(entry.num_bytes)
+                if part == GRADIENTS:
+                    _bytes(entry.storage).zero_()
+                else:
+                    copy_from_host(_pieces(entry.key, entry.storage), self._copies[part])
+        except BaseException:
+            for entry in entries:
+                entry.storage.resize_(0)
+            self._return_memory()
+            raise
+        entries.clear()
         if self._device.type != "cuda":  # pinned memory is kept, because pinning is slow
             self._copies.pop(part, None)
 
