@@ -79,12 +79,12 @@ def check_function(key: str, name: str, table: dict[str, str]) -> None:
         return
     if inspect.isclass(function) and signature.is_async:
         check_signature(key, name, function, f"{function.__name__}(config)", 1)
-        if not any("__call__" in vars(base) for base in function.__mro__):  # getattr would find that of ``type``
+        if not any("__call__" in vars(base) for base in function.__mro__):  # the class's own type has one, too
             raise ConfigError(
                 f"{key}={name!r}: its instances cannot be called: add a method __call__ with the signature {signature.call}"
                 f"{location(function)}"
             )
-        function = getattr(function, "__call__", None)  # noqa: B004  get the method of instances
+        function = function.__call__  # the method of instances
         signature = FunctionSignature(f"{signature.call} of its instances", signature.num_args + 1, is_async=True)
     if inspect.isclass(function):
         check_methods(key, name, function)
