@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -199,7 +200,7 @@ def _load(path: str, save: str | None) -> str:
     instead. Raises ``ConfigError`` if the folder cannot be read, and the error of ``megatron_folder``.
     """
     try:
-        source = megatron_folder(Path(path))
+        source = megatron_folder(Path(os.path.expanduser(path)))
     except OSError as error:
         raise ConfigError(f"--load {abbreviate(path)} cannot be read ({reason(error)}): name a folder") from error
     if source is not None and not (source / MANIFEST).is_file():

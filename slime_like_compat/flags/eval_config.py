@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,7 +34,9 @@ def eval_config_overrides(path: Path) -> Iterator[str]:
     Raises ``ConfigError`` naming the file if it cannot be read or is malformed, or has no datasets or an invalid one. The error
     also names the field if a field has no equivalent here or contains a reference (``${...}``).
     """
-    file = InputFile(path, ConfigError, "give a mapping with datasets, each with a name and a path", FLAG)
+    file = InputFile(
+        Path(os.path.expanduser(path)), ConfigError, "give a mapping with datasets, each with a name and a path", FLAG
+    )
     tree: Any = file.yaml()
     tree = tree.get("eval", tree) if isinstance(tree, dict) else tree
     if not isinstance(tree, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def hf_checkpoint(item: FlagOccurrence, flags: Flags) -> tuple[str, str] | None:
     del flags
     if model_type := refused_type(item.text):
         return "refused", f"model_type {model_type} is not supported: {REFUSED_FAMILIES[model_type]}"
-    config = Path(item.text) / "config.json"
+    config = Path(os.path.expanduser(item.text)) / "config.json"
     try:
         fields = InputFile(config, ConfigError).json_object() if config.is_file() else None
     except (OSError, ConfigError):

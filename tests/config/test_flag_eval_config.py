@@ -57,6 +57,12 @@ def test_settings_of_a_dataset_override_the_defaults(by_name: bool, tmp_path: Pa
     }
 
 
+def test_the_file_may_be_in_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write_sets(tmp_path, SETS)
+    assert list(eval_config_overrides(Path("~") / path.name)) == list(eval_config_overrides(path))
+
+
 REFUSED: dict[str, tuple[object, str]] = {
     "no mapping": ([1], "is not a mapping"),
     "no sets": ({"eval": {"defaults": {}}}, "names no datasets"),

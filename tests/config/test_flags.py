@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -247,6 +248,14 @@ def test_a_removal_is_no_value_of_the_flag_before_it(removal: str) -> None:
 
 def test_a_path_in_a_home_folder_is_a_value() -> None:
     assert translate(["--hf-checkpoint", "~model/x"]).overrides == ("model.hf_checkpoint='~model/x'",)
+
+
+def test_a_checkpoint_in_a_home_folder_is_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "metadata.json").touch()
+    assert translate(["--load", "~/m"]).overrides == ("model.megatron_checkpoint='~/m'",)
+    assert translate(["--load", "~no-user/m"]).overrides == ("run.resume='~no-user/m'",), "load_config names the user"
 
 
 def test_actions() -> None:

@@ -222,5 +222,12 @@ def test_a_damaged_model_config_is_left_for_load_to_report(config: str, tmp_path
     assert row(mapped(tmp_path, f"--hf-checkpoint {tmp_path}/model"), "--hf-checkpoint").verdict == "mapped"
 
 
+def test_quantised_weights_in_a_home_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"quantization_config": {}}')
+    assert row(mapped(tmp_path, "--hf-checkpoint ~/model"), "--hf-checkpoint").verdict == "refused"
+
+
 def test_a_secret_key_is_not_shown(tmp_path: Path) -> None:
     assert row(mapped(tmp_path, "--wandb-key s3cret"), "--wandb-key").value_text == "(not shown)"
