@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from slime_like.errors import ConfigError
+from slime_like.errors import SlimeLikeError
 from slime_like_compat.conversion import CODE, SAME, Conversion
 
 
@@ -50,7 +50,7 @@ def outcome(conversion: Conversion, sign: str) -> tuple[str, str]:
     return name, ", ".join(f"{row.flag}{sign}{row.value_text}".strip() for row in rows)
 
 
-def first_line(error: ConfigError, path: Path) -> str:
+def first_line(error: SlimeLikeError, path: Path) -> str:
     """Return the first line of an error about ``path``; ``path:3`` becomes ``line 3``, and ``path`` alone its file name."""
     line = re.sub(rf"{re.escape(str(path))}:(?=\d)", "line ", str(error).splitlines()[0])
     return line.replace(str(path), path.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from slime_like.errors import ConfigError
+from slime_like.errors import CheckpointError, ConfigError
 from slime_like_compat.outcome_table import class_table, first_line, may_contain, outcome
 from slime_like_compat.shell.launch_script import TRAIN, read_launch
 from slime_like_compat.shell.lookup import script_text
@@ -58,5 +58,5 @@ def _classify(path: Path, variables: Mapping[str, str]) -> tuple[str, str]:
     with temporary_folder() as folder:
         try:
             return outcome(convert_script(path, folder / "recipe" / "a.yaml", variables=variables), " ")
-        except ConfigError as error:
+        except (ConfigError, CheckpointError) as error:
             return "config", first_line(error, path)

@@ -213,6 +213,14 @@ def check_verl_folder(folder: Path) -> str:
     return check_verl(folder, variables={}, user_overrides=[])
 
 
+def test_a_script_with_a_damaged_checkpoint_is_in_the_table(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("junk")
+    (tmp_path / "run.sh").write_text(f"python train.py {NEEDED} --load {tmp_path}")
+    table = check_folder(tmp_path)
+    assert "| no recipe: its settings do not compose to a configuration | 1 |" in table
+    assert "latest_checkpointed_iteration.txt says 'junk', which is not an iteration" in table
+
+
 def test_a_script_without_permission_is_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.sh").write_text("python train.py")
 
