@@ -226,7 +226,7 @@ class Job:
             return
         setting = self.settings[key]
         if key in self.reported:
-            at = next(
+            at = max(  # the last, as the same line may give the key an earlier value
                 i for i, row in enumerate(self.rows) if row.flag == setting.name and row.file_line == setting.file_line
             )
             row = self.rows[at]

@@ -50,6 +50,12 @@ def test_keys_of_the_example_scripts_are_mapped_or_explained() -> None:
     assert unexplained_keys == []
 
 
+def test_a_setting_given_twice_on_a_line_has_its_keys_in_the_row_of_the_last() -> None:
+    rows = [row for row in translated(f"{A}.ppo_mini_batch_size=32").rows if row.flag == f"{A}.ppo_mini_batch_size"]
+    assert [(row.value_text, row.verdict) for row in rows] == [("16", "dropped"), ("32", "mapped")]
+    assert [row.keys for row in rows] == [(), ("loop.steps_per_rollout", "loop.global_batch_size")]
+
+
 def test_keys_of_the_page_are_read() -> None:
     keys = [name.strip() for names in VERL_KEYS for name in names.split(",")]
     assert sorted(set(VALUES) - set(keys) - {"reward_model.ground_truth (column)", "extra_info (column)"}) == []
