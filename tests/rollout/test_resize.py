@@ -202,6 +202,31 @@ def test_groups_of_a_removed_engine_are_finished_elsewhere() -> None:
     play(scene)
 
 
+def test_groups_of_a_removed_engine_are_not_added_to_its_earlier_recovery() -> None:
+    async def scene(pool: EnginePool, resizer: PoolResizer, factory: SlowFactory) -> None:
+        slot = pool.slots[1]
+        pool.mark_lost(slot, DEAD, EngineError("engine 1 died"))
+        while slot.is_restarting:
+            await asyncio.sleep(0)
+        for reached in await pool.wait_for_reachable():
+            pool.admit(reached, 5)
+
+        async def answer(seed: int) -> None:
+            with pool.router.assign(100) as assignment:
+                engine = ResumableEngine(pool, assignment, CallJournal(), PauseGate(), RequestCounts(2))
+                await engine.generate(PROMPT, [seed], Sampling(1.0, 100))
+
+        tasks = [asyncio.create_task(answer(seed)) for seed in range(2)]
+        while not slot.client._requests:  # pyright: ignore[reportAttributeAccessIssue]
+            await asyncio.sleep(0)
+        await resizer.resize(1)
+        await asyncio.gather(*tasks)
+        assert pool.take_restart_counts() == (1, 1)
+        assert [recovery.groups for recovery in pool.recoveries] == [0]
+
+    play(scene)
+
+
 def test_engines_of_a_share_have_indices_that_no_other_manager_uses() -> None:
     async def scene(pool: EnginePool, resizer: PoolResizer, factory: SlowFactory) -> None:
         factory.gate.set()

@@ -318,7 +318,7 @@ class EnginePool:
     def _count_moved_group(self, slot: EngineSlot) -> None:
         """Count a group that moves to another engine because the engine of ``slot`` was lost or removed."""
         self._num_moved_groups += 1
-        if slot.recovery_index >= 0:
+        if slot.recovery_index >= 0 and not slot.is_removed:
             last = self.recoveries[slot.recovery_index]
             self.recoveries[slot.recovery_index] = replace(last, groups=last.groups + 1)
 
