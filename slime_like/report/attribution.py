@@ -87,16 +87,15 @@ def _overall(record: RunRecord) -> DifferenceCause:
 
 
 def _staleness(record: RunRecord, tables: Sequence[TokenTable]) -> DifferenceCause:
-    share = _last(record, "train/off_policy_token_ratio") or 0.0
-    ages = by_age(tables)
+    metric = "train/off_policy_token_ratio"
+    share, ages = _last(record, metric), by_age(tables)
     has_old_tokens = any(age > 0 for age in ages)
     if not share and not has_old_tokens:
-        return DifferenceCause(
-            "staleness",
-            "none: every token was sampled by the version that trained on it",
-            "train/off_policy_token_ratio",
-        )
-    text = f"{share:.1%} of the last step's tokens are of older versions"
+        text = "none: every token of the last step was sampled by the version that trained on it"
+        if share is None:
+            return DifferenceCause("staleness", "not measured", f"no step has {metric}: none trained on sampled tokens")
+        return DifferenceCause("staleness", text, metric)
+    text = f"{'an unknown share' if share is None else f'{share:.1%}'} of the last step's tokens are of older versions"
     if has_old_tokens:
         listing = ", ".join(f"age {age}: {number(mean)} ({count} tokens)" for age, (mean, count) in ages.items())
         return DifferenceCause(

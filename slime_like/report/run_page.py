@@ -126,11 +126,12 @@ def _head(record: RunRecord) -> Iterator[str]:
 
 
 def _warnings(record: RunRecord) -> Iterator[str]:
-    """Yield a table of at most ``MAX_WARNINGS`` warnings, those of the last step first; nothing if there are none."""
-    warnings = [(row.step, warning) for row in reversed(record.rows) for warning in row.warnings]
+    """Yield a table of the last ``MAX_WARNINGS`` warnings, those of the last step first; nothing if there are none."""
+    warnings = [(row.step, warning) for row in record.rows for warning in row.warnings]
     if warnings:
-        yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run</summary>"
-        yield table(("step", "warning"), warnings[:MAX_WARNINGS])
+        shown = f", the last {MAX_WARNINGS}" if len(warnings) > MAX_WARNINGS else ""
+        yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run{shown}</summary>"
+        yield table(("step", "warning"), sorted(warnings[-MAX_WARNINGS:], key=lambda entry: -entry[0]))
         yield "</details>"
 
 

@@ -280,9 +280,31 @@ def test_missing_measurements_are_named(tmp_path: Path) -> None:
     parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "a", [{"x": 1.0}])), [])}
     assert parts["all causes"].measurement == "not measured"
     assert "weights.probe_sequences" in parts["precision, kernel"].source
+    assert parts["staleness"].measurement == "not measured"
+    on_policy = [{"train/off_policy_token_ratio": 0.0}]
+    parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "c", on_policy)), [])}
+    assert parts["staleness"].measurement.startswith("none: every token of the last step")
     half = [{"probe/logprob_abs_diff_mean": 1e-3}]
     parts = {part.cause: part for part in attribute(read_record(write_run(tmp_path / "b", half)), [])}
     assert "weights.probe_layers" in parts["precision, kernel"].source
+
+
+def test_the_last_warnings_are_shown(tmp_path: Path) -> None:
+    """The list is cut within step 0, whose last warnings are kept."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    rows = [
+        {"step": 0, "warnings": [f"early {i}." for i in range(40)]},
+        {"step": 1, "warnings": [f"late {i}." for i in range(20)]},
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"time": 1.0, "x": 1.0, "spans": {}, **row}) + "\n" for row in rows)
+    )
+    page = page_of(folder)
+    assert "60 warnings of the run, the last 50" in page
+    assert re.findall(r"(?:early|late) \d+\.", page) == [f"late {i}." for i in range(20)] + [
+        f"early {i}." for i in range(10, 40)
+    ]
 
 
 def test_a_group_that_is_not_a_mapping_is_shown_as_it_is(tmp_path: Path) -> None:
