@@ -143,8 +143,8 @@ class HfConfig:
 def read_hf_config(key: str, folder: str) -> HfConfig:
     """Read ``config.json`` in ``folder``, which is set by ``key``.
 
-    Raises ``CheckpointError`` naming ``key`` if the file is missing or does not describe a model, or if the model needs
-    code, a sliding window or a quantisation that is not supported.
+    Raises ``CheckpointError`` naming ``key`` if the file is missing or does not describe a model, or if the model has a
+    sliding window or an unsupported quantisation, or can be read only with its own code.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
