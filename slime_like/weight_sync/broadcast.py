@@ -1,4 +1,4 @@
-"""Split transport: the sender of each pipeline stage broadcasts buckets in a process group with all engine ranks."""
+"""Transport for split placement: each pipeline stage's sender broadcasts buckets in a process group with all engine ranks."""
 
 # torch has no public function that creates a process group outside the world.
 # pyright: reportPrivateUsage=false
