@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.rollout.engine.model_config import merge_overrides, override_args
+from slime_like.rollout.engine.model_config import merge_overrides, other_models, override_args
 
 L, F = "linear_attention", "full_attention"
 HYBRID: dict[str, Any] = {"layer_types": [L, L, L, F, L, L, L, F]}
@@ -24,6 +24,15 @@ def test_models_of_one_kind_of_layer_need_nothing(tmp_path: Path) -> None:
     for config in ({}, {"layer_types": [F, F]}, {"layer_types": None}, "{", "[]"):
         assert overrides(tmp_path, config) == {}
     assert override_args("somebody/a-model-of-the-hub") == {}
+
+
+def test_no_model_module_is_left_out_if_the_architecture_is_not_known(tmp_path: Path) -> None:
+    """SGLang reports what is wrong with the file."""
+    for config in ("{", "[]", "{}", '{"architectures": null}', '{"architectures": [1]}', '{"architectures": ["No"]}'):
+        (tmp_path / "config.json").write_text(config)
+        assert other_models(str(tmp_path)) == []
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert "qwen3" not in (others := other_models(str(tmp_path))) and "llama" in others
 
 
 BIASED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}

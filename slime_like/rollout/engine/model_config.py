@@ -114,10 +114,10 @@ def other_models(model_path: str) -> list[str]:
     if spec is None or not spec.submodule_search_locations or not config.is_file():
         return []
     try:
-        architectures: list[str] = json.loads(config.read_text())["architectures"]
+        architectures = "|".join(map(re.escape, json.loads(config.read_text())["architectures"]))
     except (ValueError, KeyError, TypeError):
         return []  # SGLang reports the problem when it reads the file
-    definition = re.compile(rf"^class ({'|'.join(map(re.escape, architectures))})\b", re.MULTILINE)
+    definition = re.compile(rf"^class ({architectures})\b", re.MULTILINE)
     files = sorted((Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
     defining_files = {file for file in files if definition.search(file.read_text())}
     return [file.stem for file in files if file not in defining_files] if defining_files else []
