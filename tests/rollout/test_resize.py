@@ -261,6 +261,6 @@ def test_an_engine_that_does_not_start_is_given_up_with_its_reason() -> None:
         assert names(pool) == ["engine 0", "engine 1", "engine 3"], "without pushes it serves at once"
         assert "engine 2 is not added: engine 2 has no GPU" in pool.drain_messages()
         assert sorted(factory.events) == ["end 2", "start 2", "start 3"], "the resources of engine 2 are freed once"
-        assert await resizer.resize(4) == "4 engines: engine 2 started, to serve after a push and its probe"
+        assert await resizer.resize(4) == "4 engines: engine 2 started, to serve once up"
 
     play(scene, pushes=False, broken=frozenset({2}))

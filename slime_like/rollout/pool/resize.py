@@ -82,7 +82,8 @@ class PoolResizer:
         if not added_indices:
             return f"{counted(num_engines, 'engine')}, as before"
         names = ", ".join(f"engine {index}" for index in added_indices)
-        return f"{counted(num_engines, 'engine')}: {names} started, to serve after a push and its probe"
+        serves = "after a push and its probe" if self._pool.receives_pushes else "once up"
+        return f"{counted(num_engines, 'engine')}: {names} started, to serve {serves}"
 
     async def _add(self, index: int) -> None:
         try:
