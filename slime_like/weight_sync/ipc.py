@@ -171,7 +171,7 @@ class IpcSender:
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets. A collective over all trainer ranks.
 
-        Return the metadata of the stage's tensors on the sender of a pipeline stage, an empty list on other ranks. An
+        Return the metadata of a pipeline stage's tensors if this rank is the sender of the stage, else an empty list. An
         error is raised only after the last bucket, because the other ranks gather every bucket with this one.
         """
         assert isinstance(source, ReplicatedWeightSource), "a trainer's rank can gather all weights"

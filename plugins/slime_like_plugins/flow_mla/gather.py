@@ -64,7 +64,7 @@ class PendingAll:
 
 
 class GroupGather:
-    """Gathers by collectives, over one process group per slot.
+    """Gathers by collectives, over one process group per slot (a buffer for one gathered layer).
 
     With NCCL, a gather is an all-gather; with gloo, a broadcast by each rank, because gloo's all-gather receives into a
     second buffer of the whole layer. Each NCCL group has its own stream, and each gloo group its own threads, so
