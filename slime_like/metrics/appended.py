@@ -23,28 +23,26 @@ class AppendOnlyFile:
         self._path = path
         self._fd = self._open(path)
         self._pending_lines = b""  # lines that could not be written yet
-        self._num_pending = 0  # lines
 
     def write(self, line: str) -> None:
         """Append ``line``, which must end with a newline, after any pending lines."""
+        had_pending_lines = bool(self._pending_lines)
         self._pending_lines += line.encode()
-        self._num_pending += 1
         try:
             if not self._is_at_path():
                 self._restore()
             while self._pending_lines:
                 self._pending_lines = self._pending_lines[os.write(self._fd, self._pending_lines) :]
-            self._num_pending = 0
         except OSError as error:
-            if self._num_pending == 1:
+            if not had_pending_lines:
                 _say(
                     f"{self._path}: {error.strerror}; its new lines stay in memory until they can be written, and training continues"
                 )
 
     def close(self) -> None:
         """Close the file; warn if pending lines are lost."""
-        if self._num_pending:
-            _say(f"{self._path}: its end is missing: {counted(self._num_pending, 'line')} could not be written")
+        if num_pending := self._pending_lines.count(b"\n"):
+            _say(f"{self._path}: its end is missing: {counted(num_pending, 'line')} could not be written")
         os.close(self._fd)
 
     @staticmethod
@@ -63,8 +61,8 @@ class AppendOnlyFile:
         with os.fdopen(os.dup(self._fd), "rb") as file, replacing(self._path) as scratch:
             file.seek(0)
             scratch.write_bytes(file.read())
-        os.close(self._fd)
-        self._fd = self._open(self._path)
+        old_fd, self._fd = self._fd, self._open(self._path)
+        os.close(old_fd)
         _say(f"{self._path} was removed or replaced during the run: it was written again, with all its lines")
 
 

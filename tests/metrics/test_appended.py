@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
+from slime_like.metrics import appended
 from slime_like.metrics.appended import AppendOnlyFile
 
 SIZE = 64 * 1024
@@ -54,6 +57,48 @@ def test_lines_that_are_lost_are_counted(disk: Path, capsys: pytest.CaptureFixtu
         file.write("." * SIZE + "\n")
     file.close()
     assert "its end is missing: 3 lines could not be written" in capsys.readouterr().err
+
+
+def test_lines_that_were_written_are_not_counted_as_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for one and a half of three lines."""
+    write, room = os.write, [0, 0, 6]
+
+    def write_some(fd: int, content: bytes) -> int:
+        if not (size := room.pop(0) if room else 0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, content[:size])
+
+    file = AppendOnlyFile(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(appended.os, "write", write_some)
+    for line in ("1..\n", "2..\n", "3..\n"):
+        file.write(line)
+    file.close()
+    err = capsys.readouterr().err
+    assert err.count("No space left on device") == 1
+    assert "its end is missing: 2 lines could not be written" in err
+
+
+def test_a_removed_file_that_cannot_be_opened_is_restored_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = AppendOnlyFile(path)
+    file.write("1\n")
+    path.unlink()
+    with monkeypatch.context() as patch:
+
+        def fail(path: Path) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        patch.setattr(AppendOnlyFile, "_open", staticmethod(fail))
+        file.write("2\n")
+    with (tmp_path / "other").open("wb"):  # takes the number of a descriptor that was closed
+        file.write("3\n")
+    file.close()
+    assert path.read_text() == "1\n2\n3\n"
+    assert (tmp_path / "other").read_text() == ""
 
 
 @pytest.mark.parametrize("removal", ["removed", "folder removed", "replaced"])
