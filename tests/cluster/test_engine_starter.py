@@ -97,7 +97,7 @@ class LostActor:
 
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error
-        self.restart = self.ready = self
+        self.restart = self.ready = self.stop_server = self
 
     async def _answer(self) -> EngineAddress:
         if self._error is not None:
@@ -140,3 +140,5 @@ def test_an_engine_whose_actor_is_lost_gets_another_actor(error: Exception, exit
     assert asyncio.run(restart(supervisor)) == f"http://10.0.0.3:1: {exit_summary}"
     with pytest.raises(EngineError, match=f"the actor of engine 0 died: {type(error).__name__}: The actor "):
         asyncio.run(restart(RayEngineSupervisor(lost_actor, address, RolloutConfig(), connect)))
+    stop = RayEngineSupervisor(lost_actor, address, RolloutConfig(), connect).stop_server()
+    asyncio.run(stop)  # the server has ended with its actor

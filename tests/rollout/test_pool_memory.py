@@ -234,6 +234,26 @@ def test_a_checkpoint_is_attempted_even_if_the_actor_of_an_engine_hangs() -> Non
     play(SilentActor, HealthConfig(on_dead_engine="stop"), scene)
 
 
+def test_an_engine_that_its_actor_does_not_stop_is_reported() -> None:
+    class FailingActor(SlowSupervisor):
+        """Supervisor whose actor raises instead of stopping the engine."""
+
+        async def stop_server(self) -> None:
+            raise EngineError(f"the actor of {self._name}: OSError: no such folder")
+
+    async def scene(pool: EnginePool, engines: list[Any]) -> None:
+        for index in range(2):
+            record(pool, index)
+        await PoolMemory(pool)._stop(pool.slots)
+        assert pool.drain_messages() == tuple(
+            f"engine {index} may keep device memory, because it was not stopped: the actor of engine {index}: OSError: no "
+            "such folder"
+            for index in range(2)
+        )
+
+    play(FailingActor, HealthConfig(), scene)
+
+
 def test_a_phase_does_not_wait_for_restarts_that_an_earlier_phase_defers() -> None:
     async def scene(pool: EnginePool, engines: list[Any]) -> None:
         for index in range(2):

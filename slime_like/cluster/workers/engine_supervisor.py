@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -110,8 +111,12 @@ class RayEngineSupervisor:
         return self.client, exit_summary
 
     async def stop_server(self) -> None:
-        """Stop the engine's servers on all nodes; ``restart`` starts new ones. Raises the errors of ``ask``."""
-        await self._ask(EngineActor.stop_server, Deadline("rollout manager", "engine stop", STOP_S))
+        """Stop the engine's servers on all nodes; ``restart`` starts new ones.
+
+        Raises the errors of ``ask``, except if the actor died.
+        """
+        with contextlib.suppress(_ActorLost):  # its servers have ended with it
+            await self._ask(EngineActor.stop_server, Deadline("rollout manager", "engine stop", STOP_S))
 
     async def stopped_pids(self) -> tuple[int, ...]:
         """Return the pids of the engine's suspended processes (SIGSTOP) on all nodes. Raises the errors of ``ask``."""

@@ -29,12 +29,16 @@ class EngineSupervisor(Protocol):
     async def stop_server(self) -> None:
         """Kill the processes, whatever their state; ``restart`` starts new ones.
 
-        Raises ``EngineError`` if the engine's actor is lost or fails, ``DeadlineExceeded`` if it does not respond.
+        If the engine's actor is lost, they end with it. Raises ``EngineError`` if the actor fails, ``DeadlineExceeded`` if it
+        does not respond.
         """
         ...
 
     async def stopped_pids(self) -> tuple[int, ...]:
-        """Return the pids of the engine's suspended processes (SIGSTOP). Raises the errors of ``stop_server``."""
+        """Return the pids of the engine's suspended processes (SIGSTOP).
+
+        Raises ``EngineError`` if the engine's actor is lost or fails, ``DeadlineExceeded`` if it does not respond.
+        """
         ...
 
 

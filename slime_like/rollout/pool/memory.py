@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -64,14 +63,16 @@ class PoolMemory:
             await asyncio.wait(running)
 
     async def _stop(self, slots: Sequence[EngineSlot]) -> None:
-        """Kill the engines' processes, because they may still hold device memory.
+        """Kill the engines' processes, because they may still hold device memory. Report an engine whose actor fails.
 
         Raises ``DeadlineExceeded`` if an engine's actor does not respond, after the others have been killed.
         """
 
         async def stop(slot: EngineSlot) -> None:
-            with contextlib.suppress(EngineError):  # its actor is lost, and the server with it
+            try:
                 await slot.supervisor.stop_server()
+            except EngineError as error:
+                self._pool.report(f"{slot.client.name} may keep device memory, because it was not stopped: {error}")
 
         results = await asyncio.gather(*(stop(slot) for slot in slots), return_exceptions=True)
         errors = [result for result in results if result is not None]
