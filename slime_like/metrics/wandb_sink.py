@@ -15,6 +15,9 @@ from slime_like.errors import ConfigError
 from slime_like.metrics.types import RunWarning, SinkContext, StepSpans
 from slime_like.util.reading import InputFile, abbreviate, one_line, reason
 
+# Ids that wandb's ``Settings.validate_run_id`` accepts, without control characters and of bounded length.
+WANDB_ID = re.compile(r"(?!\s)[^:;,#?/'\x00-\x1f]{1,128}(?<!\s)")
+
 
 class WandbSink:
     """Sink that sends curves, settings and warnings to wandb, but no prompts or responses.
@@ -84,14 +87,19 @@ def _has_api_key() -> bool:
 def _wandb_id(path: Path, *, resumed: bool) -> str:
     """Return the wandb id of this run and store it: ``WANDB_RUN_ID``, the stored id of a resumed run, or a new id.
 
-    Raises ``ConfigError`` if the stored id is unreadable or not valid, or the id cannot be stored.
+    Raises ``ConfigError`` if ``WANDB_RUN_ID`` is not valid, the stored id is unreadable or not valid, or the id cannot be stored.
     """
     stored_id = InputFile(path, ConfigError, "remove it").text().strip() if resumed and path.is_file() else ""
-    if stored_id and not re.fullmatch(r"[\w-]{1,64}", stored_id):
+    if stored_id and not WANDB_ID.fullmatch(stored_id):
         raise ConfigError(
             f"{path} contains {abbreviate(stored_id)}, which is not the id of a wandb run: correct or remove it"
         )
-    wandb_id = os.environ.get("WANDB_RUN_ID") or stored_id or secrets.token_hex(4)
+    given_id = os.environ.get("WANDB_RUN_ID")
+    if given_id and not WANDB_ID.fullmatch(given_id):
+        raise ConfigError(
+            f"WANDB_RUN_ID={abbreviate(given_id)} cannot be the id of a wandb run: use letters, digits, - and _, or unset it"
+        )
+    wandb_id = given_id or stored_id or secrets.token_hex(4)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(wandb_id + "\n")

@@ -178,6 +178,19 @@ def test_a_fresh_run_is_a_new_one_for_wandb(tmp_path: Path, monkeypatch: pytest.
     assert _wandb_id(path, resumed=True) == "mine" == path.read_text().strip()
 
 
+def test_an_invalid_wandb_id_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "wandb" / "run_id"
+    for bad_id in ("a/b", " a", "a\nb", "a" * 200):
+        monkeypatch.setenv("WANDB_RUN_ID", bad_id)
+        with pytest.raises(ConfigError, match=r"WANDB_RUN_ID=.* cannot be the id of a wandb run: .*unset it"):
+            _wandb_id(path, resumed=False)
+    assert not path.exists()
+    monkeypatch.setenv("WANDB_RUN_ID", "qwen3.5 run")
+    _wandb_id(path, resumed=False)
+    monkeypatch.delenv("WANDB_RUN_ID")
+    assert _wandb_id(path, resumed=True) == "qwen3.5 run"
+
+
 def test_a_wandb_id_that_cannot_be_stored_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "wandb").write_text("")
     with pytest.raises(ConfigError, match=r"wandb/run_id: the id .* cannot be stored \(.*\): make run.dir writable"):
