@@ -55,6 +55,10 @@ def test_flashinfer_can_link_with_the_driver(wheel: Path, tmp_path: Path, monkey
     (tmp_path / "driver" / "libcuda.so.1").touch()
     toolkit_environment(environment)
     assert library.resolve() == tmp_path / "driver" / "libcuda.so.1"
+    (tmp_path / "driver" / "libcuda.so.1").rename(tmp_path / "other" / "libcuda.so.1")
+    toolkit_environment(environment)
+    assert library.resolve() == tmp_path / "other" / "libcuda.so.1", "another node shares the folder"
+    assert sorted(path.name for path in library.parent.iterdir()) == ["libcuda.so"]
 
 
 def test_an_installed_toolkit_is_used(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from slime_like.util.caches import cache_folder
 
@@ -71,9 +71,14 @@ def _locations() -> list[Path]:
 
 
 def _link(path: Path, target: Path) -> None:
-    """Create a link if it is missing; another engine may create it at the same time."""
-    with suppress(FileExistsError):
-        path.symlink_to(target)
+    """Create a link if it is missing, or if its target is missing on this node; another engine may do so at the same time.
+
+    Nodes that share the folder may have their driver in different places.
+    """
+    if not path.exists():
+        temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+        temporary.symlink_to(target)
+        temporary.replace(path)
 
 
 def _wheel() -> Path | None:
