@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -29,6 +30,10 @@ def main(argv: list[str]) -> int:
     major, _, minor = str(options.capability).partition(".")
     if not (major.isdigit() and minor.isdigit()):
         parser.error(f"--capability {options.capability}: give it as 9.0")
+    if not (math.isfinite(options.memory) and options.memory > 0):
+        parser.error(f"--memory {options.memory}: give the GiB of each GPU as a positive number, such as 80")
+    if options.devices < 1:
+        parser.error(f"--devices {options.devices}: give a number of GPUs of at least 1")
     gpu = PhantomGpu(int(options.memory * GIB), options.devices, (int(major), int(minor)))
     try:
         environment = {**os.environ, **gpu.environment()}

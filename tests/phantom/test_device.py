@@ -240,6 +240,10 @@ def test_the_query_of_installed_gpus_lists_the_devices() -> None:
         ((), "no command"),
         (("no-such-program",), "is not a program on PATH"),
         (("--capability", "x", "true"), "give it as 9.0"),
+        (("--memory", "inf", "true"), "--memory inf: give the GiB"),
+        (("--memory", "nan", "true"), "--memory nan: give the GiB"),
+        (("--memory=-1", "true"), "--memory -1.0: give the GiB"),
+        (("--devices", "0", "true"), "--devices 0: give a number"),
     ],
 )
 def test_bad_commands(arguments: tuple[str, ...], message: str) -> None:
