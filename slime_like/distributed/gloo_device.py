@@ -104,7 +104,14 @@ def _shut_down(fd: int, inode: int) -> None:
 
     Raises ``OSError`` if the descriptor is closed, is not a socket, or is a socket without a connection, such as the listener.
     """
-    with socket.socket(fileno=os.dup(fd)) as connection:
+    copy = os.dup(fd)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        # Another thread has reused the number for something else, and the constructor does not close the copy.
+        os.close(copy)
+        raise
+    with connection:
         if os.fstat(connection.fileno()).st_ino == inode:  # otherwise another thread has reused the number
             connection.getpeername()  # raises for the listener
             connection.shutdown(socket.SHUT_RDWR)

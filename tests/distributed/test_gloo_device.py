@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +65,14 @@ def test_another_interface_has_a_device_of_its_own(plugins: dict[str, Any], monk
     monkeypatch.delenv(gloo_device.INTERFACE)
     external = make(plugins, store, "other")
     assert external.options._devices != on_loopback.options._devices
+
+
+def test_a_descriptor_that_is_no_longer_a_socket_is_left_open_once(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        descriptors = sorted(gloo_device.FDS.iterdir())
+        with pytest.raises(OSError, match="socket"):
+            gloo_device._shut_down(file.fileno(), os.fstat(file.fileno()).st_ino)  # pyright: ignore[reportPrivateUsage]
+        assert sorted(gloo_device.FDS.iterdir()) == descriptors
 
 
 def test_another_creator_of_gloo_groups_is_kept(plugins: dict[str, Any]) -> None:
