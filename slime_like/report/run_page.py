@@ -131,7 +131,8 @@ def _warnings(record: RunRecord) -> Iterator[str]:
     if warnings:
         shown = f", the last {MAX_WARNINGS}" if len(warnings) > MAX_WARNINGS else ""
         yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run{shown}</summary>"
-        yield table(("step", "warning"), sorted(warnings[-MAX_WARNINGS:], key=lambda entry: -entry[0]))
+        shown_warnings = sorted(warnings[-MAX_WARNINGS:], key=lambda entry: -entry[0])
+        yield table(("step", "warning"), shown_warnings)
         yield "</details>"
 
 
