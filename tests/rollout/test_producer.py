@@ -73,6 +73,31 @@ def test_a_failure_is_raised_to_the_waiting_caller() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("ending", "error"), [("failure", "engine gone"), ("stop", "rollout 1 .* was stopped")])
+def test_a_wait_for_a_later_rollout_ends_with_a_failure_and_with_stop(ending: str, error: str) -> None:
+    gate = asyncio.Event()
+
+    async def generate(rollout_id: int) -> GeneratedRollout:
+        await gate.wait()
+        raise SlimeLikeError("engine gone")
+
+    async def scenario() -> None:
+        producer = RolloutProducer(generate, first=0, last=3, max_staleness=1)
+        later, idle = asyncio.create_task(producer.get(1)), asyncio.create_task(producer.wait_until_idle())
+        await run_pending_tasks()
+        assert not later.done() and not idle.done()
+        if ending == "failure":
+            gate.set()
+        else:
+            await producer.stop()
+        with pytest.raises(SlimeLikeError, match=error):
+            await asyncio.wait_for(later, 5)
+        await asyncio.wait_for(idle, 5)
+        await producer.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_rollout_that_is_not_generated_is_refused() -> None:
     async def scenario() -> None:
         producer = RolloutProducer(recording([]), first=3, last=6, max_staleness=0)

@@ -167,9 +167,9 @@ class RolloutProducer:
     async def get(self, rollout_id: int) -> GeneratedRollout:
         """Return rollout ``rollout_id`` once it is complete.
 
-        Raises the error that ended the generation of this or an earlier rollout, or ``ValueError`` for a rollout that is
-        never generated: one that was forgotten (``forget``), or that the constructor's ``first`` and ``last`` exclude.
-        Request rollouts in order: a call that already waits does not notice the failure of an earlier rollout.
+        Raises the error that ended the generation of this or an earlier rollout, ``SlimeLikeError`` after ``stop``, or
+        ``ValueError`` for a rollout that is never generated: one that was forgotten (``forget``), or that the constructor's
+        ``first`` and ``last`` exclude.
         """
         if rollout_id not in self._ready:
             if self._failure is not None:
@@ -183,21 +183,28 @@ class RolloutProducer:
         self._wake.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="rollout producer")
-        return await self._slot(rollout_id)
+        slot = self._slot(rollout_id)
+        await asyncio.wait([slot, self._task], return_when=asyncio.FIRST_COMPLETED)
+        if slot.done():
+            return slot.result()
+        raise self._failure or SlimeLikeError(
+            f"rollout {rollout_id} is not generated: the rollout producer was stopped"
+        )
 
     async def wait_until_idle(self) -> None:
-        """Wait until every admitted rollout is complete, or one has failed."""
+        """Wait until every admitted rollout is complete, or until one has failed or ``stop`` is called."""
+        if self._task is None:
+            return
         for rollout_id in range(self._next, min(self._last_admitted + 1, self._last)):
-            if self._failure is None:
-                await asyncio.wait([self._slot(rollout_id)])
+            if not self._task.done():
+                await asyncio.wait([self._slot(rollout_id), self._task], return_when=asyncio.FIRST_COMPLETED)
 
     def completed_rollouts(self) -> list[GeneratedRollout]:
         """Return the rollouts that are complete and not consumed, in order.
 
         A failed rollout is left out; ``get`` raises its error.
         """
-        completed_slots = [slot for _, slot in sorted(self._ready.items()) if slot.done() and not slot.cancelled()]
-        return [slot.result() for slot in completed_slots if slot.exception() is None]
+        return [slot.result() for _, slot in sorted(self._ready.items()) if slot.done()]
 
     def restore(self, rollouts: Sequence[GeneratedRollout]) -> None:
         """Add rollouts that were completed before the run was resumed. Generation continues after the last of them."""
@@ -229,16 +236,12 @@ class RolloutProducer:
             except asyncio.CancelledError as error:
                 if is_task_cancelled():
                     raise
-                self._fail(slot, _uncaused_cancel(self._next, error))
+                self._failure = _uncaused_cancel(self._next, error)
                 return
-            except Exception as error:  # noqa: BLE001  fault boundary of the task: the rollout's waiter raises it
-                self._fail(slot, error)
+            except Exception as error:  # noqa: BLE001  fault boundary of the task: the rollout's waiters raise it
+                self._failure = error
                 return
             self._next += 1
-
-    def _fail(self, slot: asyncio.Future[GeneratedRollout], error: Exception) -> None:
-        self._failure = error
-        slot.set_exception(error)
 
 
 def _uncaused_cancel(rollout_id: int, error: asyncio.CancelledError) -> SlimeLikeError:
