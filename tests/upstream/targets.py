@@ -192,6 +192,8 @@ def kv_capacity() -> None:
     from slime_like_plugins.kv_capacity import admission, usage
 
     usage.install()
+    charge = inspect.signature(pkgutil.resolve_name(admission.ADDER)._update_prefill_budget)
+    assert list(charge.parameters)[:4] == ["self", "prefix_len", "extend_input_len", "max_new_tokens"], charge
     admission.install()
 
 

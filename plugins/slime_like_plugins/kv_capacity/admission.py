@@ -87,9 +87,9 @@ def open_pass(result: None, adder: Any, *_: Any, **__: Any) -> None:
 
 
 def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``PrefillAdder.add_one_req``: reserve the tokens that the request adds to the estimate.
+    """Hook around ``PrefillAdder.add_one_req`` and ``add_chunked_req``: reserve the tokens that the request adds to the estimate.
 
-    SGLang itself would reserve ``max_new_tokens``.
+    SGLang itself would reserve ``max_new_tokens``. For a prompt in chunks, it reserves tokens with the last chunk.
     """
     running_requests = [] if adder.running_batch is None else [r for r in adder.running_batch.reqs if not r.finished()]
     num_reserved = admission.reservation([*running_requests, *adder.can_run_list, request])
@@ -101,8 +101,26 @@ def add_request(original: Callable[..., Any], adder: Any, request: Any, *args: A
     finally:
         params.max_new_tokens = max_tokens
         if len(adder.can_run_list) > num_admitted:
-            setattr(adder, RESERVED, num_reserved)
             admission.track(request)
+
+
+def charge(
+    original: Callable[..., None],
+    adder: Any,
+    prefix_len: int,
+    extend_len: int,
+    max_new_tokens: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Hook around ``PrefillAdder._update_prefill_budget``, which charges an admitted request, the last of ``can_run_list``.
+
+    SGLang would charge ``max_new_tokens`` in full, although ``extend_len`` includes the tokens that a retracted request has
+    already generated.
+    """
+    num_tokens = max(0, max_new_tokens - len(adder.can_run_list[-1].output_ids))
+    setattr(adder, RESERVED, getattr(adder, RESERVED) + num_tokens)
+    original(adder, prefix_len, extend_len, num_tokens, *args, **kwargs)
 
 
 def _has_fixed_length(request: Any) -> bool:
@@ -113,6 +131,8 @@ ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 HOOKS = (
     Hook(f"{ADDER}.__init__", "after", open_pass),
     Hook(f"{ADDER}.add_one_req", "around", add_request),
+    Hook(f"{ADDER}.add_chunked_req", "around", add_request),
+    Hook(f"{ADDER}._update_prefill_budget", "around", charge),
 )
 
 
