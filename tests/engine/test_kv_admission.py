@@ -16,7 +16,7 @@ CHUNK, CAPACITY, MAX_NEW_TOKENS = 64, 10_000, 400
 
 
 class QueuedRequest(SimpleNamespace):
-    """QueuedRequest whose prompt is in the KV cache up to ``prefix_len``."""
+    """Request whose prompt is in the KV cache up to ``prefix_len``."""
 
     @property
     def extend_len(self) -> int:
