@@ -204,7 +204,7 @@ def run(line: Instruction, image: Image, options: Options) -> None:
     """Execute a RUN line with the image's variables and this machine's values of ``SETTINGS``.
 
     First copy to the root the files that the variables in ``CERTIFICATES`` name, and fill the line's cache mount from
-    ``options.uv_cache``. Raises ``ImageError`` if the line fails.
+    the field ``uv_cache`` of ``options``. Raises ``ImageError`` if the line fails.
     """
     environment = image.environment | {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
     for name in CERTIFICATES:
