@@ -9,8 +9,14 @@ import pytest
 from slime_like.errors import CheckpointError
 from slime_like.train.megatron.platform import collective
 from tests.train.jobs import RankJob, Results
+from tests.train.unreadable import GLOO_ERROR
 
-JOBS = {1: [RankJob("unreadable checkpoint", "tests.train.unreadable:read_without_permission")]}
+JOBS = {
+    1: [
+        RankJob("unreadable checkpoint", "tests.train.unreadable:read_without_permission"),
+        RankJob("errors of a load", "tests.train.unreadable:errors_of_a_load"),
+    ]
+}
 
 
 def fail_with(error: Exception) -> Callable[[], None]:
@@ -44,3 +50,12 @@ def test_a_rank_that_cannot_enter_the_checkpoint_tells_the_others(results: Resul
     ((message, broadcasts),) = results["unreadable checkpoint"]
     assert message.startswith("/c/iter_0000001: cannot be read (Permission denied)"), message
     assert len(broadcasts) == 1 and broadcasts[0] is not None
+
+
+@pytest.mark.ranks
+def test_a_lost_peer_is_not_reported_as_a_damaged_checkpoint(results: Results) -> None:
+    ((lost_peer, damaged_file),) = results["errors of a load"]
+    assert lost_peer == f"RuntimeError: {GLOO_ERROR}"
+    assert damaged_file == (
+        "CheckpointError: /c/iter_0000001: damaged (RuntimeError: PytorchStreamReader failed reading zip archive)"
+    )

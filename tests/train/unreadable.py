@@ -1,4 +1,4 @@
-"""Rank function of test_collective: a checkpoint folder that one rank may not enter."""
+"""Rank functions of test_collective: a checkpoint folder that one rank may not enter, and errors during a load."""
 
 from __future__ import annotations
 
@@ -33,3 +33,20 @@ def read_without_permission(world: RankWorld, shared: Shared) -> tuple[str, list
         except CheckpointError as error:
             return str(error), own_errors
     return "no error", own_errors
+
+
+GLOO_ERROR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Connection closed by peer [10.0.0.2]:56465"
+
+
+def errors_of_a_load(world: RankWorld, shared: Shared) -> list[str]:
+    """Return the errors of a load in which a peer is lost, and of one that reads a damaged file."""
+    from slime_like.train.megatron.model_io.damage import convert_damage
+
+    out: list[str] = []
+    for text in (GLOO_ERROR, "PytorchStreamReader failed reading zip archive"):
+        try:
+            with convert_damage(lambda reason: f"/c/iter_0000001: damaged ({reason})"):
+                raise RuntimeError(text)
+        except RuntimeError as error:  # CheckpointError is one too
+            out.append(f"{type(error).__name__}: {error}")
+    return out

@@ -30,20 +30,23 @@ READ_ERRORS = (
     AttributeError,
     IndexError,
 )
+GLOO = "/gloo/transport/"  # part of the path of its source file, with which gloo's messages begin
 
 
 @contextmanager
 def convert_damage(message: Callable[[str], str]) -> Generator[None]:
     """Convert errors on damaged files to ``CheckpointError(message(summary))``; ``summary`` describes the original error.
 
-    Errors of this project, ``OutOfMemoryError`` and ``DistError`` pass unchanged. A plain ``RuntimeError``, which gloo raises
-    when a collective fails, is converted too. If torch has wrapped a ``CheckpointError``, that error is raised.
+    Errors of this project, ``OutOfMemoryError``, ``DistError`` and gloo's errors pass unchanged. If torch has wrapped a
+    ``CheckpointError``, that error is raised.
     """
     try:
         yield
     except (SlimeLikeError, torch.OutOfMemoryError, dist.DistError):  # not about the files
         raise
     except READ_ERRORS as error:
+        if isinstance(error, RuntimeError) and GLOO in str(error):  # a collective failed
+            raise
         raise _project_error(error) or CheckpointError(message(summarize_error(error))) from error
 
 
