@@ -19,7 +19,7 @@ from tests.e2e.runs import REPOSITORY
 from tests.process_states import is_alive
 
 OWNER = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 from slime_like.cluster.supervise.reaper import reaper
 unrelated = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, start_new_session=True)
 process_reaper = reaper()
@@ -33,13 +33,29 @@ for generation in range(2):  # the second one is orphaned immediately, while the
         signal.pause()
     if generation == 1:
         os.waitpid(fork, 0)
-print(unrelated.pid, int(child.stdout.readline()), int(os.read(pids, 7)), int(os.read(pids, 7)), process_reaper is not None, flush=True)
+if (server := os.fork()) == 0:  # forks until it is killed, with a limit for a failed test
+    os.setsid()
+    for _ in range(2000):
+        if os.fork() == 0:
+            signal.pause()
+        time.sleep(0.003)
+print(server, unrelated.pid, int(child.stdout.readline()), int(os.read(pids, 7)), int(os.read(pids, 7)), process_reaper is not None, flush=True)
 if sys.argv[1] == "closes":
     sys.stdin.readline()
     process_reaper.close()
     print("closed", flush=True)
 sys.stdin.read()
 """
+
+
+def members(session: int) -> list[int]:
+    """Return the ids of the living processes of a session."""
+    pids: list[int] = []
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == session and is_alive(pid):
+                pids.append(pid)
+    return pids
 
 
 @pytest.mark.parametrize("end", ["closes", "killed"])
@@ -54,13 +70,13 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
         text=True,
     )
     assert owner.stdout is not None
-    unrelated, *started, reaped = owner.stdout.readline().split()
+    server, unrelated, *started, reaped = owner.stdout.readline().split()
     try:
         assert reaped == "True" and all(is_alive(int(pid)) for pid in started) and len(started) == 3
         if end == "killed":
             owner.kill()
             deadline = Deadline("test", "end", 30)
-            while any(is_alive(int(pid)) for pid in started):
+            while any(is_alive(int(pid)) for pid in started) or members(int(server)):
                 deadline.remaining("a process of user code")
                 time.sleep(0.02)
         else:
@@ -68,11 +84,12 @@ def test_processes_of_user_code_end_with_their_owner(end: str) -> None:
             owner.stdin.write("close\n")
             owner.stdin.flush()
             assert owner.stdout.readline() == "closed\n" and not any(is_alive(int(pid)) for pid in started)
+            assert not members(int(server))
         assert is_alive(int(unrelated)), "processes started before the reaper are not touched"
     finally:
         owner.kill()
         owner.wait()
-        for pid in (unrelated, *started):
+        for pid in (unrelated, *started, *members(int(server))):
             with suppress(psutil.Error):
                 psutil.Process(int(pid)).kill()
 

@@ -24,6 +24,7 @@ from slime_like.util.deadline import scale
 
 START_S = 60.0
 EXIT_S = 5.0
+REPORT_S = 0.5  # from the start of a forked process to its report in the pipe
 CLOSE = 0  # in the pipe, in place of the pid of a forked process; EOF has to wait for forked processes to end
 NUMBER = struct.Struct("i")
 READ_BYTES = 1024 * NUMBER.size
@@ -101,17 +102,31 @@ def main(mark: str, owner: int) -> None:
         os._exit(0)
     os.dup2(2, 1)
     forks: set[psutil.Process] = set()
-    while _read_forks(forks, end):
-        pass
-    while processes := _living(mark, forks):  # starting processes may appear later
-        process_tree.kill(processes)
-        psutil.wait_procs(processes, timeout=process_tree.WAIT_S)
+    while 0 in wait([0, end]):
+        numbers = _read_forks(forks)
+        if not numbers or CLOSE in numbers:
+            break
+    _kill_all(mark, forks)
 
 
-def _read_forks(forks: set[psutil.Process], end: int) -> bool:
-    """Add forked processes that the pipe on stdin reports to ``forks``. Return False after ``CLOSE``, EOF or ``end`` (a pidfd)."""
-    if 0 not in wait([0, end]):
-        return False
+def _kill_all(mark: str, forks: set[psutil.Process]) -> None:
+    """Kill programs with ``mark``, ``forks``, and processes that these start or fork meanwhile."""
+    is_open = True
+    while True:
+        while is_open and wait([0], 0):
+            is_open = bool(_read_forks(forks))
+        if processes := _living(mark, forks):
+            process_tree.kill(processes)
+            psutil.wait_procs(processes, timeout=process_tree.WAIT_S)
+        elif not (is_open and wait([0], REPORT_S * scale())):  # a living fork that was not reported keeps the pipe open
+            return
+
+
+def _read_forks(forks: set[psutil.Process]) -> set[int]:
+    """Read numbers from the pipe on stdin, add the forked processes that they name to ``forks``, and return the numbers.
+
+    At EOF, no numbers are returned.
+    """
     data = os.read(0, READ_BYTES)
     numbers = {number for (number,) in NUMBER.iter_unpack(data)}
     forks -= {process for process in forks if not process.is_running()}
@@ -120,7 +135,7 @@ def _read_forks(forks: set[psutil.Process], end: int) -> bool:
             process = psutil.Process(pid)
             if process.create_time() >= psutil.Process().create_time():  # otherwise the pid is of another namespace
                 forks.add(process)
-    return bool(data) and CLOSE not in numbers
+    return numbers
 
 
 def _living(mark: str, forks: set[psutil.Process]) -> list[psutil.Process]:
