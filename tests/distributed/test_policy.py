@@ -242,7 +242,7 @@ def test_never_still_follows_a_group_decision(tmp_path: Path) -> None:
     assert [op_counter.clears for op_counter in op_counters] == [0, 1]
 
 
-def test_simultaneous_requests_for_different_actions_become_one_for_the_strongest(tmp_path: Path) -> None:
+def test_ranks_follow_the_strongest_of_simultaneous_requests(tmp_path: Path) -> None:
     for first, second in (("clear", "trim"), ("trim", "clear")):
         ranks = [SymmetricActions(tmp_path / first / "requests") for _ in range(3)]
         ranks[0].publish(first)
@@ -252,6 +252,22 @@ def test_simultaneous_requests_for_different_actions_become_one_for_the_stronges
         ]
         assert all("clear" in actions for actions in actions_of_ranks)
         assert [rank.next_action() for rank in ranks] == ["", "", ""]
+
+
+def test_a_stronger_request_reaches_a_node_that_has_copied_the_weaker_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(symmetric_actions, "_wrapper_numbers", itertools.repeat(1))
+    nodes = {name: SymmetricActions(tmp_path / name / "requests") for name in ("a", "b")}
+    second_rank, store = SymmetricActions(tmp_path / "a" / "requests"), HashStore()
+    for node in (*nodes.values(), second_rank):
+        monkeypatch.setattr(node, "_poll_store", lambda store: None)
+        node.connect(store)
+    nodes["a"].publish("trim")
+    nodes["b"]._copy_new(store)
+    second_rank.publish("clear")  # without having read the first request
+    nodes["b"]._copy_new(store)
+    assert [rank.next_action() for rank in (nodes["a"], nodes["b"])] == ["clear", "clear"]
 
 
 def test_many_requests_reach_another_node_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ _wrapper_numbers = itertools.count(1)  # the same on every rank, because all ran
 class SymmetricActions:
     """Requests for actions. The newest request is in one word of memory, which all ranks of a node share.
 
-    Simultaneous requests on a node become one, for the strongest of their actions, which is the last of them in ``ACTIONS``.
-    Of simultaneous requests for different actions on several nodes, a node may receive only one.
+    Of simultaneous requests on a node, all ranks follow the one for the strongest action, which is the last of them in
+    ``ACTIONS``. Of simultaneous requests for different actions on several nodes, a node may receive only one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,8 +68,10 @@ class SymmetricActions:
     def publish(self, action: str) -> None:
         """Request ``action`` from all other ranks."""
         current = self._word[0]  # another rank may have changed it since ``next_action``
-        number = max((self._last_word >> ACTION_BITS) + 1, current >> ACTION_BITS)
-        self._set_last_word(number << ACTION_BITS | ACTIONS.index(action))
+        number, strength = max((self._last_word >> ACTION_BITS) + 1, current >> ACTION_BITS), ACTIONS.index(action)
+        if number == current >> ACTION_BITS and strength > current & ACTION_MASK:
+            number += 1  # other nodes may have copied the weaker request
+        self._set_last_word(number << ACTION_BITS | strength)
         word = self._word[0] = max(current, self._last_word)
         if self._store is not None:
             self._store.set(f"{self._key}{number}", ACTIONS[word & ACTION_MASK])
