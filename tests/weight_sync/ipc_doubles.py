@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,13 @@ from slime_like.weight_sync.device_memory import DeviceHandles, OpenedBucket
 from slime_like.weight_sync.manifest import meta_of
 
 NUMBERS = itertools.count()
+
+
+class LoadReply(NamedTuple):
+    """Reply of SGLang to an update with tensors."""
+
+    success: bool
+    message: str
 
 
 class HostHandles:

@@ -8,7 +8,6 @@ import gc
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +23,8 @@ from slime_like.util import cuda_ipc
 from slime_like.weight_sync import ipc
 from slime_like.weight_sync.device_memory import MAGIC, CudaHandles, DeviceBucketMemory, OpenedBucket, is_message
 from slime_like.weight_sync.ipc import IpcSender, SingleRank
-from slime_like.weight_sync.shared import SharedBucketMemory
 from slime_like_plugins.weight_commit import device_tensors, hooks
-from tests.weight_sync.ipc_doubles import DeviceEngine, HostHandles, StageWeights, ThreadRanks, in_threads
+from tests.weight_sync.ipc_doubles import DeviceEngine, HostHandles, LoadReply, StageWeights, ThreadRanks, in_threads
 
 TRANSPORT = TransportSpec("ipc", "", 100, 10.0)
 BUCKET = Bucket((("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(3, dtype=torch.bfloat16))))
@@ -286,11 +284,11 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Weight updater of an engine with one rank, which replies (success, message)."""
     monkeypatch.setattr(dist, "all_gather_object", lambda out, own, group: out.__setitem__(slice(None), [own]))
     monkeypatch.setattr(dist, "barrier", lambda group: None)
-    monkeypatch.setattr(device_tensors, "failure", lambda message: (False, message))
+    monkeypatch.setattr(device_tensors, "failure", lambda message: LoadReply(False, message))
     return SimpleNamespace(tp_cpu_group=None)
 
 
-def load(manager: SimpleNamespace, payload: bytes, original: Any) -> Any:
+def load(manager: SimpleNamespace, payload: bytes, original: Any) -> LoadReply:
     request = SimpleNamespace(serialized_named_tensors=[payload])
     return device_tensors.load(original, manager, request, HostHandles())
 
@@ -298,9 +296,9 @@ def load(manager: SimpleNamespace, payload: bytes, original: Any) -> Any:
 def test_the_hook_loads_and_closes(manager: SimpleNamespace) -> None:
     engine_weights: dict[str, list[float]] = {}
 
-    def original(_: Any, request: Any) -> tuple[bool, str]:
+    def original(_: Any, request: Any) -> LoadReply:
         engine_weights.update({name: tensor.tolist() for name, tensor in request.serialized_named_tensors[0]})
-        return True, "Success"
+        return LoadReply(True, "Success")
 
     payload = DeviceBucketMemory(HostHandles()).write(BUCKET)
     assert load(manager, payload, original) == (True, "Success")
@@ -310,12 +308,15 @@ def test_the_hook_loads_and_closes(manager: SimpleNamespace) -> None:
 def test_the_hook_reports_errors_and_kept_tensors(manager: SimpleNamespace) -> None:
     engine_tensors: list[torch.Tensor] = []
 
-    def keep(_: Any, request: Any) -> tuple[bool, str]:
+    def keep(_: Any, request: Any) -> LoadReply:
         engine_tensors.append(request.serialized_named_tensors[0][0][1])
-        return True, "Success"
+        return LoadReply(True, "Success")
 
-    def fail(*_: Any) -> tuple[bool, str]:
+    def fail(*_: Any) -> LoadReply:
         raise KeyError("model.unknown.weight")
+
+    def refuse(*_: Any) -> LoadReply:
+        return LoadReply(False, "a shape differs")
 
     def reply(original: Any) -> str:
         success, message = load(manager, DeviceBucketMemory(HostHandles()).write(BUCKET), original)
@@ -324,6 +325,7 @@ def test_the_hook_reports_errors_and_kept_tensors(manager: SimpleNamespace) -> N
 
     assert "rank 0 of 1: the engine kept a tensor" in reply(keep)
     assert "rank 0 of 1: KeyError: 'model.unknown.weight'" in reply(fail)
+    assert "rank 0 of 1: a shape differs" in reply(refuse)
     success, message = load(manager, MAGIC + b"{", fail)
     assert not success and "malformed" in message
 
@@ -333,70 +335,3 @@ def test_an_update_without_payloads_fails_and_does_not_kill_the_engine(manager: 
     request = SimpleNamespace(serialized_named_tensors=[])
     success, message = hooks.load_tensors(pytest.fail, manager, request)
     assert not success and "serialized_named_tensors is empty" in message
-
-
-@dataclass
-class HostUpdate:
-    """Update of one of two ranks with tensors in shared host memory, with a fake exchange between the ranks."""
-
-    monkeypatch: pytest.MonkeyPatch
-    problem_of_peer: str = ""
-    calls: list[str] = field(default_factory=list)
-    engine_tensors: list[torch.Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-        self.monkeypatch.setattr(dist, "barrier", lambda group: self.calls.append("barrier"))
-        self.monkeypatch.setattr(dist, "all_gather_object", self.exchange)
-        self.monkeypatch.setattr(device_tensors, "failure", lambda message: (False, message))
-
-    def exchange(self, per_rank: list[Any], own: object, group: object) -> None:
-        self.calls.append("exchange")
-        per_rank[:] = [own, self.problem_of_peer]
-
-    def load(self, *, keeps: bool = False, fails: bool = False, session: object = "open") -> tuple[bool, str]:
-        """Return the hook's reply. The engine keeps a tensor, or raises an error before its barrier."""
-
-        def original(manager: Any, request: Any) -> tuple[bool, str]:
-            if manager._session is None:
-                return False, "no session"
-            if fails:
-                raise KeyError("model.unknown.weight")
-            if keeps:
-                self.engine_tensors.append(request.serialized_named_tensors[0][0][1])
-            self.calls.append("barrier")
-            return True, "Success"
-
-        manager = SimpleNamespace(tp_cpu_group=None, _session=session)
-        memory = SharedBucketMemory()
-        request = SimpleNamespace(serialized_named_tensors=[memory.write(BUCKET)])
-        try:
-            return hooks.load_tensors(original, manager, request)
-        finally:
-            memory.close()
-
-
-def test_every_rank_waits_once_at_the_barrier_whatever_fails_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for keeps, fails, message in (
-        (False, False, "Success"),
-        (True, False, "rank 0 of 2: WeightSyncError: the engine kept a tensor"),
-        (False, True, "rank 0 of 2: KeyError: 'model.unknown.weight'"),
-    ):
-        update = HostUpdate(monkeypatch)
-        success, reply = update.load(keeps=keeps, fails=fails)
-        assert reply.startswith(message) and success is (not keeps and not fails)
-        assert update.calls == ["barrier", "exchange"]
-
-
-def test_an_error_of_one_rank_is_reported_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert HostUpdate(monkeypatch, "it cannot open the memory").load() == (
-        False,
-        "rank 1 of 2: it cannot open the memory",
-    )
-
-
-def test_no_rank_waits_for_another_outside_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang then replies without its barrier, on every rank."""
-    update = HostUpdate(monkeypatch)
-    monkeypatch.setattr(hooks.shared, "map_tensors", pytest.fail)
-    assert update.load(session=None) == (False, "no session") and not update.calls

@@ -42,6 +42,16 @@ def load(original: Callable[..., Any], manager: Any, request: Any, handles: Devi
         bucket.close()
     except WeightSyncError as error:
         problem = problem or str(error)
+    return reply(group, output, problem)
+
+
+def reply(group: Any, output: Any, problem: str) -> Any:
+    """Return this rank's reply: SGLang's ``output``, or a failure if any rank has a problem or a failed output. Collective.
+
+    ``output`` is None if SGLang raised an error, which is ``problem``.
+    """
+    if output is not None and not output.success:
+        problem = problem or output.message or "SGLang did not load them"
     refusal = exchange_problem(group, problem)
     return failure(refusal) if refusal or output is None else output
 

@@ -146,8 +146,7 @@ def load_tensors(original: Callable[..., Any], manager: Any, request: Any) -> An
         problem = f"{type(error).__name__}: {error}"
         if output is None:
             torch.distributed.barrier(group=group)  # the other ranks wait at this barrier in ``original``
-    refusal = device_tensors.exchange_problem(group, problem)
-    return device_tensors.failure(refusal) if refusal or output is None else output
+    return device_tensors.reply(group, output, problem)
 
 
 def deserialize(original: Callable[..., Any], worker: Any, payloads: Any) -> Any:
