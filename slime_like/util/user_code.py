@@ -94,9 +94,10 @@ def source_place(function: object) -> str:
     """
     while isinstance(function, functools.partial):
         function = function.func
-    code = inspect.unwrap(function if inspect.isclass(function) or inspect.isroutine(function) else type(function))
+    code = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
     try:
+        code = inspect.unwrap(code)
         file, (_, line) = inspect.getsourcefile(code), inspect.getsourcelines(code)
-    except (OSError, TypeError, AttributeError):
+    except (OSError, TypeError, AttributeError, ValueError):  # ValueError: functions that wrap each other
         return ""
     return f"{file}:{line}" if file else ""

@@ -134,6 +134,16 @@ def test_nodes_follow_from_the_plan() -> None:
     blocks = ["+recipe=qwen3_4b_gsm8k", *split, *engine, "parallel.tp=4", "placement.actor_num_gpus_per_node=8"]
     assert node_layout(blocks, 8).num_nodes == 2
     assert node_layout([*blocks, "placement.actor_num_gpus_per_node=4", "rollout.num_engines=2"], 6).num_nodes == 3
+    wide = [
+        "+recipe=qwen3_4b_gsm8k",
+        *split,
+        "rollout.tp=8",
+        "rollout.num_engines=1",
+        "placement.actor_num_gpus_per_node=1",
+    ]
+    assert node_layout([*wide, "placement.actor_num_nodes=2"], 8).num_nodes == 2, "the engine spans both nodes"
+    one_node = "rollout.symmetric_memory=true"  # refused for an engine over several nodes
+    assert node_layout([*wide, "placement.actor_num_nodes=2", one_node], 8).num_nodes == 3
 
 
 @pytest.mark.parametrize(

@@ -81,18 +81,20 @@ def _num_nodes(cfg: TrainConfig, plan: Plan, gpus_per_node: int, gpu: str) -> in
     Raises ``ConfigError`` if they cannot be assigned to any number of such nodes.
     """
 
-    def missing(num_nodes: int) -> MissingResources | None:
+    def problem(num_nodes: int) -> ConfigError | None:
         nodes = [
             ClusterNode(f"node-{i}", gpus_per_node, gpus_per_node, 0, gpu, node_id=str(i)) for i in range(num_nodes)
         ]
         try:
             assign(cfg, plan, nodes)
-        except MissingResources as error:
+        except ConfigError as error:  # such as an engine that may not span nodes
             return error
         return None
 
     min_nodes = max(1, -(-plan.num_gpus // gpus_per_node))
     max_nodes = max(min_nodes, plan.num_gpus)  # more nodes than GPUs are of no use
-    if (error := missing(min_nodes)) is not None and missing(max_nodes) is not None:
-        raise ConfigError(f"--gpus-per-node {gpus_per_node}: {error}") from error
-    return next(num_nodes for num_nodes in range(min_nodes, max_nodes + 1) if missing(num_nodes) is None)
+    if (error := problem(min_nodes)) is not None and problem(max_nodes) is not None:
+        if isinstance(error, MissingResources):
+            raise ConfigError(f"--gpus-per-node {gpus_per_node}: {error}") from error
+        raise error
+    return next(num_nodes for num_nodes in range(min_nodes, max_nodes + 1) if problem(num_nodes) is None)

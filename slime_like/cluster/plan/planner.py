@@ -112,8 +112,9 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
-    extra = role_bytes(critic, teacher, PROCESS_BYTES)
-    check_fits(cfg, machine, model, roles, engines, device=device, role_bytes=extra)
+    check_fits(
+        cfg, machine, model, roles, engines, device=device, role_bytes=role_bytes(critic, teacher, PROCESS_BYTES)
+    )
     shapes, load, dcp = role_shapes(cfg, critic, teacher), engine_load(cfg, context), DcpPlan()
     if engines:
         dcp = plan_dcp(cfg, machine, model, shapes, engines[0], load, decisions)

@@ -175,7 +175,10 @@ class Chaos:
         except OSError as error:  # it has just ended, or belongs to another user
             note = f"{name} got no signal ({error.strerror})"
             self.injections[-1] = replace(self.injections[-1], target="", note=note)
-            faults.append(self.run_dir, self.injections[-1])
+            try:
+                faults.append(self.run_dir, self.injections[-1])
+            except DataError as error:  # a full disk; the final report includes the note
+                sys.stderr.write(visible(f"warning: {error}\n"))
 
     def _record(self, fault: Fault, target: str, note: str = "") -> None:
         """Record a fault as injected or, with a ``note``, as failed; it is no longer pending.
