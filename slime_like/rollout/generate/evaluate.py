@@ -13,7 +13,7 @@ from slime_like.types import Reward, Sample, SampleGroup, Status
 
 @dataclass(frozen=True, slots=True)
 class EvalAnswer:
-    """One sample of a held-out prompt in human-readable form: a table row without tokens."""
+    """One sample of a held-out prompt in human-readable form, without token ids."""
 
     dataset: str
     prompt_id: int
