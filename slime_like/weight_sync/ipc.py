@@ -171,8 +171,9 @@ class IpcSender:
     async def send(self, source: WeightSource) -> list[TensorMeta]:
         """Send all buckets. A collective over all trainer ranks.
 
-        Return the metadata of a pipeline stage's tensors if this rank is the sender of the stage, else an empty list. An
-        error is raised only after the last bucket, because the other ranks gather every bucket with this one.
+        Return the metadata of the tensors of this rank's pipeline stage if ``source.is_sender`` (true on one rank of each
+        stage), else an empty list. An error is raised only after the last bucket, because the other ranks gather every bucket
+        with this one.
         """
         assert isinstance(source, ReplicatedWeightSource), "a trainer's rank can gather all weights"
         delivery = _Delivery(self._receiver, engine_ranks(self._receivers, self._transport.deadline_s))

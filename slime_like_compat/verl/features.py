@@ -47,7 +47,9 @@ NOT_HERE: dict[str, Feature] = {
     f"{_M}.lora*": _LORA,
     f"{_M}.mtp.*": _MTP,
     f"{_M}.torch_dtype": Feature(("bfloat16", "bf16", None), "model.dtype"),
-    f"{_M}.external_lib": Feature((None,), "import it in the process that starts train.py"),
+    f"{_M}.external_lib": Feature(
+        (None,), "no key imports a library: add functions and classes as in docs/extending.md"
+    ),
     f"{_M}.custom_chat_template": Feature((None,), "the chat template is read from model.hf_checkpoint: set it there"),
     f"{_M}.tokenizer_path": Feature((None,), "the tokenizer is read from model.hf_checkpoint"),
     f"{_M}.hf_config_path": Feature((None,), "config.json is read from model.hf_checkpoint"),

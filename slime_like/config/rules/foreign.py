@@ -174,7 +174,7 @@ def describe_owner(setting: str, owner: str, removable: str) -> str:
 
 
 def settable(annotation: str) -> bool:
-    """Return whether a config can contain a value that fits ``annotation``.
+    """Return whether a config can contain a value other than null that fits ``annotation``.
 
     This is tried with a few values: booleans, numbers, strings, lists and mappings. An annotation with a Literal passes.
     """
