@@ -116,9 +116,10 @@ class Wrapper:
         return GroupInfo(self.ring.num_groups, name, label, order, foreign=name in self.labels)
 
     def drop_group(self, group: Any) -> None:
-        """Drop the counters and releasable backends of a destroyed group. Counts since the last drain are lost.
+        """Drop the counters and releasable backends of a destroyed group.
 
-        Its ops in flight are recorded as failed: gloo may never complete them, and the watchdog would then end this process.
+        Counts since the last call of ``install.drain`` are lost. The group's ops in flight are recorded as failed: gloo may never
+        complete them, and the watchdog would then end this process.
         """
         if (record := self.groups.pop(group, None)) is not None:
             self.ring.fail_in_flight(record.info.number)
