@@ -79,7 +79,11 @@ def _run_parts(
     before the first part if a page was not written by this script.
     """
     try:
-        pages = {part.name: TableFile(args.pages / f"gpu_{part.name}.md", Path(__file__).name) for part in parts}
+        pages = {
+            part.name: TableFile(args.pages / f"gpu_{part.name}.md", Path(__file__).name)
+            for part in parts
+            if not skip_reason(part, node_gpus)
+        }
     except argparse.ArgumentTypeError as error:
         raise ConfigError(str(error)) from error
     end = time.monotonic() + 60 * args.minutes

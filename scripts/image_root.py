@@ -142,10 +142,13 @@ def build(lines: Sequence[Instruction], options: Options) -> Image:
     for line in lines:
         print(visible(f"== {line.name} {line.arguments}"), flush=True)
         match line.name:
-            case "ARG" if line.arguments in image.arguments:
+            case "ARG" if line.arguments.partition("=")[0] in image.arguments:
                 pass
+            case "ARG" if "=" in line.arguments:
+                name, _, default = line.arguments.partition("=")
+                image.arguments[name] = "".join(shlex.split(default))
             case "ENV":
-                pairs = [word.partition("=") for word in shlex.split(image.expand(line.arguments))]
+                pairs = [image.expand(word).partition("=") for word in shlex.split(line.arguments)]
                 image.environment |= {name: value for name, _, value in pairs}
             case "WORKDIR":
                 image.folder = line.arguments

@@ -76,9 +76,10 @@ def test_an_unknown_step_and_a_root_that_is_none_are_refused(tmp_path: Path) -> 
 
 def test_lines_of_a_dockerfile_are_read_as_an_image_builder_reads_them(tmp_path: Path) -> None:
     text = "FROM a AS b\nRUN left out\nFROM b\nARG DEVICE\nENV A=1 \\\n  B=${DEVICE}2\nENV C=${A}3\nWORKDIR /x/y\nUSER 5:6\n"
+    text += 'ARG E="a b"\nENV D=${E}\n'
     options = image_root.Options(tmp_path, "gpu", None, None, bytecode=True)
     image = image_root.build(image_root.instructions(text), options)
-    assert {name: image.environment[name] for name in "ABC"} == {"A": "1", "B": "gpu2", "C": "13"}
+    assert {name: image.environment[name] for name in "ABCD"} == {"A": "1", "B": "gpu2", "C": "13", "D": "a b"}
     assert (image.user, image.folder) == ("5:6", "/x/y") and (tmp_path / "x" / "y").is_dir()
     for line, message in (
         ("COPY missing.py ./", "has no such file"),
@@ -88,6 +89,13 @@ def test_lines_of_a_dockerfile_are_read_as_an_image_builder_reads_them(tmp_path:
     ):
         with pytest.raises(image_root.ImageError, match=message):
             image_root.build(image_root.instructions(f"FROM a\n{line}\n"), options)
+
+
+def test_each_line_of_the_dockerfile_is_supported(tmp_path: Path) -> None:
+    settings = [line for line in LINES if line.name not in ("RUN", "COPY")]
+    image = image_root.build(settings, image_root.Options(tmp_path, "cpu", None, None, bytecode=True))
+    assert image.environment["SLIME_LIKE_DEVICE"] == "cpu"
+    assert image.environment["SLIME_LIKE_COMMIT"] == "unknown commit"
 
 
 def test_the_build_context_is_what_git_and_dockerignore_leave() -> None:
