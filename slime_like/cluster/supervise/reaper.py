@@ -12,6 +12,7 @@ import secrets
 import struct
 import subprocess
 import sys
+from collections import defaultdict
 from contextlib import suppress
 from multiprocessing.connection import wait
 
@@ -113,7 +114,7 @@ def _kill_all(mark: str, forks: set[psutil.Process]) -> None:
     """Kill programs with ``mark``, ``forks``, and processes that these start or fork meanwhile."""
     is_open = True
     while True:
-        while is_open and wait([0], 0):
+        if is_open and wait([0], 0):
             is_open = bool(_read_forks(forks))
         if processes := _living(mark, forks):
             process_tree.kill(processes)
@@ -140,10 +141,16 @@ def _read_forks(forks: set[psutil.Process]) -> set[int]:
 
 def _living(mark: str, forks: set[psutil.Process]) -> list[psutil.Process]:
     """Return the living processes among programs with ``mark``, ``forks`` and the descendants of both."""
-    processes = {*process_tree.find_marked(mark), *forks}
-    for process in [*processes]:
+    children: dict[int, list[psutil.Process]] = defaultdict(list)
+    for process in psutil.process_iter():
         with suppress(psutil.Error):
-            processes.update(process.children(recursive=True))
+            children[process.ppid()].append(process)
+    processes: set[psutil.Process] = set()
+    unvisited = [*process_tree.find_marked(mark), *forks]
+    while unvisited:
+        if (process := unvisited.pop()) not in processes:
+            processes.add(process)
+            unvisited += children[process.pid]
     return [process for process in processes if _is_living(process)]
 
 
