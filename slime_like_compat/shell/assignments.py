@@ -41,9 +41,10 @@ class Assignments:
             for item in word.words if isinstance(word, Array) else [word] if isinstance(word, Word) else []:
                 self._expansions(item)
 
-    def assign(self, item: Word | Array) -> None:
+    def assign(self, item: Word | Array, *, is_local: bool = False) -> None:
         """Apply ``NAME=word``, ``NAME[0]=word`` or ``NAME=(words)``, or one of them with ``+=``; ignore a name without a value.
 
+        If ``is_local``, ``NAME=word`` sets a new variable, which has no elements of an array of this name.
         An array with an element set at a computed index, ``NAME[$I]=word``, becomes unknown. Raises ``ConfigError`` if the
         index is ``MAX_WORDS`` or more, the errors of ``Scope.expand`` for the words of an array, and that of ``Scope.text`` for
         any other value.
@@ -66,6 +67,8 @@ class Assignments:
             return
         value = self.scope.text(_without(item, match.end()), self.script)
         if index is None:
+            if is_local and not append:
+                self.scope.values.pop(name, None)
             self.scope.assign_text(name, value, append=append)
         elif int(index) >= MAX_WORDS:
             raise ConfigError(f"{item.file_line}: {name}[{index}] is not read: use indices below {MAX_WORDS}")
@@ -87,7 +90,7 @@ class Assignments:
             problem = "changes the meaning of an assignment, which is not supported: write the values out"
             raise ConfigError(f"{words[0].file_line}: {plain[0]} {changing[0]} {problem}")
         for item in words[1:]:
-            self.assign(item)
+            self.assign(item, is_local=plain[0] == "local")
 
     def builtin(self, words: Sequence[Word]) -> bool:
         """Apply a builtin that sets variables and return True. Return False for any other command.

@@ -180,7 +180,7 @@ class ScriptReader:
             if arguments:
                 self.scope.assign(ARGUMENTS, tuple(arguments))
             for item in assignments:
-                Assignments(self.scope, script, "").assign(item)
+                Assignments(self.scope, script, "").assign(item, is_local=True)
             self.read(path)
 
 

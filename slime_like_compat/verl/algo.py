@@ -63,12 +63,12 @@ def _choose(job: Job) -> None:
         job.report(_MODE, "mapped", "", "algo")
     job.set("algo", job.algo, _ESTIMATOR)
     std = job.switch("algorithm.norm_adv_by_std_in_grpo")
-    if group is None or group == "rloo":
-        job.leave_out(f"adv_estimator={estimator} does not read it", "algorithm.norm_adv_by_std_in_grpo")
-        if group == "rloo":
-            job.set("algo.group_advantage", "rloo", _ESTIMATOR)
-    else:
+    if estimator == "grpo":
         job.set("algo.group_advantage", "grpo" if std else "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
+    else:
+        job.leave_out(f"adv_estimator={estimator} does not read it", "algorithm.norm_adv_by_std_in_grpo")
+        if group is not None:
+            job.set("algo.group_advantage", group, _ESTIMATOR)
     for name, key in (("gamma", "algorithm.gamma"), ("lambd", "algorithm.lam")):
         if name in ("gamma", "lambd")[: {"ppo": 2, "reinforce_pp": 1}.get(job.algo, 0)]:
             job.set(f"algo.{name}", float(job.number(key)), key)

@@ -121,10 +121,12 @@ def test_a_sourced_file_may_be_skipped(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_source_command_are_restored_after_it(tmp_path: Path) -> None:
-    (tmp_path / "more.sh").write_text("W=$X$Y$1\nread Y")
-    lines = 'read X\nY=1\nset -- $(hostname)\nX=2 Y=3 source more.sh 4\npython3 train.py $W ${X:-b} $Y "${1:-c}"'
-    w, x, y, argument = read_script(tmp_path, lines).arguments
+    (tmp_path / "more.sh").write_text('W=$X$Y$1\nN=("${A[@]}")\nread Y')
+    lines = "read X\nY=1\nA=(5 6)\nset -- $(hostname)\nX=2 Y=3 A=7 source more.sh 4\n"
+    lines += 'python3 train.py $W ${X:-b} $Y "${1:-c}" "${N[*]}" "${A[*]}"'
+    w, x, y, argument, new_array, array = read_script(tmp_path, lines).arguments
     assert [(value.text, value.problem) for value in (w, y)] == [("234", ""), ("1", "")]
+    assert (new_array.text, array.text) == ("7", "5 6")
     assert "X is read at" in x.problem and "hostname" in argument.problem
 
 

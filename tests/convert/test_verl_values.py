@@ -13,6 +13,7 @@ from tests.convert.verl_lines import FILTER, METRIC, OVERLONG, REWARD, A, C, M, 
 EQUAL_VALUES = {
     "": {"algo.eps_clip": 0.2, "algo.eps_clip_high": 0.2, "algo.eps_clip_c": 3.0, "optim.weight_decay": 0.01},
     "algorithm.norm_adv_by_std_in_grpo=False": {"algo.name": "grpo", "algo.group_advantage": "dr_grpo"},
+    "algorithm.adv_estimator=grpo_vectorized algorithm.norm_adv_by_std_in_grpo=False": {"algo.group_advantage": "grpo"},
     "algorithm.adv_estimator=rloo": {"algo.name": "rloo", "algo.group_advantage": "rloo"},
     "algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9": {"algo.name": "reinforce_pp", "algo.gamma": 0.9},
     "algorithm.adv_estimator=reinforce_plus_plus_baseline": {"algo.name": "reinforce_pp_baseline"},
