@@ -97,13 +97,13 @@ def _wandb_id(path: Path, *, resumed: bool) -> str:
     given_id = os.environ.get("WANDB_RUN_ID")
     if given_id and not WANDB_ID.fullmatch(given_id):
         raise ConfigError(
-            f"WANDB_RUN_ID={abbreviate(given_id)} cannot be the id of a wandb run: use letters, digits, - and _, or unset it"
+            f"WANDB_RUN_ID={abbreviate(given_id)} cannot be the id of a wandb run: use up to 128 letters, digits, - and _, or unset it"
         )
     wandb_id = given_id or stored_id or secrets.token_hex(4)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(wandb_id + "\n")
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:
         raise ConfigError(
             f"{path}: the id of the wandb run cannot be stored ({reason(error)}): make run.dir writable, "
             "or set metrics.wandb=false"

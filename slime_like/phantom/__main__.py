@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     major, _, minor = str(options.capability).partition(".")
     if not (major.isdigit() and minor.isdigit()):
         parser.error(f"--capability {options.capability}: give it as 9.0")
-    if not (math.isfinite(options.memory) and options.memory > 0):
+    if not (math.isfinite(options.memory) and options.memory * GIB >= 1):
         parser.error(f"--memory {options.memory}: give the GiB of each GPU as a positive number, such as 80")
     if options.devices < 1:
         parser.error(f"--devices {options.devices}: give a number of GPUs of at least 1")

@@ -176,3 +176,13 @@ def test_speculative_drafts_are_refused_on_a_cpu() -> None:
             check_drafts(cfg, "cpu")
     cfg.run.mode = "train_only"  # without engines
     check_drafts(cfg, "cpu")
+
+
+def test_a_link_to_rollouts_is_checked_with_the_config_in_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("rollout: {temperature: 0.7}")
+    (run / "rollouts").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"sampled at .*=0\.7"):
+        check_replayed_sampling(TrainConfig(), run / "rollouts")

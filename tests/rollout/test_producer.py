@@ -113,6 +113,18 @@ def test_a_rollout_that_is_not_generated_is_refused() -> None:
     asyncio.run(scenario())
 
 
+def test_a_stopped_producer_generates_nothing() -> None:
+    async def scenario() -> None:
+        calls: list[int] = []
+        producer = RolloutProducer(recording(calls), first=0, last=3, max_staleness=1)
+        await producer.stop()
+        with pytest.raises(SlimeLikeError, match="rollout 0 is not generated: the rollout producer was stopped"):
+            await asyncio.wait_for(producer.get(0), 5)
+        assert not calls
+
+    asyncio.run(scenario())
+
+
 def test_a_generation_that_cancels_itself_fails() -> None:
     async def generate(rollout_id: int) -> GeneratedRollout:
         raise asyncio.CancelledError

@@ -118,7 +118,11 @@ def charge(
     SGLang would charge ``max_new_tokens`` in full, although ``extend_len`` includes the tokens that a retracted request has
     already generated.
     """
-    num_tokens = max(0, max_new_tokens - len(adder.can_run_list[-1].output_ids))
+    request = adder.can_run_list[-1]
+    num_left = request.sampling_params.max_new_tokens - len(
+        request.output_ids
+    )  # ``max_new_tokens`` is clipped by SGLang
+    num_tokens = min(max_new_tokens, max(0, num_left))
     setattr(adder, RESERVED, getattr(adder, RESERVED) + num_tokens)
     original(adder, prefix_len, extend_len, num_tokens, *args, **kwargs)
 

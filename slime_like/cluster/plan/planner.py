@@ -104,17 +104,15 @@ def make_plan(cfg: TrainConfig, machine: Machine) -> Plan:
         drift_by_layer=cfg.weights.probe_layers and not supervised,
     )
     needs_trainer = cfg.run.mode != "rollout_only"
-    critic = critic_spec(cfg, actor, decisions.add) if needs_trainer else None
-    teacher = teacher_spec(cfg, actor) if needs_trainer else None
+    critic, teacher = _other_roles(cfg, actor, decisions) if needs_trainer else (None, None)
     needs_engines = cfg.run.mode != "train_only" and not supervised
     num_nodes = engine_nodes(cfg, machine, device, decisions) if needs_engines else 1
     engines = on_nodes(_engines(cfg, model, device, dtype, context), num_nodes) if needs_engines else ()
     colocated = cfg.placement.mode == "colocated" or not (needs_trainer and needs_engines)
     roles = rank_roles(cfg, actor, engines, needs_trainer=needs_trainer, colocated=colocated, device=device)
     roles = add_roles(cfg, roles, critic, teacher, device)
-    check_fits(
-        cfg, machine, model, roles, engines, device=device, role_bytes=role_bytes(critic, teacher, PROCESS_BYTES)
-    )
+    extra_bytes = role_bytes(critic, teacher, PROCESS_BYTES)
+    check_fits(cfg, machine, model, roles, engines, device=device, role_bytes=extra_bytes)
     shapes, load, dcp = role_shapes(cfg, critic, teacher), engine_load(cfg, context), DcpPlan()
     if engines:
         dcp = plan_dcp(cfg, machine, model, shapes, engines[0], load, decisions)
@@ -231,6 +229,13 @@ def _remote_experts(remote: RemoteExpertsConfig) -> str:
         shared_bytes=remote.shared_bytes,
     )
     return options.to_json() if remote.enabled else ""
+
+
+def _other_roles(
+    cfg: TrainConfig, actor: RankSpec, decisions: PlanDecisions
+) -> tuple[CriticSpec | None, TeacherSpec | None]:
+    """Return the specs of the critic and the teacher; None for one that the run does not have."""
+    return critic_spec(cfg, actor, decisions.add), teacher_spec(cfg, actor)
 
 
 def _threads(

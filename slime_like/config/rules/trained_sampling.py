@@ -7,6 +7,7 @@ engine sample differently is rejected at load, except in runs that train on no s
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -145,7 +146,7 @@ def check_replayed_sampling(cfg: TrainConfig, folder: Path) -> None:
     A damaged file is an error too. If it is missing, for example because only the rollouts were copied, or with algo=sft, nothing
     is checked.
     """
-    path = folder.resolve().parent / "config.yaml"
+    path = Path(os.path.abspath(folder)).parent / "config.yaml"  # not that of a link's target
     if isinstance(cfg.algo, SftConfig) or not path.is_file():
         return
     file = InputFile(path, ConfigError, "remove this file to replay unchecked", "run.replay_from")

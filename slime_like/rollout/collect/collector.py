@@ -163,6 +163,7 @@ class RolloutProducer:
         self._ready: dict[int, asyncio.Future[GeneratedRollout]] = {}
         self._task: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
+        self._is_stopped = False
 
     async def get(self, rollout_id: int) -> GeneratedRollout:
         """Return rollout ``rollout_id`` once it is complete.
@@ -181,10 +182,11 @@ class RolloutProducer:
                 )
         self._last_admitted = max(self._last_admitted, rollout_id + self._max_staleness)
         self._wake.set()
-        if self._task is None:
+        if self._task is None and not self._is_stopped:
             self._task = asyncio.create_task(self._run(), name="rollout producer")
         slot = self._slot(rollout_id)
-        await asyncio.wait([slot, self._task], return_when=asyncio.FIRST_COMPLETED)
+        if self._task is not None:
+            await asyncio.wait([slot, self._task], return_when=asyncio.FIRST_COMPLETED)
         if slot.done():
             return slot.result()
         raise self._failure or SlimeLikeError(
@@ -217,7 +219,8 @@ class RolloutProducer:
         self._ready.pop(rollout_id, None)
 
     async def stop(self) -> None:
-        """Cancel the rollout in progress, and wait until its task has ended."""
+        """Cancel the rollout in progress, and wait until its task has ended. No rollout is generated afterwards."""
+        self._is_stopped = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -75,10 +75,15 @@ def _link(path: Path, target: Path) -> None:
 
     Nodes that share the folder may have their driver in different places.
     """
-    if not path.exists():
-        temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    if path.exists():
+        return
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
         temporary.symlink_to(target)
         temporary.replace(path)
+    except OSError:  # a dangling link in a folder that this process cannot write to
+        if not path.is_symlink():
+            raise
 
 
 def _wheel() -> Path | None:
