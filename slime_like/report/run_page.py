@@ -129,8 +129,8 @@ def _warnings(record: RunRecord) -> Iterator[str]:
     """Yield a table of the last ``MAX_WARNINGS`` warnings, those of the last step first; nothing if there are none."""
     warnings = [(row.step, warning) for row in record.rows for warning in row.warnings]
     if warnings:
-        shown = f", the last {MAX_WARNINGS}" if len(warnings) > MAX_WARNINGS else ""
-        yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run{shown}</summary>"
+        limit_text = f", the last {MAX_WARNINGS}" if len(warnings) > MAX_WARNINGS else ""
+        yield f"<h2>Warnings</h2><details open><summary>{counted(len(warnings), 'warning')} of the run{limit_text}</summary>"
         shown_warnings = sorted(warnings[-MAX_WARNINGS:], key=lambda entry: -entry[0])
         yield table(("step", "warning"), shown_warnings)
         yield "</details>"

@@ -208,33 +208,39 @@ class RewardPool:
 
     def _warn_refused(self, error: SampleRefused, name: str, prompt: Prompt, sample: Sample) -> None:
         """Warn once per reward, naming the first refused sample; ``reward/remote_failures`` counts all of them."""
-        if (name, "refused") not in self._warned_causes:
-            self._warned_causes.add((name, "refused"))
-            self._warnings.append(
-                f"the reward server {self._config.remote_url} refused {_describe_samples([sample])} of prompt "
-                f"{prompt.prompt_id} ({prompt.dataset}) with {error}: refused samples {self._fallback()} (reward.fallback); "
-                "reward/remote_failures counts them"
-            )
+        self._warn_once(
+            name,
+            "refused",
+            f"the reward server {self._config.remote_url} refused {_describe_samples([sample])} of prompt "
+            f"{prompt.prompt_id} ({prompt.dataset}) with {error}: refused samples {self._fallback()} (reward.fallback); "
+            "reward/remote_failures counts them",
+        )
 
     def _warn_late(self, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Warn once per reward, naming the samples of its first late call; ``reward/timeouts`` counts all late calls."""
-        if (name, "late") not in self._warned_causes:
-            self._warned_causes.add((name, "late"))
-            self._warnings.append(
-                f"reward {name!r} took longer than reward.timeout_s={self._config.timeout_s:g} for {_describe_samples(samples)} of prompt "
-                f"{prompt.prompt_id} ({prompt.dataset}): late samples {self._fallback()} (reward.fallback); "
-                "reward/timeouts counts such calls"
-            )
+        self._warn_once(
+            name,
+            "late",
+            f"reward {name!r} took longer than reward.timeout_s={self._config.timeout_s:g} for {_describe_samples(samples)} of prompt "
+            f"{prompt.prompt_id} ({prompt.dataset}): late samples {self._fallback()} (reward.fallback); "
+            "reward/timeouts counts such calls",
+        )
 
     def _warn_killed(self, error: WorkerDied, name: str, prompt: Prompt, samples: Sequence[Sample]) -> None:
         """Warn once per reward and cause; ``reward/killed`` counts all such calls."""
-        if (name, str(error)) not in self._warned_causes:
-            self._warned_causes.add((name, str(error)))
-            self._warnings.append(
-                f"{self._death(error)}, while it ran reward {name!r} for {_describe_samples(samples)} of prompt {prompt.prompt_id} "
-                f"({prompt.dataset}): it is replaced, and such samples {self._fallback()} (reward.fallback); "
-                "reward/killed counts them"
-            )
+        self._warn_once(
+            name,
+            str(error),
+            f"{self._death(error)}, while it ran reward {name!r} for {_describe_samples(samples)} of prompt {prompt.prompt_id} "
+            f"({prompt.dataset}): it is replaced, and such samples {self._fallback()} (reward.fallback); "
+            "reward/killed counts them",
+        )
+
+    def _warn_once(self, name: str, cause: str, text: str) -> None:
+        """Add a warning, unless there has been one for this reward and cause."""
+        if (name, cause) not in self._warned_causes:
+            self._warned_causes.add((name, cause))
+            self._warnings.append(text)
 
     def _death(self, error: WorkerDied) -> str:
         limit = self._config.memory_gb

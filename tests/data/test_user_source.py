@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,16 @@ def test_wrong_prompts_are_named(name: str, words: str, tmp_path: Path) -> None:
         opened(tmp_path, name).next(3)
 
 
+def assert_errors_are_named(source: str, calls: Mapping[str, Callable[[], object]]) -> None:
+    """Assert that each call, by its subject, raises an error that names the key, the line and the subject."""
+    for subject, call in calls.items():
+        with pytest.raises(
+            UserCodeError,
+            match=rf"^data\.source=own_sources:{source} raised KeyError: 'rows' \(.*own_sources.py:\d+\), for {subject}",
+        ):
+            call()
+
+
 def test_an_error_names_the_key_and_the_line(tmp_path: Path) -> None:
     source = opened(tmp_path, "Broken")
     calls = {
@@ -130,12 +141,7 @@ def test_an_error_names_the_key_and_the_line(tmp_path: Path) -> None:
         "the metrics of the data": source.metrics,
         r"the cursor \{'row': 1\}": lambda: source.load_state({"row": 1}),
     }
-    for subject, call in calls.items():
-        with pytest.raises(
-            UserCodeError,
-            match=rf"^data\.source=own_sources:Broken raised KeyError: 'rows' \(.*own_sources.py:\d+\), for {subject}",
-        ):
-            call()
+    assert_errors_are_named("Broken", calls)
     with pytest.raises(
         UserCodeError, match=r"raised TypeError: .*not JSON serializable .*, for the cursor of a checkpoint"
     ):
@@ -176,12 +182,7 @@ def test_supervised_fine_tuning_names_errors_of_the_source(tmp_path: Path) -> No
         "the cursor of a checkpoint": broken.state,
         r"the cursor \{'row': 1\}": lambda: broken.load_state({"row": 1}),
     }
-    for subject, call in calls.items():
-        with pytest.raises(
-            UserCodeError,
-            match=rf"^data\.source=own_sources:BrokenRows raised KeyError: 'rows' \(.+:\d+\), for {subject}",
-        ):
-            call()
+    assert_errors_are_named("BrokenRows", calls)
     with pytest.raises(
         UserCodeError, match=r"^data\.source=own_sources:NoRows raised AttributeError: .+, for all prompts"
     ):

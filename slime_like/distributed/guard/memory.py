@@ -157,9 +157,9 @@ def _inactive_file(statistics: str) -> int:
     ``inactive_file`` includes the children in version 2; in version 1 only ``total_inactive_file`` does.
     """
     for name in ("\ntotal_inactive_file ", "\ninactive_file "):
-        _, found, rest = f"\n{statistics}".partition(name)
-        if found:
-            return int(rest.partition("\n")[0])
+        _, field_name, value = f"\n{statistics}".partition(name)
+        if field_name:
+            return int(value.partition("\n")[0])
     return 0
 
 
